@@ -1,0 +1,125 @@
+"""The callbacks that ship with trainer_kit, and `default_callbacks`, those that every run has.
+
+Within a hook, callbacks are called by `priority`, then in the order of the list:
+
+- -100: those that change the model (`EMA`, `Freezing`), so that all others see it as it will be used;
+- 0: yours, and those that only ask for things (`Checkpointing`, `EarlyStopping`, `Preemption`);
+- 100: those that write down what happened (`Progress`, `Console`, `TensorBoard`, `JsonLines`), so that they also
+  write what yours added to a record or to an evaluation's metrics;
+- 110: `Throughput`, whose clock leaves out what the others did.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from .from_transformers import from_transformers
+
+if TYPE_CHECKING:
+    from trainer_kit.arguments import TrainingArguments
+    from trainer_kit.callback import Callback
+
+    from .checkpointing import Checkpointing
+    from .console import Console
+    from .early_stopping import EarlyStopping
+    from .ema import EMA
+    from .freezing import Freezing
+    from .jsonl import JsonLines, read_log
+    from .memory import Memory
+    from .preemption import Preemption
+    from .profiler import Profiler
+    from .progress import Progress
+    from .tensorboard import TensorBoard
+    from .throughput import Throughput
+
+__all__ = [
+    "EMA",
+    "Checkpointing",
+    "Console",
+    "EarlyStopping",
+    "Freezing",
+    "JsonLines",
+    "Memory",
+    "Preemption",
+    "Profiler",
+    "Progress",
+    "TensorBoard",
+    "Throughput",
+    "default_callbacks",
+    "from_transformers",
+    "read_log",
+]
+
+# Loaded when first asked for, so that nobody pays for tensorboard or tqdm without using them. (`from_transformers` is
+# imported above: the module has the same name, and would take the function's place if it were imported later.)
+_MODULES = {
+    "Checkpointing": "checkpointing",
+    "Console": "console",
+    "EMA": "ema",
+    "EarlyStopping": "early_stopping",
+    "Freezing": "freezing",
+    "JsonLines": "jsonl",
+    "Memory": "memory",
+    "Preemption": "preemption",
+    "Profiler": "profiler",
+    "Progress": "progress",
+    "TensorBoard": "tensorboard",
+    "Throughput": "throughput",
+    "read_log": "jsonl",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def default_callbacks(args: TrainingArguments) -> list[Callback]:
+    """The callbacks of every run, new instances.
+
+    Checkpoints, clean leaving on signals, memory and throughput always; a progress bar on a terminal or in a notebook,
+    plain lines elsewhere and with `args.disable_tqdm`; the writers that `args.report_to` names.
+    """
+    from .checkpointing import Checkpointing
+    from .memory import Memory
+    from .preemption import Preemption
+    from .throughput import Throughput
+
+    callbacks: list[Callback] = [Checkpointing(), Preemption(), Memory(), Throughput()]
+    if not args.disable_tqdm and (_is_terminal() or _is_notebook()):
+        from .progress import Progress
+
+        callbacks.append(Progress())
+    else:
+        from .console import Console
+
+        callbacks.append(Console())
+    if "tensorboard" in args.report_to:
+        from .tensorboard import TensorBoard
+
+        callbacks.append(TensorBoard())
+    if "jsonl" in args.report_to:
+        from .jsonl import JsonLines
+
+        callbacks.append(JsonLines())
+    return callbacks
+
+
+def _is_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def _is_notebook() -> bool:
+    """Whether this process is the kernel of a notebook (which has no terminal, and shows bars all the same)."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return shell is not None and "IPKernelApp" in shell.config

@@ -1,0 +1,99 @@
+"""`EarlyStopping`: ends training when evaluations no longer improve."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from trainer_kit.callback import Callback
+
+if TYPE_CHECKING:
+    from trainer_kit.run import Run
+
+_logger = logging.getLogger("trainer_kit")
+
+
+class EarlyStopping(Callback):
+    """Ends training after `patience` evaluations in a row without an improvement.
+
+    How many there were is kept in checkpoints. A metric that is not a number (NaN) is no improvement.
+
+    Args:
+        patience: Evaluations without an improvement after which training ends.
+        min_delta: What counts as an improvement: a change for the better by more than this.
+        metric: Name of the metric, with or without `eval_`; None: `args.metric_for_best_model`, else "eval_loss".
+        greater_is_better: Whether a greater metric is better; None: as in `args` where the metric is the same one,
+            else unless its name ends with "loss".
+
+    Raises:
+        ValueError: If `patience` is below 1 or `min_delta` is negative; in training, if evaluation has no such metric
+            or never takes place.
+    """
+
+    def __init__(
+        self,
+        patience: int = 3,
+        min_delta: float = 0.0,
+        metric: str | None = None,
+        greater_is_better: bool | None = None,
+    ) -> None:
+        if patience < 1:
+            raise ValueError(f"EarlyStopping(patience={patience!r}) must be a whole number of at least 1")
+        if not min_delta >= 0:
+            raise ValueError(f"EarlyStopping(min_delta={min_delta!r}) must be a number of at least 0")
+        self.patience = patience
+        self.min_delta = min_delta
+        self.metric = metric
+        self.greater_is_better = greater_is_better
+        self.best: float | None = None
+        self.failures = 0
+
+    def on_train_begin(self, run: Run) -> None:
+        if run.args.eval_strategy == "no":
+            raise ValueError("EarlyStopping needs evaluations, but eval_strategy='no'; set it to 'steps' or 'epoch'")
+        if self.failures >= self.patience:  # resumed from the checkpoint of a run that ended early
+            run.requests.stop = True
+
+    def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+        name = self._metric(run)
+        if name not in metrics:
+            raise ValueError(
+                f"EarlyStopping watches {name!r}, which the evaluation does not produce; "
+                f"it produces {', '.join(map(repr, metrics)) or 'nothing'}"
+            )
+        value = float(metrics[name])
+        if self._improves(value, self._is_greater_better(run, name)):
+            self.best, self.failures = value, 0
+            return
+        self.failures += 1
+        if self.failures >= self.patience:
+            run.requests.stop = True
+            _logger.info(
+                "early stopping at step %d: %s has not improved on %s in %d evaluations",
+                *(run.state.step, name, self.best, self.failures),
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "failures": self.failures}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best, self.failures = state_dict["best"], state_dict["failures"]
+
+    def _metric(self, run: Run) -> str:
+        name = self.metric or run.args.metric_for_best_model or "eval_loss"
+        return "eval_" + name.removeprefix("eval_")
+
+    def _is_greater_better(self, run: Run, name: str) -> bool:
+        if self.greater_is_better is not None:
+            return self.greater_is_better
+        if name == run.args.metric_for_best_model and run.args.greater_is_better is not None:
+            return run.args.greater_is_better
+        return not name.endswith("loss")
+
+    def _improves(self, value: float, greater_is_better: bool) -> bool:
+        if value != value:
+            return False
+        if self.best is None:
+            return True
+        change = value - self.best if greater_is_better else self.best - value
+        return change > self.min_delta

@@ -1,0 +1,135 @@
+"""`EMA`: an exponential moving average of the weights, evaluated in their place."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from trainer_kit.callback import Callback
+
+if TYPE_CHECKING:
+    from trainer_kit.run import Run
+
+
+class EMA(Callback):
+    """Keeps an exponential moving average of the weights; evaluations and predictions use it.
+
+    After each step, `average = decay * average + (1 - decay) * weight`. Averaged are all floating-point parameters and
+    buffers (a batch norm's running mean and variance too); whole-number buffers are as in the model. Averages lie on
+    the model's device, in its dtype, but in float32 where that is half precision, which would round the small updates
+    away. A checkpoint's weights are those being trained, and the averages are in the checkpoint's state; `copy_to`
+    puts the averages into a model.
+
+    Args:
+        decay: Share of the old average that each update keeps, 0 to below 1. About 1 / (1 - decay) updates count.
+        every: Optimizer steps between two updates.
+        start_step: Until this step the average is the weights as they are.
+
+    Raises:
+        ValueError: If one of them makes no sense, or a checkpoint's averages do not fit the model.
+    """
+
+    priority = -100
+
+    def __init__(self, decay: float = 0.999, every: int = 1, start_step: int = 0) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"EMA(decay={decay!r}) must be a number of at least 0 and below 1")
+        if every < 1:
+            raise ValueError(f"EMA(every={every!r}) must be a whole number of at least 1")
+        if start_step < 0:
+            raise ValueError(f"EMA(start_step={start_step!r}) must be a whole number of at least 0")
+        self.every = every
+        self.start_step = start_step
+        self._update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        self._averages: dict[str, torch.Tensor] = {}
+        self._weights: list[torch.Tensor] = []  # the model's own tensors, in the order of the averages
+        self._trained: list[torch.Tensor] = []  # copies of them while the averages are in their place
+
+    def on_train_begin(self, run: Run) -> None:
+        live = _floating(run.model)
+        if not self._averages:
+            self._averages = {name: _copy(tensor) for name, tensor in live.items()}
+        self._check(live)
+        self._averages = {name: self._averages[name].to(_wide(tensor)) for name, tensor in live.items()}
+        self._weights = list(live.values())
+
+    def on_step_end(self, run: Run) -> None:
+        step = run.state.step
+        if step % self.every:
+            return
+        averages, weights = list(self._averages.values()), [_wide(tensor) for tensor in self._weights]
+        with torch.no_grad():
+            if step <= self.start_step:
+                torch._foreach_copy_(averages, weights)
+            else:
+                self._update(averages, weights, 0)
+
+    def on_evaluate_begin(self, run: Run) -> None:
+        if self._averages and not self._trained:
+            self._trained = [tensor.detach().clone() for tensor in self._weights]
+            self._fill(list(self._averages.values()))
+
+    def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+        self._swap_out()
+
+    def on_predict(self, run: Run, metrics: dict[str, Any]) -> None:
+        self._swap_out()
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self._swap_out()
+
+    def copy_to(self, model: torch.nn.Module) -> None:
+        """Puts the averages into `model`, which must be of the shape of the one trained, on any device.
+
+        Raises:
+            ValueError: If its parameters and buffers are others, or there are no averages yet.
+        """
+        live = _floating(model)
+        self._check(live)
+        with torch.no_grad():
+            for name, tensor in live.items():
+                tensor.copy_(self._averages[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"averages": dict(self._averages)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._averages = {name: tensor.clone() for name, tensor in state_dict["averages"].items()}
+
+    def _swap_out(self) -> None:
+        if self._trained:
+            self._fill(self._trained)
+            self._trained = []
+
+    def _fill(self, values: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(self._weights, values)
+
+    def _check(self, live: dict[str, torch.Tensor]) -> None:
+        shapes = {name: tuple(tensor.shape) for name, tensor in live.items()}
+        averaged = {name: tuple(tensor.shape) for name, tensor in self._averages.items()}
+        if shapes != averaged:
+            name = next(name for name in (*shapes, *averaged) if shapes.get(name) != averaged.get(name))
+            raise ValueError(
+                f"EMA's averages do not fit the model: {name!r} has shape {averaged.get(name, 'none')} in the averages "
+                f"and {shapes.get(name, 'none')} in the model; use averages of the same model"
+            )
+
+
+def _floating(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The floating-point parameters and buffers by name, tied ones once."""
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    return {name: tensor for name, tensor in named if tensor.is_floating_point()}
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or in float32 where it is in half precision."""
+    return tensor.detach().float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.detach()
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    wide = _wide(tensor)
+    return wide.clone() if wide.data_ptr() == tensor.data_ptr() else wide

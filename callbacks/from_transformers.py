@@ -1,0 +1,211 @@
+"""`from_transformers`: runs a callback that was written for transformers' Trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer_kit.callback import Callback
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+    from trainer_kit.run import Run
+
+# Hooks of every step: taken only where the callback has them, as each call costs some microseconds.
+_FREQUENT = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end")
+
+
+def from_transformers(callback: TrainerCallback | type[TrainerCallback]) -> Callback:
+    """A callback of trainer_kit that calls `callback`, which stays as it is.
+
+    It is given what transformers would give it: arguments, state and control, and as keywords model, processing_class,
+    optimizer, lr_scheduler, train_dataloader and eval_dataloader (both None), logs and metrics. What it sets in the
+    control becomes a request to the loop. Two things of transformers have no counterpart here: `on_prediction_step`
+    and `on_push_begin` are never called, and `should_epoch_stop` is refused.
+
+    Args:
+        callback: An instance, or a class that needs no arguments.
+
+    Raises:
+        TypeError: If it is no transformers TrainerCallback.
+    """
+    from transformers import TrainerCallback
+
+    instance = callback() if isinstance(callback, type) else callback
+    if not isinstance(instance, TrainerCallback):
+        raise TypeError(f"from_transformers takes a transformers TrainerCallback, but got {callback!r}")
+    # A class of its own name, by which errors and checkpoints know the callback.
+    adapter: type[_Adapter] = type(type(instance).__name__, (_Adapter,), {})
+    return adapter(instance)
+
+
+class _Adapter(Callback):
+    """Translates hooks, state and control.
+
+    Best metrics need care: transformers updates them after `on_evaluate`, the Trainer here before it.
+    """
+
+    def __init__(self, callback: TrainerCallback) -> None:
+        from transformers import TrainerCallback, TrainerControl, TrainerState
+
+        self.callback = callback
+        self._state = TrainerState()
+        self._control = TrainerControl()
+        self._args: _Arguments | None = None
+        for hook in _FREQUENT:
+            if getattr(type(callback), hook) is not getattr(TrainerCallback, hook):
+                setattr(self, hook, functools.partial(self._call, hook))
+
+    def on_init_end(self, run: Run) -> None:
+        self._call("on_init_end", run)
+
+    def on_train_begin(self, run: Run) -> None:
+        self._control.should_training_stop = False
+        self._set_best(run)
+        self._call("on_train_begin", run)
+
+    def on_epoch_begin(self, run: Run) -> None:
+        self._call("on_epoch_begin", run)
+
+    def on_epoch_end(self, run: Run) -> None:
+        self._call("on_epoch_end", run)
+
+    def on_log(self, run: Run, record: dict[str, Any]) -> None:
+        self._log(run, record)
+
+    def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+        self._log(run, metrics)
+        self._call("on_evaluate", run, metrics=dict(metrics))
+        self._set_best(run)
+
+    def on_predict(self, run: Run, metrics: dict[str, Any]) -> None:
+        self._call("on_predict", run, metrics=dict(metrics))
+
+    def on_save(self, run: Run, directory: Path) -> None:
+        if run.state.best_step == run.state.step:
+            self._state.best_model_checkpoint = str(directory)
+        self._call("on_save", run)
+
+    def on_train_end(self, run: Run) -> None:
+        self._call("on_train_end", run)
+
+    def state_dict(self) -> dict[str, Any]:
+        from transformers.trainer_callback import ExportableState
+
+        state: dict[str, Any] = {"log_history": self._state.log_history}
+        state["best_model_checkpoint"] = self._state.best_model_checkpoint
+        if isinstance(self.callback, ExportableState):
+            state["attributes"] = self.callback.state()["attributes"]
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._state.log_history = list(state_dict["log_history"])
+        self._state.best_model_checkpoint = state_dict["best_model_checkpoint"]
+        for name, value in state_dict.get("attributes", {}).items():
+            setattr(self.callback, name, value)
+
+    def _log(self, run: Run, values: dict[str, Any]) -> None:
+        logs = {name: value for name, value in values.items() if name != "step"}
+        logs["epoch"] = run.state.epochs
+        self._state.log_history.append({**logs, "step": run.state.step})
+        self._call("on_log", run, logs=logs)
+
+    def _set_best(self, run: Run) -> None:
+        self._state.best_metric, self._state.best_global_step = run.state.best_metric, run.state.best_step
+
+    def _call(self, hook: str, run: Run, **event: Any) -> None:
+        """Calls one hook between taking the run's counters and requests in, and giving the requests back."""
+        if self._args is None or self._args.run is not run:
+            self._args = _Arguments(run)
+        self._take_counters(run)
+        control, requests = self._control, run.requests
+        control.should_log, control.should_evaluate = requests.log, requests.evaluate
+        control.should_save, control.should_training_stop = requests.save, requests.stop
+        returned = getattr(self.callback, hook)(
+            self._args,
+            self._state,
+            control,
+            model=run.model,
+            processing_class=run.processing_class,
+            optimizer=run.optimizer,
+            lr_scheduler=run.lr_scheduler,
+            train_dataloader=None,
+            eval_dataloader=None,
+            **event,
+        )
+        control = self._control = control if returned is None else returned
+        if control.should_epoch_stop:
+            raise ValueError("it set should_epoch_stop, but an epoch cannot be left early here; stop the training")
+        requests.log, requests.evaluate = control.should_log, control.should_evaluate
+        requests.save, requests.stop = control.should_save, control.should_training_stop
+
+    def _take_counters(self, run: Run) -> None:
+        state, counters = self._state, run.state
+        state.epoch, state.global_step, state.max_steps = counters.epochs, counters.step, run.total_steps
+        state.num_input_tokens_seen = counters.tokens
+        state.num_train_epochs = math.ceil(run.args.num_train_epochs)
+        state.train_batch_size = run.args.per_device_train_batch_size
+        state.logging_steps, state.save_steps = run.args.logging_steps, run.args.save_steps
+        state.eval_steps = run.args.eval_steps or run.args.logging_steps
+        state.is_world_process_zero = run.strategy.is_main
+        state.is_local_process_zero = run.strategy.is_local_main
+
+
+class _Arguments:
+    """The run's arguments under transformers' names; what the run has no argument for is transformers' default."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(self.run.args, name):
+            return getattr(self.run.args, name)
+        defaults = _transformers_defaults()
+        if name not in defaults:
+            raise AttributeError(f"neither trainer_kit's nor transformers' TrainingArguments have {name!r}")
+        return defaults[name]
+
+    @property
+    def device(self) -> Any:
+        return self.run.strategy.device
+
+    @property
+    def world_size(self) -> int:
+        return self.run.strategy.world_size
+
+    @property
+    def process_index(self) -> int:
+        return self.run.strategy.rank
+
+    @property
+    def local_process_index(self) -> int:
+        return self.run.strategy.local_rank
+
+    @property
+    def should_log(self) -> bool:
+        return self.run.strategy.is_main
+
+    @property
+    def should_save(self) -> bool:
+        return self.run.strategy.is_main
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**_transformers_defaults(), **self.run.args.to_dict()}
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        plain = (bool, int, float, str)
+        return {name: value if isinstance(value, plain) else str(value) for name, value in self.to_dict().items()}
+
+
+@functools.cache
+def _transformers_defaults() -> dict[str, Any]:
+    from transformers import TrainingArguments
+
+    return {
+        field.name: field.default if field.default is not dataclasses.MISSING else None
+        for field in dataclasses.fields(TrainingArguments)
+    }

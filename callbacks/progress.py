@@ -1,0 +1,109 @@
+"""`Progress`: a bar on a terminal or in a notebook."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import sys
+from typing import TYPE_CHECKING, Any
+
+import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from trainer_kit.callback import Callback
+
+from .formatting import pairs, summary
+
+if TYPE_CHECKING:
+    from trainer_kit.run import Run
+
+_SHOWN = ("epoch", "loss", "learning_rate", "samples_per_second")
+
+
+class Progress(Callback):
+    """Shows a bar of optimizer steps, from where a resumed run goes on, with the figures of the last record.
+
+    The bar moves with every step, its figures change when a record is due. Metrics of evaluations and what is logged
+    meanwhile appear above it.
+    """
+
+    priority = 100
+
+    def __init__(self) -> None:
+        self._bar: tqdm.tqdm[Any] | None = None
+        self._redirected = contextlib.ExitStack()
+
+    def on_train_begin(self, run: Run) -> None:
+        self._close()
+        if run.strategy.is_main:
+            bar = _bar_class()
+            self._bar = bar(
+                total=run.total_steps or None,
+                initial=run.state.step,
+                desc="train",
+                unit="step",
+                dynamic_ncols=True,
+                file=sys.stderr,
+            )
+            self._redirected.enter_context(logging_redirect_tqdm(_console_loggers(), tqdm_class=bar))
+
+    def on_step_end(self, run: Run) -> None:
+        if self._bar is not None:
+            self._bar.update()
+
+    def on_log(self, run: Run, record: dict[str, Any]) -> None:
+        if self._bar is None:
+            return
+        shown = summary(record, _SHOWN)
+        if "loss" in record:
+            self._bar.set_postfix_str(shown, refresh=False)  # drawn with the bar's next move
+        else:
+            self._bar.write(shown, file=sys.stderr)
+
+    def on_evaluate_begin(self, run: Run) -> None:
+        if self._bar is not None:
+            self._bar.set_description("evaluate")
+
+    def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+        if self._bar is not None:
+            self._bar.set_description("train", refresh=False)
+        if metrics and run.strategy.is_main:
+            _bar_class().write(f"step {run.state.step}  {pairs(metrics)}", file=sys.stderr)
+
+    def on_predict(self, run: Run, metrics: dict[str, Any]) -> None:
+        self.on_evaluate(run, metrics)
+
+    def on_train_end(self, run: Run) -> None:
+        self._close()
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        self._redirected.close()
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _bar_class() -> type[tqdm.tqdm[Any]]:
+    """The widget in a notebook that can show one, else the bar of characters."""
+    if "ipykernel" in sys.modules and importlib.util.find_spec("ipywidgets"):
+        from tqdm.auto import tqdm as auto
+
+        return auto
+    return tqdm.tqdm
+
+
+def _console_loggers() -> list[logging.Logger]:
+    """The loggers that write to the terminal; the root one if there is none, as it does so by itself."""
+    known = [logging.root, *logging.root.manager.loggerDict.values()]
+    streams = (sys.stdout, sys.stderr)
+    writing = [
+        logger
+        for logger in known
+        if isinstance(logger, logging.Logger)
+        and any(isinstance(handler, logging.StreamHandler) and handler.stream in streams for handler in logger.handlers)
+    ]
+    return writing or [logging.root]

@@ -1,0 +1,84 @@
+"""`TensorBoard`: event files that TensorBoard shows."""
+
+from __future__ import annotations
+
+import json
+import numbers
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer_kit.callback import Callback
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from trainer_kit.run import Run
+
+_GROUPS = ("eval", "test")
+
+
+class TensorBoard(Callback):
+    """Writes every number of the records as a scalar, and the arguments as text.
+
+    Tags are `train/loss`, `eval/loss`, `test/loss` and the like, as transformers has them; the step is the optimizer
+    step. Numbers that are not finite are written as they are. After a resume the same folder is gone on with, and what
+    had been written beyond that step is hidden.
+
+    Args:
+        log_dir: Folder of the event files; None: `args.log_dir`.
+    """
+
+    priority = 100
+
+    def __init__(self, log_dir: str | os.PathLike[str] | None = None) -> None:
+        self._log_dir = log_dir
+        self._writer: SummaryWriter | None = None
+
+    def on_train_begin(self, run: Run) -> None:
+        self._close()
+        if run.strategy.is_main:
+            self._writer = self._open(run, purge_step=run.state.step + 1)
+            arguments = json.dumps(run.args.to_dict(), indent=2, default=str)
+            self._writer.add_text("arguments", f"```json\n{arguments}\n```", run.state.step)
+
+    def on_log(self, run: Run, record: dict[str, Any]) -> None:
+        self._write(run, record, "train")
+
+    def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+        self._write(run, metrics, "eval")
+
+    def on_predict(self, run: Run, metrics: dict[str, Any]) -> None:
+        self._write(run, metrics, "test")
+
+    def on_save(self, run: Run, directory: Path) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+
+    def on_train_end(self, run: Run) -> None:
+        self._close()
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self._close()
+
+    def _open(self, run: Run, purge_step: int | None = None) -> SummaryWriter:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(os.fspath(self._log_dir or run.args.log_dir), purge_step=purge_step)
+
+    def _write(self, run: Run, values: dict[str, Any], group: str) -> None:
+        if not run.strategy.is_main:
+            return
+        writer = self._writer or self._open(run)  # an evaluation before or after training has a writer of its own
+        for name, value in values.items():
+            if name != "step" and isinstance(value, numbers.Real):
+                prefix, _, rest = name.partition("_")
+                tag = f"{prefix}/{rest}" if rest and prefix in _GROUPS else f"{group}/{name}"
+                writer.add_scalar(tag, float(value), run.state.step)
+        if writer is not self._writer:
+            writer.close()
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

@@ -1,0 +1,171 @@
+"""The package's front, what importing it costs, and what its archives hold."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import inspect
+import json
+import os
+import pkgutil
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainer_kit
+import trainer_kit.callbacks
+
+ROOT = Path(__file__).parent.parent
+HEAVY = ("transformers", "tensorboard", "torch_xla")
+# The protocol of everything that a checkpoint keeps; `Stateful` tells what they mean.
+PROTOCOL = {"state_dict", "load_state_dict"}
+
+
+def python(script: str, *arguments: str, cwd: Path | None = None, path: Path | None = None) -> str:
+    """What `script` prints in a fresh process, which must end well."""
+    environment = os.environ | ({"PYTHONPATH": str(path)} if path else {})
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=cwd, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def modules() -> list[str]:
+    """The names of all modules of the package."""
+    return ["trainer_kit", *(info.name for info in pkgutil.walk_packages(trainer_kit.__path__, "trainer_kit."))]
+
+
+@pytest.mark.parametrize("name", trainer_kit.__all__)
+def test_a_public_name_resolves(name: str) -> None:
+    assert getattr(trainer_kit, name) is not None
+    assert name in dir(trainer_kit)
+
+
+@pytest.mark.parametrize("package", [trainer_kit, trainer_kit.callbacks], ids=lambda package: str(package.__name__))
+def test_all_is_complete(package: Any) -> None:
+    """`__all__` holds exactly what type checkers see: the imports under TYPE_CHECKING and the public definitions."""
+    assert package.__all__ == sorted(package.__all__, key=package.__all__.index)
+    assert len(set(package.__all__)) == len(package.__all__)
+    assert set(package.__all__) - {"__version__"} == typed_names(ast.parse(inspect.getsource(package)), package)
+
+
+def typed_names(tree: ast.Module, package: Any) -> set[str]:
+    """Names that a package imports from its own modules under TYPE_CHECKING, and its public functions."""
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
+    for block in tree.body:
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
+            for node in ast.walk(block):
+                if isinstance(node, ast.ImportFrom) and (node.level or package is trainer_kit):
+                    names |= {alias.name for alias in node.names}
+    return names
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Trainr'") as caught:
+        _ = trainer_kit.Trainr
+    assert caught.value.name == "Trainr"  # from which Python makes its "Did you mean"
+    assert not hasattr(trainer_kit, "Trainr")
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    assert importlib.metadata.version("trainer_kit") == trainer_kit.__version__
+
+
+def test_every_module_has_a_docstring() -> None:
+    without = [name for name in modules() if not importlib.import_module(name).__doc__]
+    assert without == []
+
+
+@pytest.mark.parametrize("name", sorted({*trainer_kit.__all__} - {"__version__", "callbacks"}))
+def test_what_is_public_has_a_docstring(name: str) -> None:
+    """A method that overrides another may leave the telling to it."""
+    thing = getattr(trainer_kit, name)
+    members = vars(thing).items() if inspect.isclass(thing) else ()
+    public = [key for key, value in members if callable(value) and not key.startswith("_") and key not in PROTOCOL]
+    assert inspect.getdoc(thing)
+    assert [key for key in public if not inspect.getdoc(getattr(thing, key))] == []
+
+
+def test_importing_is_cheap() -> None:
+    """The front imports not even torch; the Trainer and its arguments none of the heavy packages."""
+    script = (
+        "import sys, json, trainer_kit\n"
+        "before = 'torch' in sys.modules\n"
+        "trainer_kit.Trainer, trainer_kit.TrainingArguments, trainer_kit.Callback, trainer_kit.callbacks\n"
+        "print(json.dumps([before, [name for name in sys.argv[1:] if name in sys.modules]]))"
+    )
+    assert json.loads(python(script, *HEAVY)) == [False, []]
+
+
+def test_no_module_imports_a_heavy_package() -> None:
+    script = (
+        "import importlib, sys\n"
+        "for name in sys.argv[4:]:\n"
+        "    importlib.import_module(name)\n"
+        "print([name for name in sys.argv[1:4] if name in sys.modules])"
+    )
+    assert python(script, *HEAVY, *modules()).strip() == "[]"
+
+
+@pytest.fixture(params=["link", "text file", "no link"])
+def checkout(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy of what the archives are made of, with the three forms that the link to the callbacks can have."""
+    names = ("setup.cfg", "setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md")
+    if not all((ROOT / name).exists() for name in names[:-1]):
+        pytest.skip("needs a checkout")
+    copy = tmp_path / "checkout"
+    no_caches = shutil.ignore_patterns("__pycache__")
+    package = Path(trainer_kit.__file__).parent
+    shutil.copytree(package, copy / "trainer_kit", ignore=shutil.ignore_patterns("__pycache__", "callbacks"))
+    shutil.copytree(Path(trainer_kit.callbacks.__file__).parent, copy / "callbacks", ignore=no_caches)
+    for name in names:
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, copy / name)
+    link = copy / "trainer_kit" / "callbacks"
+    if request.param == "link":
+        link.symlink_to("../callbacks", target_is_directory=True)
+    elif request.param == "text file":
+        link.write_text("../callbacks")
+    return copy
+
+
+def build(kind: str, source: Path, target: Path) -> Path:
+    """Builds the "wheel" or "sdist" of `source` as pip does, without fetching anything."""
+    target.mkdir()
+    script = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
+    python(script, str(target), cwd=source)
+    (archive,) = target.iterdir()
+    return archive
+
+
+def modules_in(names: list[str]) -> list[str]:
+    return sorted(name for name in names if name.endswith(".py") or name.endswith("py.typed"))
+
+
+def test_archives_hold_the_whole_package_once(checkout: Path, tmp_path: Path) -> None:
+    expected = modules_in(
+        [f"trainer_kit/{path.relative_to(checkout / 'trainer_kit')}" for path in (checkout / "trainer_kit").rglob("*")]
+        + [f"trainer_kit/{path.relative_to(checkout)}" for path in (checkout / "callbacks").rglob("*")]
+    )
+    expected = sorted(set(expected))
+    sdist = build("sdist", checkout, tmp_path / "sdist")
+    with tarfile.open(sdist) as archive:
+        held = [name.partition("/")[2] for name in archive.getnames()]
+        assert held.count("trainer_kit/callbacks/__init__.py") + held.count("callbacks/__init__.py") == 1
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+
+    for number, source in enumerate([checkout, unpacked]):
+        wheel = build("wheel", source, tmp_path / f"wheel {number}")
+        with zipfile.ZipFile(wheel) as archive:
+            assert modules_in(archive.namelist()) == expected
+            archive.extractall(tmp_path / f"installed {number}")
+        script = "import trainer_kit.callbacks as c; print(c.__file__); c.Memory; import trainer_kit.cli.main"
+        shown = python(script, cwd=tmp_path, path=tmp_path / f"installed {number}")
+        assert str(tmp_path / f"installed {number}") in shown

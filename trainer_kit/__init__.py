@@ -1,0 +1,80 @@
+"""trainer_kit trains PyTorch models: `Trainer(model, args, train_dataset).train()`, from one CPU to many machines.
+
+The names below are imported when they are first used, so that `import trainer_kit` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer_kit import callbacks
+    from trainer_kit.arguments import TrainingArguments
+    from trainer_kit.callback import Callback, CallbackError
+    from trainer_kit.checkpoint import load_checkpoint_in_model
+    from trainer_kit.evaluation import EvalPrediction, PredictionOutput
+    from trainer_kit.loss import NonFiniteError
+    from trainer_kit.precision import Precision
+    from trainer_kit.run import Run
+    from trainer_kit.state import Requests, Stateful, TrainState
+    from trainer_kit.strategies.base import Strategy
+    from trainer_kit.strategies.single import SingleDevice
+    from trainer_kit.trainer import Trainer, TrainOutput
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "Callback",
+    "CallbackError",
+    "EvalPrediction",
+    "NonFiniteError",
+    "Precision",
+    "PredictionOutput",
+    "Requests",
+    "Run",
+    "SingleDevice",
+    "Stateful",
+    "Strategy",
+    "TrainOutput",
+    "TrainState",
+    "Trainer",
+    "TrainingArguments",
+    "__version__",
+    "callbacks",
+    "load_checkpoint_in_model",
+]
+
+_HOMES = {
+    "Callback": "callback",
+    "CallbackError": "callback",
+    "EvalPrediction": "evaluation",
+    "NonFiniteError": "loss",
+    "Precision": "precision",
+    "PredictionOutput": "evaluation",
+    "Requests": "state",
+    "Run": "run",
+    "SingleDevice": "strategies.single",
+    "Stateful": "state",
+    "Strategy": "strategies.base",
+    "TrainOutput": "trainer",
+    "TrainState": "state",
+    "Trainer": "trainer",
+    "TrainingArguments": "arguments",
+    "load_checkpoint_in_model": "checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "callbacks":
+        return importlib.import_module(f"{__name__}.callbacks")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,300 @@
+"""`TrainingArguments`: every setting of a training run, checked when it is made, read from and written to files."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from trainer_kit.fields import Rule, check_names, check_values, load_fields, save_fields
+
+T = TypeVar("T")
+Arguments = TypeVar("Arguments", bound="TrainingArguments")
+
+REPORTERS = ("tensorboard", "jsonl")
+
+# What users of other trainers write for a field that has another name here, where the spelling gives no hint.
+_NAMED_OTHERWISE = {
+    "fp16": "mixed_precision",
+    "bf16": "mixed_precision",
+    "no_cuda": "use_cpu",
+    "lr": "learning_rate",
+    "epochs": "num_train_epochs",
+    "batch_size": "per_device_train_batch_size",
+}
+
+
+def parse_size(size: int | str) -> int:
+    """The bytes in `size`: a number of bytes, or a string such as "5GB" (10**9) or "200MiB" (2**20).
+
+    Raises:
+        ValueError: If it is less than one byte or no size at all.
+    """
+    count: float = 0
+    if isinstance(size, int):
+        count = size
+    elif match := re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i)?)?B", size, re.IGNORECASE):
+        number, prefix, binary = match.groups()
+        power = "KMGT".index(prefix.upper()) + 1 if prefix else 0
+        count = float(number) * (1024 if binary else 1000) ** power
+    if count < 1:
+        raise ValueError(f"the size {size!r} is not known; use a number of bytes or a string such as '5GB' or '200MiB'")
+    return int(count)
+
+
+def _is_size(value: int | str) -> bool:
+    try:
+        return parse_size(value) > 0
+    except ValueError:
+        return False
+
+
+def _is_dict_of_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(key, str) and isinstance(item, (int, float)) and not isinstance(item, bool) and math.isfinite(item)
+        for key, item in value.items()
+    )
+
+
+_Count = Annotated[int, Rule("a whole number of at least 1", lambda value: value >= 1)]
+_CountOrZero = Annotated[int, Rule("a whole number of at least 0", lambda value: value >= 0)]
+_Steps = Annotated[
+    int, Rule("a whole number of at least 1, or -1 for no limit", lambda value: value == -1 or value > 0)
+]
+_Seed = Annotated[int, Rule("a whole number from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63)]
+_Positive = Annotated[float, Rule("a finite number above 0", lambda value: value > 0)]
+_NotNegative = Annotated[float, Rule("a finite number of at least 0", lambda value: value >= 0)]
+_Beta = Annotated[float, Rule("a number of at least 0 and below 1", lambda value: 0 <= value < 1)]
+_Ratio = Annotated[float, Rule("a number from 0 to 1", lambda value: 0 <= value <= 1)]
+_Folder = Annotated[str, Rule("the path of a folder", bool)]
+_Name = Annotated[str, Rule("a name that is not empty", bool)]
+_Numbers = Annotated[dict[str, Any], Rule("a dict of finite numbers by name", _is_dict_of_numbers)]
+_Size = Annotated[int | str, Rule("a number of bytes of at least 1, or a string such as '5GB' or '200MiB'", _is_size)]
+_Reporters = Annotated[
+    str | list[str],
+    Rule(
+        f"'all', 'none', or a list of {' and '.join(map(repr, REPORTERS))}",
+        lambda value: set([value] if isinstance(value, str) else value) <= {*REPORTERS, "all", "none"},
+    ),
+]
+
+
+def _refuse_unknown_names(cls: type[T]) -> type[T]:
+    """Lets the constructor of dataclass `cls` name the nearest field where it is given one that is not known."""
+    generated = cls.__init__
+
+    @functools.wraps(generated)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        check_names(cls, kwargs, _NAMED_OTHERWISE)
+        generated(self, *args, **kwargs)
+
+    cls.__init__ = init  # type: ignore[method-assign]
+    return cls
+
+
+@_refuse_unknown_names
+@dataclasses.dataclass
+class TrainingArguments:
+    """The settings of a training run. The names are transformers' where the thing is the same.
+
+    Steps are optimizer steps. All values are checked when the object is made; later assignments are not
+    (`dataclasses.replace(args)` checks again). `None` in `eval_steps`, `metric_for_best_model` and `greater_is_better`
+    is replaced by what it stands for at construction, so give `greater_is_better=None` too when
+    `dataclasses.replace` changes the metric.
+
+    Args:
+        output_dir: Folder of checkpoints and logs; made when it is missing.
+        num_train_epochs: How often the data is gone through; 0.5 is half of it.
+        max_steps: Steps to train; overrides `num_train_epochs` unless it is -1.
+        per_device_train_batch_size: Samples of one micro-batch on one process.
+        per_device_eval_batch_size: Samples of one evaluation batch on one process; None: the training batch size.
+        gradient_accumulation_steps: Micro-batches of one step.
+        learning_rate: Peak learning rate.
+        weight_decay: Applied to all parameters but biases and those of normalization layers.
+        adam_beta1: Decay of AdamW's first moment.
+        adam_beta2: Decay of AdamW's second moment.
+        adam_epsilon: Keeps AdamW's denominator from 0.
+        optim: Name of the optimizer, see `trainer_kit.optim.make_optimizer`.
+        lr_scheduler_type: Name of the schedule, see `trainer_kit.optim.make_scheduler`.
+        lr_scheduler_kwargs: Numbers of the schedule, such as `{"num_cycles": 2}`.
+        warmup_steps: Steps in which the learning rate rises from 0; overrides `warmup_ratio` unless it is 0.
+        warmup_ratio: The same as a fraction of all steps.
+        max_grad_norm: Gradients are scaled down to this norm of all together; 0 turns it off.
+        max_grad_value: Each element of the gradients is clipped to plus or minus this; None turns it off.
+        mixed_precision: "no", "fp16" or "bf16": what forward passes compute in.
+        seed: Of the order of the samples, of dropout and of all else that is random in a run.
+        torch_compile: Compiles the model with `torch.compile`.
+        gradient_checkpointing: Computes activations again in the backward pass, to save memory.
+        logging_strategy: When a record is due: every `logging_steps` ("steps"), after each "epoch", or "no".
+        logging_steps: Steps between two records.
+        logging_first_step: Logs step 1 too.
+        eval_strategy: When to evaluate: every `eval_steps` ("steps"), after each "epoch", or "no".
+        eval_steps: Steps between two evaluations; None: `logging_steps`.
+        save_strategy: When to save a checkpoint: every `save_steps` ("steps"), after each "epoch", whenever an
+            evaluation gave a new "best" metric, or "no".
+        save_steps: Steps between two checkpoints.
+        save_total_limit: How many checkpoints to keep, the newest; None: all.
+        max_shard_size: Largest file of weights: bytes, or a string such as "5GB" or "200MiB".
+        load_best_model_at_end: Loads the best checkpoint's weights when training ends.
+        metric_for_best_model: What "best" means; the leading `eval_` may be left out. None: "eval_loss" where
+            `load_best_model_at_end` or `save_strategy="best"` needs one.
+        greater_is_better: Whether a greater metric is better; None: unless its name ends with "loss".
+        dataloader_num_workers: Processes that load data; 0 loads it in the training process.
+        dataloader_drop_last: Leaves out the last batch of an epoch where it is not full.
+        dataloader_pin_memory: Puts batches into page-locked memory, from which a GPU copies faster.
+        group_by_length: Puts samples of about the same length into a batch, which saves padding.
+        pad_to_multiple_of: Pads sequences to a multiple of this many tokens; None: to the longest of the batch.
+        report_to: Where records are written: a list of "tensorboard" and "jsonl", "all", or "none".
+        logging_dir: Folder of those records; None: `output_dir`/logs.
+        disable_tqdm: Shows no progress bar.
+        log_level: "debug", "info", "warning", "error" or "critical".
+        use_cpu: Trains on the CPU even where there is an accelerator.
+        strategy: Which hardware to use: "auto" reads the environment, "single" takes one device.
+        nonfinite: What to do when a gradient is not finite: "stop" training, "skip" the step, or "ignore" it.
+
+    Raises:
+        TypeError: If a field is not known or holds a value of the wrong type; it names the nearest known field.
+        ValueError: If a value makes no sense, alone or beside the others.
+    """
+
+    output_dir: _Folder = "trainer_output"
+    num_train_epochs: _Positive = 3.0
+    max_steps: _Steps = -1
+    per_device_train_batch_size: _Count = 8
+    per_device_eval_batch_size: _Count | None = None
+    gradient_accumulation_steps: _Count = 1
+    learning_rate: _NotNegative = 5e-5
+    weight_decay: _NotNegative = 0.0
+    adam_beta1: _Beta = 0.9
+    adam_beta2: _Beta = 0.999
+    adam_epsilon: _Positive = 1e-8
+    optim: Literal["adamw_torch", "sgd", "adafactor", "adamw_8bit"] = "adamw_torch"
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "one_cycle", "warmup_stable_decay"
+    ] = "linear"
+    lr_scheduler_kwargs: _Numbers = dataclasses.field(default_factory=dict)
+    warmup_steps: _CountOrZero = 0
+    warmup_ratio: _Ratio = 0.0
+    max_grad_norm: _NotNegative = 1.0
+    max_grad_value: _Positive | None = None
+    mixed_precision: Literal["no", "fp16", "bf16"] = "no"
+    seed: _Seed = 42
+    torch_compile: bool = False
+    gradient_checkpointing: bool = False
+    logging_strategy: Literal["steps", "epoch", "no"] = "steps"
+    logging_steps: _Count = 50
+    logging_first_step: bool = False
+    eval_strategy: Literal["no", "steps", "epoch"] = "no"
+    eval_steps: _Count | None = None
+    save_strategy: Literal["steps", "epoch", "best", "no"] = "steps"
+    save_steps: _Count = 500
+    save_total_limit: _Count | None = None
+    max_shard_size: _Size = "5GB"
+    load_best_model_at_end: bool = False
+    metric_for_best_model: _Name | None = None
+    greater_is_better: bool | None = None
+    dataloader_num_workers: _CountOrZero = 0
+    dataloader_drop_last: bool = False
+    dataloader_pin_memory: bool = True
+    group_by_length: bool = False
+    pad_to_multiple_of: _Count | None = None
+    report_to: _Reporters = dataclasses.field(default_factory=lambda: list(REPORTERS))
+    logging_dir: _Folder | None = None
+    disable_tqdm: bool = False
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
+    use_cpu: bool = False
+    strategy: Literal["auto", "single"] = "auto"
+    nonfinite: Literal["stop", "skip", "ignore"] = "stop"
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        self._check_together()
+        self._resolve()
+
+    def _check_together(self) -> None:
+        if self.load_best_model_at_end and self.save_strategy == "no":
+            raise ValueError(
+                "load_best_model_at_end=True has no checkpoint to load with save_strategy='no'; "
+                "set save_strategy to 'best', 'steps' or 'epoch'"
+            )
+        needs_metric = "load_best_model_at_end=True" if self.load_best_model_at_end else "save_strategy='best'"
+        if self.eval_strategy == "no" and (self.load_best_model_at_end or self.save_strategy == "best"):
+            raise ValueError(
+                f"{needs_metric} needs evaluations, but eval_strategy='no'; set eval_strategy to 'steps' or 'epoch'"
+            )
+        if not isinstance(self.report_to, str) and len(self.report_to) > 1 and {"all", "none"} & {*self.report_to}:
+            raise ValueError(f"report_to={self.report_to!r} is not allowed; 'all' and 'none' must stand alone")
+
+    def _resolve(self) -> None:
+        """Replaces short forms by what they stand for."""
+        self.output_dir = os.path.expanduser(self.output_dir)
+        if self.logging_dir is not None:
+            self.logging_dir = os.path.expanduser(self.logging_dir)
+        chosen = [self.report_to] if isinstance(self.report_to, str) else self.report_to
+        self.report_to = [name for name in REPORTERS if name in chosen or "all" in chosen]
+        if self.eval_steps is None:
+            self.eval_steps = self.logging_steps
+        if self.metric_for_best_model is None and (self.load_best_model_at_end or self.save_strategy == "best"):
+            self.metric_for_best_model = "eval_loss"
+        if self.metric_for_best_model is not None:
+            self.metric_for_best_model = "eval_" + self.metric_for_best_model.removeprefix("eval_")
+            if self.greater_is_better is None:
+                self.greater_is_better = not self.metric_for_best_model.endswith("loss")
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples of one evaluation batch on one process."""
+        return self.per_device_eval_batch_size or self.per_device_train_batch_size
+
+    @property
+    def log_dir(self) -> Path:
+        """Folder that records are written to."""
+        return Path(self.logging_dir) if self.logging_dir is not None else Path(self.output_dir) / "logs"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields by name: strings, numbers, booleans, None, lists and dicts of them."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls: type[Arguments], values: Mapping[str, Any]) -> Arguments:
+        """The arguments with these values, and the default for every field that is left out.
+
+        Raises:
+            TypeError: If a field is not known or holds a value of the wrong type.
+            ValueError: If a value makes no sense.
+        """
+        check_names(cls, values, _NAMED_OTHERWISE)
+        return cls(**values)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes all fields to a file that ends with .json, .yaml or .yml.
+
+        Raises:
+            ValueError: If the name ends otherwise.
+        """
+        save_fields(path, self.to_dict())
+
+    @classmethod
+    def load(cls: type[Arguments], path: str | os.PathLike[str]) -> Arguments:
+        """Reads arguments from a file that ends with .json, .yaml or .yml; a field left out has its default.
+
+        In YAML `no` is the string "no" and `5e-5` a number, as YAML 1.2 has it.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            TypeError: If a field is not known or holds a value of the wrong type; the message begins with the path.
+            ValueError: If the name ends otherwise, the content cannot be read or a value makes no sense; the message
+                begins with the path.
+        """
+        values = load_fields(path)
+        try:
+            return cls.from_dict(values)
+        except TypeError as error:
+            raise TypeError(f"{os.fspath(path)}: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from error

@@ -1,0 +1,179 @@
+"""`Callback`, the hooks of a run, and `Events`, which calls them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer_kit.run import Run
+
+
+class CallbackError(RuntimeError):
+    """A callback raised: the message names the callback and the hook, `__cause__` is the callback's own error."""
+
+
+class Callback:
+    """Base of all listeners. Override the hooks you need; a hook that nobody overrides costs nothing.
+
+    Hooks get the `Run`, on every process. Callbacks with a lower `priority` are called first, those with the same
+    one in the order of the list. A callback asks for things by `run.requests.log|evaluate|save|stop = True`;
+    the loop acts on them at the end of the step.
+    """
+
+    priority: int = 0
+
+    def on_init_end(self, run: Run) -> None:
+        """The Trainer is made; the model is still where the user left it."""
+
+    def on_train_begin(self, run: Run) -> None:
+        """Model, optimizer and state are in place, a checkpoint to resume from is loaded."""
+
+    def on_epoch_begin(self, run: Run) -> None:
+        """An epoch begins, or goes on after a resume (`run.state.position > 0`)."""
+
+    def on_step_begin(self, run: Run) -> None:
+        """The window of micro-batches of this step is fetched."""
+
+    def on_substep_end(self, run: Run) -> None:
+        """A micro-batch that is not the step's last went forward and backward; `run.batch` is that batch."""
+
+    def on_pre_optimizer_step(self, run: Run) -> None:
+        """All gradients of the step are there, not yet clipped."""
+
+    def on_optimizer_step(self, run: Run) -> None:
+        """The optimizer has stepped, gradients are still there."""
+
+    def on_step_end(self, run: Run) -> None:
+        """The step is counted; `run.last_loss` is its loss on the device (reading it waits for the device)."""
+
+    def on_log(self, run: Run, record: dict[str, Any]) -> None:
+        """A record is due: `record` holds step, epoch, loss and every callback's `metrics`."""
+
+    def on_evaluate_begin(self, run: Run) -> None:
+        """An evaluation or prediction is about to begin."""
+
+    def on_evaluate_end(self, run: Run) -> None:
+        """That evaluation or prediction ended, also where it raised or was broken off; before `on_evaluate`."""
+
+    def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+        """An evaluation ended with `metrics`."""
+
+    def on_predict(self, run: Run, metrics: dict[str, Any]) -> None:
+        """A prediction ended with `metrics`."""
+
+    def on_save(self, run: Run, directory: Path) -> None:
+        """A checkpoint is committed in `directory`."""
+
+    def on_epoch_end(self, run: Run) -> None:
+        """The last step of an epoch ended."""
+
+    def on_train_end(self, run: Run) -> None:
+        """Training is over; requests made here are still served."""
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        """Training or evaluation ends by `error`, which is raised on after this."""
+
+    def metrics(self, run: Run) -> dict[str, Any]:
+        """This callback's own numbers, asked for when a record is due."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this callback (nothing, unless overridden)."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+
+
+HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+class Events:
+    """Calls the callbacks' hooks in order and keeps their states.
+
+    Args:
+        callbacks: The listeners, in the order given by the user.
+
+    Raises:
+        TypeError: If one of them is no `Callback` instance.
+    """
+
+    def __init__(self, callbacks: Iterable[Callback]) -> None:
+        self.callbacks: list[Callback] = []
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                hint = "; give an instance, not the class" if isinstance(callback, type) else ""
+                raise TypeError(f"callbacks holds {callback!r}, which is no trainer_kit Callback{hint}")
+            self.callbacks.append(callback)
+        self.callbacks.sort(key=lambda callback: callback.priority)
+        self._listeners = {
+            hook: [callback for callback in self.callbacks if _overrides(callback, hook)]
+            for hook in (*HOOKS, "metrics")
+        }
+
+    def emit(self, hook: str, run: Run, *arguments: Any) -> None:
+        """Calls one hook of every callback that overrides it.
+
+        Raises:
+            CallbackError: If a callback raised, naming it and the hook.
+        """
+        for callback in self._listeners[hook]:
+            try:
+                getattr(callback, hook)(run, *arguments)
+            except Exception as error:
+                raise _named(callback, hook, error) from error
+
+    def emit_exception(self, run: Run, error: BaseException) -> None:
+        """Tells every listener of `error`; one that raises itself gets a warning, so that all are told."""
+        for callback in self._listeners["on_exception"]:
+            try:
+                callback.on_exception(run, error)
+            except Exception as second:
+                warnings.warn(str(_named(callback, "on_exception", second)), RuntimeWarning, stacklevel=2)
+
+    def metrics(self, run: Run) -> dict[str, Any]:
+        """The numbers of all callbacks, merged."""
+        merged: dict[str, Any] = {}
+        for callback in self._listeners["metrics"]:
+            try:
+                merged.update(callback.metrics(run))
+            except Exception as error:
+                raise _named(callback, "metrics", error) from error
+        return merged
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all callbacks that have one, by class name (`EMA`, the second of its kind `EMA#2`)."""
+        states = {name: callback.state_dict() for name, callback in self._by_name().items()}
+        return {name: state for name, state in states.items() if state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Gives each callback its state back; warns of a state whose callback is no longer there."""
+        callbacks = self._by_name()
+        for name, state in state_dict.items():
+            if name in callbacks:
+                callbacks[name].load_state_dict(state)
+            else:
+                warnings.warn(
+                    f"the checkpoint holds the state of callback {name}, which this run does not have; it is left out",
+                    stacklevel=2,
+                )
+
+    def _by_name(self) -> dict[str, Callback]:
+        named: dict[str, Callback] = {}
+        counts: dict[str, int] = {}
+        for callback in self.callbacks:
+            name = type(callback).__name__
+            counts[name] = counts.get(name, 0) + 1
+            named[name if counts[name] == 1 else f"{name}#{counts[name]}"] = callback
+        return named
+
+
+def _overrides(callback: Callback, hook: str) -> bool:
+    return getattr(type(callback), hook) is not getattr(Callback, hook) or hook in vars(callback)
+
+
+def _named(callback: Callback, hook: str, error: Exception) -> CallbackError:
+    return CallbackError(f"callback {type(callback).__name__} raised in {hook}: {type(error).__name__}: {error}")

@@ -1,0 +1,35 @@
+"""Checkpoints: folders that the Hub's tools can load, verified by a manifest, without a pickle."""
+
+from trainer_kit.checkpoint.files import CheckpointError
+from trainer_kit.checkpoint.format import CHECKPOINT_PREFIX, STAGING_PREFIX, FileEntry, Manifest
+from trainer_kit.checkpoint.loading import load_checkpoint_in_model
+from trainer_kit.checkpoint.reader import (
+    find_checkpoints,
+    newest_valid,
+    read_arguments,
+    read_state,
+    remove_stale_staging,
+    verify,
+)
+from trainer_kit.checkpoint.retention import prune
+from trainer_kit.checkpoint.shards import load_tensors, save_tensors
+from trainer_kit.checkpoint.writer import write_checkpoint
+
+__all__ = [
+    "CHECKPOINT_PREFIX",
+    "STAGING_PREFIX",
+    "CheckpointError",
+    "FileEntry",
+    "Manifest",
+    "find_checkpoints",
+    "load_checkpoint_in_model",
+    "load_tensors",
+    "newest_valid",
+    "prune",
+    "read_arguments",
+    "read_state",
+    "remove_stale_staging",
+    "save_tensors",
+    "verify",
+    "write_checkpoint",
+]

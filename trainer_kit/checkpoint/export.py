@@ -1,0 +1,66 @@
+"""A model for use: weights and the files that transformers' `from_pretrained` wants beside them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer_kit.checkpoint.shards import save_tensors
+
+
+def save_pretrained_files(model: torch.nn.Module, processing_class: Any, directory: Path) -> None:
+    """Writes the configuration and the tokenizer's or processor's files, where there are any."""
+    config = getattr(model, "config", None)
+    if hasattr(config, "save_pretrained"):
+        config = copy.deepcopy(config)
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(directory)
+        generation_config = getattr(model, "generation_config", None)
+        if hasattr(generation_config, "save_pretrained"):
+            generation_config.save_pretrained(directory)
+    if hasattr(processing_class, "save_pretrained"):
+        processing_class.save_pretrained(directory)
+
+
+def save_model_folder(
+    directory: Path,
+    state: Mapping[str, torch.Tensor],
+    model: torch.nn.Module,
+    processing_class: Any,
+    max_shard_size: int | str,
+) -> None:
+    """Writes a model folder; the files of a model that is there already are replaced once the new ones are whole."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".staging-model-", dir=directory) as name:
+        staging = Path(name)
+        save_tensors(state, staging, max_shard_size=max_shard_size)
+        save_pretrained_files(model, processing_class, staging)
+        written = [path.relative_to(staging) for path in sorted(staging.rglob("*")) if path.is_file()]
+        for path in written:
+            (directory / path).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(staging / path, directory / path)
+    for pattern in ("model*.safetensors", "model*.safetensors.index.json"):
+        for stale in directory.glob(pattern):
+            if stale.relative_to(directory) not in written:
+                stale.unlink()
+
+
+def checkpoint_activations(model: torch.nn.Module) -> None:
+    """Turns on the model's own recomputation of activations.
+
+    Raises:
+        ValueError: If the model has none.
+    """
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise ValueError(
+            f"gradient_checkpointing=True, but {type(model).__name__} has no gradient_checkpointing_enable(); use "
+            "torch.utils.checkpoint in its forward"
+        )
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})

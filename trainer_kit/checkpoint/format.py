@@ -1,0 +1,170 @@
+"""The manifest: what a checkpoint holds, written last, without which a checkpoint does not exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from trainer_kit.checkpoint.files import CheckpointError, checksum, inside, read_json, write_json
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+ARGUMENTS_NAME = "arguments.json"
+STATE_FOLDER = "state"
+CHECKPOINT_PREFIX = "checkpoint-"
+STAGING_PREFIX = ".staging-"
+REPLACED_PREFIX = ".replaced-"
+
+
+@dataclasses.dataclass(frozen=True)
+class FileEntry:
+    """Size in bytes and XXH3 64-bit checksum (hexadecimal) of one file."""
+
+    size: int
+    checksum: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        step: Optimizer steps taken.
+        world_size: Processes that wrote it.
+        files: Every other file, by its path from the checkpoint's folder with forward slashes.
+        torch_version: Version of torch that wrote it.
+        trainer_kit_version: Version of trainer_kit that wrote it.
+        time: When, in UTC, as ISO 8601.
+        format_version: Version of the layout.
+    """
+
+    step: int
+    world_size: int
+    files: Mapping[str, FileEntry]
+    torch_version: str
+    trainer_kit_version: str
+    time: str
+    format_version: int = FORMAT_VERSION
+
+    @classmethod
+    def describe(cls, directory: Path, step: int, world_size: int) -> Manifest:
+        """The manifest of all files in a folder.
+
+        Raises:
+            CheckpointError: If something in it is neither a plain file nor a folder.
+        """
+        paths = [path for path in list_files(directory) if path != directory / MANIFEST_NAME]
+        return cls(
+            step=step,
+            world_size=world_size,
+            files=dict(zip([path.relative_to(directory).as_posix() for path in paths], _entries(paths), strict=True)),
+            torch_version=str(torch.__version__),
+            trainer_kit_version=_own_version(),
+            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+
+    def write(self, directory: Path) -> None:
+        """Writes `manifest.json`, which holds a checksum of its own content, and flushes it to the disk."""
+        content = dataclasses.asdict(self)
+        write_json(directory / MANIFEST_NAME, {**content, "checksum": _content_checksum(content)})
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Reads the manifest of a checkpoint.
+
+        Raises:
+            CheckpointError: If there is none, it is damaged or of another format version.
+        """
+        path = inside(directory, MANIFEST_NAME)
+        if not directory.is_dir():
+            raise CheckpointError(f"{directory} is no folder")
+        if not path.exists():
+            raise CheckpointError(f"{directory} has no {MANIFEST_NAME}: it is no checkpoint, or was not written whole")
+        content = read_json(path)
+        if not isinstance(content, dict) or content.pop("checksum", None) != _content_checksum(content):
+            raise CheckpointError(f"{path} is damaged: its content differs from its checksum")
+        version = content.get("format_version")
+        if version != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{path} is of format version {version!r}, this trainer_kit reads version {FORMAT_VERSION}; "
+                f"use the trainer_kit that wrote it ({content.get('trainer_kit_version')})"
+            )
+        try:
+            files = {name: FileEntry(**entry) for name, entry in content.pop("files").items()}
+            return cls(**content, files=files)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} is no manifest: {error}") from error
+
+    def check(self, directory: Path, names: Iterable[str] | None = None) -> None:
+        """Compares files on the disk with this manifest: all of them, or those in `names`.
+
+        Raises:
+            CheckpointError: If one is missing, a link, of another size or another checksum.
+        """
+        paths = {inside(directory, name): self.files[name] for name in (self.files if names is None else names)}
+        for path, expected in paths.items():
+            _check_size(path, expected)
+        for path, found in zip(paths, _entries(paths), strict=True):
+            if found != paths[path]:
+                raise CheckpointError(
+                    f"{path} is damaged: its checksum is {found.checksum} instead of {paths[path].checksum}"
+                )
+
+
+def list_files(directory: Path) -> list[Path]:
+    """All files under a folder, sorted.
+
+    Raises:
+        CheckpointError: If something in it is neither a plain file nor a folder.
+    """
+    files = []
+    for path in sorted(directory.rglob("*")):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise CheckpointError(f"{path} is neither a plain file nor a folder, which a checkpoint may not hold")
+        if path.is_file():
+            files.append(path)
+    return files
+
+
+def _check_size(path: Path, expected: FileEntry) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    size = path.stat().st_size
+    if size != expected.size:
+        problem = "truncated" if size < expected.size else "damaged"
+        raise CheckpointError(f"{path} is {problem}: {size} bytes instead of {expected.size}")
+
+
+def _entry(path: Path) -> FileEntry:
+    try:
+        return FileEntry(path.stat().st_size, checksum(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _entries(paths: Iterable[Path]) -> list[FileEntry]:
+    """The entry of every path, several at a time: reading and hashing let other threads run."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return list(pool.map(_entry, paths))
+
+
+def _content_checksum(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_64(text.encode()).hexdigest()
+
+
+def _own_version() -> str:
+    try:
+        return importlib.metadata.version("trainer_kit")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,148 @@
+"""Finding, verifying and reading checkpoints."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from trainer_kit.checkpoint.files import CheckpointError, inside, read_json, remove_folder
+from trainer_kit.checkpoint.format import (
+    ARGUMENTS_NAME,
+    CHECKPOINT_PREFIX,
+    REPLACED_PREFIX,
+    STAGING_PREFIX,
+    STATE_FOLDER,
+    Manifest,
+)
+from trainer_kit.checkpoint.shards import load_tensors
+from trainer_kit.trees import join
+
+_CHECKPOINT = re.compile(re.escape(CHECKPOINT_PREFIX) + r"(0|[1-9][0-9]*)")
+_CLOCK_SLACK = 60.0  # seconds by which the system's clock may have been set since
+_STAGING = re.compile(re.escape(STAGING_PREFIX) + r".*-([0-9]+)")
+
+
+def find_checkpoints(output_dir: Path) -> list[Path]:
+    """The folders named `checkpoint-STEP`, whole or not, sorted by step."""
+    if not output_dir.is_dir():
+        return []
+    steps = {path: _CHECKPOINT.fullmatch(path.name) for path in output_dir.iterdir() if path.is_dir()}
+    return sorted((path for path, match in steps.items() if match), key=lambda path: int(path.name.split("-")[1]))
+
+
+def verify(directory: Path) -> Manifest:
+    """Compares every file of a checkpoint with its manifest.
+
+    Raises:
+        CheckpointError: Naming the file and what is wrong with it.
+    """
+    try:
+        manifest = Manifest.read(directory)
+        manifest.check(directory)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or directory} cannot be read: {error.strerror}") from error
+    return manifest
+
+
+def newest_valid(output_dir: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that is whole, None where there is none.
+
+    Args:
+        output_dir: Folder of the run.
+        say: Told in one sentence of each newer checkpoint that is passed over, and why.
+    """
+    recover_replaced(output_dir)
+    for directory in reversed(find_checkpoints(output_dir)):
+        try:
+            verify(directory)
+        except CheckpointError as error:
+            say(f"{directory.name} is passed over: {error}")
+        else:
+            return directory
+    return None
+
+
+def recover_replaced(output_dir: Path) -> None:
+    """Puts back a checkpoint that was moved aside for one that was then never committed."""
+    if not output_dir.is_dir():
+        return
+    for path in output_dir.glob(f"{REPLACED_PREFIX}{CHECKPOINT_PREFIX}*"):
+        original = path.with_name(path.name.removeprefix(REPLACED_PREFIX))
+        if not original.exists():
+            os.rename(path, original)
+
+
+def remove_stale_staging(output_dir: Path) -> None:
+    """Removes what killed processes left half written or half deleted; what a living process works on stays."""
+    if not output_dir.is_dir():
+        return
+    recover_replaced(output_dir)
+    for path in list(output_dir.iterdir()):
+        staging = _STAGING.fullmatch(path.name)
+        if path.is_symlink() or not path.is_dir():
+            continue
+        if (staging and not _is_at_work(int(staging[1]), path)) or _is_superseded(path):
+            remove_folder(path)
+
+
+def _is_at_work(pid: int, staging: Path) -> bool:
+    """Whether the process that made the folder lives: one that is younger than the folder only has the same number."""
+    try:
+        return psutil.Process(pid).create_time() < staging.stat().st_mtime + _CLOCK_SLACK
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True
+
+
+def _is_superseded(path: Path) -> bool:
+    """Whether this was moved aside for a checkpoint that is now there."""
+    if not path.name.startswith(REPLACED_PREFIX):
+        return False
+    try:
+        Manifest.read(path.with_name(path.name.removeprefix(REPLACED_PREFIX)))
+    except CheckpointError:
+        return False
+    return True
+
+
+def read_state(directory: Path, name: str) -> Any | None:
+    """The state that `write_checkpoint` got under `name`; None where the checkpoint has no such state.
+
+    Raises:
+        CheckpointError: If its files are damaged.
+    """
+    folder = inside(directory, STATE_FOLDER)
+    path = inside(folder, f"{name}.json")
+    if not path.exists():
+        return None
+    tree = read_json(path)
+    has_tensors = any((folder / f"{name}.safetensors{suffix}").exists() for suffix in ("", ".index.json"))
+    tensors = load_tensors(folder, name) if has_tensors else {}
+    try:
+        return join(tree, tensors)
+    except ValueError as error:
+        raise CheckpointError(f"{path} does not fit its tensors: {error}") from error
+
+
+def read_arguments(directory: Path) -> dict[str, Any]:
+    """The arguments of the run that wrote the checkpoint.
+
+    Raises:
+        CheckpointError: If the file is missing or damaged.
+    """
+    path = inside(directory, ARGUMENTS_NAME)
+    try:
+        arguments = join(read_json(path), {})
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if not isinstance(arguments, dict):
+        raise CheckpointError(f"{path} is damaged: it holds no arguments")
+    return arguments

@@ -1,0 +1,302 @@
+"""Tensors in safetensors files, sharded and indexed as the Hub's tools do it; tied ones are stored once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from trainer_kit.checkpoint.files import CheckpointError, fsync_directory, inside, read_json, write_json
+
+# The names that the format gives to dtypes (https://github.com/huggingface/safetensors).
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+# The format lacks these: stored as real numbers with a last dimension of 2, their names under _COMPLEX.
+_AS_REAL = {torch.complex32: torch.float16, torch.complex128: torch.float64}
+_COMPLEX = "trainer_kit.complex"
+_RESERVED = frozenset({"format", "__metadata__", _COMPLEX})
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS.update({"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40})
+
+
+def save_tensors(
+    tensors: Mapping[str, torch.Tensor], directory: Path, stem: str = "model", max_shard_size: int | str = "5GB"
+) -> None:
+    """Saves tensors as `STEM.safetensors`, or in shards with an index where they are larger than one may be.
+
+    Names of one and the same tensor (tied weights) are stored once, with the other names in the file's metadata as
+    {name: stored name}. Different views of one memory are each stored whole. What an earlier call left under the
+    same stem is replaced. All is flushed to the disk when this returns.
+
+    Args:
+        tensors: Of any shape, on any device; brought to the host one at a time.
+        directory: Made if it does not exist.
+        stem: How the files' names begin.
+        max_shard_size: Largest size of a file's tensors, in bytes or as "300MB", "2GiB"; a larger tensor gets a file
+            of its own.
+
+    Raises:
+        ValueError: If `max_shard_size` makes no sense, or a tensor has no content (device "meta") or a reserved name.
+        TypeError: If a tensor is sparse, quantized or of a dtype that the format lacks.
+        OSError: If the disk is full or cannot be written.
+    """
+    limit = parse_size(max_shard_size)
+    for name, tensor in tensors.items():
+        _refuse_unstorable(name, tensor)
+    kept, aliases = _untie(tensors)
+    shards = _partition(kept, limit)
+    directory.mkdir(parents=True, exist_ok=True)
+    previous = _files_of(directory, stem)
+    index = directory / f"{stem}.safetensors.index.json"
+    names = [f"{stem}.safetensors"]
+    if len(shards) > 1:
+        index.unlink(missing_ok=True)  # an old index must never lead into half of the new shards
+        names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for name, shard in zip(names, shards, strict=True):
+        tied = {alias: target for alias, target in aliases.items() if target in shard}
+        _write_shard(directory / name, shard, tied)
+    if len(shards) > 1:
+        weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        total = sum(tensor.nbytes for tensor in kept.values())
+        write_json(index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+        names.append(index.name)
+    for path in previous:
+        if path.name not in names:
+            path.unlink(missing_ok=True)
+    fsync_directory(directory)
+
+
+def load_tensors(directory: Path, stem: str = "model", device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """Loads what `save_tensors` or the Hub's tools saved; tied names share one tensor.
+
+    Raises:
+        CheckpointError: If files are missing or damaged, or an index names files outside `directory`.
+    """
+    loaded: dict[str, torch.Tensor] = {}
+    for source in sources(directory, stem):
+        loaded.update(load_source(source, str(device)))
+    return loaded
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes in `size`: a number, or text such as "300MB" (10**6) or "2GiB" (2**30).
+
+    Raises:
+        ValueError: If it is neither or not positive.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]*)", size.strip(), re.IGNORECASE) if isinstance(size, str) else None
+    bytes_ = 0
+    if match and match[2].upper() in _UNITS:
+        bytes_ = int(float(match[1]) * _UNITS[match[2].upper()])
+    elif isinstance(size, int) and not isinstance(size, bool):
+        bytes_ = size
+    if bytes_ < 1:
+        raise ValueError(f'max_shard_size={size!r} is no size; give bytes or a text such as "5GB", "300MB", "2GiB"')
+    return bytes_
+
+
+def storage_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are one and the same view of one memory (tied weights), different for all others."""
+    memory = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+    if memory == 0 or tensor.numel() == 0:
+        return (id(tensor),)
+    view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, memory, *view)
+
+
+def _untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors to store, and the other names of each as {name: stored name}."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(storage_key(tensor), []).append(name)
+    # A reserved name cannot be an alias, as the metadata holds something else under it.
+    stored = [next((name for name in names if name in _RESERVED), names[0]) for names in groups.values()]
+    aliases = {
+        name: keep for keep, names in zip(stored, groups.values(), strict=True) for name in names if name != keep
+    }
+    return {name: tensors[name] for name in stored}, aliases
+
+
+def _refuse_unstorable(name: str, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name!r} is of type {type(tensor).__name__}; only tensors can be stored")
+    if name == "__metadata__":
+        raise ValueError("a tensor is named '__metadata__', which the safetensors format keeps for itself; rename it")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"tensor {name!r} is sparse ({tensor.layout}), which cannot be stored; use to_dense() first")
+    if tensor.dtype not in _DTYPE_NAMES and tensor.dtype not in _AS_REAL:
+        raise TypeError(f"tensor {name!r} is of dtype {tensor.dtype}, which cannot be stored; convert it first")
+    if tensor.is_meta:
+        raise ValueError(f"tensor {name!r} is on the device 'meta' and has no content to store; load the weights first")
+
+
+def _partition(tensors: Mapping[str, torch.Tensor], limit: int) -> list[dict[str, torch.Tensor]]:
+    """Fills one shard after the other, in order."""
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return shards
+
+
+def _write_shard(path: Path, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> None:
+    """Writes one safetensors file: length of the header (8 bytes), header, the tensors' bytes.
+
+    safetensors' own writer wants the whole shard on the host, gives files that only their owner can read and leaves
+    out the error number of a full disk.
+    """
+    # The largest elements first: each tensor is then aligned to its own element size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header = _header(names, tensors, aliases)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            for name in names:
+                file.write(_bytes_of(tensors[name]))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _header(names: Iterable[str], tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> bytes:
+    metadata = {"format": "pt", **aliases}
+    as_real = [name for name in names if tensors[name].dtype in _AS_REAL]
+    if as_real:
+        metadata[_COMPLEX] = json.dumps(as_real)
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name in names:
+        tensor, start = tensors[name], end
+        end += tensor.nbytes
+        real = _AS_REAL.get(tensor.dtype)
+        shape = [*tensor.shape, 2] if real else list(tensor.shape)
+        header[name] = {"dtype": _DTYPE_NAMES[real or tensor.dtype], "shape": shape, "data_offsets": [start, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    return encoded + b" " * (-len(encoded) % 8)
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return host.reshape(-1).view(torch.uint8).numpy().data
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """One safetensors file: the names of its tensors with their shapes, and its aliases as {name: stored name}."""
+
+    path: Path
+    shapes: Mapping[str, tuple[int, ...]]
+    aliases: Mapping[str, str]
+    complex_names: frozenset[str]
+
+
+def sources(directory: Path, stem: str) -> list[Source]:
+    """The files under `stem` in `directory`, their headers read and compared with the index.
+
+    Raises:
+        CheckpointError: If there are none, or one is missing or damaged.
+    """
+    single = inside(directory, f"{stem}.safetensors")
+    if single.exists():
+        return [read_header(single)]
+    index = inside(directory, f"{stem}.safetensors.index.json")
+    if not index.exists():
+        there = sorted(path.name for path in directory.glob("*") if path.suffix in (".safetensors", ".bin", ".pt"))
+        hint = f"; it holds {', '.join(there[:3])}" if there else ""
+        raise CheckpointError(f"{directory} has neither {single.name} nor {index.name}{hint}")
+    content = read_json(index)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index} is damaged: it has no weight_map")
+    found = {name: read_header(inside(directory, name)) for name in dict.fromkeys(weight_map.values())}
+    for tensor, name in weight_map.items():
+        if tensor not in found[name].shapes and tensor not in found[name].aliases:
+            raise CheckpointError(f"{index} says that {tensor!r} is in {name}, which does not hold it")
+    return list(found.values())
+
+
+def read_header(path: Path) -> Source:
+    """What a safetensors file holds, without reading the tensors.
+
+    Raises:
+        CheckpointError: If the file is missing or damaged.
+    """
+    with _opened(path, "cpu") as file:
+        metadata = file.metadata() or {}
+        names = file.keys()
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+        complex_names = frozenset(json.loads(metadata.get(_COMPLEX, "[]"))) & shapes.keys()
+    for name in complex_names:
+        shapes[name] = shapes[name][:-1]
+    aliases = {
+        alias: target
+        for alias, target in metadata.items()
+        if target in shapes and alias not in shapes and alias not in _RESERVED
+    }
+    return Source(path, shapes, aliases, complex_names)
+
+
+def load_source(source: Source, device: str) -> dict[str, torch.Tensor]:
+    """The tensors of one file, under their stored names and their aliases.
+
+    Raises:
+        CheckpointError: If the file is damaged.
+    """
+    loaded = {}
+    with _opened(source.path, device) as file:
+        for name in source.shapes:
+            # A copy lies in memory of its own, aligned as torch's kernels like it, not in a mapping of the file.
+            tensor = file.get_tensor(name).clone()
+            loaded[name] = torch.view_as_complex(tensor) if name in source.complex_names else tensor
+    loaded.update({alias: loaded[target] for alias, target in source.aliases.items()})
+    return loaded
+
+
+@contextlib.contextmanager
+def _opened(path: Path, device: str) -> Iterator[Any]:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    try:
+        with safe_open(path, framework="pt", device=device) as file:
+            yield file
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged or no safetensors file: {error}") from error
+
+
+def _files_of(directory: Path, stem: str) -> list[Path]:
+    pattern = re.compile(re.escape(stem) + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+    return [path for path in directory.iterdir() if pattern.fullmatch(path.name)]

@@ -1,0 +1,88 @@
+"""Show what a bug report needs: versions, machine, devices and settings."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+
+from trainer_kit import __version__, environment
+
+_PACKAGES = ("transformers", "safetensors", "numpy", "tensorboard", "torch_xla")
+_GIB = 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds nothing: the command has no arguments."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints one fact a line and returns 0."""
+    lines = facts()
+    width = max(len(name) for name, _ in lines)
+    for name, value in lines:
+        print(f"{name:{width}}  {value}")
+    return 0
+
+
+def facts() -> list[tuple[str, str]]:
+    """Name and value of each fact, in the order in which they are shown."""
+    import psutil
+
+    return [
+        ("trainer_kit", __version__),
+        ("python", f"{platform.python_version()} ({platform.python_implementation()})"),
+        *_torch(),
+        *((name, _version(name)) for name in _PACKAGES),
+        ("system", platform.platform()),
+        ("processors", f"{os.cpu_count()} ({platform.machine()})"),
+        ("memory", f"{psutil.virtual_memory().total / _GIB:.1f} GiB"),
+        *_devices(),
+        *sorted(environment.settings().items()),
+    ]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _torch() -> list[tuple[str, str]]:
+    import torch
+
+    builds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    build = ", ".join(f"{name} {version}" for name, version in builds.items() if version)
+    return [("torch", f"{torch.__version__} (built for {build or 'CPU'}, {torch.get_num_threads()} threads)")]
+
+
+def _devices() -> list[tuple[str, str]]:
+    import torch
+
+    if torch.cuda.is_available():
+        properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        gpus = [
+            (f"gpu {index}", f"{gpu.name}, {gpu.total_memory / _GIB:.1f} GiB, capability {gpu.major}.{gpu.minor}")
+            for index, gpu in enumerate(properties)
+        ]
+        return [*gpus, ("gpu driver", _driver())]
+    if torch.backends.mps.is_available():
+        return [("gpu 0", "Apple GPU (MPS), shares the machine's memory")]
+    return [("gpu", "none that torch can use")]
+
+
+def _driver() -> str:
+    """Version of the NVIDIA driver, which torch does not tell."""
+    try:
+        import pynvml
+    except ImportError:
+        return "unknown; pip install 'trainer_kit[gpu]' to see it"
+    try:
+        pynvml.nvmlInit()
+        version = str(pynvml.nvmlSystemGetDriverVersion())
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        return f"unknown ({error})"
+    return version

@@ -1,0 +1,79 @@
+"""`trainer-kit`: reads the command line, runs one command and turns its errors into sentences."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Protocol
+
+from trainer_kit import __version__
+from trainer_kit.cli import env
+
+
+class Command(Protocol):
+    """What the module of a command has; the first line of its docstring is its help.
+
+    A command imports torch and the like inside `run`, so that `trainer-kit --help` answers at once.
+    """
+
+    __doc__: str | None
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declares the command's arguments."""
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Does the work and returns the exit code."""
+
+
+COMMANDS: dict[str, Command] = {"env": env}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        arguments: The words after `trainer-kit`; by default those of this process.
+
+    Returns:
+        The exit code: 0 if it went well, 1 for an error of the command, 130 after Ctrl-C.
+
+    Raises:
+        SystemExit: With code 2 for a command line that makes no sense, with 0 for `--help` and `--version`.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        parser.error(_unknown(words[0]))
+    options = parser.parse_args(words)
+    try:
+        code = COMMANDS[options.command].run(options)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader has what it wanted (`| head`). Python flushes once more at exit, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+        print(f"trainer-kit {options.command}: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="trainer-kit", description="Helps around the training of PyTorch models.")
+    parser.add_argument("--version", action="version", version=f"trainer-kit {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
+    for name, command in COMMANDS.items():
+        summary = (command.__doc__ or "").partition("\n")[0]
+        command.add_arguments(commands.add_parser(name, help=summary, description=summary))
+    return parser
+
+
+def _unknown(word: str) -> str:
+    close = difflib.get_close_matches(word, COMMANDS, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"use one of: {', '.join(COMMANDS)}"
+    return f"there is no command {word!r}; {hint}"

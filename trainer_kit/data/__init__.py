@@ -1,0 +1,1 @@
+"""Data: the order of samples, their reading, and batches for the loop."""

@@ -1,0 +1,80 @@
+"""From a run's arguments and datasets to its loaders and its number of steps."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer_kit.arguments import TrainingArguments
+from trainer_kit.data.collate import Collator
+from trainer_kit.data.loader import Reading, TrainLoader, evaluation_batches, is_iterable
+from trainer_kit.data.order import Layout
+from trainer_kit.data.stream import StreamLoader, stream_evaluation_batches
+from trainer_kit.loss import Counts
+from trainer_kit.run import Run
+from trainer_kit.strategies.base import Strategy
+
+
+def make_reading(args: TrainingArguments, strategy: Strategy, collate: Collator) -> Reading:
+    """How this run reads samples."""
+    pin_memory = args.dataloader_pin_memory and strategy.pins_memory
+    return Reading(collate, args.seed, args.dataloader_num_workers, pin_memory)
+
+
+def make_train_loader(run: Run, reading: Reading) -> TrainLoader | StreamLoader:
+    """The training batches.
+
+    Raises:
+        ValueError: If there is no dataset, an empty one, or one that the arguments do not fit.
+    """
+    args, dataset = run.args, run.train_dataset
+    if dataset is None:
+        raise ValueError("train() needs train_dataset")
+    layout = _layout(run.strategy, args.per_device_train_batch_size, args.gradient_accumulation_steps)
+    if not is_iterable(dataset):
+        return TrainLoader(dataset, layout, reading, args.dataloader_drop_last, args.group_by_length)
+    if args.group_by_length:
+        raise ValueError("group_by_length=True needs a train_dataset with a length and __getitem__")
+    if args.max_steps < 0 and not hasattr(dataset, "__len__"):
+        raise ValueError("train_dataset has no length, so that epochs cannot be counted; set max_steps")
+    return StreamLoader(dataset, layout, reading, args.dataloader_drop_last)
+
+
+def make_evaluation_batches(run: Run, dataset: Any, reading: Reading) -> Iterator[tuple[Any, Counts]]:
+    """The batches of an evaluation with their counts."""
+    layout = _layout(run.strategy, run.args.eval_batch_size)
+    make = stream_evaluation_batches if is_iterable(dataset) else evaluation_batches
+    return make(dataset, layout, reading)
+
+
+def total_steps(run: Run, loader: TrainLoader | StreamLoader) -> int:
+    """Steps taken and steps left: another batch size after a resume changes only the latter."""
+    if run.args.max_steps > 0:
+        return run.args.max_steps
+    state, epochs_left = run.state, run.args.num_train_epochs - run.state.epoch
+    per_epoch = loader.steps_between(0, loader.epoch_length)
+    taken = per_epoch - loader.steps_between(state.position, loader.epoch_length)
+    return state.step + max(0, math.ceil(epochs_left * per_epoch) - taken)
+
+
+def writable_folder(path: str | Path) -> Path:
+    """The folder, made where it is missing.
+
+    Raises:
+        ValueError: If nothing can be written there.
+    """
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"x")
+    except OSError as error:
+        raise ValueError(f"output_dir={str(path)!r} cannot be written: {error}") from error
+    return folder
+
+
+def _layout(strategy: Strategy, batch_size: int, accumulation: int = 1) -> Layout:
+    return Layout(batch_size, accumulation, strategy.world_size, strategy.rank)

@@ -1,0 +1,92 @@
+"""Reads samples so that their randomness is a function of (seed, epoch, sample), in whatever process that happens."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from trainer_kit.data.collate import Collator
+from trainer_kit.data.order import Slot, mix
+from trainer_kit.strategies.base import seed_generators
+
+_COLLATE = 1
+"""Tells the seed of a batch's collation from the seeds of its samples."""
+
+_twin_random = random.Random()
+_twin_numpy = np.random.RandomState()
+
+
+class DataError(RuntimeError):
+    """A dataset raised; the message names the sample, `__cause__` is the dataset's own error."""
+
+
+class Fetcher(Dataset[Any]):
+    """Fetches and collates the samples of a slot.
+
+    Every sample's randomness (torch, numpy, random) is seeded from (seed, epoch, dataset index). Seeding before each
+    sample costs more than reading a small one, so a batch is first read with one seed; only a dataset that is seen to
+    draw random numbers is read again, seeded sample by sample, and from then on always.
+
+    Args:
+        dataset: Map-style.
+        collate: Makes a batch from a list of samples.
+        seed: The run's seed.
+    """
+
+    def __init__(self, dataset: Any, collate: Collator, seed: int) -> None:
+        self.dataset = dataset
+        self.collate = collate
+        self.seed = seed
+        self.draws = False
+        self.epoch: int | None = None
+
+    def __getitem__(self, slot: Slot) -> tuple[Slot, Any]:
+        if slot.epoch != self.epoch:
+            self.epoch = slot.epoch
+            set_epoch(self.dataset, slot.epoch)
+        first = mix(self.seed, slot.epoch, slot.indices[0])
+        if not self.draws:
+            before = _reset(first)
+            batch = self.collate([self._sample(index) for index in slot.indices])
+            if not _drew(before):
+                return slot, batch
+            self.draws = True
+        samples = []
+        for index in slot.indices:
+            seed_generators(mix(self.seed, slot.epoch, index))
+            samples.append(self._sample(index))
+        seed_generators(mix(first, _COLLATE))
+        return slot, self.collate(samples)
+
+    def _sample(self, index: int) -> Any:
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            raise DataError(f"the dataset raised at index {index}: {type(error).__name__}: {error}") from error
+
+
+def set_epoch(dataset: Any, epoch: int) -> None:
+    """Tells a dataset that wants to know (`set_epoch`) which epoch begins; evaluations (-1) are none."""
+    if epoch >= 0 and hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(epoch)
+
+
+def _reset(seed: int) -> torch.Tensor:
+    """Seeds the generators and their twins, and gives torch's state."""
+    seed_generators(seed)
+    _twin_random.seed(seed)
+    _twin_numpy.seed(seed & 0xFFFFFFFF)
+    return torch.default_generator.get_state()
+
+
+def _drew(before: torch.Tensor) -> bool:
+    """Whether a number was drawn since `_reset`. Comparing a draw with the twin's is far cheaper than the states."""
+    return (
+        random.random() != _twin_random.random()
+        or np.random.random_sample() != _twin_numpy.random_sample()
+        or not torch.equal(torch.default_generator.get_state(), before)
+    )

@@ -1,0 +1,226 @@
+"""Micro-batches for the loop: fetched in order, counted by step, ready to go on at any position."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainer_kit.data.collate import Collator
+from trainer_kit.data.fetch import Fetcher
+from trainer_kit.data.order import (
+    Layout,
+    Slot,
+    epoch_length,
+    evaluation_slots,
+    permutation,
+    slots,
+    steps_between,
+)
+from trainer_kit.loss import Counts, count
+
+
+@dataclasses.dataclass(slots=True)
+class Window:
+    """The micro-batches of one optimizer step, counted before the first is worked on.
+
+    Attributes:
+        epoch: Number of the epoch, from 0.
+        stop: Position in the epoch after this step, in samples over all processes.
+        closes_epoch: Whether this step is the epoch's last.
+        samples: Samples on this process.
+        tokens: Tokens on this process, padding left out.
+        labels: Items on this process (see `loss.Counts`).
+        shifted: Items for a model that shifts its labels.
+        data_state: What an iterable dataset has to be given to go on after this step; None for map-style ones.
+    """
+
+    epoch: int
+    stop: int
+    closes_epoch: bool
+    samples: int = 0
+    tokens: int = 0
+    labels: Any = 0
+    shifted: Any = 0
+    data_state: dict[str, Any] | None = None
+
+    def add(self, counts: Counts) -> None:
+        self.samples += counts.samples
+        self.tokens += counts.tokens
+        self.labels += counts.labels
+        self.shifted += counts.shifted
+
+
+@dataclasses.dataclass(slots=True)
+class MicroBatch:
+    """One forward and backward pass.
+
+    Attributes:
+        batch: What the collator made; moved to the device on the way to the loop.
+        counts: What it counts for; all 0 for a stand-in of a process that has no samples left in the step.
+        window: The step it belongs to.
+        number: Its number in the step, from 0.
+        last: Whether it is the step's last.
+        start: Position of its first sample in the epoch.
+        indices: Dataset indices; empty for iterable datasets.
+    """
+
+    batch: Any
+    counts: Counts
+    window: Window
+    number: int
+    last: bool
+    start: int
+    indices: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How samples are read.
+
+    Attributes:
+        collate: Makes a batch from a list of samples.
+        seed: The run's seed.
+        workers: Worker processes; 0 reads in this one.
+        pin_memory: Whether workers' batches are copied to page-locked memory.
+    """
+
+    collate: Collator
+    seed: int
+    workers: int = 0
+    pin_memory: bool = False
+
+
+class TrainLoader:
+    """The training batches of a map-style dataset.
+
+    Args:
+        dataset: Has `__len__` and `__getitem__`.
+        layout: Batch size, accumulation and processes.
+        reading: Collation, seed and workers.
+        drop_last: Leave out an epoch's last batches where not every process has a full one.
+        group_by_length: Put samples of like length together.
+
+    Raises:
+        ValueError: If an epoch holds no batch.
+    """
+
+    def __init__(
+        self, dataset: Any, layout: Layout, reading: Reading, drop_last: bool = False, group_by_length: bool = False
+    ) -> None:
+        self.dataset = dataset
+        self.layout = layout
+        self.reading = reading
+        self.lengths = sample_lengths(dataset) if group_by_length else None
+        self.epoch_length = epoch_length(len(dataset), layout, drop_last)
+        if self.epoch_length == 0:
+            raise ValueError(
+                "train_dataset is empty; give at least one sample"
+                if len(dataset) == 0
+                else f"dataloader_drop_last=True leaves nothing of {len(dataset)} samples with a batch of {layout.row}; "
+                "make the batch smaller or keep the last one"
+            )
+
+    def steps_between(self, position: int, stop: int) -> int:
+        """Optimizer steps between two positions of an epoch."""
+        return steps_between(position, stop, self.layout)
+
+    def micro_batches(
+        self, epoch: int, position: int, steps: int, data_state: dict[str, Any] | None = None
+    ) -> Iterator[MicroBatch]:
+        """The micro-batches of the next `steps` steps, from `position` in `epoch` on; no sample before it is read."""
+        window: list[tuple[Slot, Any]] = []
+        for slot, batch in _fetched(self.dataset, self._slots(epoch, position, steps), self.reading):
+            window.append((slot, batch))
+            if slot.last:
+                yield from _counted(window)
+                window = []
+
+    def _slots(self, epoch: int, position: int, steps: int) -> Iterator[Slot]:
+        while steps > 0:
+            order = permutation(len(self.dataset), self.reading.seed, epoch, self.lengths)[: self.epoch_length]
+            for slot in slots(order, epoch, position, self.layout):
+                yield slot
+                steps -= slot.last
+                if steps == 0:
+                    return
+            epoch, position = epoch + 1, 0
+
+
+def evaluation_batches(dataset: Any, layout: Layout, reading: Reading) -> Iterator[tuple[Any, Counts]]:
+    """The batches of an evaluation in the dataset's order; a process that has run out gets a stand-in that counts 0."""
+    for slot, batch in _fetched(dataset, evaluation_slots(len(dataset), layout), reading):
+        yield batch, count(batch) if slot.counted else Counts(0, 0, 0, 0)
+
+
+def _counted(fetched: list[tuple[Slot, Any]]) -> Iterator[MicroBatch]:
+    """The micro-batches of one step. All are counted first: each is weighed by its share in the step."""
+    slot = fetched[-1][0]
+    window = Window(slot.epoch, slot.window_stop, slot.closes_epoch)
+    all_counts = [count(batch) if slot.counted else Counts(0, 0, 0, 0) for slot, batch in fetched]
+    for counts in all_counts:
+        window.add(counts)
+    for (slot, batch), counts in zip(fetched, all_counts, strict=True):
+        yield MicroBatch(batch, counts, window, slot.number, slot.last, slot.start, slot.indices)
+
+
+def _fetched(dataset: Any, plan: Iterable[Slot], reading: Reading) -> Iterator[tuple[Slot, Any]]:
+    fetcher = Fetcher(dataset, reading.collate, reading.seed)
+    if reading.workers == 0:
+        return map(fetcher.__getitem__, plan)
+    return iter(worker_loader(fetcher, reading, plan))
+
+
+def worker_loader(dataset: Any, reading: Reading, sampler: Iterable[Any] | None = None) -> DataLoader[Any]:
+    """A DataLoader whose workers do all the work and whose randomness is its own.
+
+    The generator matters: `iter(DataLoader)` would otherwise draw from the global one and shift dropout.
+    """
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=sampler,
+        num_workers=reading.workers,
+        collate_fn=_as_is,
+        pin_memory=reading.pin_memory,
+        worker_init_fn=_ignore_interrupts,
+        generator=torch.Generator().manual_seed(reading.seed),
+    )
+
+
+def _as_is(item: Any) -> Any:
+    return item
+
+
+def _ignore_interrupts(_: int) -> None:
+    """Ctrl-C reaches the workers too; the main process finishes the step and needs their data for it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def sample_lengths(dataset: Any) -> np.ndarray:
+    """The length of each sample, shape [samples]: the dataset's column `length`, else that of its `input_ids`.
+
+    Without the column every sample is read once.
+
+    Raises:
+        ValueError: If samples have neither.
+    """
+    columns = getattr(dataset, "column_names", None)
+    if columns is not None and "length" in columns:
+        return np.asarray(dataset["length"])
+    try:
+        return np.array([len(dataset[index]["input_ids"]) for index in range(len(dataset))])
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(
+            "group_by_length=True needs samples that are dicts with 'input_ids', or a dataset with the column 'length'"
+        ) from error
+
+
+def is_iterable(dataset: Any) -> bool:
+    """Whether a dataset can only be read from the start on (no `__getitem__` or no length)."""
+    return isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))

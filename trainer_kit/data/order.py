@@ -1,0 +1,146 @@
+"""Who sees which sample when: everything here is a pure function of (seed, epoch, position).
+
+The order of an epoch is a permutation of the dataset that does not depend on batch size, accumulation or number of
+processes. An optimizer step takes the next `Layout.window` samples of it, a position counts samples over all
+processes; so a resume is arithmetic, also under another layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+_MASK = 0xFFFFFFFFFFFFFFFF
+
+GROUP = 1024
+"""Samples that `group_by_length` sorts together. A constant, so that no layout changes the order."""
+
+
+class Layout(NamedTuple):
+    """How the samples of a step are spread.
+
+    Attributes:
+        batch_size: Samples of one micro-batch on one process.
+        accumulation: Micro-batches of one step on one process.
+        world_size: Processes.
+        rank: This process.
+    """
+
+    batch_size: int
+    accumulation: int = 1
+    world_size: int = 1
+    rank: int = 0
+
+    @property
+    def row(self) -> int:
+        """Samples that all processes take at once."""
+        return self.batch_size * self.world_size
+
+    @property
+    def window(self) -> int:
+        """Samples of one optimizer step over all processes."""
+        return self.row * self.accumulation
+
+
+class Slot(NamedTuple):
+    """One micro-batch of one process: what is fetched, and its place in the step.
+
+    Attributes:
+        epoch: Number of the epoch, from 0.
+        start: Position of its first sample in the epoch's order.
+        indices: Dataset indices.
+        counted: False for a stand-in: this process has no samples left in the step, but takes part with weight zero.
+        number: Number of the micro-batch in the step, from 0.
+        last: Whether it is the step's last.
+        window_stop: Position in the epoch after this step.
+        closes_epoch: Whether this step is the epoch's last.
+    """
+
+    epoch: int
+    start: int
+    indices: list[int]
+    counted: bool
+    number: int
+    last: bool
+    window_stop: int
+    closes_epoch: bool
+
+
+def mix(*numbers: int) -> int:
+    """A well-spread number below 2**63 from some integers (the finalizer of splitmix64, Steele et al. 2014)."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def permutation(length: int, seed: int, epoch: int, lengths: np.ndarray | None = None) -> torch.Tensor:
+    """The order of one epoch.
+
+    Args:
+        length: Samples in the dataset.
+        seed: The run's seed.
+        epoch: Number of the epoch, from 0.
+        lengths: Length of each sample, shape [length]: samples of like length then stand together. The permutation
+            is cut into groups of `GROUP`, each sorted from long to short, as in transformers' `group_by_length`;
+            the longest sample stands first, so that running out of memory shows at once.
+
+    Returns:
+        Dataset indices, int64, shape [length].
+    """
+    generator = torch.Generator().manual_seed(mix(seed, epoch))
+    order = torch.randperm(length, generator=generator)
+    if lengths is None or length == 0:
+        return order
+    shuffled = order.numpy()
+    groups = [shuffled[start : start + GROUP] for start in range(0, length, GROUP)]
+    groups = [group[np.argsort(-lengths[group], kind="stable")] for group in groups]
+    longest = int(np.argmax([lengths[group[0]] for group in groups]))
+    groups.insert(0, groups.pop(longest))
+    return torch.from_numpy(np.concatenate(groups))
+
+
+def epoch_length(length: int, layout: Layout, drop_last: bool) -> int:
+    """Samples of an epoch that are trained on; `drop_last` leaves out the last row of batches where it is not full."""
+    return length - length % layout.row if drop_last else length
+
+
+def steps_between(position: int, stop: int, layout: Layout) -> int:
+    """Optimizer steps from a position to the end of the epoch."""
+    return -(-(stop - position) // layout.window)
+
+
+def slots(order: torch.Tensor, epoch: int, position: int, layout: Layout) -> Iterator[Slot]:
+    """This process's micro-batches of an epoch from `position` on; `order` is the epoch's (cut to what is used)."""
+    length = len(order)
+    for window_start in range(position, length, layout.window):
+        window_stop = min(window_start + layout.window, length)
+        numbers = -(-(window_stop - window_start) // layout.row)
+        for number in range(numbers):
+            start = window_start + number * layout.row + layout.rank * layout.batch_size
+            counted = start < window_stop
+            if not counted:
+                start = window_start
+            stop = min(start + layout.batch_size, window_stop) if counted else start + 1
+            yield Slot(
+                epoch=epoch,
+                start=start,
+                indices=order[start:stop].tolist(),
+                counted=counted,
+                number=number,
+                last=number == numbers - 1,
+                window_stop=window_stop,
+                closes_epoch=window_stop == length,
+            )
+
+
+def evaluation_slots(length: int, layout: Layout) -> Iterator[Slot]:
+    """This process's batches of an evaluation, in the dataset's order; processes that run out get stand-ins."""
+    single = layout._replace(accumulation=1)
+    return slots(torch.arange(length), -1, 0, single)

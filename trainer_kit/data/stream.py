@@ -1,0 +1,188 @@
+"""Training and evaluation batches of iterable datasets, resumed by their own state or by skipping forward."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+from tqdm.auto import tqdm
+
+from trainer_kit.data.fetch import DataError, set_epoch
+from trainer_kit.data.loader import MicroBatch, Reading, Window, worker_loader
+from trainer_kit.data.order import Layout, mix
+from trainer_kit.loss import Counts, count
+from trainer_kit.strategies.base import seed_generators
+
+
+class StreamLoader:
+    """The training batches of an iterable dataset.
+
+    A dataset with `state_dict` and `load_state_dict` goes on where it was; another one is read again from the
+    epoch's start and passed over up to the position, with a progress bar and a warning. Randomness drawn while
+    reading is seeded before every batch from (seed, epoch, worker, batch). With workers, each has a copy of the
+    dataset, which divides itself by `torch.utils.data.get_worker_info()`, as in PyTorch.
+
+    Args:
+        dataset: Has `__iter__`; `__len__`, where it has one, counts samples.
+        layout: Batch size and accumulation.
+        reading: Collation, seed and workers.
+        drop_last: Leave out batches that are not full.
+    """
+
+    def __init__(self, dataset: Any, layout: Layout, reading: Reading, drop_last: bool = False) -> None:
+        self.dataset = dataset
+        self.layout = layout
+        self.reading = reading
+        self.drop_last = drop_last
+        self.epoch_length = len(dataset) if hasattr(dataset, "__len__") else 0
+
+    def steps_between(self, position: int, stop: int) -> int:
+        """Optimizer steps between two positions of an epoch, as far as the dataset's length is true."""
+        return max(0, -(-(stop - position) // self.layout.window))
+
+    def micro_batches(
+        self, epoch: int, position: int, steps: int, data_state: dict[str, Any] | None = None
+    ) -> Iterator[MicroBatch]:
+        """The micro-batches of the next `steps` steps, from `position` in `epoch` on."""
+        while steps > 0:
+            start = position
+            for window in self._windows(epoch, position, data_state):
+                position = window[0].window.stop
+                yield from window
+                steps -= 1
+                if steps == 0:
+                    return
+            if position == start and data_state is None:
+                raise ValueError(f"train_dataset gave no sample in epoch {epoch}; it must give some each time")
+            epoch, position, data_state = epoch + 1, 0, None
+
+    def _windows(self, epoch: int, position: int, data_state: dict[str, Any] | None) -> Iterator[list[MicroBatch]]:
+        """The steps of one epoch. One batch is read ahead, to know which step is the last."""
+        batches = self._batches(epoch, position, data_state)
+        ahead = list(islice(batches, 1))
+        while ahead:
+            fetched = ahead + list(islice(batches, self.layout.accumulation - 1))
+            ahead = list(islice(batches, 1))
+            counts = [count(batch) for batch, _ in fetched]
+            samples = sum(each.samples for each in counts)
+            window = Window(epoch, position + samples, closes_epoch=not ahead, data_state=fetched[-1][1])
+            micro_batches = []
+            for number, ((batch, _), each) in enumerate(zip(fetched, counts, strict=True)):
+                window.add(each)
+                last = number == len(fetched) - 1
+                micro_batches.append(MicroBatch(batch, each, window, number, last, position, []))
+                position += each.samples
+            yield micro_batches
+
+    def _batches(
+        self, epoch: int, position: int, data_state: dict[str, Any] | None
+    ) -> Iterator[tuple[Any, dict[str, Any] | None]]:
+        source = _BatchSource(self.dataset, self.layout.batch_size, self.reading, epoch, self.drop_last)
+        states = data_state["workers"] if data_state else None
+        if states is not None:
+            source.resume(states, data_state["turn"] if data_state else 0)
+        batches = _rounds(source, self.reading, states, data_state["turn"] if data_state else 0)
+        return self._passed_over(batches, epoch, position) if position and states is None else batches
+
+    def _passed_over(
+        self, batches: Iterator[tuple[Any, dict[str, Any] | None]], epoch: int, position: int
+    ) -> Iterator[tuple[Any, dict[str, Any] | None]]:
+        warnings.warn(
+            f"train_dataset has no state_dict: {position} samples of epoch {epoch} are read again and passed over; "
+            "give it state_dict and load_state_dict to resume at once",
+            stacklevel=2,
+        )
+        with tqdm(total=position, desc="passing over samples", unit=" samples") as bar:
+            while bar.n < position:
+                item = next(batches, None)
+                if item is None:
+                    return
+                bar.update(count(item[0]).samples)
+        yield from batches
+
+
+def stream_evaluation_batches(dataset: Any, layout: Layout, reading: Reading) -> Iterator[tuple[Any, Counts]]:
+    """The batches of an evaluation over an iterable dataset, in its order (with workers: in theirs)."""
+    source = _BatchSource(dataset, layout.batch_size, reading, epoch=-1, drop_last=False)
+    for batch, _ in _rounds(source, reading, None, 0):
+        yield batch, count(batch)
+
+
+class _BatchSource(IterableDataset[Any]):
+    """Batches of one worker, each with the dataset's state after it."""
+
+    def __init__(self, dataset: Any, batch_size: int, reading: Reading, epoch: int, drop_last: bool) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.reading = reading
+        self.epoch = epoch
+        self.drop_last = drop_last
+        self.states: list[dict[str, Any]] | None = None
+        self.turn = 0
+
+    def resume(self, states: list[dict[str, Any]], turn: int) -> None:
+        """Goes on from one state a worker; `turn` is the worker whose batch is due."""
+        self.states, self.turn = states, turn
+
+    def __iter__(self) -> Iterator[tuple[int, Any, dict[str, Any] | None]]:
+        info = get_worker_info()
+        worker = info.id if info is not None else 0
+        number = 0
+        set_epoch(self.dataset, self.epoch)
+        if self.states is not None:
+            number = self.states[worker]["batches"]
+            if self.states[worker]["dataset"] is not None:
+                self.dataset.load_state_dict(copy.deepcopy(self.states[worker]["dataset"]))
+            if worker < self.turn:
+                yield worker, None, None
+        seed_generators(mix(self.reading.seed, self.epoch, worker, number))
+        samples = iter(self.dataset)
+        while True:
+            seed_generators(mix(self.reading.seed, self.epoch, worker, number))
+            batch = self._next(samples, worker, number)
+            if not batch or (self.drop_last and len(batch) < self.batch_size):
+                return
+            number += 1
+            collated = self.reading.collate(batch)
+            yield worker, collated, self._state(number)
+
+    def _next(self, samples: Iterator[Any], worker: int, number: int) -> list[Any]:
+        try:
+            return list(islice(samples, self.batch_size))
+        except Exception as error:
+            raise DataError(
+                f"the dataset raised in batch {number} of worker {worker} (epoch {self.epoch}): "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def _state(self, batches: int) -> dict[str, Any] | None:
+        if not hasattr(self.dataset, "state_dict"):
+            return None
+        return {"batches": batches, "dataset": copy.deepcopy(self.dataset.state_dict())}
+
+
+def _rounds(
+    source: _BatchSource, reading: Reading, states: list[dict[str, Any]] | None, turn: int
+) -> Iterator[tuple[Any, dict[str, Any] | None]]:
+    """The workers' batches in turn, each with the state of all workers after it."""
+    workers = max(1, reading.workers)
+    if states is not None and len(states) != workers:
+        raise ValueError(
+            f"the checkpoint holds the states of {len(states)} workers of an iterable dataset, but "
+            f"dataloader_num_workers={reading.workers}; resume with the same number"
+        )
+    current: list[dict[str, Any] | None] = list(states) if states else [None] * workers
+    items = iter(source) if reading.workers == 0 else iter(worker_loader(source, reading))
+    for worker, batch, state in items:
+        if batch is None:
+            continue
+        if state is None:
+            yield batch, None
+            continue
+        current[worker] = state
+        waiting = [each if each is not None else {"batches": 0, "dataset": None} for each in current]
+        yield batch, {"workers": waiting, "turn": (worker + 1) % workers}

@@ -1,0 +1,251 @@
+"""Fields of a dataclass: checked by their type hints, refused by the nearest name, kept in JSON and YAML files."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import numbers
+import os
+import re
+import types
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+
+class Rule(NamedTuple):
+    """What a field must hold beyond its type, as `Annotated[int, Rule("a whole number above 0", lambda n: n > 0)]`.
+
+    Attributes:
+        text: What is allowed, type included; it follows "it must be".
+        holds: The test of a value that has the right type.
+    """
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+def check_names(cls: type, names: Iterable[Any], synonyms: Mapping[str, str]) -> None:
+    """Refuses names that are no fields of the dataclass `cls`.
+
+    Args:
+        cls: The dataclass.
+        names: The names to check.
+        synonyms: Fields by other names that people use for them, where the spelling gives no hint.
+
+    Raises:
+        TypeError: Names the first unknown name and the nearest known one.
+    """
+    known = [field.name for field in dataclasses.fields(cls)]
+    for name in names:
+        if name not in known:
+            nearest = synonyms.get(name) or difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+            raise TypeError(f"{cls.__name__} has no field {name!r}; the nearest known name is {nearest!r}")
+
+
+def check_values(instance: Any) -> None:
+    """Checks every field of a dataclass instance by its type hint and sets it to plain Python types.
+
+    Hints may be bool, int, float, str, list, dict, None, Literal, unions of them, and Annotated with a `Rule`; other
+    hints are not checked. A float must be finite and may be given as an int, a str as a path, and a Literal or str as
+    a member of an Enum of strings.
+
+    Raises:
+        TypeError: If a value has another type; names the field, the value and what is allowed.
+        ValueError: If a value has the type but is not allowed; says the same.
+    """
+    hints = get_type_hints(type(instance), include_extras=True)
+    for field in dataclasses.fields(instance):
+        value = getattr(instance, field.name)
+        try:
+            setattr(instance, field.name, _read(value, hints[field.name]))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{field.name}={value!r} is not allowed; it must be {error}") from None
+
+
+def _read(value: Any, hint: Any) -> Any:
+    """`value` as what `hint` asks for; an error's message is only what is allowed. Other hints than ours pass."""
+    origin = get_origin(hint)
+    if origin is Annotated:
+        base, *notes = get_args(hint)
+        return _read_ruled(value, base, [note for note in notes if isinstance(note, Rule)])
+    if origin in (Union, types.UnionType):
+        return _read_union(value, get_args(hint))
+    if origin is Literal:
+        return _read_choice(value, get_args(hint))
+    if origin is list:
+        return [_read(item, *get_args(hint)) for item in _read_list(value)]
+    reader = _READERS.get(origin or hint)
+    return value if reader is None else reader(value)
+
+
+def _read_ruled(value: Any, base: Any, rules: list[Rule]) -> Any:
+    try:
+        value = _read(value, base)
+    except (TypeError, ValueError) as error:
+        raise type(error)(rules[0].text if rules else str(error)) from None
+    for rule in rules:
+        if not rule.holds(value):
+            raise ValueError(rule.text)
+    return value
+
+
+def _read_union(value: Any, members: tuple[Any, ...]) -> Any:
+    errors: list[Exception] = []
+    for member in members:
+        try:
+            return _read(value, member)
+        except (TypeError, ValueError) as error:
+            errors.append(error)
+    kind = ValueError if any(isinstance(error, ValueError) for error in errors) else TypeError
+    raise kind(", or ".join(map(str, errors)))
+
+
+def _read_choice(value: Any, choices: tuple[Any, ...]) -> Any:
+    value = value.value if isinstance(value, Enum) else value
+    if value not in choices:
+        error = ValueError if isinstance(value, str) else TypeError
+        raise error(f"one of {', '.join(map(repr, choices))}")
+    return choices[choices.index(value)]
+
+
+def _read_bool(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError("True or False")
+    return value
+
+
+def _read_int(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError("a whole number")
+    return int(value)
+
+
+def _read_float(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError("a finite number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError("a finite number")
+    return number
+
+
+def _read_str(value: Any) -> str:
+    value = value.value if isinstance(value, Enum) else value
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(value, str):
+        raise TypeError("a string")
+    return str(value)
+
+
+def _read_list(value: Any) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise TypeError("a list")
+    return list(value)
+
+
+def _read_dict(value: Any) -> dict[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError("a dict")
+    return dict(value)
+
+
+def _read_none(value: Any) -> None:
+    if value is not None:
+        raise TypeError("None")
+
+
+_READERS: dict[Any, Callable[[Any], Any]] = {
+    bool: _read_bool,
+    int: _read_int,
+    float: _read_float,
+    str: _read_str,
+    list: _read_list,
+    dict: _read_dict,
+    type(None): _read_none,
+}
+
+
+class _Format(NamedTuple):
+    read: Callable[[Path], Any]
+    write: Callable[[Path, dict[str, Any]], None]
+
+
+def save_fields(path: str | os.PathLike[str], values: dict[str, Any]) -> None:
+    """Writes fields and their plain values to a file that ends with .json, .yaml or .yml.
+
+    Raises:
+        ValueError: If the name ends otherwise.
+    """
+    _format(path).write(Path(path), values)
+
+
+def load_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads what `save_fields` or a person wrote. In YAML `no` is a string and `5e-5` a number, as in YAML 1.2.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the name ends otherwise or the content cannot be read; the message begins with the path.
+    """
+    values = _format(path).read(Path(path))
+    if not isinstance(values, dict):
+        kind = type(values).__name__
+        raise ValueError(f"{os.fspath(path)}: holds a {kind}, but must hold fields and their values")
+    return values
+
+
+def _format(path: str | os.PathLike[str]) -> _Format:
+    suffix = Path(path).suffix
+    if suffix not in _FORMATS:
+        raise ValueError(f"{os.fspath(path)}: cannot tell the format by its ending; use .json, .yaml or .yml")
+    return _FORMATS[suffix]
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: is no valid JSON: {error}") from error
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_yaml(path: Path) -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Reads true and false as booleans but `no` as a string, and `5e-5` as a number, as YAML 1.2 does."""
+
+    bool_tag, float_tag = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (bool_tag, float_tag)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    number = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+    Loader.add_implicit_resolver(bool_tag, re.compile("(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+    Loader.add_implicit_resolver(float_tag, re.compile(f"(?:{number})$"), list("-+.0123456789"))
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path}: is no valid YAML: {error}") from error
+
+
+def _write_yaml(path: Path, values: dict[str, Any]) -> None:
+    import yaml
+
+    path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+_FORMATS = {
+    ".json": _Format(_read_json, _write_json),
+    ".yaml": _Format(_read_yaml, _write_yaml),
+    ".yml": _Format(_read_yaml, _write_yaml),
+}

@@ -1,0 +1,334 @@
+"""The loss contract: the loss of a step is the mean over all its items, however the items are cut into batches.
+
+Items are the labels that are not -100 where labels are whole numbers (tokens, pixels, classes), else samples.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from trainer_kit.trees import tensors
+
+IGNORED = -100
+"""The label that counts for nothing (`ignore_index` of torch's cross_entropy)."""
+
+ComputeLoss = Callable[[torch.nn.Module, Any], Any]
+
+
+class NonFiniteError(ArithmeticError):
+    """The loss or a gradient was not finite and `nonfinite="stop"`."""
+
+
+class Counts(NamedTuple):
+    """What a batch holds. Labels that lie on a device are counted there, as scalar tensors that nobody waits for.
+
+    Attributes:
+        samples: Size of the first dimension.
+        tokens: Tokens of `input_ids` that are no padding; 0 without them.
+        labels: Labels that are not -100; samples where labels are missing or no whole numbers.
+        shifted: The same without the first label of each row, for models that predict the next token.
+    """
+
+    samples: int
+    tokens: int
+    labels: Any
+    shifted: Any
+
+
+def count(batch: Any) -> Counts:
+    """Counts what a batch holds, without touching the device.
+
+    Raises:
+        ValueError: If the batch holds no tensor to count samples by.
+    """
+    first = next(tensors(batch), None)
+    if first is None or first.ndim == 0:
+        raise ValueError(
+            f"a batch is {_shape_of(batch)}: its samples cannot be counted; data_collator must return tensors whose "
+            "first dimension is the samples"
+        )
+    samples = first.shape[0]
+    labels = labels_of(batch)
+    if labels is None or not _is_whole(labels):
+        plain = shifted = samples
+    else:
+        plain = _count_labels(labels)
+        shifted = _count_labels(labels[..., 1:]) if labels.ndim > 1 else plain
+    return Counts(samples, _count_tokens(batch), plain, shifted)
+
+
+def labels_of(batch: Any) -> torch.Tensor | None:
+    """The labels of a batch: the entry `labels` (or `label`) of a dict, the last element of a tuple or list."""
+    if isinstance(batch, Mapping):
+        labels = batch.get("labels")
+        if labels is None:
+            labels = batch.get("label")
+    elif isinstance(batch, (tuple, list)) and len(batch) > 1:
+        labels = batch[-1]
+    else:
+        labels = None
+    return labels if isinstance(labels, torch.Tensor) else None
+
+
+def _is_whole(labels: torch.Tensor) -> bool:
+    return labels.dtype in (torch.int64, torch.int32, torch.int16, torch.int8) and labels.ndim > 0
+
+
+def _count_labels(labels: torch.Tensor) -> Any:
+    if labels.device.type == "cpu":
+        return int(np.count_nonzero(labels.numpy() != IGNORED))
+    return (labels != IGNORED).sum()
+
+
+def _count_tokens(batch: Any) -> int:
+    if not isinstance(batch, Mapping) or not isinstance(ids := batch.get("input_ids"), torch.Tensor):
+        return 0
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.shape == ids.shape and mask.device.type == "cpu":
+        return int(np.count_nonzero(mask.numpy()))
+    return ids.numel()
+
+
+def _shape_of(batch: Any) -> str:
+    keys = f" with the entries {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+    return f"a {type(batch).__name__}{keys}"
+
+
+class Loss:
+    """Calls the model, or the user's `compute_loss`, and says what the result counts for.
+
+    Args:
+        model: What is called (as the strategy prepared it).
+        module: The user's own module, for names and signatures.
+        compute_loss: `compute_loss(model, batch)` returns the mean over the batch's items, a scalar tensor, or
+            `(loss_sum, count)`; None takes the loss that the model returns.
+    """
+
+    def __init__(self, model: torch.nn.Module, module: torch.nn.Module, compute_loss: ComputeLoss | None) -> None:
+        self.model = model
+        self.module = module
+        self.compute_loss = compute_loss
+        self.shifts: bool | None = None
+
+    def __call__(self, batch: Any) -> tuple[torch.Tensor, Any]:
+        """The loss of one batch.
+
+        Returns:
+            `(mean, None)`, or `(loss_sum, count)` where `compute_loss` says so.
+
+        Raises:
+            ValueError: If there is no loss, naming what came instead.
+        """
+        if self.compute_loss is not None:
+            result = self.compute_loss(self.model, batch)
+            if isinstance(result, tuple) and len(result) == 2:
+                return result
+        else:
+            result = found_loss(call(self.model, batch))
+            if result is None:
+                raise ValueError(self._without_loss(batch))
+        if not isinstance(result, torch.Tensor) or result.ndim != 0:
+            raise ValueError(
+                f"compute_loss returned {_described(result)}; it must return the mean loss as a scalar tensor, or "
+                "(loss_sum, count)"
+            )
+        return result, None
+
+    def items(self, counts: Any) -> Any:
+        """How many items a batch or window with these counts has for this model (a number, or a scalar tensor)."""
+        return counts.shifted if self.shifts else counts.labels
+
+    def inspect(self, batch: Any, context: Callable[[], Any]) -> bool | None:
+        """Learns from the first batch whether the model takes its columns and whether it shifts its labels.
+
+        A model that predicts the next token leaves the first label of each row out of its mean. That is found by one
+        forward pass, without gradient and in evaluation mode, in which only the first labels count: the loss of such
+        a model is then the mean of nothing. Class names tell less (`GPT2LMHeadModel` shifts, T5 does not).
+
+        Args:
+            batch: The first batch, on the device.
+            context: Makes the context of a forward pass (autocast).
+
+        Returns:
+            Whether it shifts; None where this batch cannot tell, since none of its labels counts.
+
+        Raises:
+            ValueError: If the batch has a column that the model does not take.
+        """
+        if self.compute_loss is None:
+            self._check_columns(batch)
+        labels = labels_of(batch)
+        if labels is None or not _is_whole(labels) or labels.ndim < 2 or labels.shape[-1] < 2:
+            self.shifts = False
+            return self.shifts
+        valid = labels[labels != IGNORED]
+        if valid.numel() == 0:
+            return None
+        only_first = torch.full_like(labels, IGNORED)
+        only_first[..., 0] = valid[0]
+        training = [module for module in self.module.modules() if module.training]
+        self.model.eval()
+        with torch.no_grad(), context():
+            loss, pair = self(_with_labels(batch, only_first))
+        for module in training:
+            module.training = True
+        value = float(loss)
+        self.shifts = pair is None and (math.isnan(value) or value == 0.0)
+        return self.shifts
+
+    def _check_columns(self, batch: Any) -> None:
+        if not isinstance(batch, Mapping):
+            return
+        parameters = inspect.signature(self.module.forward).parameters.values()
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            return
+        known = [parameter.name for parameter in parameters]
+        unknown = [str(key) for key in batch if key not in known]
+        if unknown:
+            raise ValueError(
+                f"the batch has the column{'s' * (len(unknown) > 1)} {', '.join(unknown)}, which "
+                f"{type(self.module).__name__}.forward does not take (it takes {', '.join(known)}); rename or remove "
+                "them in the dataset or data_collator, or give compute_loss="
+            )
+
+    def _without_loss(self, batch: Any) -> str:
+        columns = f" (the batch has {', '.join(map(str, batch))})" if isinstance(batch, Mapping) else ""
+        return (
+            f"{type(self.module).__name__} returned no loss{columns}; return a scalar, a dict with 'loss', an object "
+            "with .loss or a tuple that begins with it, or give compute_loss="
+        )
+
+
+def call(model: torch.nn.Module, batch: Any) -> Any:
+    """`model(**batch)` for a dict, `model(*batch)` for a tuple or list, else `model(batch)`."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)
+
+
+def found_loss(output: Any) -> torch.Tensor | None:
+    """The loss in a model's output: a scalar, the entry or attribute `loss`, or the first element; None without one."""
+    if isinstance(output, Mapping):
+        output = output.get("loss")
+    elif isinstance(output, (tuple, list)):
+        output = output[0] if output else None
+    elif not isinstance(output, torch.Tensor):
+        output = getattr(output, "loss", None)
+    return output if isinstance(output, torch.Tensor) and output.ndim == 0 else None
+
+
+def weighed(mean: torch.Tensor, items: Any, total: Any) -> torch.Tensor:
+    """A micro-batch's share in the step's loss: its mean over `items`, of `total` in the step."""
+    if isinstance(items, int) and isinstance(total, int):
+        # Multiplying by 1 costs a kernel each way; a step in which nothing counts has a gradient of zero.
+        return mean if items == total != 0 else mean * (items / max(total, 1))
+    return mean * (items / total)
+
+
+def scale_gradients(optimizer: torch.optim.Optimizer, loss: torch.Tensor, divisor: int, count: Any) -> torch.Tensor:
+    """Turns a sum of losses that was divided by `divisor` into the mean over `count`, and its gradients likewise.
+
+    `compute_loss` that returns (loss_sum, count) tells the count only after the forward passes.
+
+    Returns:
+        The step's mean loss.
+    """
+    if isinstance(count, torch.Tensor):
+        factor = torch.where(count == 0, 0.0, divisor / count).to(loss.device)
+    else:
+        factor = divisor / count if count else 0.0
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, factor)
+    return loss * factor
+
+
+def graded_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of the parameters that have a gradient, in the optimizer's order."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [
+        names.get(id(parameter), "a parameter that is not the model's")
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+
+
+def with_valid_labels(batch: Any) -> Any:
+    """The batch with labels that all count: for a batch in which none does, whose mean would be 0/0.
+
+    It runs with weight zero, so that all processes take part in the step.
+    """
+    labels = labels_of(batch)
+    return batch if labels is None else _with_labels(batch, labels.clamp(min=0))
+
+
+def _with_labels(batch: Any, labels: torch.Tensor) -> Any:
+    if isinstance(batch, Mapping):
+        return {**batch, ("labels" if batch.get("labels") is not None else "label"): labels}
+    return (*batch[:-1], labels)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return repr(value) if value is None else f"a {type(value).__name__}"
+
+
+class StepFigures(NamedTuple):
+    """Loss and gradient norm of one step, read from the device.
+
+    Attributes:
+        step: Number of the step, from 1.
+        loss: Mean over the step's items.
+        norm: Norm of all gradients together before clipping; None where nothing asked for it.
+        bad_gradient: Place of the first parameter whose gradient is not finite; None where all are.
+    """
+
+    step: int
+    loss: float
+    norm: float | None
+    bad_gradient: int | None
+
+
+class History:
+    """Losses and gradient norms of the steps since the last reading: kept on the device, read in one go."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, torch.Tensor, torch.Tensor | None]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def append(self, step: int, loss: torch.Tensor, norms: torch.Tensor | None) -> None:
+        """Keeps a step's loss (a scalar) and the norms of its gradients (shape [parameters])."""
+        self._waiting.append((step, loss, norms))
+
+    def read(self) -> list[StepFigures]:
+        """The figures since the last reading; waits for the device once."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return []
+        losses = torch.stack([loss.float() if loss.dtype.itemsize < 4 else loss for _, loss, _ in waiting]).tolist()
+        norms = [norms for _, _, norms in waiting if norms is not None]
+        rows = iter(torch.nn.utils.rnn.pad_sequence(norms, batch_first=True).tolist() if norms else [])
+        return [
+            _figures(step, loss, next(rows) if norms is not None else None)
+            for (step, _, norms), loss in zip(waiting, losses, strict=True)
+        ]
+
+
+def _figures(step: int, loss: float, norms: list[float] | None) -> StepFigures:
+    if norms is None:
+        return StepFigures(step, loss, None, None)
+    bad = next((place for place, norm in enumerate(norms) if not math.isfinite(norm)), None)
+    # As in the optimizer step itself: the norm of the norms. math.hypot does not overflow.
+    return StepFigures(step, loss, math.hypot(*norms), bad)

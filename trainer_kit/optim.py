@@ -1,0 +1,261 @@
+"""Optimizers and learning rate schedules by name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from trainer_kit.arguments import TrainingArguments
+
+# The learning rate's factor at a step.
+Factor = Callable[[int], float]
+
+# Where torch has a fused AdamW.
+_FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}
+
+# Matches LayerNorm, BatchNorm2d, LlamaRMSNorm, LayerNormalization, but no LogNormal.
+_NORM_NAME = re.compile(r"norm(?!al(?!i))", re.IGNORECASE)
+
+
+def make_optimizer(model: nn.Module, args: TrainingArguments) -> torch.optim.Optimizer:
+    """The optimizer that `args.optim` names, over the parameters of `model` that require a gradient.
+
+    The model must be on its device already. `args.weight_decay` is applied to all but biases and the parameters of
+    normalization modules; each group carries the names of its parameters as `param_names`.
+
+    - adamw_torch: `torch.optim.AdamW`, fused where the parameters' device and dtype allow it.
+    - sgd: `torch.optim.SGD` without momentum.
+    - adafactor: `torch.optim.Adafactor`; its learning rate is relative to the size of the weights.
+    - adamw_8bit: `AdamW8bit` of bitsandbytes, else of torchao.
+
+    Raises:
+        ValueError: If no parameter requires a gradient.
+        ImportError: If "adamw_8bit" is asked for and neither of its packages can be imported.
+    """
+    groups = parameter_groups(model, args.weight_decay)
+    adam: dict[str, Any] = {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+    }
+    if args.optim == "sgd":
+        return torch.optim.SGD(groups, lr=args.learning_rate)
+    if args.optim == "adafactor":
+        return torch.optim.Adafactor(groups, lr=args.learning_rate)
+    if args.optim == "adamw_8bit":
+        optimizer: torch.optim.Optimizer = _adamw_8bit()(groups, **adam)
+        return optimizer
+    return torch.optim.AdamW(groups, **adam, fused=_can_fuse(groups) or None)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The trainable parameters in groups with and without weight decay, as `torch.optim` takes them.
+
+    Each group's "params" are (name, parameter) pairs; a tied parameter comes once, a group without any is left out.
+
+    Raises:
+        ValueError: If no parameter requires a gradient.
+    """
+    plain = {
+        parameter
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if "bias" in name or _is_norm(module)
+    }
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not named:
+        raise ValueError(
+            f"{type(model).__name__} has no parameter that requires a gradient; "
+            "unfreeze some with parameter.requires_grad_(True) before training"
+        )
+    decayed = [pair for pair in named if pair[1] not in plain]
+    others = [pair for pair in named if pair[1] in plain]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return any(_NORM_NAME.search(cls.__name__) for cls in type(module).__mro__)
+
+
+def _can_fuse(groups: list[dict[str, Any]]) -> bool:
+    """The fused kernel knows real floating dtypes only, and bfloat16 not on every version of MPS."""
+    return all(
+        parameter.device.type in _FUSED_DEVICES
+        and parameter.is_floating_point()
+        and not (parameter.device.type == "mps" and parameter.dtype == torch.bfloat16)
+        for group in groups
+        for _, parameter in group["params"]
+    )
+
+
+def _adamw_8bit() -> Any:
+    for name in ("bitsandbytes.optim", "torchao.optim"):
+        try:
+            return importlib.import_module(name).AdamW8bit
+        except ImportError:
+            continue
+    raise ImportError("optim='adamw_8bit' needs a package of its own; run `pip install bitsandbytes`, or torchao")
+
+
+class _Span(NamedTuple):
+    """What every schedule starts from: steps of the run, steps of its warmup, the peak learning rate."""
+
+    total: int
+    warmup: int
+    peak: float
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, args: TrainingArguments, total_steps: int) -> LambdaLR:
+    """The schedule that `args.lr_scheduler_type` names, to be stepped once after each optimizer step.
+
+    The learning rate of step s (from 0) is the optimizer's own, the peak, times a factor. The warmup takes
+    w = `args.warmup_steps`, or ceil(`args.warmup_ratio` * total) where that is 0; in it the factor is s / w. After it,
+    with p = (s - w) / (total - w), which goes from 0 to 1:
+
+    - linear: 1 - p
+    - cosine: (1 + cos(2 pi num_cycles p)) / 2, num_cycles=0.5
+    - constant: 1, without a warmup
+    - constant_with_warmup: 1
+    - polynomial: from 1 to lr_end / peak as (1 - p) ** power, lr_end=1e-7, power=1
+    - warmup_stable_decay: 1, and half a cosine down to min_lr_ratio (0) in the last num_decay_steps (a tenth of all,
+      https://arxiv.org/abs/2404.06395); the warmup starts at min_lr_ratio
+    - one_cycle: `torch.optim.lr_scheduler.OneCycleLR` without its momentum: half a cosine from 1 / div_factor (25) up
+      to 1 at pct_start (0.3) of the run, and one down to 1 / (div_factor * final_div_factor) (1e4) in its last step
+
+    The numbers named here are given by `args.lr_scheduler_kwargs`.
+
+    Args:
+        optimizer: Its groups' learning rates are the peaks.
+        args: The arguments of the run.
+        total_steps: Optimizer steps of the whole run.
+
+    Raises:
+        ValueError: If `total_steps` is less than 1, or a name or number in `lr_scheduler_kwargs` makes no sense.
+    """
+    if total_steps < 1:
+        raise ValueError(f"total_steps={total_steps} is not allowed; a schedule needs at least 1 step")
+    schedule = _SCHEDULES[args.lr_scheduler_type]
+    allowed = [p.name for p in inspect.signature(schedule).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for name in args.lr_scheduler_kwargs:
+        if name not in allowed:
+            raise ValueError(
+                f"lr_scheduler_kwargs has {name!r}, which lr_scheduler_type={args.lr_scheduler_type!r} does not know; "
+                f"allowed: {', '.join(allowed) or 'nothing'}"
+            )
+    warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
+    if warmup and schedule in (_constant, _one_cycle):
+        warnings.warn(
+            f"lr_scheduler_type={args.lr_scheduler_type!r} has no warmup; warmup_steps={args.warmup_steps} and "
+            f"warmup_ratio={args.warmup_ratio} have no effect",
+            stacklevel=2,
+        )
+    group = optimizer.param_groups[0]
+    span = _Span(total_steps, warmup, float(group.get("initial_lr", group["lr"])))
+    factor = schedule(span, **args.lr_scheduler_kwargs)
+    return LambdaLR(optimizer, lambda step: factor(min(step, total_steps)))
+
+
+def _require(holds: bool, name: str, value: float, allowed: str) -> None:
+    if not holds:
+        raise ValueError(f"lr_scheduler_kwargs has {name}={value!r}, which is not allowed; it must be {allowed}")
+
+
+def _warmup(span: _Span, step: int, start: float = 0.0) -> float:
+    """A line from `start` to 1."""
+    return start + (1 - start) * step / span.warmup
+
+
+def _warmup_then(span: _Span, curve: Callable[[float], float]) -> Factor:
+    """The warmup from 0, then `curve` of p."""
+
+    def factor(step: int) -> float:
+        if step < span.warmup:
+            return _warmup(span, step)
+        return curve((step - span.warmup) / max(1, span.total - span.warmup))
+
+    return factor
+
+
+def _cosine_between(start: float, end: float, progress: float) -> float:
+    """Half a cosine from `start` to `end` as `progress` goes from 0 to 1."""
+    return end + (start - end) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def _linear(span: _Span) -> Factor:
+    return _warmup_then(span, lambda p: 1 - p)
+
+
+def _cosine(span: _Span, *, num_cycles: float = 0.5) -> Factor:
+    _require(num_cycles > 0, "num_cycles", num_cycles, "above 0")
+    return _warmup_then(span, lambda p: _cosine_between(1.0, 0.0, 2 * num_cycles * p))
+
+
+def _constant(span: _Span) -> Factor:
+    return lambda step: 1.0
+
+
+def _constant_with_warmup(span: _Span) -> Factor:
+    return _warmup_then(span, lambda p: 1.0)
+
+
+def _polynomial(span: _Span, *, lr_end: float = 1e-7, power: float = 1.0) -> Factor:
+    _require(power > 0, "power", power, "above 0")
+    _require(0 <= lr_end < span.peak, "lr_end", lr_end, f"at least 0 and below the learning rate {span.peak}")
+    end = lr_end / span.peak
+    return _warmup_then(span, lambda p: end + (1 - end) * (1 - p) ** power)
+
+
+def _warmup_stable_decay(span: _Span, *, num_decay_steps: int | None = None, min_lr_ratio: float = 0.0) -> Factor:
+    longest = max(0, span.total - span.warmup)
+    decay = min(longest, math.ceil(0.1 * span.total)) if num_decay_steps is None else num_decay_steps
+    _require(isinstance(decay, int) and 0 <= decay <= longest, "num_decay_steps", decay, f"from 0 to {longest}, whole")
+    _require(0 <= min_lr_ratio <= 1, "min_lr_ratio", min_lr_ratio, "from 0 to 1")
+    begin = span.total - decay
+
+    def factor(step: int) -> float:
+        if step < span.warmup:
+            return _warmup(span, step, min_lr_ratio)
+        if step < begin:
+            return 1.0
+        return _cosine_between(1.0, min_lr_ratio, (step - begin) / decay if decay else 1.0)
+
+    return factor
+
+
+def _one_cycle(
+    span: _Span, *, pct_start: float = 0.3, div_factor: float = 25.0, final_div_factor: float = 1e4
+) -> Factor:
+    _require(0 <= pct_start <= 1, "pct_start", pct_start, "from 0 to 1")
+    _require(div_factor > 0, "div_factor", div_factor, "above 0")
+    _require(final_div_factor > 0, "final_div_factor", final_div_factor, "above 0")
+    top, last = pct_start * span.total - 1, span.total - 1
+    start, end = 1 / div_factor, 1 / (div_factor * final_div_factor)
+
+    def factor(step: int) -> float:
+        step = min(step, last)
+        if step <= top:
+            return _cosine_between(start, 1.0, step / top) if top else 1.0
+        return _cosine_between(1.0, end, (step - top) / (last - top))
+
+    return factor
+
+
+_SCHEDULES: dict[str, Callable[..., Factor]] = {
+    "linear": _linear,
+    "cosine": _cosine,
+    "constant": _constant,
+    "constant_with_warmup": _constant_with_warmup,
+    "polynomial": _polynomial,
+    "warmup_stable_decay": _warmup_stable_decay,
+    "one_cycle": _one_cycle,
+}

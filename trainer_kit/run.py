@@ -1,0 +1,53 @@
+"""`Run`: what the loop drives, a checkpoint keeps and a callback sees."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from trainer_kit.arguments import TrainingArguments
+from trainer_kit.state import Requests, Stateful, TrainState
+from trainer_kit.strategies.base import Strategy
+
+
+@dataclasses.dataclass
+class Run:
+    """The nouns of a training run.
+
+    Attributes:
+        args: The arguments, validated.
+        strategy: Owns device, precision and collectives.
+        model: The model as the user gave it, on the strategy's device once training begins.
+        optimizer: Made when training begins.
+        lr_scheduler: Stepped once per optimizer step.
+        state: The counters.
+        requests: What callbacks ask of the loop.
+        total_steps: Optimizer steps that the whole training takes.
+        train_dataset: As the user gave it.
+        eval_dataset: As the user gave it.
+        processing_class: Tokenizer or processor, saved with the model.
+        last_loss: Loss of the last step, a scalar on the device; reading it waits for the device.
+        last_norms: Gradient norm of each parameter in the last step, before clipping, on the device.
+        batch: The micro-batch being worked on, on the device.
+        data_seconds: Seconds that the loop waited for data since training began.
+        stateful: The user's own objects; each is kept in every checkpoint under its name.
+    """
+
+    args: TrainingArguments
+    strategy: Strategy
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    lr_scheduler: Any = None
+    state: TrainState = dataclasses.field(default_factory=TrainState)
+    requests: Requests = dataclasses.field(default_factory=Requests)
+    total_steps: int = 0
+    train_dataset: Any = None
+    eval_dataset: Any = None
+    processing_class: Any = None
+    last_loss: torch.Tensor | None = None
+    last_norms: torch.Tensor | None = None
+    batch: Any = None
+    data_seconds: float = 0.0
+    stateful: dict[str, Stateful] = dataclasses.field(default_factory=dict)

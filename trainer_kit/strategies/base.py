@@ -1,0 +1,224 @@
+"""`Strategy`: the only piece that knows the hardware. This base runs one process; subclasses override what differs."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import psutil
+import torch
+
+from trainer_kit.precision import Precision
+from trainer_kit.trees import map_tensors
+
+T = TypeVar("T")
+GIB = 2**30
+
+
+class Strategy:
+    """Device, precision and collectives of a run.
+
+    Args:
+        precision: Mixed precision; the Trainer sets it from `args.mixed_precision` where none is given.
+
+    Attributes:
+        device: Where the model and the batches go.
+        rank: Number of this process among all, from 0.
+        local_rank: Number of this process on its machine, from 0.
+        world_size: Processes in all.
+    """
+
+    device: torch.device = torch.device("cpu")
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+    def __init__(self, precision: Precision | None = None) -> None:
+        self.precision = precision
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes logs and checkpoints."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this process is the first on its machine."""
+        return self.local_rank == 0
+
+    @property
+    def pins_memory(self) -> bool:
+        """Whether batches reach the device faster from page-locked memory."""
+        return self.device.type == "cuda"
+
+    @property
+    def scales_gradients(self) -> bool:
+        """Whether fp16's gradient scaler is at work, which leaves out steps whose gradients overflow."""
+        return self.precision is not None and self.precision.scaler is not None
+
+    def setup(self) -> None:
+        """Takes the device; called once before the model is prepared."""
+        if self.precision is None:
+            self.precision = Precision()
+        self.precision.setup(self.device)
+
+    def teardown(self) -> None:
+        """Gives back what `setup` took."""
+
+    def seed(self, value: int) -> None:
+        """Seeds the generators of torch (host and device), numpy and random; `value` is below 2**63.
+
+        The loop calls it before every step with a number made from (seed, step), so that the dropout of a step
+        does not depend on what happened before it: an evaluation, a restart, or another number of workers.
+        """
+        seed_generators(value)
+
+    def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Moves the model to the device, in place, and returns what the loop calls."""
+        return model.to(self.device)
+
+    def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The user's own module under what `prepare` returned."""
+        return model
+
+    def prepare_loader(self, windows: Iterable[T]) -> Iterator[T]:
+        """An iterator over `windows` (whose tensors may be moved to the device ahead of their use)."""
+        return iter(windows)
+
+    def to_device(self, batch: Any) -> Any:
+        """The batch with its tensors on the device."""
+        return map_tensors(self._move, batch)
+
+    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of a forward pass."""
+        assert self.precision is not None, "setup() comes first"
+        return self.precision.autocast(self.device)
+
+    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """The context of every micro-batch but a step's last: gradients stay on this process."""
+        return contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backpropagates this process's share of the step's loss; gradients add up to the sum over all processes."""
+        assert self.precision is not None, "setup() comes first"
+        if self.precision.scaler is not None:
+            loss = self.precision.scaler.scale(loss)
+        loss.backward()
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        nonfinite: str = "ignore",
+    ) -> torch.Tensor | None:
+        """Clips the gradients and steps the optimizer, without waiting for the device.
+
+        Args:
+            optimizer: Its `.grad`s are complete.
+            max_norm: Largest norm of all gradients together; None or 0 leaves them as they are.
+            max_value: Largest absolute value of a gradient's element; None or 0 leaves them as they are.
+            nonfinite: With "skip", a step whose gradients are not finite leaves weights and optimizer as they are.
+                Fused optimizers decide that on the device; for others the host has to read the norm.
+
+        Returns:
+            The norm of each parameter's gradient before clipping, shape [parameters with a gradient], on the device;
+            None where neither `max_norm` nor `nonfinite` asks for it.
+        """
+        assert self.precision is not None, "setup() comes first"
+        scaler = self.precision.scaler
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norms = None
+        if grads and (max_norm or nonfinite != "ignore"):
+            norms = gradient_norms(grads)
+            total = torch.linalg.vector_norm(norms)
+            if max_norm:
+                torch._foreach_mul_(grads, (max_norm / (total + 1e-6)).clamp_(max=1.0))
+        if max_value:
+            torch._foreach_clamp_min_(grads, -max_value)
+            torch._foreach_clamp_max_(grads, max_value)
+        if scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+        elif norms is not None and nonfinite == "skip":
+            step_if_finite(optimizer, total)
+        else:
+            optimizer.step()
+        return norms
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """The tensor summed ("sum") or its maximum ("max") taken over all processes."""
+        return tensor
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The processes' tensors joined along the first dimension, in order of rank; lengths may differ."""
+        return tensor
+
+    def gather_object(self, value: T) -> list[T]:
+        """The processes' values in order of rank."""
+        return [value]
+
+    def broadcast(self, value: T) -> T:
+        """The main process's value."""
+        return value
+
+    def barrier(self) -> None:
+        """Waits until all processes are here."""
+
+    def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The whole model's state under the user's own names; all processes take part."""
+        return self.unwrap(model).state_dict()
+
+    def memory(self) -> dict[str, float]:
+        """Memory in GiB: `memory_gib` in use now and `peak_memory_gib` since the start of the process.
+
+        Here it is the resident set of the process, whose peak the operating system keeps.
+        """
+        info = psutil.Process().memory_info()
+        return {"memory_gib": info.rss / GIB, "peak_memory_gib": _peak_resident_bytes(info) / GIB}
+
+
+def seed_generators(value: int) -> None:
+    """Seeds the host generators of torch, numpy and random: torch.manual_seed would touch every device, slowly."""
+    torch.default_generator.manual_seed(value)
+    np.random.seed(value & 0xFFFFFFFF)
+    random.seed(value)
+
+
+def gradient_norms(grads: list[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of each gradient, shape [len(grads)], on the gradients' device."""
+    norms: Any = torch._foreach_norm(grads)
+    if len({norm.dtype for norm in norms}) > 1:
+        norms = [norm.float() for norm in norms]
+    return torch.stack(norms)
+
+
+def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
+    """Steps unless `norm` (of all gradients, a scalar) is not finite; fused optimizers decide it on the device.
+
+    The attribute `found_inf` is how `torch.amp.GradScaler` tells a fused optimizer of a step not to take.
+    """
+    if all(group.get("fused") for group in optimizer.param_groups):
+        optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
+        optimizer.step()
+        del optimizer.found_inf  # type: ignore[attr-defined]
+    elif torch.isfinite(norm):
+        optimizer.step()
+
+
+def _peak_resident_bytes(info: Any) -> int:
+    """Peak resident set: psutil has it on Windows, the resource module elsewhere (KiB on Linux, bytes on macOS)."""
+    if hasattr(info, "peak_wset"):
+        return int(info.peak_wset)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak if psutil.MACOS else peak * 1024)

@@ -1,0 +1,98 @@
+"""One process on one device: CPU, one CUDA GPU, or Apple's MPS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from trainer_kit.precision import Precision
+from trainer_kit.strategies.base import GIB, Strategy
+from trainer_kit.trees import map_tensors, tensors
+
+T = TypeVar("T")
+
+
+class SingleDevice(Strategy):
+    """Runs on one device of this machine.
+
+    Args:
+        device: For example "cpu" or "cuda:1"; None takes CUDA, else MPS, else the CPU.
+        precision: See `Strategy`.
+    """
+
+    def __init__(self, device: str | torch.device | None = None, precision: Precision | None = None) -> None:
+        super().__init__(precision)
+        self.device = torch.device(device) if device is not None else _best_device()
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def setup(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        super().setup()
+
+    def seed(self, value: int) -> None:
+        super().seed(value)
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index].manual_seed(value)
+        elif self.device.type == "mps":
+            torch.mps.manual_seed(value)
+
+    def prepare_loader(self, batches: Iterable[T]) -> Iterator[T]:
+        if self.device.type == "cuda":
+            return self._copied_ahead(batches)
+        return super().prepare_loader(batches)
+
+    def _copied_ahead(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Copies the next batch to the GPU on a side stream while the current one is worked on."""
+        stream = torch.cuda.Stream(self.device)
+        waiting: Any = None
+        for item in batches:
+            with torch.cuda.stream(stream):
+                item.batch = map_tensors(self._pinned_copy, item.batch)
+            if waiting is not None:
+                yield waiting
+            # Waited for only now: what is enqueued for the batch before must not wait for this copy.
+            _hand_over(item.batch, stream)
+            waiting = item
+        if waiting is not None:
+            yield waiting
+
+    def _pinned_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu":
+            tensor = tensor if tensor.is_pinned() else tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
+    def memory(self) -> dict[str, float]:
+        """On CUDA: `memory_gib` and `peak_memory_gib` in tensors, `reserved_memory_gib` held by PyTorch's allocator.
+
+        On MPS the driver keeps no peak: `memory_gib` is in tensors, the peak that of the process.
+        """
+        if self.device.type == "cuda":
+            return {
+                "memory_gib": torch.cuda.memory_allocated(self.device) / GIB,
+                "reserved_memory_gib": torch.cuda.memory_reserved(self.device) / GIB,
+                "peak_memory_gib": torch.cuda.max_memory_allocated(self.device) / GIB,
+            }
+        figures = super().memory()
+        if self.device.type == "mps":
+            figures["memory_gib"] = torch.mps.current_allocated_memory() / GIB
+        return figures
+
+
+def _best_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def _hand_over(batch: Any, stream: torch.cuda.Stream) -> None:
+    """Lets the current stream use what `stream` copies, and keeps the allocator from giving the memory away early."""
+    current = torch.cuda.current_stream(stream.device)
+    current.wait_stream(stream)
+    for tensor in tensors(batch):
+        if tensor.device.type == "cuda":
+            tensor.record_stream(current)

@@ -1,0 +1,606 @@
+"""`Trainer`: the loop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from trainer_kit.arguments import TrainingArguments
+from trainer_kit.callback import Callback, Events
+from trainer_kit.callbacks import default_callbacks
+from trainer_kit.checkpoint import (
+    CHECKPOINT_PREFIX,
+    load_checkpoint_in_model,
+    prune,
+    remove_stale_staging,
+)
+from trainer_kit.checkpoint.export import checkpoint_activations, save_model_folder
+from trainer_kit.data.build import (
+    make_evaluation_batches,
+    make_reading,
+    make_train_loader,
+    total_steps,
+    writable_folder,
+)
+from trainer_kit.data.collate import Collator, default_collator
+from trainer_kit.data.loader import MicroBatch, Window
+from trainer_kit.data.order import mix
+from trainer_kit.evaluation import (
+    EvalPrediction,
+    EvaluationInterrupted,
+    Evaluator,
+    Metric,
+    PredictionOutput,
+    metrics_by_name,
+)
+from trainer_kit.loss import (
+    ComputeLoss,
+    History,
+    Loss,
+    NonFiniteError,
+    StepFigures,
+    graded_parameters,
+    scale_gradients,
+    weighed,
+    with_valid_labels,
+)
+from trainer_kit.optim import make_optimizer, make_scheduler
+from trainer_kit.resume import Thread, earlier_checkpoints, find_checkpoint, restore, save_checkpoint, set_aside
+from trainer_kit.run import Run
+from trainer_kit.state import Requests, TrainState
+from trainer_kit.strategies.base import Strategy
+from trainer_kit.strategies.choice import choose_strategy
+
+logger = logging.getLogger("trainer_kit")
+
+_SYNC = contextlib.nullcontext()
+"""The context of a step's last micro-batch, in which processes exchange their gradients."""
+
+_UNREAD = 1000
+"""Steps after which losses are read from the device though no record is due, so that they do not pile up."""
+
+
+class TrainOutput(NamedTuple):
+    """What `Trainer.train` returns.
+
+    Attributes:
+        global_step: Optimizer steps taken, those before a resume included.
+        training_loss: Mean loss of all steps.
+        metrics: train_loss, train_runtime (seconds), train_samples_per_second, train_steps_per_second,
+            peak_memory_gib, epoch.
+    """
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, Any]
+
+
+class Trainer:
+    """Trains, evaluates, saves and resumes a model.
+
+    The life of a run::
+
+        on_init_end
+        on_train_begin                                        a checkpoint is loaded by now
+        while steps are left and nobody asked to stop:
+            on_epoch_begin                                    where an epoch begins or goes on
+            fetch the window: all micro-batches of the step, their items counted
+            on_step_begin
+            for each micro-batch:
+                to device -> seed -> autocast(loss) -> backward
+                on_substep_end                                but for the last
+            on_pre_optimizer_step
+            clip, optimizer
+            on_optimizer_step
+            scheduler, zero gradients, count
+            on_step_end
+            on_epoch_end                                      where an epoch ends
+            what was asked for, in this order:
+                log:       metrics -> on_log
+                evaluate:  on_evaluate_begin -> on_evaluate
+                save:      on_save
+                stop
+        on_train_end                                          what is asked for here is done too
+        on_exception                                          instead, where something raised
+
+    Args:
+        model: Any `torch.nn.Module` that returns its loss, or any with `compute_loss`.
+        args: See `TrainingArguments`.
+        train_dataset: Map-style or iterable.
+        eval_dataset: The same, or a dict of several by name.
+        data_collator: Makes a batch from a list of samples; default: pads with a tokenizer, else stacks.
+        processing_class: Tokenizer or processor; pads, and is saved with the model.
+        compute_loss: `compute_loss(model, batch)` returns the mean loss over the batch's items (labels that are not
+            -100, else samples) or `(loss_sum, count)`.
+        compute_metrics: Gets an `EvalPrediction` with everything predicted, returns a dict.
+        metrics: Streaming metrics (update, compute, reset as torchmetrics has them): one, a list, or a dict by name.
+        callbacks: Listeners beside the default ones; one of a default's class takes its place.
+        strategy: Where to train; default: as `args.strategy` says.
+        optimizer: Default: as `args.optim` says.
+        lr_scheduler: A scheduler of `optimizer`, or a function that makes one from an optimizer.
+        model_init: Makes the model, seeded with `args.seed`, where none is given.
+
+    Raises:
+        TypeError: If something is of the wrong kind.
+        ValueError: If arguments contradict one another.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *,
+        data_collator: Collator | None = None,
+        processing_class: Any = None,
+        compute_loss: ComputeLoss | None = None,
+        compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None = None,
+        metrics: Metric | Iterable[Metric] | Mapping[str, Metric] | None = None,
+        callbacks: Iterable[Callback] = (),
+        strategy: Strategy | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: Any = None,
+        model_init: Callable[[], torch.nn.Module] | None = None,
+    ) -> None:
+        self.args = args = args if args is not None else TrainingArguments()
+        if not isinstance(args, TrainingArguments):
+            raise TypeError(f"args is a {type(args).__name__}; give TrainingArguments")
+        _show_log(args.log_level)
+        strategy = choose_strategy(args, strategy)
+        if (model is None) == (model_init is None):
+            raise ValueError("give either model or model_init")
+        if model_init is not None:
+            torch.manual_seed(args.seed)
+            model = model_init()
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+        if not callable(lr_scheduler) and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
+            raise ValueError("lr_scheduler belongs to another optimizer; give that one as optimizer=, or a function")
+        if args.eval_strategy != "no" and eval_dataset is None:
+            warnings.warn(f"eval_strategy={args.eval_strategy!r} has no effect without eval_dataset", stacklevel=2)
+        self.collate = data_collator or default_collator(processing_class, args.pad_to_multiple_of)
+        self.compute_loss = compute_loss
+        self.compute_metrics = compute_metrics
+        self.metrics = metrics_by_name(metrics)
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        own = list(callbacks)
+        defaults = [each for each in default_callbacks(args) if not any(isinstance(one, type(each)) for one in own)]
+        self.events = Events([*defaults, *own])
+        self.run = Run(
+            args=args,
+            strategy=strategy,
+            model=model,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+        )
+        self._loss: Loss = None  # type: ignore[assignment]  # made by _prepare()
+        self.events.emit("on_init_end", self.run)
+
+    # Training
+
+    def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainOutput:
+        """Trains to the end.
+
+        Args:
+            resume_from_checkpoint: True goes on from the newest valid checkpoint in `output_dir`, and starts from the
+                beginning where there is none yet; a path goes on from that checkpoint.
+
+        Returns:
+            Steps, mean loss and figures.
+
+        Raises:
+            ValueError: If something that was given makes no sense, before training begins.
+            NonFiniteError: If the loss or a gradient is not finite and `nonfinite="stop"`.
+            CallbackError: If a callback raised.
+            SystemExit: With code 130 after Ctrl-C, once the step is finished and a checkpoint saved.
+        """
+        run = self.run
+        begin = time.perf_counter()
+        try:
+            self._begin(resume_from_checkpoint)
+            first = (run.state.step, run.state.samples)
+            self.events.emit("on_train_begin", run)
+            self._train()
+            output = self._summary(time.perf_counter() - begin, *first)
+            self.events.emit("on_log", run, output.metrics)
+            self.events.emit("on_train_end", run)
+            self._serve()
+            self._load_best()
+        except BaseException as error:
+            self.events.emit_exception(run, error)
+            raise
+        finally:
+            self._micro_batches = iter(())
+            run.strategy.teardown()
+        if run.requests.exit_code is not None:
+            raise SystemExit(run.requests.exit_code)
+        return output
+
+    def _begin(self, resume: bool | str | Path | None) -> None:
+        """Everything between the call of `train` and the first step."""
+        run, args = self.run, self.args
+        run.state, run.requests, run.data_seconds = TrainState(), Requests(), 0.0
+        self._thread, self._history, self._stopping = Thread(), History(), False
+        self._graded: list[str] = []
+        output_dir = writable_folder(args.output_dir)
+        remove_stale_staging(output_dir)
+        self._prepare()
+        if args.gradient_checkpointing:
+            checkpoint_activations(run.model)
+        if args.torch_compile:
+            run.model.compile()
+        run.model.train()
+        run.optimizer = self.optimizer or make_optimizer(run.model, args)
+        loader = make_train_loader(run, self._reading)
+        run.state.epoch_length = loader.epoch_length
+        run.total_steps = total_steps(run, loader)
+        run.lr_scheduler = self._make_scheduler(run.optimizer)
+        self._committed: list[Path] = []
+        self._resumed_from = find_checkpoint(output_dir, resume) if resume else None
+        if self._resumed_from is None:
+            set_aside(output_dir)
+        else:
+            restore(run, self.events, self._thread, self._resumed_from)
+            self._loss.shifts = self._thread.shifts_labels
+            run.state.enter_epochs_of(loader.epoch_length)
+            run.total_steps = total_steps(run, loader)
+            self._committed = earlier_checkpoints(output_dir, self._thread, run.state.step)
+            logger.info("resumed from %s at step %d of %d", self._resumed_from, run.state.step, run.total_steps)
+        state, steps = run.state, run.total_steps - run.state.step
+        micro_batches = loader.micro_batches(state.epoch, state.position, steps, self._thread.data_state)
+        self._micro_batches: Iterator[MicroBatch] = run.strategy.prepare_loader(micro_batches)
+
+    def _prepare(self) -> None:
+        """Brings strategy, model and loss together."""
+        run = self.run
+        run.strategy.setup()
+        self._loss = Loss(run.strategy.prepare(run.model), run.model, self.compute_loss)
+        self._reading = make_reading(self.args, run.strategy, self.collate)
+
+    def _make_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        run, scheduler = self.run, self.lr_scheduler
+        if scheduler is None:
+            return make_scheduler(optimizer, self.args, run.total_steps)
+        if not hasattr(scheduler, "state_dict"):
+            scheduler = scheduler(optimizer)
+        if isinstance(scheduler, ReduceLROnPlateau) and (self.args.eval_strategy == "no" or run.eval_dataset is None):
+            raise ValueError("ReduceLROnPlateau steps at evaluations; set eval_strategy and give eval_dataset")
+        return scheduler
+
+    def _train(self) -> None:
+        run, state, requests, emit = self.run, self.run.state, self.run.requests, self.events.emit
+        if requests.evaluate:  # an evaluation that the checkpoint's start was called away from
+            self._serve()
+        epoch_open = False
+        while state.step < run.total_steps and not self._stopping:
+            if not epoch_open:
+                emit("on_epoch_begin", run)
+                epoch_open = True
+            window = self._step()
+            emit("on_step_end", run)
+            self._ask_by_step()
+            if window.closes_epoch:
+                emit("on_epoch_end", run)
+                self._ask_by_epoch()
+                epoch_open = False
+            if requests.log or requests.evaluate or requests.save or requests.stop:
+                self._serve()
+            elif len(self._history) >= _UNREAD:
+                self._read_history()
+
+    def _step(self) -> Window:
+        """One optimizer step; waits for data, never for the device."""
+        run, args, strategy, loss, emit = self.run, self.args, self.run.strategy, self._loss, self.events.emit
+        assert run.optimizer is not None
+        run.last_loss, pair_count = None, None
+        while True:
+            begin = time.perf_counter()
+            micro = next(self._micro_batches)
+            run.data_seconds += time.perf_counter() - begin
+            window = micro.window
+            if micro.number == 0:
+                emit("on_step_begin", run)
+            batch = run.batch = strategy.to_device(micro.batch)
+            if loss.shifts is None:
+                self._thread.shifts_labels = loss.inspect(batch, strategy.autocast)
+            if (items := loss.items(micro.counts)) == 0:
+                batch = with_valid_labels(batch)
+            strategy.seed(mix(args.seed, window.epoch, micro.start))
+            with _SYNC if micro.last else strategy.no_sync(loss.model):
+                with strategy.autocast():
+                    value, count = loss(batch)
+                share = value / window.samples if count is not None else weighed(value, items, loss.items(window))
+                strategy.backward(share)
+            share = share.detach()
+            run.last_loss = share if run.last_loss is None else run.last_loss + share
+            if count is not None:
+                pair_count = count if pair_count is None else pair_count + count
+            if micro.last:
+                break
+            emit("on_substep_end", run)
+        if pair_count is not None:
+            run.last_loss = scale_gradients(run.optimizer, run.last_loss, window.samples, pair_count)
+        emit("on_pre_optimizer_step", run)
+        run.last_norms = strategy.step(run.optimizer, args.max_grad_norm, args.max_grad_value, args.nonfinite)
+        if run.last_norms is not None and len(run.last_norms) != len(self._graded):
+            self._graded = graded_parameters(run.model, run.optimizer)
+        emit("on_optimizer_step", run)
+        if not isinstance(run.lr_scheduler, ReduceLROnPlateau):
+            run.lr_scheduler.step()
+        run.optimizer.zero_grad()
+        self._count(window)
+        return window
+
+    def _count(self, window: Window) -> None:
+        run, state = self.run, self.run.state
+        state.step += 1
+        state.samples += window.stop - state.position
+        state.tokens += window.tokens
+        state.position = window.stop
+        self._thread.data_state = window.data_state
+        if window.closes_epoch:
+            state.epoch, state.position = state.epoch + 1, 0
+            self._thread.data_state = None
+        # A step in which no label counts has no loss, not one of zero.
+        if self._loss.items(window) != 0:
+            assert run.last_loss is not None
+            self._history.append(state.step, run.last_loss, run.last_norms)
+
+    def _ask_by_step(self) -> None:
+        args, requests, step = self.args, self.run.requests, self.run.state.step
+        if args.logging_strategy == "steps" and (
+            step % args.logging_steps == 0 or (step == 1 and args.logging_first_step)
+        ):
+            requests.log = True
+        if args.eval_strategy == "steps" and step % (args.eval_steps or args.logging_steps) == 0:
+            requests.evaluate = True
+
+    def _ask_by_epoch(self) -> None:
+        requests = self.run.requests
+        requests.log = requests.log or self.args.logging_strategy == "epoch"
+        requests.evaluate = requests.evaluate or self.args.eval_strategy == "epoch"
+
+    def _serve(self) -> None:
+        """Does what was asked for, in a fixed order: a checkpoint knows its evaluation."""
+        run, requests = self.run, self.run.requests
+        self._read_history()
+        if requests.log:
+            requests.log = False
+            self._log()
+        if requests.evaluate and run.eval_dataset is None:
+            requests.evaluate = False
+        if requests.evaluate and requests.exit_code is None:
+            try:
+                self._evaluate_step()
+                requests.evaluate = False
+            except EvaluationInterrupted:
+                logger.info("the evaluation at step %d was broken off; a resume begins with it", run.state.step)
+        if requests.save:
+            requests.save = False
+            self._save()
+        if requests.stop:
+            requests.stop, self._stopping = False, True
+
+    def _read_history(self) -> None:
+        """Reads what the steps since the last reading came to, and ends the run if it must not go on."""
+        run, state = self.run, self.run.state
+        for figures in self._history.read():
+            if self._ends_the_run(figures):
+                raise NonFiniteError(self._nonfinite_sentence(figures))
+            if figures.norm is not None:
+                state.grad_norm = figures.norm
+            if figures.bad_gradient is not None and (self.args.nonfinite == "skip" or run.strategy.scales_gradients):
+                state.skipped_steps += 1
+                if not math.isfinite(figures.loss):
+                    continue
+            state.loss_sum += figures.loss
+            state.loss_steps += 1
+            state.interval_loss_sum += figures.loss
+            state.interval_steps += 1
+
+    def _ends_the_run(self, figures: StepFigures) -> bool:
+        # fp16's scaler looks for a scale by trying: its gradients overflow now and then, by design.
+        bad_gradient = figures.bad_gradient is not None and not self.run.strategy.scales_gradients
+        return self.args.nonfinite == "stop" and (bad_gradient or not math.isfinite(figures.loss))
+
+    def _nonfinite_sentence(self, figures: StepFigures) -> str:
+        place = figures.bad_gradient
+        if place is None:
+            where = "all gradients are finite"
+        elif place < len(self._graded):
+            where = f"the first parameter with a non-finite gradient is {self._graded[place]}"
+        else:
+            where = "a gradient is not finite"
+        kept = f"; the newest checkpoint, {self._committed[-1]}, is from before it" if self._committed else ""
+        return (
+            f"step {figures.step} is not finite: loss {figures.loss}, {where}{kept}; look at the data and the learning "
+            "rate, or set nonfinite='skip' to leave out such steps"
+        )
+
+    def _log(self) -> None:
+        run, state = self.run, self.run.state
+        record: dict[str, Any] = {"step": state.step, "epoch": state.epochs}
+        if state.interval_steps:
+            record["loss"] = state.interval_loss_sum / state.interval_steps
+        if state.grad_norm is not None:
+            record["grad_norm"] = state.grad_norm
+        assert run.optimizer is not None
+        record["learning_rate"] = float(run.optimizer.param_groups[0]["lr"])
+        if state.skipped_steps:
+            record["skipped_steps"] = state.skipped_steps
+        state.interval_loss_sum, state.interval_steps = 0.0, 0
+        record |= self.events.metrics(run)
+        self.events.emit("on_log", run, record)
+
+    def _summary(self, seconds: float, first_step: int, first_sample: int) -> TrainOutput:
+        state = self.run.state
+        self._read_history()
+        mean = state.loss_sum / state.loss_steps if state.loss_steps else math.nan
+        metrics = {
+            "step": state.step,
+            "epoch": state.epochs,
+            "train_loss": mean,
+            "train_runtime": seconds,
+            "train_samples_per_second": (state.samples - first_sample) / seconds,
+            "train_steps_per_second": (state.step - first_step) / seconds,
+            "peak_memory_gib": self.run.strategy.memory()["peak_memory_gib"],
+        }
+        return TrainOutput(state.step, mean, metrics)
+
+    # Evaluation
+
+    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, Any]:
+        """Evaluates the model: the true mean loss over all items, and the metrics.
+
+        Args:
+            eval_dataset: Instead of the Trainer's own; a dict of datasets is evaluated one by one, each name in the
+                metrics' prefix.
+            metric_key_prefix: Before each metric's name.
+
+        Returns:
+            The metrics, with runtime (seconds), samples_per_second and steps_per_second.
+
+        Raises:
+            ValueError: If there is no dataset, or an empty one, or the model gives no loss.
+        """
+        dataset = self.run.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ValueError("evaluate() needs eval_dataset")
+        if self._loss is None:
+            self._prepare()
+        metrics = self._evaluated(dataset, metric_key_prefix)
+        self.events.emit("on_evaluate", self.run, metrics)
+        return metrics
+
+    def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
+        """Predicts every sample of a dataset once, in its order.
+
+        Args:
+            test_dataset: With or without labels.
+            metric_key_prefix: Before each metric's name.
+
+        Returns:
+            Predictions and labels as arrays on the host, and the metrics.
+
+        Raises:
+            ValueError: If the dataset is empty or the model's output holds no predictions.
+        """
+        if self._loss is None:
+            self._prepare()
+        output = self._run_evaluator(test_dataset, metric_key_prefix, keep=True)
+        self.events.emit("on_predict", self.run, output.metrics)
+        return output
+
+    def _evaluate_step(self) -> None:
+        """The evaluation of a training step, whose result the checkpoint and the schedule get to know."""
+        run, state = self.run, self.run.state
+        metrics = self._evaluated(run.eval_dataset, "eval")
+        name = self.args.metric_for_best_model or "eval_loss"
+        wanted = self.args.metric_for_best_model is not None or isinstance(run.lr_scheduler, ReduceLROnPlateau)
+        if wanted and name not in metrics:
+            raise ValueError(f"metric_for_best_model={name!r} is not among what evaluation gives: {', '.join(metrics)}")
+        if self.args.metric_for_best_model is not None and self._is_better(value := float(metrics[name])):
+            state.best_metric, state.best_step = value, state.step
+        if isinstance(run.lr_scheduler, ReduceLROnPlateau):
+            run.lr_scheduler.step(metrics[name])
+        self.events.emit("on_evaluate", run, metrics)
+
+    def _is_better(self, value: float) -> bool:
+        best = self.run.state.best_metric
+        return not math.isnan(value) and (best is None or (value > best if self.args.greater_is_better else value < best))
+
+    def _evaluated(self, dataset: Any, prefix: str) -> dict[str, Any]:
+        if not isinstance(dataset, Mapping):
+            return self._run_evaluator(dataset, prefix).metrics
+        metrics: dict[str, Any] = {}
+        for name, each in dataset.items():
+            metrics |= self._run_evaluator(each, f"{prefix}_{name}").metrics
+        return metrics
+
+    def _run_evaluator(self, dataset: Any, prefix: str, keep: bool = False) -> PredictionOutput:
+        run = self.run
+        evaluator = Evaluator(run, self._loss, self.metrics, self.compute_metrics)
+        self.events.emit("on_evaluate_begin", run)
+        try:
+            return evaluator(make_evaluation_batches(run, dataset, self._reading), prefix, keep)
+        finally:
+            self.events.emit("on_evaluate_end", run)
+
+    # Saving
+
+    def save_model(
+        self,
+        output_dir: str | Path | None = None,
+        max_shard_size: int | str | None = None,
+        safe_serialization: bool = True,
+    ) -> None:
+        """Writes the model for use: safetensors, `config.json` and tokenizer files where there are any.
+
+        Args:
+            output_dir: Default: `args.output_dir`.
+            max_shard_size: Bytes, or text such as "2GB"; default: `args.max_shard_size`.
+            safe_serialization: Must be True: nothing is written as a pickle.
+
+        Raises:
+            ValueError: If `safe_serialization` is False or the size makes no sense.
+        """
+        if not safe_serialization:
+            raise ValueError("safe_serialization=False would write a pickle; only safetensors are written")
+        run = self.run
+        state = run.strategy.model_state(run.model if self._loss is None else self._loss.model)
+        if run.strategy.is_main:
+            save_model_folder(
+                Path(output_dir or self.args.output_dir),
+                state,
+                run.model,
+                run.processing_class,
+                max_shard_size or self.args.max_shard_size,
+            )
+        run.strategy.barrier()
+
+    def _save(self) -> None:
+        run, args = self.run, self.args
+        state = run.strategy.model_state(self._loss.model)
+        if run.strategy.is_main:
+            directory = save_checkpoint(run, state, self.events, self._thread)
+            committed = [each for each in self._committed if each != directory]
+            protect = {each for each in (self._resumed_from, self._best_checkpoint()) if each is not None}
+            self._committed = prune([*committed, directory], args.save_total_limit, protect)
+        run.strategy.barrier()
+        self.events.emit("on_save", run, self._checkpoint(run.state.step))
+
+    def _checkpoint(self, step: int) -> Path:
+        return Path(self.args.output_dir) / f"{CHECKPOINT_PREFIX}{step}"
+
+    def _best_checkpoint(self) -> Path | None:
+        step = self.run.state.best_step
+        return None if step is None else self._checkpoint(step)
+
+    def _load_best(self) -> None:
+        if not self.args.load_best_model_at_end or self.run.requests.exit_code is not None:
+            return
+        best = self._best_checkpoint()
+        if best is None or not best.is_dir():
+            warnings.warn("load_best_model_at_end=True, but no evaluation gave a best checkpoint", stacklevel=3)
+            return
+        load_checkpoint_in_model(self.run.model, best)
+        logger.info("loaded the best model, %s (%s)", best, self.run.state.best_metric)
+
+
+def _show_log(level: str) -> None:
+    """Events of a run go to stderr, unless the program has handlers of its own."""
+    logger.setLevel(level.upper())
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())

@@ -1,0 +1,231 @@
+"""Nested batches and states: map over their tensors, and split a state into JSON and tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+_TAG = "__kind__"
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Applies `function` to every tensor in nested dicts, lists and tuples (named ones too); the rest is kept as is."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, Mapping):
+        mapped = {key: map_tensors(function, value) for key, value in tree.items()}
+        return mapped if type(tree) is dict else _like(tree, mapped)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(function, value) for value in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([map_tensors(function, value) for value in tree])
+    return tree
+
+
+def _like(tree: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
+    """`mapped` as the mapping type of `tree` where that type can be made from a dict (transformers' BatchEncoding)."""
+    try:
+        return type(tree)(mapped)  # type: ignore[call-arg]
+    except TypeError:
+        return mapped
+
+
+def tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested dicts, lists and tuples, depth first."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from tensors(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from tensors(value)
+
+
+def split(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Splits a state into what JSON can hold and its tensors; `join` is the way back.
+
+    A state is made of dicts (OrderedDict and Counter too, keys of any plain kind), lists, tuples, sets, None, bool,
+    int, float (inf and nan too), str, bytes, paths, torch tensors, dtypes, devices and sizes, numpy arrays and
+    scalars. A named tuple comes back as a tuple, a parameter as a tensor. Tensors are neither copied nor moved;
+    numpy arrays are copied.
+
+    Args:
+        tree: The state.
+
+    Returns:
+        The tree for `json.dumps(..., allow_nan=False)`, and the tensors by the names it calls them.
+
+    Raises:
+        TypeError: If something else is in the tree, naming its place and type.
+        ValueError: If the tree contains itself.
+    """
+    found: dict[str, torch.Tensor] = {}
+    try:
+        return _encode(tree, (), found), found
+    except RecursionError:
+        raise ValueError("the state nests too deeply to be saved; does it contain itself?") from None
+
+
+def join(json_tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Puts together what `split` took apart.
+
+    Args:
+        json_tree: The first result of `split`, or what `json.loads` made of it.
+        tensors: The second one.
+
+    Raises:
+        ValueError: If `json_tree` was not made by `split`, or a tensor that it names is missing.
+    """
+    try:
+        return _decode(json_tree, tensors)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
+        raise ValueError(f"this is no state that split() made: {type(error).__name__}: {error}") from error
+
+
+# How kinds that JSON lacks are written: {_TAG: kind, "value": ...}. A dict of the user's that holds _TAG is written
+# as a list of pairs, so that it cannot be taken for one of these.
+_SCALARS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
+    "int": (int, hex, lambda text: int(text, 16)),  # decimal digits are limited (sys.set_int_max_str_digits)
+    "float": (float, repr, float),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "path": (type(Path()), str, Path),
+    "dtype": (torch.dtype, str, lambda text: _torch_dtype(text)),
+    "device": (torch.device, str, torch.device),
+}
+_SEQUENCES: dict[str, type] = {"tuple": tuple, "size": torch.Size, "set": set, "frozenset": frozenset}
+_MAPPINGS: dict[str, type] = {"dict": dict, "ordered_dict": OrderedDict, "counter": Counter}
+_KIND_OF = {
+    **{scalar[0]: kind for kind, scalar in _SCALARS.items()},
+    **{container: kind for kinds in (_SEQUENCES, _MAPPINGS) for kind, container in kinds.items()},
+}
+_NUMPY_KINDS = "biufcmMSU"  # plain bytes; objects ("O") and structured types ("V") are not
+_NUMPY_IN_TORCH = frozenset(
+    ["bool", "float16", "float32", "float64", "complex64", "complex128"]
+    + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+)
+
+
+def _encode(value: Any, path: tuple[Any, ...], found: dict[str, torch.Tensor]) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, str) or (kind is int and value.bit_length() < 64):
+        return value
+    if kind is float and math.isfinite(value):
+        return value
+    if kind is list:
+        return [_encode(item, (*path, index), found) for index, item in enumerate(value)]
+    if isinstance(value, torch.Tensor):
+        return {_TAG: "tensor", "value": _put(value.detach(), path, found)}
+    if kind is np.ndarray and value.dtype.kind in _NUMPY_KINDS:
+        return _encode_array(value, path, found)
+    if isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS:
+        return {_TAG: "numpy", "value": value.tobytes().hex(), "dtype": value.dtype.str}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        kind = tuple
+    if kind not in _KIND_OF:
+        raise TypeError(
+            f"{_place(path)} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; "
+            "keep tensors, numpy arrays, numbers, strings, None, and dicts, lists, tuples or sets of them"
+        )
+    name = _KIND_OF[kind]
+    if name in _SCALARS:
+        return {_TAG: name, "value": _SCALARS[name][1](value)}
+    if name in _MAPPINGS:
+        return _encode_mapping(name, value, path, found)
+    items = [_encode(item, (*path, index), found) for index, item in enumerate(value)]
+    return {_TAG: name, "value": sorted(items, key=json.dumps) if kind in (set, frozenset) else items}
+
+
+def _encode_mapping(kind: str, value: Mapping[Any, Any], path: tuple[Any, ...], found: dict[str, torch.Tensor]) -> Any:
+    if kind == "dict" and _TAG not in value and all(type(key) is str for key in value):
+        return {key: _encode(item, (*path, key), found) for key, item in value.items()}
+    pairs = []
+    for key, item in value.items():
+        in_key: dict[str, torch.Tensor] = {}
+        encoded = _encode(key, (*path, key), in_key)
+        if in_key:
+            raise TypeError(f"{_place(path)} has a key that is or holds a tensor, which a checkpoint cannot hold")
+        pairs.append([encoded, _encode(item, (*path, key), found)])
+    return {_TAG: kind, "value": pairs}
+
+
+def _encode_array(array: np.ndarray[Any, Any], path: tuple[Any, ...], found: dict[str, torch.Tensor]) -> Any:
+    """Arrays of a dtype that torch lacks (other byte order, dates, strings) are kept as bytes, with their shape."""
+    entry = {_TAG: "ndarray", "dtype": array.dtype.str}
+    copy = np.array(array, order="C")
+    if array.dtype.isnative and array.dtype.name in _NUMPY_IN_TORCH:
+        tensor = torch.from_numpy(copy)
+    else:
+        tensor = torch.frombuffer(bytearray(copy.tobytes()), dtype=torch.uint8) if copy.nbytes else torch.empty(0)
+        entry["shape"] = list(array.shape)
+    return {**entry, "value": _put(tensor, path, found)}
+
+
+def _put(tensor: torch.Tensor, path: tuple[Any, ...], found: dict[str, torch.Tensor]) -> str:
+    """Files the tensor under a name that tells where it was: ["state"][0]["exp_avg"] is state.0.exp_avg."""
+    base = ".".join(re.sub(r"[^\w.-]", "_", str(part)) for part in path) or "tensor"
+    name = base
+    while name in found or name == "__metadata__":  # the latter has a meaning of its own in safetensors files
+        name = f"{base}#{len(found)}" if name == base else f"{name}#"
+    found[name] = tensor
+    return name
+
+
+def _place(path: tuple[Any, ...]) -> str:
+    return "state" + "".join(f"[{part!r}]" for part in path)
+
+
+def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: _decode(item, tensors) for key, item in value.items()}
+    kind, content = value[_TAG], value["value"]
+    if kind in _SCALARS:
+        return _SCALARS[kind][2](content)
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](_decode(item, tensors) for item in content)
+    if kind in _MAPPINGS:
+        return _MAPPINGS[kind]({_decode(key, tensors): _decode(item, tensors) for key, item in content})
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "ndarray":
+        return _decode_array(value, tensors[content])
+    if kind == "numpy":
+        return np.ndarray((), _numpy_dtype(value["dtype"]), buffer=bytes.fromhex(content))[()]
+    raise ValueError(f"unknown kind {kind!r}")
+
+
+def _decode_array(entry: Mapping[str, Any], tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    dtype = _numpy_dtype(entry["dtype"])
+    array: np.ndarray[Any, Any] = tensor.cpu().numpy().copy()
+    if "shape" in entry:
+        array = np.ndarray(tuple(entry["shape"]), dtype, buffer=array.tobytes()).copy()
+    if array.dtype != dtype:
+        raise ValueError(f"an array of dtype {dtype} came back as {array.dtype}")
+    return array
+
+
+def _numpy_dtype(text: str) -> np.dtype[Any]:
+    """A dtype of plain bytes: one of objects would make numpy take bytes from a file for addresses in memory."""
+    dtype = np.dtype(text)
+    if dtype.kind not in _NUMPY_KINDS:
+        raise ValueError(f"dtype {text!r} is not allowed")
+    return dtype
+
+
+def _torch_dtype(text: str) -> torch.dtype:
+    dtype = getattr(torch, text.removeprefix("torch."))
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{text!r} is no torch dtype")
+    return dtype
