@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_kit.callback import Callback
 
-from .formatting import duration, pairs, summary
+from .formatting import duration, is_summary, pairs
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
@@ -53,10 +53,12 @@ class Console(Callback):
             self._write(run, f"epoch {run.state.epochs:.4g}{self._time_left(run)}")
 
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
-        if "loss" not in record:  # the figures of the whole run: the last record goes first
+        if is_summary(record):
             self._write_waiting(run)
+            self._write(run, pairs(record))
+            return
         self._waiting = record
-        if "loss" not in record or time.monotonic() >= self._record_due:
+        if time.monotonic() >= self._record_due:
             self._write_waiting(run)
             self._record_due = time.monotonic() + self.every
 
@@ -68,18 +70,19 @@ class Console(Callback):
         self.on_evaluate(run, metrics)
 
     def on_train_end(self, run: Run) -> None:
-        self._write_waiting(run)
         self._training, self._sign_due = False, math.inf
+        self._write_waiting(run)
 
     def on_exception(self, run: Run, error: BaseException) -> None:
         if self._training:
             self.on_train_end(run)
-            self._write(run, f"training ends by {type(error).__name__} after {duration(time.monotonic() - self._began)}")
+            passed = duration(time.monotonic() - self._began)
+            self._write(run, f"training ends by {type(error).__name__} after {passed}")
 
     def _write_waiting(self, run: Run) -> None:
         if self._waiting is not None:
             record, self._waiting = self._waiting, None
-            self._write(run, f"{summary(record, _SHOWN)}{self._time_left(run)}", record.get("step"))
+            self._write(run, f"{pairs(record, _SHOWN)}{self._time_left(run)}", record.get("step"))
 
     def _write(self, run: Run, text: str, step: int | None = None) -> None:
         """One line in one write, so that lines of several processes do not mix."""

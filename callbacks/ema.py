@@ -20,8 +20,8 @@ class EMA(Callback):
     After each step, `average = decay * average + (1 - decay) * weight`. Averaged are all floating-point parameters and
     buffers (a batch norm's running mean and variance too); whole-number buffers are as in the model. Averages lie on
     the model's device, in its dtype, but in float32 where that is half precision, which would round the small updates
-    away. A checkpoint's weights are those being trained, and the averages are in the checkpoint's state; `copy_to`
-    puts the averages into a model.
+    away. A checkpoint's weights are those being trained (so the best model that is loaded at the end has them
+    too), and the averages are in the checkpoint's state; `copy_to` puts the averages into a model.
 
     Args:
         decay: Share of the old average that each update keeps, 0 to below 1. About 1 / (1 - decay) updates count.
@@ -43,7 +43,7 @@ class EMA(Callback):
             raise ValueError(f"EMA(start_step={start_step!r}) must be a whole number of at least 0")
         self.every = every
         self.start_step = start_step
-        self._update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        self._update = get_ema_multi_avg_fn(decay)
         self._averages: dict[str, torch.Tensor] = {}
         self._weights: list[torch.Tensor] = []  # the model's own tensors, in the order of the averages
         self._trained: list[torch.Tensor] = []  # copies of them while the averages are in their place
@@ -72,10 +72,7 @@ class EMA(Callback):
             self._trained = [tensor.detach().clone() for tensor in self._weights]
             self._fill(list(self._averages.values()))
 
-    def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
-        self._swap_out()
-
-    def on_predict(self, run: Run, metrics: dict[str, Any]) -> None:
+    def on_evaluate_end(self, run: Run) -> None:
         self._swap_out()
 
     def on_exception(self, run: Run, error: BaseException) -> None:

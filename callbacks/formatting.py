@@ -16,14 +16,15 @@ def number(value: Any) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
-def pairs(values: Mapping[str, Any]) -> str:
-    """Names and numbers in one line: "loss 0.4321  lr 5e-05"."""
-    return "  ".join(f"{_SHORT_NAMES.get(name, name)} {number(value)}" for name, value in values.items())
+def pairs(values: Mapping[str, Any], shown: Iterable[str] | None = None) -> str:
+    """The `shown` names (all but the step if None) and their numbers in one line: "loss 0.4321  lr 5e-05"."""
+    names = [name for name in values if name != "step"] if shown is None else [name for name in shown if name in values]
+    return "  ".join(f"{_SHORT_NAMES.get(name, name)} {number(values[name])}" for name in names)
 
 
-def summary(record: Mapping[str, Any], shown: Iterable[str]) -> str:
-    """The `shown` numbers of a record in one line; all of one that tells of no single step (a run's figures)."""
-    return pairs({name: record[name] for name in shown if name in record} if "loss" in record else record)
+def is_summary(record: Mapping[str, Any]) -> bool:
+    """Whether a record holds the figures of the whole run, as the last one does."""
+    return "train_runtime" in record
 
 
 def duration(seconds: float) -> str:

@@ -112,7 +112,15 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or "event" not in record or not isinstance(record.get("step"), int):
         return None
-    return {name: _NON_FINITE.get(value, value) if isinstance(value, str) else value for name, value in record.items()}
+    return {name: _restored(value) for name, value in record.items()}
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _restored(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_restored(item) for item in value]
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def _plain(value: Any) -> Any:

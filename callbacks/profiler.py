@@ -25,7 +25,8 @@ class Profiler(Callback):
     first one recorded.
 
     Args:
-        start: First step to record, from 1. The step before it is recorded and thrown away, to warm up.
+        start: First step to record, from 2, as the step before it warms the profiler up. A run that is resumed beyond
+            that records nothing.
         stop: Last step to record.
         directory: Folder of the files; None: `profile` in `args.output_dir`.
         record_shapes: Records the shapes of operators' inputs.
@@ -33,7 +34,7 @@ class Profiler(Callback):
         with_stack: Records the Python source of each operator, which slows the steps.
 
     Raises:
-        ValueError: If `start` is below 1 or above `stop`.
+        ValueError: If `start` is below 2 or above `stop`.
     """
 
     priority = 100
@@ -47,8 +48,8 @@ class Profiler(Callback):
         profile_memory: bool = False,
         with_stack: bool = False,
     ) -> None:
-        if not 1 <= start <= stop:
-            raise ValueError(f"Profiler(start={start!r}, stop={stop!r}) must be steps from 1, start first")
+        if not 2 <= start <= stop:
+            raise ValueError(f"Profiler(start={start!r}, stop={stop!r}) must be steps from 2, start first")
         self.start = start
         self.stop = stop
         self.directory = directory
@@ -61,14 +62,12 @@ class Profiler(Callback):
         self._files = Path()
 
     def on_step_begin(self, run: Run) -> None:
-        step = run.state.step + 1
-        warmup = min(1, self.start - 1)
-        if step == self.start - warmup and run.strategy.is_main:
+        if run.state.step + 2 == self.start and run.strategy.is_main:
             directory = Path(self.directory or Path(run.args.output_dir) / "profile")
             self._files = directory / f"steps-{self.start}-{self.stop}"
             self._profile = profile(
-                activities=supported_activities(),  # type: ignore[no-untyped-call]
-                schedule=schedule(wait=0, warmup=warmup, active=self.stop - self.start + 1, repeat=1),
+                activities=supported_activities(),
+                schedule=schedule(wait=0, warmup=1, active=self.stop - self.start + 1, repeat=1),
                 on_trace_ready=self._write,
                 **self._options,
             )

@@ -13,7 +13,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from trainer_kit.callback import Callback
 
-from .formatting import pairs, summary
+from .formatting import is_summary, pairs
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
@@ -55,19 +55,20 @@ class Progress(Callback):
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
         if self._bar is None:
             return
-        shown = summary(record, _SHOWN)
-        if "loss" in record:
-            self._bar.set_postfix_str(shown, refresh=False)  # drawn with the bar's next move
-        else:
-            self._bar.write(shown, file=sys.stderr)
+        if is_summary(record):
+            self._bar.write(pairs(record), file=sys.stderr)
+        else:  # drawn with the bar's next move
+            self._bar.set_postfix_str(pairs(record, _SHOWN), refresh=False)
 
     def on_evaluate_begin(self, run: Run) -> None:
         if self._bar is not None:
             self._bar.set_description("evaluate")
 
-    def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+    def on_evaluate_end(self, run: Run) -> None:
         if self._bar is not None:
             self._bar.set_description("train", refresh=False)
+
+    def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
         if metrics and run.strategy.is_main:
             _bar_class().write(f"step {run.state.step}  {pairs(metrics)}", file=sys.stderr)
 

@@ -28,7 +28,7 @@ class Throughput(Callback):
 
     `samples_per_second`, `steps_per_second`, `tokens_per_second` (where batches have tokens; padding not counted) and
     `data_wait`: the share of the time, 0 to 1, that the loop waited for the next batch.
-    Time spent in evaluations and in writing checkpoints is left out.
+    Time spent in evaluations and checkpoints is left out.
     """
 
     priority = 110
@@ -36,7 +36,7 @@ class Throughput(Callback):
     def __init__(self) -> None:
         self._mark: _Mark | None = None
         self._paused = 0.0  # seconds of evaluations and saves since training began
-        self._busy_until = 0.0  # when the last step or evaluation ended: a save that ends now began there
+        self._busy_until = 0.0  # when the last step, record or evaluation ended: a save that ends now began there
         self._evaluation_began = 0.0
 
     def on_train_begin(self, run: Run) -> None:
@@ -49,23 +49,20 @@ class Throughput(Callback):
     def on_evaluate_begin(self, run: Run) -> None:
         self._evaluation_began = time.perf_counter()
 
-    def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
-        self._busy_until = time.perf_counter()
-        self._paused += self._busy_until - self._evaluation_began
+    def on_evaluate_end(self, run: Run) -> None:
+        self._pause(since=self._evaluation_began)
 
-    def on_predict(self, run: Run, metrics: dict[str, Any]) -> None:
-        self.on_evaluate(run, metrics)
+    def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+        self._pause(since=self._busy_until)
 
     def on_save(self, run: Run, directory: Path) -> None:
-        now = time.perf_counter()
-        self._paused += now - self._busy_until
-        self._busy_until = now
+        self._pause(since=self._busy_until)
 
     def metrics(self, run: Run) -> dict[str, Any]:
         before, now = self._mark, self._measure(run)
         if before is None or now.step == before.step:
             return {}
-        self._mark = now
+        self._mark, self._busy_until = now, now.time
         seconds = now.time - before.time - (now.paused - before.paused)
         if seconds <= 0:
             return {}
@@ -77,6 +74,10 @@ class Throughput(Callback):
         if now.tokens > before.tokens:
             rates["tokens_per_second"] = (now.tokens - before.tokens) / seconds
         return rates
+
+    def _pause(self, since: float) -> None:
+        self._busy_until = time.perf_counter()
+        self._paused += self._busy_until - since
 
     def _measure(self, run: Run) -> _Mark:
         state = run.state

@@ -17,13 +17,14 @@ LAYERS = (
     {"fields"},
     {"arguments", "state", "precision", "environment", "trees"},
     {"strategies", "optim", "loss", "checkpoint"},
-    {"data", "run"},
+    {"run"},
+    {"data"},
     {"callback", "evaluation"},
     {"callbacks", "resume"},
     {"trainer", "accelerator"},
     {"launch", "cli"},
 )
-LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
+LAYER_OF = {part: number for number, parts in enumerate(LAYERS, start=1) for part in parts}
 SEEN_BY_CALLBACKS = LAYERS[0] | LAYERS[1] | {"callback", "run"}
 
 # What a module other than a strategy must not name, as a word of its own or as part of a snake_case name.
@@ -44,21 +45,21 @@ def test_the_checker_reads_the_callbacks_too() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "complaint"),
     [
-        ("state", "from trainer_kit.run import Run", "trainer_kit.state (layer 1) imports trainer_kit.run (layer 3)"),
-        ("state", "import trainer_kit.run", "imports trainer_kit.run (layer 3)"),
-        ("state", "from trainer_kit import run", "imports trainer_kit.run (layer 3)"),
-        ("state", "from . import run", "imports trainer_kit.run (layer 3)"),
-        ("state", "from .run import Run", "imports trainer_kit.run (layer 3)"),
-        ("state", "def f():\n    from trainer_kit.run import Run", "imports trainer_kit.run (layer 3)"),
-        ("state", "import importlib\nimportlib.import_module('trainer_kit.run')", "imports trainer_kit.run (layer 3)"),
-        ("loss", "from trainer_kit.optim import make", "(layer 2) imports trainer_kit.optim (layer 2)"),
-        ("data.loader", "from ..callback import Callback", "imports trainer_kit.callback (layer 4)"),
+        ("state", "from trainer_kit.run import Run", "trainer_kit.state (layer 2) imports trainer_kit.run (layer 4)"),
+        ("state", "import trainer_kit.run", "imports trainer_kit.run (layer 4)"),
+        ("state", "from trainer_kit import run", "imports trainer_kit.run (layer 4)"),
+        ("state", "from . import run", "imports trainer_kit.run (layer 4)"),
+        ("state", "from .run import Run", "imports trainer_kit.run (layer 4)"),
+        ("state", "def f():\n    from trainer_kit.run import Run", "imports trainer_kit.run (layer 4)"),
+        ("state", "import importlib\nimportlib.import_module('trainer_kit.run')", "imports trainer_kit.run (layer 4)"),
+        ("loss", "from trainer_kit.optim import make", "(layer 3) imports trainer_kit.optim (layer 3)"),
+        ("data.loader", "from ..callback import Callback", "imports trainer_kit.callback (layer 6)"),
         ("run", "if TYPE_CHECKING:\n    from trainer_kit.trainer import Trainer", "imports trainer_kit.trainer"),
         ("run", "from trainer_kit import Trainer", "imports 'Trainer' from the package's front"),
         ("run", "from trainer_kit import *", "imports '*' from the package's front"),
         ("novelty", "", "trainer_kit.novelty has no layer"),
         ("callbacks.ema", "from trainer_kit.loss import Loss", "a callback imports trainer_kit.loss"),
-        ("callbacks.ema", "from trainer_kit.trainer import Trainer", "imports trainer_kit.trainer (layer 6)"),
+        ("callbacks.ema", "from trainer_kit.trainer import Trainer", "imports trainer_kit.trainer (layer 8)"),
         ("callbacks.ema", "from trainer_kit.callbacks.memory import Memory", "imports its sibling by the full name"),
         ("callbacks.ema", "from ..run import Run", "reaches out of callbacks/ by a relative import"),
         ("trainer", "import callbacks", "imports callbacks as a package of its own"),

@@ -35,7 +35,7 @@ def same(left: Any, right: Any) -> bool:
     if type(left) is not type(right):
         return False
     if isinstance(left, (np.ndarray, np.generic)):
-        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+        return (left.dtype, left.shape, left.tobytes()) == (right.dtype, right.shape, right.tobytes())
     if isinstance(left, float):
         return struct.pack("d", left) == struct.pack("d", right)
     if isinstance(left, dict):

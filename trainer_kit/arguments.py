@@ -38,10 +38,9 @@ def parse_size(size: int | str) -> int:
     count: float = 0
     if isinstance(size, int):
         count = size
-    elif match := re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i)?)?B", size, re.IGNORECASE):
+    elif match := re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B", size, re.IGNORECASE):
         number, prefix, binary = match.groups()
-        power = "KMGT".index(prefix.upper()) + 1 if prefix else 0
-        count = float(number) * (1024 if binary else 1000) ** power
+        count = float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix.upper()) + 1)
     if count < 1:
         raise ValueError(f"the size {size!r} is not known; use a number of bytes or a string such as '5GB' or '200MiB'")
     return int(count)

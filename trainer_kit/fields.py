@@ -241,7 +241,7 @@ def _read_yaml(path: Path) -> Any:
 def _write_yaml(path: Path, values: dict[str, Any]) -> None:
     import yaml
 
-    path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
 
 
 _FORMATS = {

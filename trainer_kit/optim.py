@@ -77,6 +77,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
             f"{type(model).__name__} has no parameter that requires a gradient; "
             "unfreeze some with parameter.requires_grad_(True) before training"
         )
+    if not weight_decay:  # one group is one kernel
+        return [{"params": named, "weight_decay": 0.0}]
     decayed = [pair for pair in named if pair[1] not in plain]
     others = [pair for pair in named if pair[1] in plain]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -181,7 +183,7 @@ def _warmup_then(span: _Span, curve: Callable[[float], float]) -> Factor:
     def factor(step: int) -> float:
         if step < span.warmup:
             return _warmup(span, step)
-        return curve((step - span.warmup) / max(1, span.total - span.warmup))
+        return curve((step - span.warmup) / (span.total - span.warmup) if span.total > span.warmup else 1.0)
 
     return factor
 

@@ -337,11 +337,21 @@ class Trainer:
         if run.last_norms is not None and len(run.last_norms) != len(self._graded):
             self._graded = graded_parameters(run.model, run.optimizer)
         emit("on_optimizer_step", run)
-        if not isinstance(run.lr_scheduler, ReduceLROnPlateau):
-            run.lr_scheduler.step()
-        run.optimizer.zero_grad()
+        self._step_scheduler()
+        strategy.clear_gradients(run.optimizer)
         self._count(window)
         return window
+
+    def _step_scheduler(self) -> None:
+        scheduler = self.run.lr_scheduler
+        if isinstance(scheduler, ReduceLROnPlateau):
+            return  # at evaluations
+        if self.run.state.step > 0:
+            scheduler.step()
+            return
+        with warnings.catch_warnings():  # torch warns where the first step was left out for a gradient not finite
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            scheduler.step()
 
     def _count(self, window: Window) -> None:
         run, state = self.run, self.run.state

@@ -45,7 +45,7 @@ def test_a_process_without_stderr_gets_plain_lines(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(("config", "expected"), [({"IPKernelApp": {}}, "Progress"), ({}, "Console")])
 def test_a_notebook_gets_a_bar(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], expected: str) -> None:
     shell = types.SimpleNamespace(config=config)
-    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
     assert expected in names()
 
 

@@ -10,4 +10,6 @@ def test_figures_are_those_of_the_strategy(make_run: Callable[..., Run]) -> None
     run = make_run()
     figures = Memory().metrics(run)
     assert figures.keys() == run.strategy.memory().keys() >= {"memory_gib", "peak_memory_gib"}
-    assert 0.01 < figures["memory_gib"] <= figures["peak_memory_gib"] < 1000
+    assert (
+        0.01 < figures["memory_gib"] < figures["peak_memory_gib"] + 0.01 < 1000
+    )  # the two are read one after the other

@@ -63,6 +63,8 @@ def test_evaluating_and_saving_do_not_count(make_run: Callable[..., Run], clock:
     step(run, callback)
     callback.on_evaluate_begin(run)
     clock.now += 30
+    callback.on_evaluate_end(run)
+    clock.now += 5
     callback.on_evaluate(run, {})
     clock.now += 20
     callback.on_save(run, Path())

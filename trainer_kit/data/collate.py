@@ -35,9 +35,12 @@ def stack(samples: list[Any]) -> Any:
     Raises:
         ValueError: If the samples' sizes or keys differ.
     """
+    first = samples[0]
     try:
+        if type(first) is dict and all(type(value) is torch.Tensor for value in first.values()):
+            return {key: torch.stack([sample[key] for sample in samples]) for key in first}
         return default_collate([_rows_to_tensors(sample) for sample in samples])
-    except (RuntimeError, KeyError) as error:
+    except (RuntimeError, KeyError, TypeError) as error:
         raise ValueError(
             f"samples cannot be stacked into a batch: {error}; samples of different lengths need "
             "processing_class=tokenizer (which pads) or a data_collator"

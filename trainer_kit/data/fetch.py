@@ -16,8 +16,10 @@ from trainer_kit.strategies.base import seed_generators
 _COLLATE = 1
 """Tells the seed of a batch's collation from the seeds of its samples."""
 
-_twin_random = random.Random()
-_twin_numpy = np.random.RandomState()
+_PROBES = 1024
+"""Seeds with which a batch is first read; few, so that the draws that follow each are worked out once."""
+
+_first_draws: dict[int, tuple[float, float]] = {}
 
 
 class DataError(RuntimeError):
@@ -75,18 +77,18 @@ def set_epoch(dataset: Any, epoch: int) -> None:
         dataset.set_epoch(epoch)
 
 
-def _reset(seed: int) -> torch.Tensor:
-    """Seeds the generators and their twins, and gives torch's state."""
+def _reset(seed: int) -> tuple[tuple[float, float], torch.Tensor]:
+    """Seeds the generators; gives what random and numpy will draw next, and torch's state."""
+    seed %= _PROBES
     seed_generators(seed)
-    _twin_random.seed(seed)
-    _twin_numpy.seed(seed & 0xFFFFFFFF)
-    return torch.default_generator.get_state()
+    if seed not in _first_draws:
+        _first_draws[seed] = (random.Random(seed).random(), np.random.RandomState(seed).random_sample())
+    return _first_draws[seed], torch.default_generator.get_state()
 
 
-def _drew(before: torch.Tensor) -> bool:
-    """Whether a number was drawn since `_reset`. Comparing a draw with the twin's is far cheaper than the states."""
-    return (
-        random.random() != _twin_random.random()
-        or np.random.random_sample() != _twin_numpy.random_sample()
-        or not torch.equal(torch.default_generator.get_state(), before)
+def _drew(before: tuple[tuple[float, float], torch.Tensor]) -> bool:
+    """Whether a number was drawn since `_reset`. Drawing one is far cheaper than looking at the whole state."""
+    draws, state = before
+    return (random.random(), np.random.random_sample()) != draws or not torch.equal(
+        torch.default_generator.get_state(), state
     )

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trainer_kit.callbacks import EarlyStopping
+from trainer_kit.run import Run
+
+
+def stops_after(run: Run, callback: EarlyStopping, name: str, values: list[float]) -> int | None:
+    """The number of evaluations after which it asks to stop."""
+    callback.on_train_begin(run)
+    for count, value in enumerate(values, start=1):
+        callback.on_evaluate(run, {name: value, "eval_other": 0.0})
+        if run.requests.stop:
+            return count
+    return None
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "values", "expected"),
+    [
+        ({"patience": 2}, "eval_loss", [3, 2, 1, 0.5], None),
+        ({"patience": 2}, "eval_loss", [3, 2, 2, 2], 4),
+        ({"patience": 2}, "eval_loss", [3, 4, 2, 4, 1, 1, 1], 7),
+        ({"patience": 1}, "eval_loss", [3, 3], 2),
+        ({"patience": 2, "min_delta": 0.5}, "eval_loss", [3, 2.6, 2.5], 3),
+        ({"patience": 2, "min_delta": 0.5}, "eval_loss", [3, 2.6, 2.4, 2.3, 1.8], None),
+        ({"patience": 2, "metric": "accuracy"}, "eval_accuracy", [0.1, 0.2, 0.1, 0.2], 4),
+        ({"patience": 2, "metric": "eval_accuracy"}, "eval_accuracy", [0.1, 0.2, 0.3, 0.4], None),
+        ({"patience": 2, "metric": "error", "greater_is_better": False}, "eval_error", [3, 2, 1], None),
+        ({"patience": 2}, "eval_loss", [math.nan, math.nan], 2),
+        ({"patience": 2}, "eval_loss", [1, math.nan, 0.5, math.nan, math.nan], 5),
+    ],
+)
+def test_when_it_stops(
+    make_run: Callable[..., Run], options: dict[str, Any], name: str, values: list[float], expected: int | None
+) -> None:
+    run = make_run(eval_strategy="epoch")
+    assert stops_after(run, EarlyStopping(**options), name, values) == expected
+
+
+def test_the_arguments_say_which_metric_and_what_is_better(make_run: Callable[..., Run]) -> None:
+    run = make_run(eval_strategy="epoch", metric_for_best_model="error", greater_is_better=False)
+    assert stops_after(run, EarlyStopping(1), "eval_error", [3, 2, 1, 1]) == 4
+
+
+def test_a_resumed_count_goes_on(make_run: Callable[..., Run]) -> None:
+    first, second = EarlyStopping(3), EarlyStopping(3)
+    assert stops_after(make_run(eval_strategy="epoch"), first, "eval_loss", [1, 2, 2]) is None
+    second.load_state_dict(first.state_dict())
+    assert stops_after(make_run(eval_strategy="epoch"), second, "eval_loss", [1.5, 0.5]) == 1
+
+
+def test_a_run_that_had_stopped_asks_again_when_resumed(make_run: Callable[..., Run]) -> None:
+    first, second, patient = EarlyStopping(1), EarlyStopping(1), EarlyStopping(2)
+    stops_after(make_run(eval_strategy="epoch"), first, "eval_loss", [1, 2])
+    for callback, expected in ((second, True), (patient, False)):
+        run = make_run(eval_strategy="epoch")
+        callback.load_state_dict(first.state_dict())
+        callback.on_train_begin(run)
+        assert run.requests.stop is expected
+
+
+def test_a_metric_that_is_not_there_is_named_with_those_that_are(make_run: Callable[..., Run]) -> None:
+    with pytest.raises(ValueError, match=r"'eval_f1'.*'eval_loss', 'eval_runtime'"):
+        EarlyStopping(metric="f1").on_evaluate(make_run(), {"eval_loss": 1.0, "eval_runtime": 2.0})
+
+
+def test_it_needs_evaluations(make_run: Callable[..., Run]) -> None:
+    with pytest.raises(ValueError, match="eval_strategy='no'"):
+        EarlyStopping().on_train_begin(make_run())
+
+
+@pytest.mark.parametrize("options", [{"patience": 0}, {"min_delta": -0.1}, {"min_delta": math.nan}])
+def test_options_that_make_no_sense(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        EarlyStopping(**options)

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from trainer_kit.callbacks.formatting import duration, number, pairs
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.43214, "0.4321"),
+        (5e-05, "5e-05"),
+        (1234.56, "1,235"),
+        (-1234.56, "-1,235"),
+        (1.5e12, "1.5e+12"),
+        (12.0, "12"),
+        (1234567, "1,234,567"),
+        (True, "True"),
+        ("abc", "abc"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+    ],
+)
+def test_number(value: Any, shown: str) -> None:
+    assert number(value) == shown
+
+
+def test_pairs() -> None:
+    values = {"step": 3, "loss": 0.5, "learning_rate": 1e-4, "samples_per_second": 80.0}
+    assert pairs(values) == "loss 0.5  lr 0.0001  samples/s 80"
+    assert pairs(values, ("samples_per_second", "epoch", "loss")) == "samples/s 80  loss 0.5"
+
+
+def test_duration() -> None:
+    assert duration(83.4) == "0:01:23"

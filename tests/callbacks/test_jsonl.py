@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import trainer_kit
+from trainer_kit.callbacks import JsonLines, jsonl, read_log
+from trainer_kit.run import Run
+
+
+def log(run: Run, callback: JsonLines, *steps: int) -> None:
+    for step in steps:
+        run.state.step = step
+        callback.on_log(run, {"step": step, "loss": 1.0})
+
+
+def path_of(run: Run) -> Path:
+    return Path(run.args.output_dir) / "log.jsonl"
+
+
+def test_every_event_is_a_line(make_run: Callable[..., Run]) -> None:
+    run, callback = make_run(), JsonLines()
+    callback.on_train_begin(run)
+    log(run, callback, 5)
+    callback.on_evaluate(run, {"eval_loss": 0.5})
+    callback.on_save(run, Path("out/checkpoint-5"))
+    callback.on_predict(run, {"test_loss": 0.25})
+    callback.on_exception(run, ValueError("nothing left"))
+    callback.on_train_end(run)
+    records = [json.loads(line) for line in path_of(run).read_text().splitlines()]
+    assert [record["event"] for record in records] == [
+        "start",
+        "log",
+        "evaluate",
+        "save",
+        "predict",
+        "exception",
+        "end",
+    ]
+    assert records == read_log(path_of(run))
+    assert all(record["time"] > 1.6e9 for record in records)
+    assert [record["step"] for record in records] == [0, 5, 5, 5, 5, 5, 5]
+    start, logged, evaluated, saved, predicted, raised, _ = records
+    assert start["trainer_kit"] == trainer_kit.__version__
+    assert start["arguments"]["learning_rate"] == run.args.learning_rate
+    assert logged["loss"] == 1.0
+    assert evaluated["eval_loss"] == 0.5
+    assert predicted["test_loss"] == 0.25
+    assert saved["directory"] == "checkpoint-5"
+    assert (raised["type"], raised["message"]) == ("ValueError", "nothing left")
+
+
+def test_numbers_that_json_has_not(make_run: Callable[..., Run]) -> None:
+    run, callback = make_run(), JsonLines()
+    values = {
+        "loss": math.nan,
+        "up": math.inf,
+        "down": np.float32(-math.inf),
+        "array": np.array([1.0, math.nan]),
+        "tensor": torch.tensor(0.5),
+        "count": np.int64(3),
+        "ok": np.bool_(True),
+        "where": Path("a"),
+        "text": "naïve",
+        "none": None,
+    }
+    callback.on_log(run, {"step": 0, **values})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    written = json.loads(path_of(run).read_text(), parse_constant=refuse)
+    assert (written["loss"], written["up"], written["down"]) == ("nan", "inf", "-inf")
+    (record,) = read_log(path_of(run))
+    assert math.isnan(record["loss"])
+    assert (record["up"], record["down"]) == (math.inf, -math.inf)
+    assert record["array"][0] == 1.0
+    assert math.isnan(record["array"][1])
+    rest = {name: record[name] for name in ("tensor", "count", "ok", "where", "text", "none")}
+    assert rest == {"tensor": 0.5, "count": 3, "ok": True, "where": "a", "text": "naïve", "none": None}
+
+
+def test_a_restart_supersedes_what_came_after_its_step(make_run: Callable[..., Run]) -> None:
+    run, callback = make_run(), JsonLines()
+    callback.on_train_begin(run)
+    log(run, callback, 2, 4, 6, 8)
+    again = JsonLines()
+    run.state.step = 4
+    again.on_train_begin(run)
+    log(run, again, 6, 8, 10)
+    found = [(record["event"], record["step"]) for record in read_log(path_of(run))]
+    assert found == [("start", 0), ("log", 2), ("log", 4), ("start", 4), ("log", 6), ("log", 8), ("log", 10)]
+
+
+@pytest.mark.parametrize("left", [1, 20, -2])
+def test_a_line_cut_by_a_kill_is_passed_over(make_run: Callable[..., Run], left: int) -> None:
+    run, callback = make_run(), JsonLines()
+    callback.on_train_begin(run)
+    log(run, callback, 2, 4)
+    path = path_of(run)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]) + lines[-1][:left])
+    assert [record["step"] for record in read_log(path)] == [0, 2]
+    run.state.step = 2
+    JsonLines().on_train_begin(run)
+    log(run, callback, 4)
+    assert [(record["event"], record["step"]) for record in read_log(path)] == [
+        ("start", 0),
+        ("log", 2),
+        ("start", 2),
+        ("log", 4),
+    ]
+
+
+@pytest.mark.parametrize("damage", ["{", "[1]", '{"event": "log"}', '{"step": 1}'])
+def test_damage_elsewhere_is_named(make_run: Callable[..., Run], damage: str) -> None:
+    run, callback = make_run(), JsonLines()
+    callback.on_train_begin(run)
+    log(run, callback, 2, 4)
+    path = path_of(run)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], damage, lines[2]]) + "\n")
+    with pytest.raises(ValueError, match=r"log\.jsonl: line 2 "):
+        read_log(path)
+
+
+def test_one_write_a_line(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads along, or a kill at any moment, meets whole lines."""
+    run, callback = make_run(), JsonLines()
+    callback.on_train_begin(run)
+    written = []
+
+    class Raw(io.FileIO):
+        def write(self, data: Any) -> int:
+            written.append(bytes(data))
+            return super().write(data)
+
+    def spy(path: Path, mode: str, buffering: int = -1) -> Any:
+        assert buffering == 0
+        return Raw(path, mode)
+
+    monkeypatch.setattr(jsonl, "open", spy, raising=False)
+    log(run, callback, 1, 2)
+    assert [json.loads(line)["step"] for line in written] == [1, 2]
+    assert all(line.endswith(b"}\n") for line in written)
+
+
+def test_a_path_of_ones_own(make_run: Callable[..., Run], tmp_path: Path) -> None:
+    run = make_run()
+    JsonLines(tmp_path / "deep" / "mine.jsonl").on_train_begin(run)
+    assert read_log(tmp_path / "deep" / "mine.jsonl")[0]["event"] == "start"
+
+
+def test_other_processes_write_nothing(make_run: Callable[..., Run]) -> None:
+    run = make_run(rank=1)
+    JsonLines().on_train_begin(run)
+    assert not path_of(run).exists()
+
+
+def test_no_file() -> None:
+    with pytest.raises(FileNotFoundError):
+        read_log("nowhere.jsonl")

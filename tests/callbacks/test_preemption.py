@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from trainer_kit.callbacks import Preemption
+from trainer_kit.run import Run
+from trainer_kit.state import Requests
+
+NAMES = [name for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[dict[str, Any]]:
+    """What the signals do before the test; it must be the same afterwards."""
+    before = {name: signal.getsignal(getattr(signal, name)) for name in NAMES}
+    yield before
+    after = {name: signal.getsignal(getattr(signal, name)) for name in NAMES}
+    for name, handler in before.items():
+        signal.signal(getattr(signal, name), handler)
+    assert after == before
+
+
+@pytest.fixture
+def run(make_run: Callable[..., Run]) -> Run:
+    return make_run()
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGUSR1", 143)])
+def test_the_first_signal_asks_to_save_and_stop(
+    run: Run, name: str, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    callback = Preemption()
+    callback.on_train_begin(run)
+    assert run.requests == Requests()
+    signal.raise_signal(getattr(signal, name))
+    assert run.requests == Requests(save=True, stop=True, exit_code=code)
+    (sentence,) = capfd.readouterr().err.strip().splitlines()
+    assert sentence.startswith(f"{name}: will finish this step, save a checkpoint and leave")
+    callback.on_train_end(run)
+
+
+def test_nothing_is_saved_where_saving_is_off(make_run: Callable[..., Run], capfd: pytest.CaptureFixture[str]) -> None:
+    run, callback = make_run(save_strategy="no"), Preemption()
+    callback.on_train_begin(run)
+    signal.raise_signal(signal.SIGINT)
+    callback.on_train_end(run)
+    assert run.requests == Requests(stop=True, exit_code=130)
+    assert "without a checkpoint" in capfd.readouterr().err
+
+
+def test_a_second_ctrl_c_leaves_at_once(run: Run) -> None:
+    callback = Preemption()
+    callback.on_train_begin(run)
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_second_signal_of_another_kind_does_what_it_did_before(run: Run) -> None:
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        callback = Preemption()
+        callback.on_train_begin(run)
+        signal.raise_signal(signal.SIGINT)
+        assert heard == []
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("how", ["on_train_end", "on_exception"])
+def test_the_old_handlers_come_back(run: Run, handlers: dict[str, Any], how: str) -> None:
+    callback = Preemption()
+    for _ in range(2):  # a second training takes them again
+        callback.on_train_begin(run)
+        assert all(signal.getsignal(getattr(signal, name)) != handlers[name] for name in NAMES)
+        getattr(callback, how)(run, *([ValueError()] if how == "on_exception" else []))
+        assert {name: signal.getsignal(getattr(signal, name)) for name in NAMES} == handlers
+    getattr(callback, how)(run, *([ValueError()] if how == "on_exception" else []))
+
+
+def test_an_ignored_signal_stays_ignored(run: Run) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        callback = Preemption()
+        callback.on_train_begin(run)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        callback.on_train_end(run)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_another_thread_takes_no_signals(run: Run, handlers: dict[str, Any]) -> None:
+    errors: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            callback = Preemption()
+            callback.on_train_begin(run)
+            callback.on_train_end(run)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join(timeout=60)
+    assert errors == []
+    assert {name: signal.getsignal(getattr(signal, name)) for name in NAMES} == handlers
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 0), ("SIGTERM", -15)])
+def test_a_forked_child_leaves_ctrl_c_to_its_parent(name: str, status: int) -> None:
+    """In a process of its own: a fork of the process that runs the tests would carry its threads' locks along."""
+    code = f"""
+import os, signal, sys, tempfile, types
+from trainer_kit.callbacks import Preemption
+from trainer_kit.state import Requests
+run = types.SimpleNamespace(requests=Requests(), args=types.SimpleNamespace(save_strategy="steps"))
+Preemption().on_train_begin(run)
+child = os.fork()
+if child == 0:
+    signal.raise_signal(signal.{name})
+    os._exit(0 if run.requests == Requests() else 3)
+_, status = os.waitpid(child, 0)
+assert run.requests == Requests()
+print(os.waitstatus_to_exitcode(status))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert (done.stdout.strip(), done.stderr) == (str(status), "")

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import tqdm
+
+from trainer_kit.callbacks import Progress
+from trainer_kit.run import Run
+
+
+class Screen:
+    """What stderr shows."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+        self.text = ""
+
+    def getvalue(self) -> str:
+        captured = self.capsys.readouterr()
+        assert captured.out == ""
+        self.text += captured.err
+        return self.text
+
+    def lines(self) -> list[str]:
+        """As on a terminal: a carriage return goes back to the beginning of the line, which is then overwritten."""
+        lines = []
+        for text in self.getvalue().split("\n"):
+            line = ""
+            for part in text.split("\r"):
+                line = part + line[len(part) :]
+            lines.append(line.rstrip())
+        return lines
+
+
+@pytest.fixture
+def screen(capsys: pytest.CaptureFixture[str]) -> Iterator[Screen]:
+    yield Screen(capsys)
+    assert not getattr(tqdm.tqdm, "_instances", ()), "a bar was left open"
+
+
+def test_the_bar_goes_to_the_end(make_run: Callable[..., Run], take_step: Any, screen: Screen) -> None:
+    run, callback = make_run(), Progress()
+    callback.on_train_begin(run)
+    for _ in range(10):
+        take_step(run)
+        callback.on_step_end(run)
+    record = {"step": 10, "epoch": 2.0, "loss": 0.51234, "learning_rate": 1e-4, "samples_per_second": 80.0, "other": 1}
+    callback.on_log(run, record)
+    callback.on_train_end(run)
+    (line, _) = screen.lines()
+    assert re.match(r"train: 100%\|.*\| 10/10 \[", line)
+    assert line.endswith("epoch 2  loss 0.5123  lr 0.0001  samples/s 80]")
+
+
+def test_a_resumed_bar_starts_where_the_run_does(make_run: Callable[..., Run], screen: Screen) -> None:
+    run, callback = make_run(), Progress()
+    run.state.step = 7
+    callback.on_train_begin(run)
+    run.state.step = 8
+    callback.on_step_end(run)
+    callback.on_exception(run, ValueError())
+    assert "| 7/10 [" in screen.getvalue()
+    assert "80%" in screen.lines()[0]
+
+
+def test_what_is_written_meanwhile_stands_above_the_bar(make_run: Callable[..., Run], screen: Screen) -> None:
+    run, callback = make_run(), Progress()
+    logger = logging.getLogger("trainer_kit")
+    handler = logging.StreamHandler()
+    logger.addHandler(handler)
+    try:
+        callback.on_train_begin(run)
+        callback.on_step_end(run)
+        logger.warning("a checkpoint was passed over")
+        callback.on_evaluate_begin(run)
+        callback.on_evaluate_end(run)
+        callback.on_evaluate(run, {"eval_loss": 0.25, "eval_accuracy": 1.0})
+        callback.on_log(run, {"train_loss": 0.5, "train_runtime": 2.0})
+        callback.on_train_end(run)
+        assert logger.handlers == [handler]
+        logger.warning("after training")
+    finally:
+        logger.removeHandler(handler)
+    assert screen.lines()[:3] == [
+        "a checkpoint was passed over",
+        "step 0  eval_loss 0.25  eval_accuracy 1",
+        "train_loss 0.5  train_runtime 2",
+    ]
+    assert screen.lines()[3].startswith("train:  10%|")
+    assert screen.lines()[4:] == ["after training", ""]
+
+
+def test_a_message_is_shown_once_where_no_logger_is_set_up(
+    make_run: Callable[..., Run], screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])
+    run, callback = make_run(), Progress()
+    callback.on_train_begin(run)
+    logging.getLogger("trainer_kit").warning("take care")
+    callback.on_train_end(run)
+    assert logging.root.handlers == []
+    assert screen.getvalue().count("take care") == 1
+
+
+def test_the_bar_says_when_it_evaluates(make_run: Callable[..., Run], screen: Screen) -> None:
+    run, callback = make_run(), Progress()
+    callback.on_train_begin(run)
+    callback.on_evaluate_begin(run)
+    assert screen.lines()[-1].startswith("evaluate:")
+    callback.on_evaluate_end(run)
+    callback.on_train_end(run)
+    assert screen.lines()[-2].startswith("train:")
+
+
+def test_an_evaluation_without_training_has_its_line(make_run: Callable[..., Run], screen: Screen) -> None:
+    run, callback = make_run(), Progress()
+    callback.on_evaluate_begin(run)
+    callback.on_evaluate(run, {"eval_loss": 0.25})
+    assert screen.lines() == ["step 0  eval_loss 0.25", ""]
+
+
+def test_other_processes_show_nothing(make_run: Callable[..., Run], screen: Screen) -> None:
+    run, callback = make_run(rank=1), Progress()
+    callback.on_train_begin(run)
+    callback.on_step_end(run)
+    callback.on_log(run, {"loss": 1.0})
+    callback.on_evaluate(run, {"eval_loss": 1.0})
+    callback.on_train_end(run)
+    assert screen.getvalue() == ""

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from trainer_kit.callbacks import TensorBoard
+from trainer_kit.run import Run
+
+
+def read(directory: Path | str) -> EventAccumulator:
+    return EventAccumulator(str(directory)).Reload()
+
+
+def scalars(directory: Path | str, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in read(directory).Scalars(tag)]
+
+
+def log(run: Run, callback: TensorBoard, *steps: int) -> None:
+    for step in steps:
+        run.state.step = step
+        callback.on_log(run, {"step": step, "epoch": 0.5, "loss": 1.0 / step, "note": "text"})
+
+
+def test_scalars_by_tag(make_run: Callable[..., Run]) -> None:
+    run, callback = make_run(), TensorBoard()
+    callback.on_train_begin(run)
+    log(run, callback, 1, 2, 4)
+    callback.on_evaluate(run, {"eval_loss": 0.5, "eval_val_loss": 0.75, "mine": 3})
+    callback.on_log(run, {"train_loss": 0.25})
+    callback.on_train_end(run)
+    callback.on_predict(run, {"test_loss": 0.125})
+    directory = run.args.log_dir
+    assert set(read(directory).Tags()["scalars"]) == {
+        "train/loss",
+        "train/epoch",
+        "train/train_loss",
+        "eval/loss",
+        "eval/val_loss",
+        "eval/mine",
+        "test/loss",
+    }
+    assert scalars(directory, "train/loss") == [(1, 1.0), (2, 0.5), (4, 0.25)]
+    assert scalars(directory, "eval/loss") == [(4, 0.5)]
+    assert scalars(directory, "test/loss") == [(4, 0.125)]
+
+
+def test_arguments_as_text(make_run: Callable[..., Run]) -> None:
+    run, callback = make_run(learning_rate=0.125), TensorBoard()
+    callback.on_train_begin(run)
+    callback.on_train_end(run)
+    (event,) = read(run.args.log_dir).Tensors("arguments/text_summary")
+    assert '"learning_rate": 0.125' in event.tensor_proto.string_val[0].decode()
+
+
+def test_numbers_are_written_as_they_are(make_run: Callable[..., Run]) -> None:
+    run, callback = make_run(), TensorBoard()
+    callback.on_train_begin(run)
+    for step, value in enumerate((math.nan, math.inf, -math.inf)):
+        run.state.step = step
+        callback.on_log(run, {"loss": value})
+    callback.on_train_end(run)
+    values = [value for _, value in scalars(run.args.log_dir, "train/loss")]
+    assert math.isnan(values[0])
+    assert values[1:] == [math.inf, -math.inf]
+
+
+def test_a_resume_hides_the_steps_that_are_taken_again(make_run: Callable[..., Run]) -> None:
+    run, callback = make_run(), TensorBoard()
+    callback.on_train_begin(run)
+    log(run, callback, 1, 2, 3, 4)
+    callback.on_exception(run, ValueError())
+    run.state.step = 2
+    again = TensorBoard()
+    again.on_train_begin(run)
+    log(run, again, 4, 6)
+    again.on_train_end(run)
+    assert [step for step, _ in scalars(run.args.log_dir, "train/loss")] == [1, 2, 4, 6]
+
+
+def test_a_save_brings_everything_to_the_disk(make_run: Callable[..., Run], tmp_path: Path) -> None:
+    run, callback = make_run(), TensorBoard(tmp_path / "mine")
+    callback.on_train_begin(run)
+    log(run, callback, 3)
+    callback.on_save(run, Path())
+    assert [step for step, _ in scalars(tmp_path / "mine", "train/loss")] == [3]
+    callback.on_train_end(run)
+
+
+def test_other_processes_write_nothing(make_run: Callable[..., Run]) -> None:
+    run, callback = make_run(rank=1), TensorBoard()
+    callback.on_train_begin(run)
+    log(run, callback, 1)
+    callback.on_train_end(run)
+    assert not run.args.log_dir.exists()

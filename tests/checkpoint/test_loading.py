@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from trainer_kit.checkpoint import CheckpointError, load_checkpoint_in_model, save_tensors, write_checkpoint
+
+
+class Tied(torch.nn.Module):
+    def __init__(self, tie: bool = True) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(8, 4)
+        self.body = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        self.head = torch.nn.Linear(4, 8, bias=False)
+        if tie:
+            self.head.weight = self.embedding.weight
+
+
+def equal(left: torch.nn.Module, right: torch.nn.Module) -> bool:
+    theirs = right.state_dict()
+    return all(torch.equal(tensor, theirs[name]) for name, tensor in left.state_dict().items())
+
+
+@pytest.mark.parametrize("size", ["5GB", 64, 1])
+def test_a_model_comes_back_and_stays_tied(tmp_path: Path, size: int | str) -> None:
+    model, other = Tied(), Tied()
+    model.get_buffer("body.1.running_mean").fill_(3)
+    model.get_buffer("body.1.num_batches_tracked").fill_(7)
+    save_tensors(model.state_dict(), tmp_path, max_shard_size=size)
+    parameters = list(other.parameters())
+    load_checkpoint_in_model(other, tmp_path)
+    assert equal(other, model)
+    assert other.head.weight is other.embedding.weight
+    assert all(new is old for new, old in zip(other.parameters(), parameters, strict=True))
+
+
+def test_safetensors_own_load_model_reads_a_tied_model(tmp_path: Path) -> None:
+    model, other = Tied(), Tied()
+    save_tensors(model.state_dict(), tmp_path)
+    safetensors.torch.load_model(other, tmp_path / "model.safetensors")
+    assert equal(other, model)
+
+
+def test_a_file_of_safetensors_own_save_model_is_read(tmp_path: Path) -> None:
+    model, other = Tied(), Tied()
+    safetensors.torch.save_model(model, str(tmp_path / "weights.safetensors"))
+    load_checkpoint_in_model(other, tmp_path / "weights.safetensors")
+    assert equal(other, model)
+
+
+def test_aliases_reach_a_model_that_is_not_tied(tmp_path: Path) -> None:
+    model, other = Tied(), Tied(tie=False)
+    save_tensors(model.state_dict(), tmp_path)
+    load_checkpoint_in_model(other, str(tmp_path))
+    assert torch.equal(other.head.weight, model.embedding.weight)
+    assert torch.equal(other.embedding.weight, model.embedding.weight)
+
+
+def test_a_tied_name_that_the_file_leaves_out_is_not_missing(tmp_path: Path) -> None:
+    model, other = Tied(), Tied()
+    state = model.state_dict()
+    del state["embedding.weight"]
+    save_tensors(state, tmp_path)
+    load_checkpoint_in_model(other, tmp_path)
+    assert equal(other, model)
+    with pytest.raises(ValueError, match=r"missing there: 'embedding.weight'$"):
+        load_checkpoint_in_model(Tied(tie=False), tmp_path)
+
+
+def test_weights_are_cast_to_the_models_dtype(tmp_path: Path) -> None:
+    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2, dtype=torch.float64)
+    save_tensors(model.state_dict(), tmp_path)
+    load_checkpoint_in_model(other, tmp_path)
+    assert other.weight.dtype == torch.float64
+    assert torch.equal(other.weight.float(), model.weight)
+
+
+def test_another_models_weights_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    source = {f"layer.{index}": torch.ones(2) for index in range(5)}
+    save_tensors({**source, "weight": torch.ones(4, 2), "bias": torch.ones(4)}, tmp_path, max_shard_size=16)
+    model = torch.nn.Linear(3, 4)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match="another model than this Linear") as caught:
+        load_checkpoint_in_model(model, tmp_path)
+    message = str(caught.value)
+    assert "'weight' is of shape [4, 2] there and [4, 3] in the model" in message
+    assert "not in the model: 'layer.0', 'layer.1', 'layer.2' and 2 more" in message
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_missing_names_are_listed_and_let_pass_without_strict(tmp_path: Path) -> None:
+    model = Tied()
+    state = {name: torch.full_like(tensor, 5) for name, tensor in model.state_dict().items()}
+    del state["body.0.bias"]
+    save_tensors({**state, "more": torch.ones(1)}, tmp_path)
+    with pytest.raises(ValueError, match=r"missing there: 'body.0.bias'; not in the model: 'more'$"):
+        load_checkpoint_in_model(model, tmp_path)
+    load_checkpoint_in_model(model, tmp_path, strict=False)
+    assert (model.embedding.weight == 5).all()
+
+
+def test_another_shape_is_refused_without_strict_too(tmp_path: Path) -> None:
+    save_tensors({"weight": torch.ones(4, 2)}, tmp_path)
+    with pytest.raises(ValueError, match=r"\[4, 2\] there and \[4, 3\]"):
+        load_checkpoint_in_model(torch.nn.Linear(3, 4), tmp_path, strict=False)
+
+
+def test_a_flipped_bit_in_a_checkpoints_weights_is_found(tmp_path: Path) -> None:
+    model = Tied()
+    checkpoint = write_checkpoint(tmp_path, 1, model.state_dict(), {}, arguments={})
+    load_checkpoint_in_model(Tied(), checkpoint)
+    content = bytearray((checkpoint / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (checkpoint / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged: its checksum"):
+        load_checkpoint_in_model(Tied(), checkpoint)
+
+
+def test_pickles_and_missing_paths_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="pickles are never read"):
+        load_checkpoint_in_model(Tied(), tmp_path / "model.bin")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load_checkpoint_in_model(Tied(), tmp_path / "nowhere")
+
+
+def tiny(kind: str) -> Any:
+    import transformers
+
+    if kind == "gpt2":
+        config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=32, n_positions=16)
+        return transformers.GPT2LMHeadModel(config)
+    bert = transformers.BertConfig(
+        hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=32
+    )
+    return transformers.BertForMaskedLM(bert)
+
+
+@pytest.mark.parametrize("size", ["5GB", "1KB"])
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_transformers_reads_what_is_written_and_the_other_way_round(tmp_path: Path, kind: str, size: str) -> None:
+    model = tiny(kind)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    save_tensors(model.state_dict(), tmp_path / "ours", max_shard_size=size)
+    assert (tmp_path / "ours" / "model.safetensors").exists() == (size == "5GB")
+    model.config.save_pretrained(tmp_path / "ours")
+    loaded, info = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert equal(loaded, model)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=size)
+    other = tiny(kind)
+    load_checkpoint_in_model(other, tmp_path / "theirs")
+    assert equal(other, model)
+    assert other.get_output_embeddings().weight is other.get_input_embeddings().weight
+
+
+def test_the_index_is_the_one_that_transformers_writes(tmp_path: Path) -> None:
+    model = tiny("gpt2")
+    save_tensors(model.state_dict(), tmp_path / "ours", max_shard_size="1KB")
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="1KB")
+    ours, theirs = (
+        json.loads((tmp_path / name / "model.safetensors.index.json").read_text()) for name in ("ours", "theirs")
+    )
+    assert ours["weight_map"].keys() == theirs["weight_map"].keys()
+    assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]

@@ -1,0 +1,245 @@
+"""The order of samples: hypothesis draws the layouts, each sample of an epoch must come exactly once."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from trainer_kit.data.order import (
+    GROUP,
+    Layout,
+    Slot,
+    epoch_length,
+    evaluation_slots,
+    mix,
+    permutation,
+    slots,
+    steps_between,
+)
+
+relaxed = settings(deadline=None, max_examples=150)
+
+lengths = st.integers(0, 200)
+layouts = st.builds(Layout, st.integers(1, 9), st.integers(1, 5), st.integers(1, 4))
+seeds = st.integers(0, 2**32 - 1)
+
+
+def ranks(layout: Layout) -> list[Layout]:
+    return [layout._replace(rank=rank) for rank in range(layout.world_size)]
+
+
+def plans(order: torch.Tensor, position: int, layout: Layout) -> list[list[Slot]]:
+    """The slots of every rank."""
+    return [list(slots(order, 0, position, each)) for each in ranks(layout)]
+
+
+def seen(plan: list[list[Slot]]) -> list[int]:
+    return [index for rank in plan for slot in rank if slot.counted for index in slot.indices]
+
+
+@dataclasses.dataclass
+class Step:
+    """One optimizer step, over all ranks."""
+
+    start: int
+    stop: int
+    indices: set[int]
+
+
+def steps_of(plan: list[list[Slot]]) -> list[Step]:
+    found: dict[int, Step] = {}
+    for rank in plan:
+        for slot in rank:
+            step = found.setdefault(slot.window_stop, Step(slot.start, slot.window_stop, set()))
+            if slot.counted:
+                step.start = min(step.start, slot.start)
+                step.indices |= set(slot.indices)
+    return list(found.values())
+
+
+@relaxed
+@given(lengths, layouts, seeds, st.data())
+def test_each_sample_exactly_once_from_any_position(length: int, layout: Layout, seed: int, data: st.DataObject) -> None:
+    order = permutation(length, seed, 0)
+    position = data.draw(st.integers(0, length))
+    assert sorted(seen(plans(order, position, layout))) == sorted(order[position:].tolist())
+
+
+@relaxed
+@given(lengths, layouts, st.data())
+def test_resuming_at_any_step_gives_exactly_the_remaining_slots(
+    length: int, layout: Layout, data: st.DataObject
+) -> None:
+    order = permutation(length, 3, 1)
+    boundaries = [0, *range(layout.window, length, layout.window)]
+    position = data.draw(st.sampled_from(boundaries))
+    for whole, rest in zip(plans(order, 0, layout), plans(order, position, layout), strict=True):
+        assert rest == [slot for slot in whole if slot.window_stop > position]
+
+
+@relaxed
+@given(lengths, layouts, layouts)
+def test_a_step_holds_the_same_samples_under_any_layout_with_the_same_global_batch(
+    length: int, one: Layout, other: Layout
+) -> None:
+    other = other._replace(batch_size=one.batch_size * one.accumulation * one.world_size, accumulation=1, world_size=1)
+    assert one.window == other.window
+    order = permutation(length, 7, 2)
+    assert steps_of(plans(order, 0, one)) == steps_of(plans(order, 0, other))
+
+
+@relaxed
+@given(lengths, layouts)
+def test_ranks_take_the_same_number_of_batches_and_agree_on_the_step(length: int, layout: Layout) -> None:
+    def shape(slot: Slot) -> tuple[object, ...]:
+        return slot.number, slot.last, slot.window_stop, slot.closes_epoch, slot.epoch
+
+    plan = plans(permutation(length, 1, 0), 0, layout)
+    assert all([shape(slot) for slot in rank] == [shape(slot) for slot in plan[0]] for rank in plan)
+    for rank in plan:
+        assert all(1 <= len(slot.indices) <= layout.batch_size for slot in rank)
+        assert [slot.number for slot in rank if slot.last] == [
+            number for number, after in zip([s.number for s in rank], [*[s.number for s in rank][1:], 0], strict=True)
+            if after == 0
+        ]  # fmt: skip
+    assert sum(slot.last for slot in plan[0]) == steps_between(0, length, layout)
+    assert [slot.closes_epoch for slot in plan[0]] == [slot.window_stop == length for slot in plan[0]]
+
+
+@relaxed
+@given(lengths, layouts)
+def test_a_stand_in_counts_nothing_and_is_a_real_sample(length: int, layout: Layout) -> None:
+    order = permutation(length, 1, 0)
+    for rank in plans(order, 0, layout):
+        for slot in rank:
+            assert slot.counted or len(slot.indices) == 1
+            assert slot.indices == order[slot.start : slot.start + len(slot.indices)].tolist()
+
+
+def test_a_short_last_step_is_spread_with_stand_ins() -> None:
+    layout = Layout(batch_size=2, accumulation=2, world_size=3)  # 12 a step, 6 a row
+    plan = plans(torch.arange(15), 0, layout)
+    last = [[(slot.indices, slot.counted) for slot in rank if slot.window_stop == 15] for rank in plan]
+    assert last == [[([12, 13], True)], [([14], True)], [([12], False)]]
+
+
+@relaxed
+@given(lengths, layouts, layouts, layouts, st.data())
+def test_changing_the_layout_in_mid_epoch_keeps_each_sample_exactly_once(
+    length: int, first: Layout, second: Layout, third: Layout, data: st.DataObject
+) -> None:
+    order = permutation(length, 11, 4)
+    position, found = 0, []
+    for layout in (first, second):
+        taken = data.draw(st.integers(0, steps_between(position, length, layout)))
+        stop = min(position + taken * layout.window, length)
+        found += [i for step in steps_of(plans(order, position, layout)) if step.stop <= stop for i in step.indices]
+        position = stop
+    found += seen(plans(order, position, third))
+    assert sorted(found) == list(range(length))
+
+
+@relaxed
+@given(lengths, layouts)
+def test_drop_last_leaves_full_batches_on_every_rank(length: int, layout: Layout) -> None:
+    used = epoch_length(length, layout, drop_last=True)
+    assert length - layout.row < used <= length
+    assert epoch_length(length, layout, drop_last=False) == length
+    for rank in plans(permutation(length, 1, 0)[:used], 0, layout):
+        assert all(slot.counted and len(slot.indices) == layout.batch_size for slot in rank)
+
+
+@relaxed
+@given(lengths, layouts, st.data())
+def test_steps_between_counts_what_slots_gives(length: int, layout: Layout, data: st.DataObject) -> None:
+    position = data.draw(st.integers(0, length))
+    plan = list(slots(torch.arange(length), 0, position, layout))
+    assert steps_between(position, length, layout) == sum(slot.last for slot in plan)
+
+
+@relaxed
+@given(lengths, layouts)
+def test_evaluation_goes_through_the_dataset_once_in_its_order(length: int, layout: Layout) -> None:
+    plan = [list(evaluation_slots(length, each)) for each in ranks(layout)]
+    assert len({len(rank) for rank in plan}) == 1
+    rows = zip(*plan, strict=True)
+    assert [i for row in rows for slot in row if slot.counted for i in slot.indices] == list(range(length))
+
+
+@relaxed
+@given(st.integers(0, 500), seeds, st.integers(0, 1000))
+def test_an_epoch_is_a_permutation_that_seed_and_epoch_alone_choose(length: int, seed: int, epoch: int) -> None:
+    torch.manual_seed(random.getrandbits(32))
+    order = permutation(length, seed, epoch)
+    assert sorted(order.tolist()) == list(range(length))
+    torch.manual_seed(random.getrandbits(32))
+    assert torch.equal(order, permutation(length, seed, epoch))
+    if length >= 20:
+        assert not torch.equal(order, permutation(length, seed, epoch + 1))
+        assert not torch.equal(order, permutation(length, seed + 1, epoch))
+
+
+def test_the_order_leaves_the_global_generators_alone() -> None:
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    expected = (torch.rand(1).item(), np.random.rand(), random.random())
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    permutation(100, 1, 2, np.arange(100))
+    assert (torch.rand(1).item(), np.random.rand(), random.random()) == expected
+
+
+@relaxed
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(1, 60), seeds)
+@example([1], 1, 0)
+def test_grouping_by_length_is_a_permutation(sample_lengths: list[int], repeat: int, seed: int) -> None:
+    lengths = np.array(sample_lengths * repeat)
+    order = permutation(len(lengths), seed, 0, lengths).numpy()
+    assert sorted(order.tolist()) == list(range(len(lengths)))
+    assert lengths[order[0]] == lengths.max()  # running out of memory shows at once
+
+
+@pytest.mark.parametrize("count", [GROUP - 1, GROUP, GROUP + 1, 3 * GROUP + 17])
+def test_groups_are_sorted_from_long_to_short(count: int) -> None:
+    lengths = np.random.default_rng(0).integers(1, 500, count)
+    order = permutation(count, 9, 3, lengths).numpy()
+    falls = np.flatnonzero(np.diff(lengths[order]) > 0)  # where a new group begins
+    assert len(falls) <= -(-count // GROUP) - 1
+    batches = [lengths[order[start : start + 8]] for start in range(0, count, 8)]
+    shuffled = permutation(count, 9, 3).numpy()
+    plain = [lengths[shuffled[start : start + 8]] for start in range(0, count, 8)]
+    padding = sum((batch.max() - batch).sum() for batch in batches)
+    assert padding * 5 < sum((batch.max() - batch).sum() for batch in plain)
+
+
+def test_grouping_shuffles_anew_each_epoch() -> None:
+    lengths = np.random.default_rng(0).integers(1, 50, 300)
+    orders = [permutation(300, 1, epoch, lengths) for epoch in range(2)]
+    assert not torch.equal(*orders)
+
+
+@relaxed
+@given(st.lists(st.integers(-(2**63), 2**63), min_size=1, max_size=4))
+def test_mixed_seeds_suit_every_generator(numbers: list[int]) -> None:
+    value = mix(*numbers)
+    assert 0 <= value < 2**63
+    assert value == mix(*numbers)
+    torch.Generator().manual_seed(value)
+    random.Random(value)
+
+
+def test_mixing_tells_its_arguments_apart() -> None:
+    grid = range(-1, 30)
+    values = {mix(a, b, c) for a in grid for b in grid for c in grid} | {mix(a, b) for a in grid for b in grid}
+    assert len(values) == len(grid) ** 3 + len(grid) ** 2
+    low = np.bincount([mix(1, 2, c) % 16 for c in range(16_000)])
+    assert low.min() > 850  # 1000 each, give or take five standard deviations
+    assert low.max() < 1150

@@ -1,0 +1,148 @@
+"""A small training task with everything that makes a resume hard; run as a script, it trains and prints its digest."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import Dataset, IterableDataset
+
+from trainer_kit import Callback, Run, Trainer, TrainingArguments
+from trainer_kit.callbacks import EMA, read_log
+
+SAMPLES = 62
+
+
+class Noisy(Dataset[Any]):
+    """Samples augmented by torch's, numpy's and random's global generators."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(samples, 8, generator=generator)
+        self.labels = torch.randint(0, 3, (samples,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        noise = torch.randn(8) * 0.1 + float(np.random.normal()) * 0.01 + random.random() * 0.01
+        return {"x": self.x[index] + noise, "labels": self.labels[index]}
+
+
+class Stream(IterableDataset[Any]):
+    """An endless source cut into epochs, with a state."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.samples = samples
+        self.place = 0
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        while self.place < self.samples:
+            self.place += 1
+            yield {"x": torch.randn(8) + self.place, "labels": torch.tensor(self.place % 3)}
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class Net(torch.nn.Module):
+    """Dropout, batch norm and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(8, 8)
+        self.second = torch.nn.Linear(8, 8, bias=False)
+        self.second.weight = self.first.weight
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.dropout = torch.nn.Dropout(0.3)
+        self.head = torch.nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.dropout(torch.relu(self.norm(self.second(torch.relu(self.first(x))))))
+        logits = self.head(hidden)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Marker(Callback):
+    """Leaves a file after a step, for whoever waits to kill this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_step_end(self, run: Run) -> None:
+        (self.folder / f"step-{run.state.step}").touch()
+
+
+def make_trainer(output_dir: Path, *callbacks: Callback, dataset: Any = None, **changes: Any) -> Trainer:
+    """The task's Trainer; `changes` are arguments."""
+    arguments: dict[str, Any] = {
+        "output_dir": str(output_dir), "num_train_epochs": 3, "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "weight_decay": 0.1, "lr_scheduler_type": "cosine",
+        "warmup_steps": 3, "logging_steps": 3, "save_steps": 4, "save_total_limit": 3, "eval_strategy": "steps",
+        "eval_steps": 4, "use_cpu": True, "report_to": "jsonl", "disable_tqdm": True, "log_level": "warning",
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = Net()
+    args = TrainingArguments(**(arguments | changes))
+    return Trainer(model, args, dataset or Noisy(), Noisy(10), callbacks=[EMA(decay=0.9), *callbacks])
+
+
+def logged_losses(output_dir: Path) -> list[tuple[int, float, float]]:
+    """Step, loss and gradient norm of every record."""
+    return [
+        (record["step"], record["loss"], record["grad_norm"])
+        for record in read_log(output_dir / "log.jsonl")
+        if "loss" in record
+    ]
+
+
+def digest(trainer: Trainer) -> str:
+    """A checksum of weights, buffers, optimizer, EMA and logged losses: equal only where every bit is."""
+    checksum = xxhash.xxh3_64()
+    assert trainer.run.optimizer is not None
+    states: list[Any] = [trainer.run.model.state_dict(), trainer.run.optimizer.state_dict(), trainer.events.state_dict()]
+
+    def add(tree: Any) -> None:
+        if isinstance(tree, dict):
+            for key in tree:
+                checksum.update(str(key).encode())
+                add(tree[key])
+        elif isinstance(tree, (list, tuple)):
+            for value in tree:
+                add(value)
+        elif isinstance(tree, torch.Tensor):
+            checksum.update(tree.detach().contiguous().numpy().tobytes())
+        else:
+            checksum.update(repr(tree).encode())
+
+    add([states[0], states[1], states[2].get("EMA")])
+    checksum.update(repr(logged_losses(Path(trainer.args.output_dir))).encode())
+    return checksum.hexdigest()
+
+
+def main() -> None:
+    """Trains, resuming where there is something to resume from."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("output_dir", type=Path)
+    parser.add_argument("--marks", type=Path)
+    parser.add_argument("--workers", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    callbacks = [Marker(options.marks)] if options.marks else []
+    trainer = make_trainer(options.output_dir, *callbacks, dataloader_num_workers=options.workers)
+    trainer.train(resume_from_checkpoint=True)
+    print(digest(trainer))
+
+
+if __name__ == "__main__":
+    main()

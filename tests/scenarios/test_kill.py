@@ -1,0 +1,150 @@
+"""Real processes, real signals: what is left is always enough to go on, bit for bit."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.scenario, pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")]
+
+TASK = Path(__file__).with_name("task.py")
+LIMIT = 120
+
+
+def start(folder: Path, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(TASK), str(folder), *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + LIMIT
+    while not path.exists():
+        if process.poll() is not None or time.monotonic() > end:
+            process.kill()
+            raise AssertionError(f"{path.name} never came: {process.communicate()[1]}")
+        time.sleep(0.001)
+
+
+def marks(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+    code, out, err = finish(start(tmp_path_factory.mktemp("straight")))
+    assert code == 0, err
+    return out.strip()
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_killed_at_random_moments_ends_with_the_same_bits(tmp_path: Path, expected: str, workers: str) -> None:
+    chance = random.Random(int(workers))
+    for number, step in enumerate((2, 9, 16, 22)):
+        marked = marks(tmp_path / f"marks-{number}")
+        process = start(tmp_path / "run", "--marks", str(marked), "--workers", workers)
+        wait_for(marked / f"step-{step}", process)
+        time.sleep(chance.random() * 0.1)  # in a step, an evaluation, or anywhere in a save
+        process.send_signal(signal.SIGKILL)
+        finish(process)
+    code, out, err = finish(start(tmp_path / "run", "--workers", workers))
+    assert code == 0, err
+    assert out.strip() == expected
+    assert not list((tmp_path / "run").glob(".staging*"))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_finishes_the_step_saves_and_leaves(
+    tmp_path: Path, expected: str, number: signal.Signals, code: int
+) -> None:
+    marked = marks(tmp_path / "marks")
+    process = start(tmp_path / "run", "--marks", str(marked), "--workers", "2")
+    wait_for(marked / "step-5", process)
+    process.send_signal(number)
+    left, _, err = finish(process)
+    assert left == code, err
+    last = max(int(path.name.split("-")[1]) for path in marked.iterdir())
+    assert (tmp_path / "run" / f"checkpoint-{last}" / "manifest.json").is_file()
+    left, out, err = finish(start(tmp_path / "run"))
+    assert left == 0, err
+    assert out.strip() == expected
+
+
+def test_second_interrupt_leaves_at_once(tmp_path: Path) -> None:
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        "import sys, time\n"
+        f"sys.path.insert(0, {str(TASK.parent)!r})\n"
+        "from pathlib import Path\n"
+        "import task\n"
+        "from trainer_kit import Callback\n"
+        "class Slow(Callback):\n"
+        "    def on_substep_end(self, run):\n"
+        f"        Path({str(tmp_path)!r}, 'in-step').touch()\n"
+        "        time.sleep(60)\n"
+        f"task.make_trainer(Path({str(tmp_path)!r}) / 'run', Slow()).train()\n"
+    )
+    process = subprocess.Popen([sys.executable, str(slow)], stderr=subprocess.PIPE, text=True)
+    wait_for(tmp_path / "in-step", process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None  # the first one waits for the step
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process)
+    assert time.monotonic() - begin < 30
+    assert code in (130, -signal.SIGINT), err
+
+
+def test_interrupt_in_an_evaluation_saves_and_evaluates_on_resume(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, time, json\n"
+        f"sys.path.insert(0, {str(TASK.parent)!r})\n"
+        "from pathlib import Path\n"
+        "import task, torch\n"
+        "folder = Path(sys.argv[1])\n"
+        "class SlowEval(task.Noisy):\n"
+        "    def __getitem__(self, index):\n"
+        "        if len(sys.argv) > 2:\n"
+        "            (folder / 'evaluating').touch()\n"
+        "            time.sleep(1)\n"
+        "        return super().__getitem__(index)\n"
+        "folder.mkdir(exist_ok=True)\n"
+        "trainer = task.make_trainer(folder / 'run', max_steps=5, save_steps=100)\n"
+        "trainer.run.eval_dataset = SlowEval(10)\n"
+        "trainer.train(resume_from_checkpoint=True)\n"
+        "print(task.digest(trainer))\n"
+    )
+
+    def run(folder: Path, *slow: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, str(script), str(folder), *slow], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    process = run(tmp_path / "a", "slow")
+    wait_for(tmp_path / "a" / "evaluating", process)
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process)
+    assert code == 130, err
+    assert (tmp_path / "a" / "run" / "checkpoint-4").is_dir()
+    code, resumed, err = finish(run(tmp_path / "a"))
+    assert code == 0, err
+    assert "eval_loss" in (tmp_path / "a" / "run" / "log.jsonl").read_text()
+    code, straight, err = finish(run(tmp_path / "b"))
+    assert code == 0, err
+    assert resumed == straight

@@ -1,0 +1,386 @@
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from trainer_kit.arguments import TrainingArguments
+from trainer_kit.optim import make_optimizer, make_scheduler
+
+
+class CustomRMSNorm(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+
+class Scale(nn.LayerNorm):
+    """A normalization whose own name does not say so."""
+
+
+class LogNormal(nn.Module):
+    """No normalization, though its name looks like one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+class Everything(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.linear = nn.Linear(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2, add_bias_kv=True)
+        self.lstm = nn.LSTM(4, 4)
+        self.norms = nn.ModuleList(
+            [nn.LayerNorm(4), nn.BatchNorm1d(4), nn.GroupNorm(2, 4), nn.RMSNorm(4), CustomRMSNorm(4), Scale(4)]
+        )
+        self.distribution = LogNormal()
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def arguments(**settings: Any) -> TrainingArguments:
+    return TrainingArguments(**{"learning_rate": 0.1, "weight_decay": 0.5, **settings})
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor"])
+def test_groups(optim: str) -> None:
+    model = Everything()
+    optimizer = make_optimizer(model, arguments(optim=optim))
+    decayed, plain = optimizer.param_groups
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.5, 0.0)
+    assert decayed["param_names"] == [
+        *("embedding.weight", "linear.weight", "attention.in_proj_weight", "attention.out_proj.weight"),
+        *("lstm.weight_ih_l0", "lstm.weight_hh_l0", "distribution.scale"),
+    ]
+    assert all("bias" in name or name.startswith("norms.") for name in plain["param_names"])
+    both = decayed["params"] + plain["params"]
+    assert {id(parameter) for parameter in both} == {id(parameter) for parameter in model.parameters()}
+    assert len(both) == len(list(model.parameters()))
+    named = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        assert group["lr"] == 0.1
+        assert all(
+            named[name] is parameter for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        )
+
+
+def test_a_transformers_model() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    decayed, plain = make_optimizer(transformers.LlamaForCausalLM(config), arguments()).param_groups
+    assert all(name.endswith("norm.weight") for name in plain["param_names"])
+    assert len(plain["param_names"]) == 3
+    assert not any("norm" in name for name in decayed["param_names"])
+
+
+def test_frozen_parameters_never_reach_the_optimizer() -> None:
+    model = Everything().requires_grad_(False)
+    model.linear.bias.requires_grad_(True)
+    (group,) = make_optimizer(model, arguments()).param_groups
+    assert group["param_names"] == ["linear.bias"]
+    assert group["weight_decay"] == 0.0
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2).requires_grad_(False), nn.ReLU()])
+def test_nothing_to_train_is_refused(model: nn.Module) -> None:
+    with pytest.raises(ValueError, match="has no parameter that requires a gradient; unfreeze some"):
+        make_optimizer(model, arguments())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_adamw_is_fused_on_the_cpu_and_steps(dtype: torch.dtype) -> None:
+    model = nn.Linear(3, 3).to(dtype)
+    optimizer = make_optimizer(model, arguments())
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert all(group["fused"] is True for group in optimizer.param_groups)
+    before = model.weight.detach().clone()
+    model(torch.ones(2, 3, dtype=dtype)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(before, model.weight)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(nn.Linear(3, 3, dtype=torch.complex64), id="complex"),
+        pytest.param(nn.Linear(3, 3, device="meta"), id="meta"),
+    ],
+)
+def test_adamw_is_not_fused_where_torch_cannot(model: nn.Module) -> None:
+    optimizer = make_optimizer(model, arguments())
+    assert not any(group["fused"] for group in optimizer.param_groups)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_adamw_is_fused_on_cuda_and_steps() -> None:
+    model = nn.Linear(3, 3).cuda()
+    optimizer = make_optimizer(model, arguments())
+    assert all(group["fused"] is True for group in optimizer.param_groups)
+    before = model.weight.detach().clone()
+    model(torch.ones(2, 3, device="cuda")).sum().backward()
+    optimizer.step()
+    assert not torch.equal(before, model.weight)
+
+
+REFERENCES: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
+    "adamw_torch": lambda groups: torch.optim.AdamW(groups, lr=0.1, betas=(0.8, 0.95), eps=1e-3, fused=True),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
+    "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("optim", sorted(REFERENCES))
+def test_steps_equal_torchs_own_bit_for_bit(optim: str, dtype: torch.dtype) -> None:
+    def trained(make: Callable[[nn.Sequential], torch.optim.Optimizer]) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)).to(dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(generator=generator)
+        optimizer = make(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(5, 4, dtype=dtype, generator=generator)).square().mean().backward()
+            optimizer.step()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    args = arguments(optim=optim, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-3)
+    ours = trained(lambda model: make_optimizer(model, args))
+    theirs = trained(
+        lambda model: REFERENCES[optim](
+            [
+                {"params": [model[0].weight, model[2].weight], "weight_decay": 0.5},
+                {"params": [model[0].bias, *model[1].parameters(), model[2].bias], "weight_decay": 0.0},
+            ]
+        )
+    )
+    for own, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own, reference, rtol=0, atol=0)
+
+
+def hide_8bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("bitsandbytes", "bitsandbytes.optim", "torchao", "torchao.optim"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+def test_adamw_8bit_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_8bit(monkeypatch)
+    with pytest.raises(ImportError, match=r"^optim='adamw_8bit' needs .* run `pip install bitsandbytes`, or torchao$"):
+        make_optimizer(nn.Linear(2, 2), arguments(optim="adamw_8bit"))
+
+
+@pytest.mark.parametrize("package", ["bitsandbytes", "torchao"])
+def test_adamw_8bit_is_taken_from_either_package(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    class AdamW8bit(torch.optim.AdamW):
+        pass
+
+    hide_8bit(monkeypatch)
+    module: Any = types.ModuleType(f"{package}.optim")
+    module.AdamW8bit = AdamW8bit
+    monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    monkeypatch.setitem(sys.modules, f"{package}.optim", module)
+    args = arguments(optim="adamw_8bit", adam_beta1=0.5, adam_epsilon=1e-4)
+    optimizer = make_optimizer(nn.Linear(2, 2), args)
+    assert type(optimizer) is AdamW8bit
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
+    assert (optimizer.defaults["lr"], optimizer.defaults["betas"], optimizer.defaults["eps"]) == (
+        0.1,
+        (0.5, 0.999),
+        1e-4,
+    )
+
+
+PEAK = 0.1
+
+
+def sgd(rate: float = PEAK) -> torch.optim.Optimizer:
+    return torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=rate)
+
+
+def rates(scheduler: Any, steps: int) -> list[float]:
+    """The learning rates of the first `steps` steps, and the one after them."""
+    seen = []
+    for _ in range(steps):
+        seen.append(scheduler.optimizer.param_groups[0]["lr"])
+        scheduler.optimizer.step()
+        scheduler.step()
+    return [*seen, scheduler.optimizer.param_groups[0]["lr"]]
+
+
+def our_rates(total: int, rate: float = PEAK, **settings: Any) -> list[float]:
+    return rates(make_scheduler(sgd(rate), arguments(**settings), total), total)
+
+
+@pytest.mark.parametrize(("warmup", "total"), [(0, 1), (0, 10), (1, 2), (1, 10), (5, 6), (5, 97)])
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("linear", {}),
+        ("cosine", {}),
+        ("cosine", {"num_cycles": 1.5}),
+        ("constant_with_warmup", {}),
+        ("polynomial", {}),
+        ("polynomial", {"power": 2.0, "lr_end": 0.01}),
+        ("warmup_stable_decay", {"num_decay_steps": 1}),
+    ],
+)
+def test_schedules_equal_those_of_transformers(name: str, numbers: dict[str, float], warmup: int, total: int) -> None:
+    check_against_transformers(name, numbers, warmup, total)
+
+
+@pytest.mark.parametrize("decay", [0, 1, 7, 15])
+def test_warmup_stable_decay_equals_that_of_transformers(decay: int) -> None:
+    check_against_transformers("warmup_stable_decay", {"num_decay_steps": decay, "min_lr_ratio": 0.1}, 5, 20)
+
+
+def check_against_transformers(name: str, numbers: dict[str, float], warmup: int, total: int) -> None:
+    theirs = transformers.get_scheduler(
+        name, sgd(), num_warmup_steps=warmup, num_training_steps=total, scheduler_specific_kwargs=numbers
+    )
+    ours = our_rates(total, lr_scheduler_type=name, lr_scheduler_kwargs=numbers, warmup_steps=warmup)
+    assert ours == pytest.approx(rates(theirs, total), rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "polynomial", "warmup_stable_decay"])
+def test_a_run_of_warmup_only_ends_at_the_schedules_end(name: str) -> None:
+    ours = our_rates(4, lr_scheduler_type=name, warmup_steps=4)
+    assert ours == pytest.approx([0.0, PEAK / 4, PEAK / 2, PEAK * 3 / 4, 0.0], abs=1e-7)
+
+
+def test_constant() -> None:
+    assert our_rates(5, lr_scheduler_type="constant") == [PEAK] * 6
+
+
+@pytest.mark.parametrize("total", [2, 9, 10, 100])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {},
+        {"pct_start": 0.55},
+        {"pct_start": 0.0},
+        {"pct_start": 1.0},
+        {"div_factor": 10.0, "final_div_factor": 100.0},
+    ],
+)
+def test_one_cycle_equals_torchs_own(numbers: dict[str, Any], total: int) -> None:
+    theirs = torch.optim.lr_scheduler.OneCycleLR(sgd(), max_lr=PEAK, total_steps=total, cycle_momentum=False, **numbers)
+    ours = our_rates(total, lr_scheduler_type="one_cycle", lr_scheduler_kwargs=numbers)
+    assert ours[:-1] == pytest.approx(rates(theirs, total - 1), rel=0, abs=1e-12)
+    assert ours[-1] == ours[-2]
+
+
+def test_one_cycle_may_begin_at_its_top() -> None:
+    ours = our_rates(10, lr_scheduler_type="one_cycle", lr_scheduler_kwargs={"pct_start": 0.1})
+    assert ours[0] == PEAK
+    assert ours[9] == pytest.approx(PEAK / 25 / 1e4)
+
+
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [("linear", 0.0), ("cosine", 0.0), ("polynomial", 1e-7), ("warmup_stable_decay", 0.0), ("constant", PEAK)],
+)
+def test_schedules_end_at_their_last_value_and_stay_there(name: str, last: float) -> None:
+    scheduler = make_scheduler(sgd(), arguments(lr_scheduler_type=name), 20)
+    assert rates(scheduler, 20)[-1] == pytest.approx(last, rel=0, abs=1e-17)
+    assert rates(scheduler, 3) == pytest.approx([last] * 4, rel=0, abs=1e-17)
+
+
+def test_the_decay_of_warmup_stable_decay_takes_a_tenth() -> None:
+    ours = our_rates(50, lr_scheduler_type="warmup_stable_decay", warmup_steps=5)
+    assert ours[5:46] == [PEAK] * 41
+    assert ours[46] < PEAK
+    assert our_rates(10, lr_scheduler_type="warmup_stable_decay", warmup_steps=10)[-1] == 0.0
+
+
+def test_warmup_from_a_ratio_is_rounded_up_and_steps_override_it() -> None:
+    assert our_rates(10, warmup_ratio=0.25).index(PEAK) == 3
+    assert our_rates(10, warmup_ratio=0.25, warmup_steps=6).index(PEAK) == 6
+
+
+def test_a_warmup_longer_than_the_run() -> None:
+    assert our_rates(4, warmup_steps=8) == pytest.approx([0.0, PEAK / 8, PEAK / 4, PEAK * 3 / 8, PEAK / 2])
+
+
+@pytest.mark.parametrize("name", ["constant", "one_cycle"])
+@pytest.mark.parametrize("settings", [{"warmup_steps": 3}, {"warmup_ratio": 0.1}])
+def test_a_warmup_without_effect_is_a_warning(name: str, settings: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match=f"lr_scheduler_type='{name}' has no warmup; .* have no effect"):
+        make_scheduler(sgd(), arguments(lr_scheduler_type=name, **settings), 10)
+
+
+def test_each_group_keeps_its_own_peak() -> None:
+    first, second = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    optimizer = torch.optim.SGD([{"params": [first], "lr": 1.0}, {"params": [second], "lr": 0.2}])
+    scheduler = make_scheduler(optimizer, arguments(), 4)
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == pytest.approx([0.75, 0.15])
+
+
+def test_a_second_schedule_starts_from_the_same_peak() -> None:
+    optimizer = sgd()
+    args = arguments(lr_scheduler_type="polynomial", lr_scheduler_kwargs={"lr_end": 0.05})
+    rates(make_scheduler(optimizer, args, 4), 3)
+    assert rates(make_scheduler(optimizer, args, 2), 2) == pytest.approx([PEAK, 0.075, 0.05])
+
+
+def test_a_learning_rate_of_zero() -> None:
+    assert our_rates(3, rate=0.0) == [0.0] * 4
+
+
+@pytest.mark.parametrize("name", ["cosine", "one_cycle", "warmup_stable_decay"])
+def test_a_schedule_goes_on_from_its_state(name: str) -> None:
+    args = arguments(lr_scheduler_type=name)
+    whole = rates(make_scheduler(sgd(), args, 20), 20)
+    first = make_scheduler(sgd(), args, 20)
+    rates(first, 8)
+    second = make_scheduler(sgd(), args, 20)
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    second.load_state_dict(first.state_dict())
+    assert rates(second, 12) == whole[8:]
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "message"),
+    [
+        ("linear", {"power": 2}, "has 'power', which lr_scheduler_type='linear' does not know; allowed: nothing"),
+        ("constant", {"num_cycles": 1}, "'constant' does not know; allowed: nothing"),
+        ("cosine", {"cycles": 1}, "has 'cycles', .*'cosine' does not know; allowed: num_cycles$"),
+        ("cosine", {"span": 1}, "has 'span', .* allowed: num_cycles$"),
+        ("cosine", {"num_cycles": 0}, "num_cycles=0, which is not allowed; it must be above 0"),
+        ("polynomial", {"power": 0}, "power=0, .* above 0"),
+        ("polynomial", {"lr_end": 0.1}, r"lr_end=0\.1, .* at least 0 and below the learning rate 0\.1"),
+        ("polynomial", {"lr_end": -0.1}, r"lr_end=-0\.1, .* at least 0"),
+        ("warmup_stable_decay", {"num_decay_steps": 11}, "num_decay_steps=11, .* from 0 to 10, whole"),
+        ("warmup_stable_decay", {"num_decay_steps": -1}, "num_decay_steps=-1, .* from 0 to 10, whole"),
+        ("warmup_stable_decay", {"num_decay_steps": 2.5}, r"num_decay_steps=2\.5, .* from 0 to 10, whole"),
+        ("warmup_stable_decay", {"min_lr_ratio": 1.5}, r"min_lr_ratio=1\.5, .* from 0 to 1"),
+        ("one_cycle", {"pct_start": 1.5}, r"pct_start=1\.5, .* from 0 to 1"),
+        ("one_cycle", {"div_factor": 0}, "div_factor=0, .* above 0"),
+        ("one_cycle", {"final_div_factor": -1}, "final_div_factor=-1, .* above 0"),
+        ("one_cycle", {"max_lr": 1}, "has 'max_lr', .* allowed: pct_start, div_factor, final_div_factor$"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(name: str, numbers: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^lr_scheduler_kwargs has .*{message.removeprefix('has ')}"):
+        make_scheduler(sgd(), arguments(lr_scheduler_type=name, lr_scheduler_kwargs=numbers), 10)
+
+
+def test_a_run_without_steps_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^total_steps=0 is not allowed"):
+        make_scheduler(sgd(), arguments(), 0)

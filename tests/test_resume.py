@@ -1,0 +1,217 @@
+"""A run that stopped anywhere and went on ends with the bits of one that never stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scenarios.task import SAMPLES, Noisy, Stream, digest, make_trainer
+
+from trainer_kit import Callback, Run
+from trainer_kit.data.order import permutation
+
+STEPS = 24  # 62 samples in windows of 8: 8 steps an epoch, 3 epochs
+
+
+class StopAt(Callback):
+    """Asks to save and stop after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step == self.step:
+            run.requests.save = run.requests.stop = True
+
+
+def interrupted(folder: Path, steps: list[int], **changes: Any) -> str:
+    for step in steps:
+        make_trainer(folder, StopAt(step), **changes).train(resume_from_checkpoint=True)
+    trainer = make_trainer(folder, **changes)
+    trainer.train(resume_from_checkpoint=True)
+    return digest(trainer)
+
+
+def straight(folder: Path, **changes: Any) -> str:
+    trainer = make_trainer(folder, **changes)
+    trainer.train()
+    assert trainer.run.state.step == STEPS
+    return digest(trainer)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dataloader_num_workers": 2},
+        {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8},
+        {"optim": "sgd", "nonfinite": "skip"},
+        {"mixed_precision": "bf16"},
+        {"mixed_precision": "fp16"},
+        {"max_shard_size": "1KB"},
+    ],
+    ids=str,
+)
+def test_resumed_run_ends_with_the_same_bits(tmp_path: Path, changes: dict[str, Any]) -> None:
+    expected = straight(tmp_path / "straight", **changes)
+    assert interrupted(tmp_path / "interrupted", [3, 8, 17], **changes) == expected
+
+
+def test_digest_tells_runs_apart(tmp_path: Path) -> None:
+    assert straight(tmp_path / "one") != straight(tmp_path / "two", seed=1)
+
+
+def test_every_step_of_an_epoch_can_be_resumed(tmp_path: Path) -> None:
+    expected = straight(tmp_path / "straight", save_strategy="no")
+    for step in range(1, 10):
+        assert interrupted(tmp_path / f"at-{step}", [step], save_strategy="no") == expected, step
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_stateful_iterable_dataset_resumes_with_the_same_bits(tmp_path: Path, workers: int) -> None:
+    changes = {"max_steps": 12, "dataloader_num_workers": workers}
+    trainer = make_trainer(tmp_path / "straight", dataset=Stream(), **changes)
+    trainer.train()
+    resumed = tmp_path / "interrupted"
+    for step in (2, 9):
+        make_trainer(resumed, StopAt(step), dataset=Stream(), **changes).train(resume_from_checkpoint=True)
+    last = make_trainer(resumed, dataset=Stream(), **changes)
+    last.train(resume_from_checkpoint=True)
+    assert digest(last) == digest(trainer)
+
+
+class Recorder(Callback):
+    """Keeps the dataset's marks of the samples that were trained on."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_substep_end(self, run: Run) -> None:
+        self.seen += run.batch["mark"].tolist()
+
+    def on_step_end(self, run: Run) -> None:
+        self.on_substep_end(run)
+
+
+class Marked(Noisy):
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return super().__getitem__(index) | {"mark": torch.tensor(index)}
+
+
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(8, 1), (3, 5), (1, 1), (16, 2)])
+def test_another_layout_goes_on_with_each_sample_once(tmp_path: Path, batch_size: int, accumulation: int) -> None:
+    class Plain(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor, mark: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(self.layer(x), labels)
+
+    def train(recorder: Recorder, stop: int | None, **changes: Any) -> None:
+        callbacks = [recorder] if stop is None else [recorder, StopAt(stop)]
+        trainer = make_trainer(
+            tmp_path, *callbacks, dataset=Marked(), num_train_epochs=2, eval_strategy="no", **changes
+        )
+        trainer.run.model = Plain()
+        trainer.events.callbacks = []
+        trainer.train(resume_from_checkpoint=True)
+
+    before, after = Recorder(), Recorder()
+    train(before, 3)
+    train(after, None, per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation)
+    both = before.seen + after.seen
+    for epoch in range(2):
+        assert both[epoch * SAMPLES : (epoch + 1) * SAMPLES] == permutation(SAMPLES, 42, epoch).tolist()
+
+
+def test_first_start_with_resume_says_that_there_is_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="trainer_kit"):
+        make_trainer(tmp_path, log_level="info", max_steps=1).train(resume_from_checkpoint=True)
+    assert f"no checkpoint in {tmp_path} yet" in caplog.text
+
+
+def test_damaged_checkpoint_is_passed_over_with_a_sentence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected = straight(tmp_path / "straight")
+    folder = tmp_path / "damaged"
+    make_trainer(folder, StopAt(10)).train()
+    weights = folder / "checkpoint-10" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-5] ^= 1
+    weights.write_bytes(bytes(data))
+    assert interrupted(folder, []) == expected
+    assert "checkpoint-10" in caplog.text
+    assert "model.safetensors" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset": Noisy(60)}, "has 60 samples, but .* was made with 62"),
+        ({"seed": 7}, "seed=7, but .* seed=42"),
+        ({"optim": "sgd"}, "optimizer is SGD, but .* AdamW"),
+    ],
+)
+def test_what_cannot_be_carried_over_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    make_trainer(tmp_path, max_steps=2).train()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path, max_steps=4, **changes).train(resume_from_checkpoint=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_checkpoint_of_another_model_names_the_first_tensors(tmp_path: Path) -> None:
+    make_trainer(tmp_path, max_steps=2).train()
+    other = make_trainer(tmp_path, max_steps=4)
+    other.run.model.head = torch.nn.Linear(8, 5)
+    with pytest.raises(ValueError, match=r"head\.weight"):
+        other.train(resume_from_checkpoint=True)
+
+
+def test_own_objects_are_kept(tmp_path: Path) -> None:
+    class Counter:
+        def __init__(self) -> None:
+            self.value: Any = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": self.value}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.value = state["value"]
+
+    first = make_trainer(tmp_path, max_steps=2)
+    first.run.stateful["mine"] = counter = Counter()
+    counter.value = {"tensor": torch.arange(3), "list": [1, (2, None)]}
+    first.train()
+    second = make_trainer(tmp_path, max_steps=3)
+    second.run.stateful["mine"] = loaded = Counter()
+    second.train(resume_from_checkpoint=True)
+    assert torch.equal(loaded.value["tensor"], torch.arange(3))
+    assert loaded.value["list"] == [1, (2, None)]
+
+
+@pytest.mark.parametrize("name", ["optimizer", "trainer"])
+def test_own_objects_cannot_take_the_runs_names(tmp_path: Path, name: str) -> None:
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.run.stateful[name] = Stream()
+    with pytest.raises(ValueError, match=f"run.stateful\\['{name}'\\]"):
+        trainer.train()
+
+
+def test_a_new_run_sets_earlier_checkpoints_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_trainer(tmp_path, max_steps=3).train()
+    make_trainer(tmp_path, max_steps=2).train()
+    assert (tmp_path / "earlier-1" / "checkpoint-3" / "manifest.json").is_file()
+    assert not (tmp_path / "checkpoint-3").exists()
+    assert "earlier-1" in caplog.text
+
+
+def test_retention_over_restarts_keeps_what_it_should(tmp_path: Path) -> None:
+    make_trainer(tmp_path, max_steps=5).train()
+    make_trainer(tmp_path, max_steps=8).train(resume_from_checkpoint=True)
+    left = sorted(int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*"))
+    assert left[-1] == 8
+    assert 5 in left  # what this start resumed from
+    assert len(left) == 3
