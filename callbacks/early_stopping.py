@@ -70,7 +70,10 @@ class EarlyStopping(Callback):
             run.requests.stop = True
             _logger.info(
                 "early stopping at step %d: %s has not improved on %s in %d evaluations",
-                *(run.state.step, name, self.best, self.failures),
+                run.state.step,
+                name,
+                self.best,
+                self.failures,
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ LAYERS = (
     {"arguments", "state", "precision", "environment", "trees"},
     {"strategies", "optim", "loss", "checkpoint"},
     {"run"},
-    {"data"},
+    {"data", "figures"},
     {"callback", "evaluation"},
     {"callbacks", "resume"},
     {"trainer", "accelerator"},

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trainer_kit.callback import Callback, CallbackError
     from trainer_kit.checkpoint import load_checkpoint_in_model
     from trainer_kit.evaluation import EvalPrediction, PredictionOutput
-    from trainer_kit.loss import NonFiniteError
+    from trainer_kit.figures import NonFiniteError
     from trainer_kit.precision import Precision
     from trainer_kit.run import Run
     from trainer_kit.state import Requests, Stateful, TrainState
@@ -50,7 +50,7 @@ _HOMES = {
     "Callback": "callback",
     "CallbackError": "callback",
     "EvalPrediction": "evaluation",
-    "NonFiniteError": "loss",
+    "NonFiniteError": "figures",
     "Precision": "precision",
     "PredictionOutput": "evaluation",
     "Requests": "state",

@@ -158,6 +158,7 @@ class Evaluator:
         with_loss = labels is not None or not keep
         if loss.shifts is None and with_loss:
             loss.inspect(batch, self.run.strategy.autocast)
+        value: torch.Tensor | None
         with self.run.strategy.autocast():
             if loss.compute_loss is not None and with_loss:
                 value, items = loss(batch)
@@ -300,7 +301,7 @@ def _joined(parts: list[Any]) -> Any:
         return parts
     shapes = {part.shape[1:] for part in parts}
     if len(shapes) > 1:
-        longest = np.max([shape for shape in shapes], axis=0)
+        longest = np.max(list(shapes), axis=0)
         parts = [
             np.pad(
                 part,
@@ -314,8 +315,9 @@ def _joined(parts: list[Any]) -> Any:
 
 def _number(value: Any) -> Any:
     """Scalars of torch and numpy as Python numbers; anything else as it is."""
-    if isinstance(value, (torch.Tensor, np.generic, np.ndarray)) and (
-        value.numel() if isinstance(value, torch.Tensor) else value.size
-    ) == 1:
+    if (
+        isinstance(value, (torch.Tensor, np.generic, np.ndarray))
+        and (value.numel() if isinstance(value, torch.Tensor) else value.size) == 1
+    ):
         return value.item()
     return value

@@ -21,10 +21,6 @@ IGNORED = -100
 ComputeLoss = Callable[[torch.nn.Module, Any], Any]
 
 
-class NonFiniteError(ArithmeticError):
-    """The loss or a gradient was not finite and `nonfinite="stop"`."""
-
-
 class Counts(NamedTuple):
     """What a batch holds. Labels that lie on a device are counted there, as scalar tensors that nobody waits for.
 
@@ -230,7 +226,8 @@ def weighed(mean: torch.Tensor, items: Any, total: Any) -> torch.Tensor:
     if isinstance(items, int) and isinstance(total, int):
         # Multiplying by 1 costs a kernel each way; a step in which nothing counts has a gradient of zero.
         return mean if items == total != 0 else mean * (items / max(total, 1))
-    return mean * (items / total)
+    share: torch.Tensor = mean * (items / total)
+    return share
 
 
 def scale_gradients(optimizer: torch.optim.Optimizer, loss: torch.Tensor, divisor: int, count: Any) -> torch.Tensor:
@@ -241,6 +238,7 @@ def scale_gradients(optimizer: torch.optim.Optimizer, loss: torch.Tensor, diviso
     Returns:
         The step's mean loss.
     """
+    factor: Any
     if isinstance(count, torch.Tensor):
         factor = torch.where(count == 0, 0.0, divisor / count).to(loss.device)
     else:
@@ -248,18 +246,8 @@ def scale_gradients(optimizer: torch.optim.Optimizer, loss: torch.Tensor, diviso
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor)
-    return loss * factor
-
-
-def graded_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names of the parameters that have a gradient, in the optimizer's order."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    return [
-        names.get(id(parameter), "a parameter that is not the model's")
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None
-    ]
+    mean: torch.Tensor = loss * factor
+    return mean
 
 
 def with_valid_labels(batch: Any) -> Any:
@@ -281,54 +269,3 @@ def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return repr(value) if value is None else f"a {type(value).__name__}"
-
-
-class StepFigures(NamedTuple):
-    """Loss and gradient norm of one step, read from the device.
-
-    Attributes:
-        step: Number of the step, from 1.
-        loss: Mean over the step's items.
-        norm: Norm of all gradients together before clipping; None where nothing asked for it.
-        bad_gradient: Place of the first parameter whose gradient is not finite; None where all are.
-    """
-
-    step: int
-    loss: float
-    norm: float | None
-    bad_gradient: int | None
-
-
-class History:
-    """Losses and gradient norms of the steps since the last reading: kept on the device, read in one go."""
-
-    def __init__(self) -> None:
-        self._waiting: list[tuple[int, torch.Tensor, torch.Tensor | None]] = []
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def append(self, step: int, loss: torch.Tensor, norms: torch.Tensor | None) -> None:
-        """Keeps a step's loss (a scalar) and the norms of its gradients (shape [parameters])."""
-        self._waiting.append((step, loss, norms))
-
-    def read(self) -> list[StepFigures]:
-        """The figures since the last reading; waits for the device once."""
-        waiting, self._waiting = self._waiting, []
-        if not waiting:
-            return []
-        losses = torch.stack([loss.float() if loss.dtype.itemsize < 4 else loss for _, loss, _ in waiting]).tolist()
-        norms = [norms for _, _, norms in waiting if norms is not None]
-        rows = iter(torch.nn.utils.rnn.pad_sequence(norms, batch_first=True).tolist() if norms else [])
-        return [
-            _figures(step, loss, next(rows) if norms is not None else None)
-            for (step, _, norms), loss in zip(waiting, losses, strict=True)
-        ]
-
-
-def _figures(step: int, loss: float, norms: list[float] | None) -> StepFigures:
-    if norms is None:
-        return StepFigures(step, loss, None, None)
-    bad = next((place for place, norm in enumerate(norms) if not math.isfinite(norm)), None)
-    # As in the optimizer step itself: the norm of the norms. math.hypot does not overflow.
-    return StepFigures(step, loss, math.hypot(*norms), bad)

@@ -42,13 +42,10 @@ from trainer_kit.evaluation import (
     PredictionOutput,
     metrics_by_name,
 )
+from trainer_kit.figures import Figures
 from trainer_kit.loss import (
     ComputeLoss,
-    History,
     Loss,
-    NonFiniteError,
-    StepFigures,
-    graded_parameters,
     scale_gradients,
     weighed,
     with_valid_labels,
@@ -185,6 +182,7 @@ class Trainer:
             eval_dataset=eval_dataset,
             processing_class=processing_class,
         )
+        self._micro_batches: Iterator[MicroBatch] = iter(())
         self._loss: Loss = None  # type: ignore[assignment]  # made by _prepare()
         self.events.emit("on_init_end", self.run)
 
@@ -232,8 +230,7 @@ class Trainer:
         """Everything between the call of `train` and the first step."""
         run, args = self.run, self.args
         run.state, run.requests, run.data_seconds = TrainState(), Requests(), 0.0
-        self._thread, self._history, self._stopping = Thread(), History(), False
-        self._graded: list[str] = []
+        self._thread, self._figures, self._stopping = Thread(), Figures(run), False
         output_dir = writable_folder(args.output_dir)
         remove_stale_staging(output_dir)
         self._prepare()
@@ -260,7 +257,7 @@ class Trainer:
             logger.info("resumed from %s at step %d of %d", self._resumed_from, run.state.step, run.total_steps)
         state, steps = run.state, run.total_steps - run.state.step
         micro_batches = loader.micro_batches(state.epoch, state.position, steps, self._thread.data_state)
-        self._micro_batches: Iterator[MicroBatch] = run.strategy.prepare_loader(micro_batches)
+        self._micro_batches = run.strategy.prepare_loader(micro_batches)
 
     def _prepare(self) -> None:
         """Brings strategy, model and loss together."""
@@ -281,7 +278,8 @@ class Trainer:
 
     def _train(self) -> None:
         run, state, requests, emit = self.run, self.run.state, self.run.requests, self.events.emit
-        if requests.evaluate:  # an evaluation that the checkpoint's start was called away from
+        # An evaluation that was broken off before the checkpoint, or a callback that has seen enough by then.
+        if requests.evaluate or requests.stop:
             self._serve()
         epoch_open = False
         while state.step < run.total_steps and not self._stopping:
@@ -297,8 +295,8 @@ class Trainer:
                 epoch_open = False
             if requests.log or requests.evaluate or requests.save or requests.stop:
                 self._serve()
-            elif len(self._history) >= _UNREAD:
-                self._read_history()
+            elif len(self._figures) >= _UNREAD:
+                self._read_figures()
 
     def _step(self) -> Window:
         """One optimizer step; waits for data, never for the device."""
@@ -334,8 +332,7 @@ class Trainer:
             run.last_loss = scale_gradients(run.optimizer, run.last_loss, window.samples, pair_count)
         emit("on_pre_optimizer_step", run)
         run.last_norms = strategy.step(run.optimizer, args.max_grad_norm, args.max_grad_value, args.nonfinite)
-        if run.last_norms is not None and len(run.last_norms) != len(self._graded):
-            self._graded = graded_parameters(run.model, run.optimizer)
+        self._figures.note_gradients(run.last_norms)
         emit("on_optimizer_step", run)
         self._step_scheduler()
         strategy.clear_gradients(run.optimizer)
@@ -354,7 +351,7 @@ class Trainer:
             scheduler.step()
 
     def _count(self, window: Window) -> None:
-        run, state = self.run, self.run.state
+        state = self.run.state
         state.step += 1
         state.samples += window.stop - state.position
         state.tokens += window.tokens
@@ -365,8 +362,7 @@ class Trainer:
             self._thread.data_state = None
         # A step in which no label counts has no loss, not one of zero.
         if self._loss.items(window) != 0:
-            assert run.last_loss is not None
-            self._history.append(state.step, run.last_loss, run.last_norms)
+            self._figures.append()
 
     def _ask_by_step(self) -> None:
         args, requests, step = self.args, self.run.requests, self.run.state.step
@@ -385,7 +381,7 @@ class Trainer:
     def _serve(self) -> None:
         """Does what was asked for, in a fixed order: a checkpoint knows its evaluation."""
         run, requests = self.run, self.run.requests
-        self._read_history()
+        self._read_figures()
         if requests.log:
             requests.log = False
             self._log()
@@ -403,60 +399,16 @@ class Trainer:
         if requests.stop:
             requests.stop, self._stopping = False, True
 
-    def _read_history(self) -> None:
-        """Reads what the steps since the last reading came to, and ends the run if it must not go on."""
-        run, state = self.run, self.run.state
-        for figures in self._history.read():
-            if self._ends_the_run(figures):
-                raise NonFiniteError(self._nonfinite_sentence(figures))
-            if figures.norm is not None:
-                state.grad_norm = figures.norm
-            if figures.bad_gradient is not None and (self.args.nonfinite == "skip" or run.strategy.scales_gradients):
-                state.skipped_steps += 1
-                if not math.isfinite(figures.loss):
-                    continue
-            state.loss_sum += figures.loss
-            state.loss_steps += 1
-            state.interval_loss_sum += figures.loss
-            state.interval_steps += 1
-
-    def _ends_the_run(self, figures: StepFigures) -> bool:
-        # fp16's scaler looks for a scale by trying: its gradients overflow now and then, by design.
-        bad_gradient = figures.bad_gradient is not None and not self.run.strategy.scales_gradients
-        return self.args.nonfinite == "stop" and (bad_gradient or not math.isfinite(figures.loss))
-
-    def _nonfinite_sentence(self, figures: StepFigures) -> str:
-        place = figures.bad_gradient
-        if place is None:
-            where = "all gradients are finite"
-        elif place < len(self._graded):
-            where = f"the first parameter with a non-finite gradient is {self._graded[place]}"
-        else:
-            where = "a gradient is not finite"
-        kept = f"; the newest checkpoint, {self._committed[-1]}, is from before it" if self._committed else ""
-        return (
-            f"step {figures.step} is not finite: loss {figures.loss}, {where}{kept}; look at the data and the learning "
-            "rate, or set nonfinite='skip' to leave out such steps"
-        )
+    def _read_figures(self) -> None:
+        self._figures.read(self._committed[-1] if self._committed else None)
 
     def _log(self) -> None:
-        run, state = self.run, self.run.state
-        record: dict[str, Any] = {"step": state.step, "epoch": state.epochs}
-        if state.interval_steps:
-            record["loss"] = state.interval_loss_sum / state.interval_steps
-        if state.grad_norm is not None:
-            record["grad_norm"] = state.grad_norm
-        assert run.optimizer is not None
-        record["learning_rate"] = float(run.optimizer.param_groups[0]["lr"])
-        if state.skipped_steps:
-            record["skipped_steps"] = state.skipped_steps
-        state.interval_loss_sum, state.interval_steps = 0.0, 0
-        record |= self.events.metrics(run)
-        self.events.emit("on_log", run, record)
+        record = self._figures.record() | self.events.metrics(self.run)
+        self.events.emit("on_log", self.run, record)
 
     def _summary(self, seconds: float, first_step: int, first_sample: int) -> TrainOutput:
         state = self.run.state
-        self._read_history()
+        self._read_figures()
         mean = state.loss_sum / state.loss_steps if state.loss_steps else math.nan
         metrics = {
             "step": state.step,
@@ -529,7 +481,9 @@ class Trainer:
 
     def _is_better(self, value: float) -> bool:
         best = self.run.state.best_metric
-        return not math.isnan(value) and (best is None or (value > best if self.args.greater_is_better else value < best))
+        if math.isnan(value) or best is None:
+            return best is None and not math.isnan(value)
+        return value > best if self.args.greater_is_better else value < best
 
     def _evaluated(self, dataset: Any, prefix: str) -> dict[str, Any]:
         if not isinstance(dataset, Mapping):

@@ -149,7 +149,7 @@ def test_a_step_reads_nothing_from_the_device(make_run: Callable[..., Run]) -> N
             assert "_local_scalar_dense" not in str(func)
             return func(*args, **(kwargs or {}))
 
-    with Watch():
+    with Watch():  # type: ignore[no-untyped-call]
         list(train(run, callback, 2))
 
 

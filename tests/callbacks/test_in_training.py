@@ -58,10 +58,10 @@ def test_what_a_run_leaves_behind(tmp_path: Path, capsys: pytest.CaptureFixture[
     trainer(tmp_path).train()
     records = read_log(tmp_path / "log.jsonl")
     of = {
-        name: [record["step"] for record in records if record["event"] == name] for name in ("log", "evaluate", "save")
+        event: [record["step"] for record in records if record["event"] == event]
+        for event in ("start", "log", "evaluate", "save", "end")
     }
-    assert of == {"log": [2, 4, 6, 8, 10, 10], "evaluate": [5, 10], "save": [4, 8, 10]}
-    assert (records[0]["event"], records[-1]["event"]) == ("start", "end")
+    assert of == {"start": [0], "log": [2, 4, 6, 8, 10, 10], "evaluate": [5, 10], "save": [4, 8, 10], "end": [10]}
     first, second = (record for record in records if record["event"] == "log" and record["step"] in (2, 4))
     for record in (first, second):
         assert record.keys() >= {"loss", "grad_norm", "learning_rate", "peak_memory_gib", "samples_per_second"}

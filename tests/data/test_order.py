@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -65,7 +66,9 @@ def steps_of(plan: list[list[Slot]]) -> list[Step]:
 
 @relaxed
 @given(lengths, layouts, seeds, st.data())
-def test_each_sample_exactly_once_from_any_position(length: int, layout: Layout, seed: int, data: st.DataObject) -> None:
+def test_each_sample_exactly_once_from_any_position(
+    length: int, layout: Layout, seed: int, data: st.DataObject
+) -> None:
     order = permutation(length, seed, 0)
     position = data.draw(st.integers(0, length))
     assert sorted(seen(plans(order, position, layout))) == sorted(order[position:].tolist())
@@ -104,10 +107,9 @@ def test_ranks_take_the_same_number_of_batches_and_agree_on_the_step(length: int
     assert all([shape(slot) for slot in rank] == [shape(slot) for slot in plan[0]] for rank in plan)
     for rank in plan:
         assert all(1 <= len(slot.indices) <= layout.batch_size for slot in rank)
-        assert [slot.number for slot in rank if slot.last] == [
-            number for number, after in zip([s.number for s in rank], [*[s.number for s in rank][1:], 0], strict=True)
-            if after == 0
-        ]  # fmt: skip
+        for slot, after in pairwise(rank):
+            assert after.number == (0 if slot.last else slot.number + 1)
+        assert not rank or (rank[0].number == 0 and rank[-1].last)
     assert sum(slot.last for slot in plan[0]) == steps_between(0, length, layout)
     assert [slot.closes_epoch for slot in plan[0]] == [slot.window_stop == length for slot in plan[0]]
 

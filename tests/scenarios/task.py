@@ -110,7 +110,7 @@ def digest(trainer: Trainer) -> str:
     """A checksum of weights, buffers, optimizer, EMA and logged losses: equal only where every bit is."""
     checksum = xxhash.xxh3_64()
     assert trainer.run.optimizer is not None
-    states: list[Any] = [trainer.run.model.state_dict(), trainer.run.optimizer.state_dict(), trainer.events.state_dict()]
+    model, optimizer = trainer.run.model.state_dict(), trainer.run.optimizer.state_dict()
 
     def add(tree: Any) -> None:
         if isinstance(tree, dict):
@@ -125,7 +125,7 @@ def digest(trainer: Trainer) -> str:
         else:
             checksum.update(repr(tree).encode())
 
-    add([states[0], states[1], states[2].get("EMA")])
+    add([model, optimizer, trainer.events.state_dict()["EMA"]])
     checksum.update(repr(logged_losses(Path(trainer.args.output_dir))).encode())
     return checksum.hexdigest()
 

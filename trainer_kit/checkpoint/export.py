@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,14 +15,14 @@ from trainer_kit.checkpoint.shards import save_tensors
 def save_pretrained_files(model: torch.nn.Module, processing_class: Any, directory: Path) -> None:
     """Writes the configuration and the tokenizer's or processor's files, where there are any."""
     config = getattr(model, "config", None)
-    if hasattr(config, "save_pretrained"):
+    if config is not None and hasattr(config, "save_pretrained"):
         config = copy.deepcopy(config)
         config.architectures = [type(model).__name__]
         config.save_pretrained(directory)
         generation_config = getattr(model, "generation_config", None)
-        if hasattr(generation_config, "save_pretrained"):
+        if generation_config is not None and hasattr(generation_config, "save_pretrained"):
             generation_config.save_pretrained(directory)
-    if hasattr(processing_class, "save_pretrained"):
+    if processing_class is not None and hasattr(processing_class, "save_pretrained"):
         processing_class.save_pretrained(directory)
 
 
@@ -35,20 +33,10 @@ def save_model_folder(
     processing_class: Any,
     max_shard_size: int | str,
 ) -> None:
-    """Writes a model folder; the files of a model that is there already are replaced once the new ones are whole."""
+    """Writes a model folder; each file of a model that is there already is replaced once the new one is whole."""
     directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".staging-model-", dir=directory) as name:
-        staging = Path(name)
-        save_tensors(state, staging, max_shard_size=max_shard_size)
-        save_pretrained_files(model, processing_class, staging)
-        written = [path.relative_to(staging) for path in sorted(staging.rglob("*")) if path.is_file()]
-        for path in written:
-            (directory / path).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(staging / path, directory / path)
-    for pattern in ("model*.safetensors", "model*.safetensors.index.json"):
-        for stale in directory.glob(pattern):
-            if stale.relative_to(directory) not in written:
-                stale.unlink()
+    save_pretrained_files(model, processing_class, directory)
+    save_tensors(state, directory, max_shard_size=max_shard_size)
 
 
 def checkpoint_activations(model: torch.nn.Module) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -164,7 +163,6 @@ def _content_checksum(content: Mapping[str, Any]) -> str:
 
 
 def _own_version() -> str:
-    try:
-        return importlib.metadata.version("trainer_kit")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+    import trainer_kit
+
+    return trainer_kit.__version__

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from trainer_kit.arguments import parse_size
 from trainer_kit.checkpoint.files import CheckpointError, fsync_directory, inside, read_json, write_json
 
 # The names that the format gives to dtypes (https://github.com/huggingface/safetensors).
@@ -42,8 +43,6 @@ _DTYPE_NAMES = {
 _AS_REAL = {torch.complex32: torch.float16, torch.complex128: torch.float64}
 _COMPLEX = "trainer_kit.complex"
 _RESERVED = frozenset({"format", "__metadata__", _COMPLEX})
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS.update({"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40})
 
 
 def save_tensors(
@@ -103,23 +102,6 @@ def load_tensors(directory: Path, stem: str = "model", device: torch.device | st
     for source in sources(directory, stem):
         loaded.update(load_source(source, str(device)))
     return loaded
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes in `size`: a number, or text such as "300MB" (10**6) or "2GiB" (2**30).
-
-    Raises:
-        ValueError: If it is neither or not positive.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]*)", size.strip(), re.IGNORECASE) if isinstance(size, str) else None
-    bytes_ = 0
-    if match and match[2].upper() in _UNITS:
-        bytes_ = int(float(match[1]) * _UNITS[match[2].upper()])
-    elif isinstance(size, int) and not isinstance(size, bool):
-        bytes_ = size
-    if bytes_ < 1:
-        raise ValueError(f'max_shard_size={size!r} is no size; give bytes or a text such as "5GB", "300MB", "2GiB"')
-    return bytes_
 
 
 def storage_key(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -32,27 +33,51 @@ def default_collator(processing_class: Any = None, pad_to_multiple_of: int | Non
 def stack(samples: list[Any]) -> Any:
     """Stacks tensors, arrays and numbers of all samples, inside dicts and tuples too; lists of numbers are rows.
 
+    Python's floats get torch's default dtype, as a model's weights have it.
+
     Raises:
-        ValueError: If the samples' sizes or keys differ.
+        ValueError: If the samples' sizes or keys differ, naming the column.
     """
     first = samples[0]
+    if type(first) is dict and all(type(value) is torch.Tensor for value in first.values()):
+        _check_columns(samples)
+        return {key: _stack([sample[key] for sample in samples], key) for key in first}
+    return _stack(samples)
+
+
+def _check_columns(samples: list[Any]) -> None:
+    first = samples[0]
+    if any(not isinstance(sample, Mapping) or sample.keys() != first.keys() for sample in samples):
+        shown = [list(each) if isinstance(each, Mapping) else type(each).__name__ for each in samples]
+        raise ValueError(f"the samples of a batch have different columns: {shown}; give all of them the same")
+
+
+def _stack(values: list[Any], column: Any = None) -> Any:
+    first = values[0]
+    if isinstance(first, Mapping):
+        _check_columns(values)
+        return {key: _stack([value[key] for value in values], key) for key in first}
+    if isinstance(first, tuple) and all(isinstance(value, tuple) and len(value) == len(first) for value in values):
+        parts = [_stack(list(part), column) for part in zip(*values, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
     try:
-        if type(first) is dict and all(type(value) is torch.Tensor for value in first.values()):
-            return {key: torch.stack([sample[key] for sample in samples]) for key in first}
-        return default_collate([_rows_to_tensors(sample) for sample in samples])
-    except (RuntimeError, KeyError, TypeError) as error:
+        return _stack_leaves(values)
+    except (RuntimeError, TypeError, ValueError) as error:
+        place = "" if column is None else f" (column {column!r})"
         raise ValueError(
-            f"samples cannot be stacked into a batch: {error}; samples of different lengths need "
+            f"samples cannot be stacked into a batch{place}: {error}; samples of different lengths need "
             "processing_class=tokenizer (which pads) or a data_collator"
         ) from error
 
 
-def _rows_to_tensors(sample: Any) -> Any:
-    if isinstance(sample, dict):
-        if any(type(value) is list for value in sample.values()):
-            return {key: _row(value) if type(value) is list else value for key, value in sample.items()}
-        return sample
-    return sample
+def _stack_leaves(values: list[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, list):
+        rows = [_row(value) for value in values]
+        return torch.stack(rows) if isinstance(rows[0], torch.Tensor) else default_collate(values)
+    if isinstance(first, torch.Tensor):
+        return torch.stack(values)
+    return torch.tensor(values) if isinstance(first, (int, float)) else default_collate(values)
 
 
 def _row(value: list[Any]) -> Any:
@@ -105,25 +130,36 @@ class PadCollator:
                     f"a sample is a {type(sample).__name__}; with a tokenizer samples must be dicts such as "
                     "{'input_ids': …, 'labels': …}, or give a data_collator"
                 )
-        names = list(samples[0])
-        if any(set(sample) != set(names) for sample in samples):
-            raise ValueError(f"the samples of a batch have different columns: {[list(sample) for sample in samples]}")
-        columns = {name: [sample[name] for sample in samples] for name in names}
+        _check_columns(samples)
+        columns = {name: [sample[name] for sample in samples] for name in samples[0]}
         if "label" in columns and "labels" not in columns:
             columns["labels"] = columns.pop("label")
         if "input_ids" in columns and "attention_mask" not in columns:
             columns["attention_mask"] = [np.ones(len(ids), dtype=np.int64) for ids in columns["input_ids"]]
-        return {name: self._column(name, values) for name, values in columns.items()}
+        tokens = [len(ids) for ids in columns.get("input_ids", [])]
+        return {name: self._column(name, values, tokens) for name, values in columns.items()}
 
-    def _column(self, name: str, values: list[Any]) -> Any:
+    def _column(self, name: str, values: list[Any], tokens: list[int]) -> Any:
         if not isinstance(values[0], (Sequence, np.ndarray, torch.Tensor)) or isinstance(values[0], str):
-            return default_collate(values)
-        rows = [value if isinstance(value, torch.Tensor) else torch.as_tensor(value) for value in values]
-        if rows[0].ndim == 0:
-            return torch.stack(rows)
-        longest = max(len(row) for row in rows)
-        length = -(-longest // self.multiple) * self.multiple if rows[0].ndim == 1 else longest
-        padded = rows[0].new_full((len(rows), length, *rows[0].shape[1:]), self.fill.get(name, 0))
+            return _stack(values, name)
+        try:
+            rows = [torch.as_tensor(value) for value in values]
+            return self._padded(name, rows, tokens) if rows[0].ndim else torch.stack(rows)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"column {name!r} cannot be padded: {error}; rows must be numbers that differ in their first dimension "
+                "only, else give a data_collator"
+            ) from error
+
+    def _padded(self, name: str, rows: list[torch.Tensor], tokens: list[int]) -> torch.Tensor:
+        lengths = [len(row) for row in rows]
+        length = max(lengths)
+        # Not what has one length for all and none of the tokens', such as the channels of an image.
+        if len(set(lengths)) > 1 or lengths == tokens:
+            length = -(-length // self.multiple) * self.multiple
+        dtypes = [row.dtype for row in rows if row.numel()] or [rows[0].dtype]  # an empty list has none
+        shape = (len(rows), length, *rows[0].shape[1:])
+        padded = torch.full(shape, self.fill.get(name, 0), dtype=reduce(torch.promote_types, dtypes))
         for place, row in zip(padded, rows, strict=True):
-            (place[length - len(row) :] if self.left else place[: len(row)]).copy_(row)
+            (place[length - len(row) :] if self.left else place[: len(row)])[...] = row
         return padded

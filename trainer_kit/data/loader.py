@@ -122,8 +122,8 @@ class TrainLoader:
             raise ValueError(
                 "train_dataset is empty; give at least one sample"
                 if len(dataset) == 0
-                else f"dataloader_drop_last=True leaves nothing of {len(dataset)} samples with a batch of {layout.row}; "
-                "make the batch smaller or keep the last one"
+                else f"dataloader_drop_last=True leaves nothing of {len(dataset)} samples in batches of {layout.row}; "
+                "make them smaller or keep the last one"
             )
 
     def steps_between(self, position: int, stop: int) -> int:

@@ -1,0 +1,165 @@
+"""The figures of a run's steps: kept on the device, read in one go, and judged (`nonfinite`)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from trainer_kit.run import Run
+
+
+class NonFiniteError(ArithmeticError):
+    """The loss or a gradient was not finite and `nonfinite="stop"`."""
+
+
+class StepFigures(NamedTuple):
+    """Loss and gradient norm of one step, read from the device.
+
+    Attributes:
+        step: Number of the step, from 1.
+        loss: Mean over the step's items.
+        norm: Norm of all gradients together before clipping; None where nothing asked for it.
+        bad_gradient: Place of the first parameter whose gradient is not finite; None where all are.
+    """
+
+    step: int
+    loss: float
+    norm: float | None
+    bad_gradient: int | None
+
+
+class History:
+    """Losses and gradient norms of the steps since the last reading: kept on the device, read in one go."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, torch.Tensor, torch.Tensor | None]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def append(self, step: int, loss: torch.Tensor, norms: torch.Tensor | None) -> None:
+        """Keeps a step's loss (a scalar) and the norms of its gradients (shape [parameters])."""
+        self._waiting.append((step, loss, norms))
+
+    def read(self) -> list[StepFigures]:
+        """The figures since the last reading; waits for the device once."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return []
+        losses = torch.stack([loss.float() if loss.dtype.itemsize < 4 else loss for _, loss, _ in waiting]).tolist()
+        norms = [norms for _, _, norms in waiting if norms is not None]
+        rows = iter(torch.nn.utils.rnn.pad_sequence(norms, batch_first=True).tolist() if norms else [])
+        return [
+            _figures(step, loss, next(rows) if norms is not None else None)
+            for (step, _, norms), loss in zip(waiting, losses, strict=True)
+        ]
+
+
+def _figures(step: int, loss: float, norms: list[float] | None) -> StepFigures:
+    if norms is None:
+        return StepFigures(step, loss, None, None)
+    bad = next((place for place, norm in enumerate(norms) if not math.isfinite(norm)), None)
+    # As in the optimizer step itself: the norm of the norms. math.hypot does not overflow.
+    return StepFigures(step, loss, math.hypot(*norms), bad)
+
+
+class Figures:
+    """Losses and gradient norms of a run: waiting on the device until somebody reads them into `run.state`.
+
+    Args:
+        run: Its optimizer is made.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.history = History()
+        self._names: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self.history)
+
+    def note_gradients(self, norms: torch.Tensor | None) -> None:
+        """Learns the names of the parameters behind the norms, while they still have their gradients."""
+        if norms is not None and len(norms) != len(self._names):
+            assert self.run.optimizer is not None
+            self._names = graded_parameters(self.run.model, self.run.optimizer)
+
+    def append(self) -> None:
+        """Keeps the loss and the norms of the step that was just counted."""
+        assert self.run.last_loss is not None
+        self.history.append(self.run.state.step, self.run.last_loss, self.run.last_norms)
+
+    def read(self, newest_checkpoint: Path | None = None) -> None:
+        """Reads what the steps since the last reading came to; waits for the device once.
+
+        Args:
+            newest_checkpoint: Named in the error.
+
+        Raises:
+            NonFiniteError: If a step was not finite and `nonfinite="stop"`.
+        """
+        state = self.run.state
+        for figures in self.history.read():
+            if self._ends_the_run(figures):
+                raise NonFiniteError(self._sentence(figures, newest_checkpoint))
+            if figures.norm is not None:
+                state.grad_norm = figures.norm
+            if figures.bad_gradient is not None and self._leaves_out():
+                state.skipped_steps += 1
+                if not math.isfinite(figures.loss):
+                    continue
+            state.loss_sum += figures.loss
+            state.loss_steps += 1
+            state.interval_loss_sum += figures.loss
+            state.interval_steps += 1
+
+    def record(self) -> dict[str, Any]:
+        """The record that is due: the mean loss since the last one, and where the run stands."""
+        state, optimizer = self.run.state, self.run.optimizer
+        assert optimizer is not None
+        record: dict[str, Any] = {"step": state.step, "epoch": state.epochs}
+        if state.interval_steps:
+            record["loss"] = state.interval_loss_sum / state.interval_steps
+        if state.grad_norm is not None:
+            record["grad_norm"] = state.grad_norm
+        record["learning_rate"] = float(optimizer.param_groups[0]["lr"])
+        if state.skipped_steps:
+            record["skipped_steps"] = state.skipped_steps
+        state.interval_loss_sum, state.interval_steps = 0.0, 0
+        return record
+
+    def _leaves_out(self) -> bool:
+        return self.run.args.nonfinite == "skip" or self.run.strategy.scales_gradients
+
+    def _ends_the_run(self, figures: StepFigures) -> bool:
+        # fp16's scaler looks for a scale by trying: its gradients overflow now and then, by design.
+        bad_gradient = figures.bad_gradient is not None and not self.run.strategy.scales_gradients
+        return self.run.args.nonfinite == "stop" and (bad_gradient or not math.isfinite(figures.loss))
+
+    def _sentence(self, figures: StepFigures, newest_checkpoint: Path | None) -> str:
+        place = figures.bad_gradient
+        if place is None:
+            where = "no gradient was looked at" if figures.norm is None else "all gradients are finite"
+        elif place < len(self._names):
+            where = f"the first parameter with a non-finite gradient is {self._names[place]}"
+        else:
+            where = "a gradient is not finite"
+        kept = f"; the newest checkpoint, {newest_checkpoint}, is from before it" if newest_checkpoint else ""
+        return (
+            f"step {figures.step} is not finite: loss {figures.loss}, {where}{kept}; look at the data and the learning "
+            "rate, or set nonfinite='skip' to leave out such steps"
+        )
+
+
+def graded_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of the parameters that have a gradient, in the optimizer's order."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [
+        names.get(id(parameter), "a parameter that is not the model's")
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
