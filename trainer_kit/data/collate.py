@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
@@ -40,8 +41,10 @@ def stack(samples: list[Any]) -> Any:
     """
     first = samples[0]
     if type(first) is dict and all(type(value) is torch.Tensor for value in first.values()):
-        _check_columns(samples)
-        return {key: _stack([sample[key] for sample in samples], key) for key in first}
+        # Half the time of the general way, which says what is wrong where this one fails.
+        with contextlib.suppress(KeyError, RuntimeError, TypeError):
+            if all(len(sample) == len(first) for sample in samples):
+                return {key: torch.stack([sample[key] for sample in samples]) for key in first}
     return _stack(samples)
 
 
