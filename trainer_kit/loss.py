@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -119,16 +120,21 @@ class Loss:
             `(mean, None)`, or `(loss_sum, count)` where `compute_loss` says so.
 
         Raises:
-            ValueError: If there is no loss, naming what came instead.
+            ValueError: If there is no loss, naming what came instead, or (on CPU) a label is outside the classes.
         """
-        if self.compute_loss is not None:
-            result = self.compute_loss(self.model, batch)
-            if isinstance(result, tuple) and len(result) == 2:
-                return result
-        else:
-            result = found_loss(call(self.model, batch))
-            if result is None:
-                raise ValueError(self._without_loss(batch))
+        try:
+            if self.compute_loss is not None:
+                result = self.compute_loss(self.model, batch)
+                if isinstance(result, tuple) and len(result) == 2:
+                    return result
+            else:
+                result = found_loss(call(self.model, batch))
+                if result is None:
+                    raise ValueError(self._without_loss(batch))
+        except IndexError as error:
+            if (sentence := _outside_the_classes(error)) is None:
+                raise
+            raise ValueError(sentence) from error
         if not isinstance(result, torch.Tensor) or result.ndim != 0:
             raise ValueError(
                 f"compute_loss returned {_described(result)}; it must return the mean loss as a scalar tensor, or "
@@ -257,6 +263,21 @@ def with_valid_labels(batch: Any) -> Any:
     """
     labels = labels_of(batch)
     return batch if labels is None else _with_labels(batch, labels.clamp(min=0))
+
+
+def _outside_the_classes(error: IndexError) -> str | None:
+    """What torch's "Target 7 is out of bounds" means, with the number of classes; None for another IndexError."""
+    target = re.search(r"Target (-?\d+) is out of bounds", str(error))
+    if target is None:
+        return None
+    classes = "the model's classes"
+    trace = error.__traceback__
+    while trace is not None:
+        scores = trace.tb_frame.f_locals.get("input")
+        if trace.tb_frame.f_code.co_name in ("cross_entropy", "nll_loss") and isinstance(scores, torch.Tensor):
+            classes = f"the model's {scores.shape[min(1, scores.ndim - 1)]} classes"
+        trace = trace.tb_next
+    return f"the labels hold {target[1]}, outside {classes}; labels count from 0, {IGNORED} is left out"
 
 
 def _with_labels(batch: Any, labels: torch.Tensor) -> Any:

@@ -23,7 +23,7 @@ from trainer_kit.checkpoint import (
     prune,
     remove_stale_staging,
 )
-from trainer_kit.checkpoint.export import checkpoint_activations, save_model_folder
+from trainer_kit.checkpoint.export import save_model_folder
 from trainer_kit.data.build import (
     make_evaluation_batches,
     make_reading,
@@ -235,7 +235,7 @@ class Trainer:
         remove_stale_staging(output_dir)
         self._prepare()
         if args.gradient_checkpointing:
-            checkpoint_activations(run.model)
+            _recompute_activations(run.model)
         if args.torch_compile:
             run.model.compile()
         run.model.train()
@@ -561,6 +561,18 @@ class Trainer:
             return
         load_checkpoint_in_model(self.run.model, best)
         logger.info("loaded the best model, %s (%s)", best, self.run.state.best_metric)
+
+
+def _recompute_activations(model: torch.nn.Module) -> None:
+    """Turns on the model's own activation checkpointing (transformers 5 renamed the method)."""
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        if enable := getattr(model, f"{name}_enable", None):
+            enable(**{f"{name}_kwargs": {"use_reentrant": False}})
+            return
+    raise ValueError(
+        f"gradient_checkpointing=True, but {type(model).__name__} has no gradient_checkpointing_enable(); use "
+        "torch.utils.checkpoint in its forward"
+    )
 
 
 def _show_log(level: str) -> None:

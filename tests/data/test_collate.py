@@ -34,7 +34,7 @@ class Pair(NamedTuple):
 @pytest.mark.parametrize(
     ("samples", "expected"),
     [
-        ([{"x": torch.ones(2), "labels": torch.tensor(1)}] * 2, {"x": torch.ones(2, 2), "labels": torch.tensor([1, 1])}),
+        ([{"x": torch.ones(2), "y": torch.tensor(1)}] * 2, {"x": torch.ones(2, 2), "y": torch.tensor([1, 1])}),
         ([{"x": [1, 2], "labels": 0}, {"x": [3, 4], "labels": 5}],
          {"x": torch.tensor([[1, 2], [3, 4]]), "labels": torch.tensor([0, 5])}),
         ([{"x": np.ones(2, np.float32)}] * 2, {"x": torch.ones(2, 2)}),

@@ -37,18 +37,3 @@ def save_model_folder(
     directory.mkdir(parents=True, exist_ok=True)
     save_pretrained_files(model, processing_class, directory)
     save_tensors(state, directory, max_shard_size=max_shard_size)
-
-
-def checkpoint_activations(model: torch.nn.Module) -> None:
-    """Turns on the model's own recomputation of activations.
-
-    Raises:
-        ValueError: If the model has none.
-    """
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if enable is None:
-        raise ValueError(
-            f"gradient_checkpointing=True, but {type(model).__name__} has no gradient_checkpointing_enable(); use "
-            "torch.utils.checkpoint in its forward"
-        )
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False})

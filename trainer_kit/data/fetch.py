@@ -13,8 +13,8 @@ from trainer_kit.data.collate import Collator
 from trainer_kit.data.order import Slot, mix
 from trainer_kit.strategies.base import seed_generators
 
-_COLLATE = 1
-"""Tells the seed of a batch's collation from the seeds of its samples."""
+_SAMPLE, _COLLATE = 1, 2
+"""Tell the seeds of samples and of collation from one another, and from those of the steps (`Strategy.seed`)."""
 
 _PROBES = 1024
 """Seeds with which a batch is first read; few, so that the draws that follow each are worked out once."""
@@ -50,18 +50,17 @@ class Fetcher(Dataset[Any]):
         if slot.epoch != self.epoch:
             self.epoch = slot.epoch
             set_epoch(self.dataset, slot.epoch)
-        first = mix(self.seed, slot.epoch, slot.indices[0])
         if not self.draws:
-            before = _reset(first)
+            before = _reset(slot.indices[0])
             batch = self.collate([self._sample(index) for index in slot.indices])
             if not _drew(before):
                 return slot, batch
             self.draws = True
         samples = []
         for index in slot.indices:
-            seed_generators(mix(self.seed, slot.epoch, index))
+            seed_generators(mix(self.seed, slot.epoch, index, _SAMPLE))
             samples.append(self._sample(index))
-        seed_generators(mix(first, _COLLATE))
+        seed_generators(mix(self.seed, slot.epoch, slot.indices[0], _COLLATE))
         return slot, self.collate(samples)
 
     def _sample(self, index: int) -> Any:
