@@ -98,13 +98,12 @@ def _bar_class() -> type[tqdm.tqdm[Any]]:
 
 
 def _console_loggers() -> list[logging.Logger]:
-    """The loggers that write to the terminal; the root one if there is none, as it does so by itself."""
+    """The loggers that write to the terminal; the root one too where what is logged here meets no handler at all."""
     known = [logging.root, *logging.root.manager.loggerDict.values()]
+    loggers = [logger for logger in known if isinstance(logger, logging.Logger) and _writes_to_console(logger)]
+    return loggers if logging.getLogger("trainer_kit").hasHandlers() else [logging.root, *loggers]
+
+
+def _writes_to_console(logger: logging.Logger) -> bool:
     streams = (sys.stdout, sys.stderr)
-    writing = [
-        logger
-        for logger in known
-        if isinstance(logger, logging.Logger)
-        and any(isinstance(handler, logging.StreamHandler) and handler.stream in streams for handler in logger.handlers)
-    ]
-    return writing or [logging.root]
+    return any(isinstance(each, logging.StreamHandler) and each.stream in streams for each in logger.handlers)

@@ -36,13 +36,15 @@ def parse_size(size: int | str) -> int:
         ValueError: If it is less than one byte or no size at all.
     """
     count: float = 0
-    if isinstance(size, int):
+    if isinstance(size, int) and not isinstance(size, bool):
         count = size
-    elif match := re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B", size, re.IGNORECASE):
+    elif isinstance(size, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B", size, re.IGNORECASE)):
         number, prefix, binary = match.groups()
         count = float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix.upper()) + 1)
     if count < 1:
-        raise ValueError(f"the size {size!r} is not known; use a number of bytes or a string such as '5GB' or '200MiB'")
+        raise ValueError(
+            f"max_shard_size={size!r} is not known; use a number of bytes or a string such as '5GB' or '200MiB'"
+        )
     return int(count)
 
 
@@ -149,7 +151,7 @@ class TrainingArguments:
         group_by_length: Puts samples of about the same length into a batch, which saves padding.
         pad_to_multiple_of: Pads sequences to a multiple of this many tokens; None: to the longest of the batch.
         report_to: Where records are written: a list of "tensorboard" and "jsonl", "all", or "none".
-        logging_dir: Folder of those records; None: `output_dir`/logs.
+        logging_dir: Folder of TensorBoard's files; None: `output_dir`/logs.
         disable_tqdm: Shows no progress bar.
         log_level: "debug", "info", "warning", "error" or "critical".
         use_cpu: Trains on the CPU even where there is an accelerator.

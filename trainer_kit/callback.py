@@ -109,8 +109,8 @@ class Events:
                 raise TypeError(f"callbacks holds {callback!r}, which is no trainer_kit Callback{hint}")
             self.callbacks.append(callback)
         self.callbacks.sort(key=lambda callback: callback.priority)
-        self._listeners = {
-            hook: [callback for callback in self.callbacks if _overrides(callback, hook)]
+        self._listeners: dict[str, list[tuple[Callback, Any]]] = {
+            hook: [(each, getattr(each, hook)) for each in self.callbacks if _overrides(each, hook)]
             for hook in (*HOOKS, "metrics")
         }
 
@@ -120,26 +120,26 @@ class Events:
         Raises:
             CallbackError: If a callback raised, naming it and the hook.
         """
-        for callback in self._listeners[hook]:
+        for callback, method in self._listeners[hook]:
             try:
-                getattr(callback, hook)(run, *arguments)
+                method(run, *arguments)
             except Exception as error:
                 raise _named(callback, hook, error) from error
 
     def emit_exception(self, run: Run, error: BaseException) -> None:
         """Tells every listener of `error`; one that raises itself gets a warning, so that all are told."""
-        for callback in self._listeners["on_exception"]:
+        for callback, method in self._listeners["on_exception"]:
             try:
-                callback.on_exception(run, error)
+                method(run, error)
             except Exception as second:
                 warnings.warn(str(_named(callback, "on_exception", second)), RuntimeWarning, stacklevel=2)
 
     def metrics(self, run: Run) -> dict[str, Any]:
         """The numbers of all callbacks, merged."""
         merged: dict[str, Any] = {}
-        for callback in self._listeners["metrics"]:
+        for callback, method in self._listeners["metrics"]:
             try:
-                merged.update(callback.metrics(run))
+                merged.update(method(run))
             except Exception as error:
                 raise _named(callback, "metrics", error) from error
         return merged

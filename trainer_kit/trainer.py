@@ -496,8 +496,8 @@ class Trainer:
     def _run_evaluator(self, dataset: Any, prefix: str, keep: bool = False) -> PredictionOutput:
         run = self.run
         evaluator = Evaluator(run, self._loss, self.metrics, self.compute_metrics)
-        self.events.emit("on_evaluate_begin", run)
         try:
+            self.events.emit("on_evaluate_begin", run)
             return evaluator(make_evaluation_batches(run, dataset, self._reading), prefix, keep)
         finally:
             self.events.emit("on_evaluate_end", run)

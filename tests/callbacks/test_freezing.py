@@ -80,6 +80,17 @@ def test_layer_by_layer(make_run: Callable[..., Run], take_step: Any) -> None:
     assert (moved["0.weight"], moved["1.weight"], moved["2.weight"]) == (ALL[6:], ALL[3:], ALL)
 
 
+def test_a_gradient_from_before_is_dropped(make_run: Callable[..., Run]) -> None:
+    """Else the optimizer would go on stepping with it."""
+    run, callback = make_run(model()), Freezing("0.*", from_step=1)
+    callback.on_train_begin(run)
+    run.model(torch.randn(8, 4)).sum().backward()
+    run.state.step = 1
+    callback.on_step_begin(run)
+    named = dict(run.model.named_parameters())
+    assert {name for name, parameter in named.items() if parameter.grad is None} == {"0.weight", "0.bias"}
+
+
 def test_what_needed_no_gradient_before_stays_so(make_run: Callable[..., Run], take_step: Any) -> None:
     run = make_run(model())
     run.model[0].weight.requires_grad_(False)  # type: ignore[index]

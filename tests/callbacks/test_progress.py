@@ -98,11 +98,17 @@ def test_a_message_is_shown_once_where_no_logger_is_set_up(
     make_run: Callable[..., Run], screen: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.getLogger("trainer_kit"), "handlers", [])
+    other = logging.getLogger("another_library")
+    monkeypatch.setattr(other, "handlers", [logging.StreamHandler()])
+    monkeypatch.setattr(other, "propagate", False)
     run, callback = make_run(), Progress()
     callback.on_train_begin(run)
     logging.getLogger("trainer_kit").warning("take care")
+    other.warning("it too")
     callback.on_train_end(run)
     assert logging.root.handlers == []
+    assert screen.lines()[:2] == ["take care", "it too"]
     assert screen.getvalue().count("take care") == 1
 
 

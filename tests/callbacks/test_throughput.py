@@ -75,6 +75,28 @@ def test_evaluating_and_saving_do_not_count(make_run: Callable[..., Run], clock:
     assert callback.metrics(run)["steps_per_second"] == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("pause", ["evaluation", "save"])
+def test_a_wait_for_the_device_at_a_record_counts(
+    make_run: Callable[..., Run], clock: Clock, step: Step, pause: str
+) -> None:
+    """A record reads from the device, and so waits for the steps in work: that is time of training."""
+    run, callback = make_run(), Throughput()
+    callback.on_train_begin(run)
+    step(run, callback)
+    clock.now += 6
+    assert callback.metrics(run)["steps_per_second"] == pytest.approx(1 / 8)
+    clock.now += 1
+    if pause == "evaluation":
+        callback.on_evaluate_begin(run)
+        clock.now += 50
+        callback.on_evaluate_end(run)
+    else:
+        clock.now += 50
+        callback.on_save(run, Path())
+    step(run, callback)
+    assert callback.metrics(run)["steps_per_second"] == pytest.approx(1 / 3 if pause == "evaluation" else 1 / 2)
+
+
 def test_no_step_no_rates(make_run: Callable[..., Run]) -> None:
     run, callback = make_run(), Throughput()
     assert callback.metrics(run) == {}

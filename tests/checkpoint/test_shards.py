@@ -214,11 +214,11 @@ def test_the_formats_reserved_name_is_refused(tmp_path: Path) -> None:
 
 
 def test_sizes() -> None:
-    sizes: list[int | str] = ["5GB", "300MB", "2GiB", "1.5 kib", "7", 12, " 1TB "]
-    assert [parse_size(size) for size in sizes] == [5 * 10**9, 3 * 10**8, 2**31, 1536, 7, 12, 10**12]
+    sizes: list[int | str] = ["5GB", "300MB", "2GiB", "1.5 kib", 12, "1TB"]
+    assert [parse_size(size) for size in sizes] == [5 * 10**9, 3 * 10**8, 2**31, 1536, 12, 10**12]
 
 
-@pytest.mark.parametrize("size", ["", "GB", "5 apples", "-1GB", "0", 0, -5, True, 1.5, None, "nan", "1e3MB"])
+@pytest.mark.parametrize("size", ["", "GB", "5 apples", "-1GB", "0", "7", 0, -5, True, 1.5, None, "nan", "1e3MB"])
 def test_a_bad_size_is_named(tmp_path: Path, size: Any) -> None:
     with pytest.raises(ValueError, match="max_shard_size="):
         save_tensors({"a": torch.zeros(1)}, tmp_path, max_shard_size=size)

@@ -57,7 +57,8 @@ def total_steps(run: Run, loader: TrainLoader | StreamLoader) -> int:
     state, epochs_left = run.state, run.args.num_train_epochs - run.state.epoch
     per_epoch = loader.steps_between(0, loader.epoch_length)
     taken = per_epoch - loader.steps_between(state.position, loader.epoch_length)
-    return state.step + max(0, math.ceil(epochs_left * per_epoch) - taken)
+    # Rounded, since 1.1 epochs of 10 steps are 11.000000000000002 steps.
+    return state.step + max(0, math.ceil(round(epochs_left * per_epoch, 6)) - taken)
 
 
 def writable_folder(path: str | Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -119,12 +120,7 @@ class TrainLoader:
         self.lengths = sample_lengths(dataset) if group_by_length else None
         self.epoch_length = epoch_length(len(dataset), layout, drop_last)
         if self.epoch_length == 0:
-            raise ValueError(
-                "train_dataset is empty; give at least one sample"
-                if len(dataset) == 0
-                else f"dataloader_drop_last=True leaves nothing of {len(dataset)} samples in batches of {layout.row}; "
-                "make them smaller or keep the last one"
-            )
+            raise ValueError(no_batch(len(dataset), layout))
 
     def steps_between(self, position: int, stop: int) -> int:
         """Optimizer steps between two positions of an epoch."""
@@ -152,6 +148,16 @@ class TrainLoader:
             epoch, position = epoch + 1, 0
 
 
+def no_batch(length: int, layout: Layout) -> str:
+    """What is wrong with a training dataset of this length that gives no batch."""
+    if length == 0:
+        return "train_dataset is empty; give at least one sample"
+    return (
+        f"dataloader_drop_last=True leaves nothing of {length} samples in batches of {layout.row}; make them smaller "
+        "or keep the last one"
+    )
+
+
 def evaluation_batches(dataset: Any, layout: Layout, reading: Reading) -> Iterator[tuple[Any, Counts]]:
     """The batches of an evaluation in the dataset's order; a process that has run out gets a stand-in that counts 0."""
     for slot, batch in _fetched(dataset, evaluation_slots(len(dataset), layout), reading):
@@ -173,15 +179,15 @@ def _fetched(dataset: Any, plan: Iterable[Slot], reading: Reading) -> Iterator[t
     fetcher = Fetcher(dataset, reading.collate, reading.seed)
     if reading.workers == 0:
         return map(fetcher.__getitem__, plan)
-    return iter(worker_loader(fetcher, reading, plan))
+    return from_workers(fetcher, reading, plan)
 
 
-def worker_loader(dataset: Any, reading: Reading, sampler: Iterable[Any] | None = None) -> DataLoader[Any]:
-    """A DataLoader whose workers do all the work and whose randomness is its own.
+def from_workers(dataset: Any, reading: Reading, sampler: Iterable[Any] | None = None) -> Iterator[Any]:
+    """What a DataLoader gives whose workers do all the work and whose randomness is its own.
 
     The generator matters: `iter(DataLoader)` would otherwise draw from the global one and shift dropout.
     """
-    return DataLoader(
+    loader = DataLoader(
         dataset,
         batch_size=None,
         sampler=sampler,
@@ -191,6 +197,13 @@ def worker_loader(dataset: Any, reading: Reading, sampler: Iterable[Any] | None 
         worker_init_fn=_ignore_interrupts,
         generator=torch.Generator().manual_seed(reading.seed),
     )
+    try:
+        yield from loader
+    except Exception as error:
+        # The DataLoader's frames form a circle with the error. Left to the garbage collector, the workers would be
+        # ended late and noisily.
+        traceback.clear_frames(error.__traceback__)
+        raise
 
 
 def _as_is(item: Any) -> Any:

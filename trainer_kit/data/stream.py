@@ -12,10 +12,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 from tqdm.auto import tqdm
 
 from trainer_kit.data.fetch import DataError, set_epoch
-from trainer_kit.data.loader import MicroBatch, Reading, Window, worker_loader
+from trainer_kit.data.loader import MicroBatch, Reading, Window, from_workers, no_batch
 from trainer_kit.data.order import Layout, mix
 from trainer_kit.loss import Counts, count
+from trainer_kit.state import Stateful
 from trainer_kit.strategies.base import seed_generators
+
+_AT_THE_START: dict[str, Any] = {"batches": 0, "ended": False, "dataset": None}
 
 
 class StreamLoader:
@@ -31,6 +34,9 @@ class StreamLoader:
         layout: Batch size and accumulation.
         reading: Collation, seed and workers.
         drop_last: Leave out batches that are not full.
+
+    Raises:
+        ValueError: If the dataset's length says that an epoch holds no batch.
     """
 
     def __init__(self, dataset: Any, layout: Layout, reading: Reading, drop_last: bool = False) -> None:
@@ -38,11 +44,34 @@ class StreamLoader:
         self.layout = layout
         self.reading = reading
         self.drop_last = drop_last
-        self.epoch_length = len(dataset) if hasattr(dataset, "__len__") else 0
+        self.epoch_length = 0  # unknown
+        if hasattr(dataset, "__len__"):
+            self._full, self._tail = _batches_of(len(dataset), layout.batch_size, self._readers, drop_last)
+            self.epoch_length = self._full * layout.batch_size + sum(self._tail)
+            if self.epoch_length == 0:
+                raise ValueError(no_batch(len(dataset), layout))
+
+    @property
+    def _readers(self) -> int:
+        return self.layout.world_size * max(1, self.reading.workers)
 
     def steps_between(self, position: int, stop: int) -> int:
-        """Optimizer steps between two positions of an epoch, as far as the dataset's length is true."""
-        return max(0, -(-(stop - position) // self.layout.window))
+        """Optimizer steps between two positions of an epoch, as far as the dataset's length is true.
+
+        Workers are taken to share the samples evenly, as `range(worker, length, workers)` does.
+        """
+        batches = self._batches_from(position) - self._batches_from(stop)
+        return max(0, -(-batches // (self.layout.accumulation * self.layout.world_size)))
+
+    def _batches_from(self, position: int) -> int:
+        """Batches of all processes from a position to the end of an epoch."""
+        size, tail = self.layout.batch_size, self._tail
+        if self._readers == 1:
+            return -(-(self.epoch_length - position) // size)
+        left = self._full * size - position
+        if left >= 0:
+            return -(-left // size) + len(tail)
+        return sum(sum(tail[:place]) >= -left for place in range(len(tail)))
 
     def micro_batches(
         self, epoch: int, position: int, steps: int, data_state: dict[str, Any] | None = None
@@ -96,12 +125,19 @@ class StreamLoader:
             "give it state_dict and load_state_dict to resume at once",
             stacklevel=2,
         )
-        with tqdm(total=position, desc="passing over samples", unit=" samples") as bar:
-            while bar.n < position:
-                item = next(batches, None)
-                if item is None:
-                    return
-                bar.update(count(item[0]).samples)
+        # disable=None: no bar where there is no terminal.
+        with tqdm(total=position, desc="passing over samples", unit=" samples", disable=None) as bar:
+            passed = 0
+            while passed < position and (item := next(batches, None)) is not None:
+                samples = count(item[0]).samples
+                passed += samples
+                bar.update(samples)
+        if passed > position:
+            warnings.warn(
+                f"{passed - position} samples of epoch {epoch} are left out: without state_dict a dataset can only be "
+                "resumed exactly with the batch size that it was read with",
+                stacklevel=2,
+            )
         yield from batches
 
 
@@ -110,6 +146,18 @@ def stream_evaluation_batches(dataset: Any, layout: Layout, reading: Reading) ->
     source = _BatchSource(dataset, layout.batch_size, reading, epoch=-1, drop_last=False)
     for batch, _ in _rounds(source, reading, None, 0):
         yield batch, count(batch)
+
+
+def _batches_of(length: int, size: int, readers: int, drop_last: bool) -> tuple[int, list[int]]:
+    """How many full batches an epoch of this length begins with, and the sizes of those that follow.
+
+    The readers take turns; each has its share and ends with what is left of it.
+    """
+    least, more = divmod(length, readers)
+    rounds = least // size  # in which every reader has a full batch
+    shares = [least + (reader < more) - rounds * size for reader in range(readers)]
+    tail = [min(size, share - start) for start in (0, size) for share in shares]
+    return rounds * readers, [each for each in tail if each == size or (each > 0 and not drop_last)]
 
 
 class _BatchSource(IterableDataset[Any]):
@@ -121,6 +169,7 @@ class _BatchSource(IterableDataset[Any]):
         self.reading = reading
         self.epoch = epoch
         self.drop_last = drop_last
+        self.stateful = isinstance(dataset, Stateful)
         self.states: list[dict[str, Any]] | None = None
         self.turn = 0
 
@@ -131,24 +180,26 @@ class _BatchSource(IterableDataset[Any]):
     def __iter__(self) -> Iterator[tuple[int, Any, dict[str, Any] | None]]:
         info = get_worker_info()
         worker = info.id if info is not None else 0
-        number = 0
+        number, ended = 0, False
         set_epoch(self.dataset, self.epoch)
         if self.states is not None:
-            number = self.states[worker]["batches"]
-            if self.states[worker]["dataset"] is not None:
-                self.dataset.load_state_dict(copy.deepcopy(self.states[worker]["dataset"]))
+            state = self.states[worker]
+            number, ended = state["batches"], state["ended"]
+            if state["dataset"] is not None:
+                self.dataset.load_state_dict(copy.deepcopy(state["dataset"]))
             if worker < self.turn:
                 yield worker, None, None
         seed_generators(mix(self.reading.seed, self.epoch, worker, number))
         samples = iter(self.dataset)
-        while True:
+        while not ended:
             seed_generators(mix(self.reading.seed, self.epoch, worker, number))
             batch = self._next(samples, worker, number)
-            if not batch or (self.drop_last and len(batch) < self.batch_size):
+            ended = len(batch) < self.batch_size
+            if not batch or (self.drop_last and ended):
                 return
             number += 1
             collated = self.reading.collate(batch)
-            yield worker, collated, self._state(number)
+            yield worker, collated, self._state(number, ended)
 
     def _next(self, samples: Iterator[Any], worker: int, number: int) -> list[Any]:
         try:
@@ -159,10 +210,11 @@ class _BatchSource(IterableDataset[Any]):
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def _state(self, batches: int) -> dict[str, Any] | None:
-        if not hasattr(self.dataset, "state_dict"):
+    def _state(self, batches: int, ended: bool) -> dict[str, Any] | None:
+        """A dataset that has ended may begin anew with its state: hence `ended`."""
+        if not self.stateful:
             return None
-        return {"batches": batches, "dataset": copy.deepcopy(self.dataset.state_dict())}
+        return {"batches": batches, "ended": ended, "dataset": copy.deepcopy(self.dataset.state_dict())}
 
 
 def _rounds(
@@ -176,7 +228,7 @@ def _rounds(
             f"dataloader_num_workers={reading.workers}; resume with the same number"
         )
     current: list[dict[str, Any] | None] = list(states) if states else [None] * workers
-    items = iter(source) if reading.workers == 0 else iter(worker_loader(source, reading))
+    items = iter(source) if reading.workers == 0 else from_workers(source, reading)
     for worker, batch, state in items:
         if batch is None:
             continue
@@ -184,5 +236,4 @@ def _rounds(
             yield batch, None
             continue
         current[worker] = state
-        waiting = [each if each is not None else {"batches": 0, "dataset": None} for each in current]
-        yield batch, {"workers": waiting, "turn": (worker + 1) % workers}
+        yield batch, {"workers": [each or _AT_THE_START for each in current], "turn": (worker + 1) % workers}

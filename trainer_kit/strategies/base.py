@@ -190,7 +190,8 @@ class Strategy:
         Here it is the resident set of the process, whose peak the operating system keeps.
         """
         info = psutil.Process().memory_info()
-        return {"memory_gib": info.rss / GIB, "peak_memory_gib": _peak_resident_bytes(info) / GIB}
+        peak = max(info.rss, _peak_resident_bytes(info))
+        return {"memory_gib": info.rss / GIB, "peak_memory_gib": peak / GIB}
 
 
 def seed_generators(value: int) -> None:

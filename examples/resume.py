@@ -1,0 +1,130 @@
+"""Kills a training run and goes on with it: the weights end up the same, bit for bit.
+
+    python examples/resume.py                      about 30 seconds on 2 CPU cores
+
+One process trains from beginning to end. Another is killed (SIGKILL, as when memory or power runs out) in the middle of
+an epoch, between two checkpoints; a third goes on with `train(resume_from_checkpoint=True)`. The training has all that
+makes this hard: dropout, random augmentation, two processes that load data, accumulation and a schedule.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import Dataset
+
+from trainer_kit import Callback, Run, Trainer, TrainingArguments
+from trainer_kit.callbacks import read_log
+
+
+class NoisyDigits(Dataset[tuple[torch.Tensor, int]]):
+    """Scikit-learn's scanned digits, shifted and sprinkled at random each time they are read."""
+
+    def __init__(self) -> None:
+        digits = load_digits()
+        self.images = torch.tensor(digits.images, dtype=torch.float32) / 16
+        self.labels = digits.target.tolist()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        shift = int(torch.randint(-1, 2, ()))
+        return self.images[index].roll(shift, dims=1) + 0.1 * torch.randn(8, 8), self.labels[index]
+
+
+class Killer(Callback):
+    """Kills its own process after a step, without a word."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    """The mean loss of a batch."""
+    images, labels = batch
+    return nn.functional.cross_entropy(model(images), labels)
+
+
+def train(folder: Path, steps: int, kill_at: int | None = None) -> None:
+    """Trains in `folder`. The same call starts a training and goes on with one that was broken off."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.3), nn.Linear(128, 10))
+    args = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=16,
+        gradient_accumulation_steps=2,
+        dataloader_num_workers=2,
+        learning_rate=3e-3,
+        lr_scheduler_type="cosine",
+        logging_steps=5,
+        save_steps=steps // 6,
+    )
+    callbacks = [] if kill_at is None else [Killer(kill_at)]
+    Trainer(model, args, NoisyDigits(), compute_loss=loss, callbacks=callbacks).train(resume_from_checkpoint=True)
+
+
+def in_a_process(folder: Path, steps: int, kill_at: int | None = None) -> int:
+    """Trains in a process of its own, and returns how that ended: 0, or minus the signal that killed it."""
+    process = multiprocessing.get_context("spawn").Process(target=train, args=(folder, steps, kill_at))
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def results(folder: Path, steps: int) -> dict[str, str]:
+    """Checksums of what a training left: weights, the optimizer's state, and all losses that it logged."""
+    checkpoint = folder / f"checkpoint-{steps}"
+    losses = [(each["step"], each["loss"]) for each in read_log(folder / "log.jsonl") if "loss" in each]
+    parts = {
+        "weights": (checkpoint / "model.safetensors").read_bytes(),
+        "optimizer": (checkpoint / "state" / "optimizer.safetensors").read_bytes(),
+        "losses": repr(losses).encode(),
+    }
+    return {name: hashlib.sha256(content).hexdigest() for name, content in parts.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Trains once in one go and once with a kill in the middle; returns the checksums of both."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", default="runs/resume", help="a folder for each of the two trainings")
+    parser.add_argument("--short", action="store_true", help="30 steps instead of 300")
+    options = parser.parse_args(argv)
+    steps = 30 if options.short else 300
+    kill_at = steps // 2 + 3
+    whole, broken = Path(options.output_dir) / "in-one-go", Path(options.output_dir) / "killed"
+
+    if (code := in_a_process(whole, steps)) != 0:
+        raise SystemExit(f"the training in {whole} ended with code {code}")
+    killed = in_a_process(broken, steps, kill_at)
+    left = sorted(path.name for path in broken.glob("checkpoint-*"))
+    resumed = in_a_process(broken, steps)
+
+    expected, got = results(whole, steps), results(broken, steps)
+    print(f"\nkilled at step {kill_at} of {steps} by signal {-killed}, with {', '.join(left)} on the disk")
+    print(f"went on with the same call, which ended with code {resumed}")
+    for name, checksum in expected.items():
+        verdict = "the same" if got[name] == checksum else "DIFFERENT"
+        print(f"{name:>10}: {checksum[:16]} in one go, {got[name][:16]} with the kill: {verdict}")
+    print(f"curves:       tensorboard --logdir {options.output_dir}")
+    return {"killed": killed, "resumed": resumed, "expected": expected, "got": got}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset, get_worker_info
+
+from trainer_kit.data.collate import stack
+from trainer_kit.data.fetch import DataError
+from trainer_kit.data.loader import MicroBatch, Reading
+from trainer_kit.data.order import Layout
+from trainer_kit.data.stream import StreamLoader, stream_evaluation_batches
+
+SEED = 5
+
+
+class Plain(IterableDataset[Any]):
+    """Samples with noise of all three generators, divided over the workers."""
+
+    def __init__(self, length: int, shards: tuple[int, ...] | None = None) -> None:
+        self.length = length
+        self.shards = shards  # samples of each worker, where they differ
+        self.epoch = -7
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def mine(self) -> range:
+        info = get_worker_info()
+        if info is None:
+            return range(self.length)
+        if self.shards is None:
+            return range(info.id, self.length, info.num_workers)
+        start = sum(self.shards[: info.id])
+        return range(start, start + self.shards[info.id])
+
+    def sample(self, index: int) -> dict[str, Any]:
+        noise = torch.rand(()).double() + np.random.rand() + random.random()
+        return {"x": torch.tensor([index, float(noise), self.epoch], dtype=torch.float64)}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for index in self.mine():
+            yield self.sample(index)
+
+
+class Stateful(Plain):
+    """Goes on where its state says; as usual, it begins anew once it has ended."""
+
+    place = 0
+    reads = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        mine = self.mine()
+        while self.place < len(mine):
+            self.place += 1
+            self.reads += 1
+            yield self.sample(mine[self.place - 1])
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+def loader(dataset: Any, layout: Layout, workers: int = 0, **options: Any) -> StreamLoader:
+    return StreamLoader(dataset, layout, Reading(stack, SEED, workers), **options)
+
+
+def rows(micro_batches: list[MicroBatch]) -> list[list[list[float]]]:
+    return [micro.batch["x"].tolist() for micro in micro_batches]
+
+
+def samples(micro_batches: list[MicroBatch]) -> list[int]:
+    return [int(row[0]) for batch in rows(micro_batches) for row in batch]
+
+
+def resumed_at(dataset: Any, layout: Layout, workers: int, steps: int, stop: MicroBatch) -> list[MicroBatch]:
+    """The rest, as a new process would read it after the step that `stop` ends."""
+    window = stop.window
+    epoch, position, state = window.epoch, window.stop, window.data_state
+    if window.closes_epoch:
+        epoch, position, state = epoch + 1, 0, None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of passing over: has its own test
+        return list(loader(dataset, layout, workers).micro_batches(epoch, position, steps, state))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Plain, Stateful])
+def test_resumed_at_any_step_it_gives_the_same_batches(kind: type[Plain], workers: int) -> None:
+    layout, steps = Layout(3, 2), 8  # 19 samples: steps of 6, 6, 6, 1, and with two workers of 10 and 9
+    whole = list(loader(kind(19), layout, workers).micro_batches(0, 0, steps))
+    ends = [place for place, micro in enumerate(whole) if micro.last]
+    assert len(ends) == steps
+    for taken, place in enumerate(ends, start=1):
+        if workers and taken not in (1, 3, 4, 6):
+            continue  # workers are slow to start
+        torch.manual_seed(taken)
+        rest = resumed_at(kind(19), layout, workers, steps - taken, whole[place])
+        assert rows(rest) == rows(whole[place + 1 :])
+        assert [micro.window.data_state for micro in rest] == [micro.window.data_state for micro in whole[place + 1 :]]
+        assert [(m.number, m.last, m.window.stop) for m in rest] == [
+            (m.number, m.last, m.window.stop) for m in whole[place + 1 :]
+        ]
+
+
+@pytest.mark.parametrize("shards", [(2, 11), (11, 2), (3, 12), (0, 8), (8, 0), (4, 4)])
+@pytest.mark.parametrize("taken", [1, 2, 3])
+def test_workers_with_shards_of_different_sizes_are_resumed(shards: tuple[int, int], taken: int) -> None:
+    dataset, layout = Stateful(sum(shards), shards), Layout(3)
+    whole = list(loader(dataset, layout, 2).micro_batches(0, 0, 5))
+    first = sorted(samples([micro for micro in whole if micro.window.epoch == 0]))
+    assert first == list(range(len(first)))
+    rest = resumed_at(Stateful(sum(shards), shards), layout, 2, 5 - taken, whole[taken - 1])
+    assert rows(rest) == rows(whole[taken:])
+
+
+def test_a_state_is_resumed_without_reading_what_was_before() -> None:
+    for place in (10, 10_000):
+        dataset = Stateful(20_000)
+        state = {"workers": [{"batches": place // 2, "dataset": {"place": place}, "ended": False}], "turn": 0}
+        micro_batches = loader(dataset, Layout(2)).micro_batches(0, place, 3, state)
+        assert samples([next(micro_batches)]) == [place, place + 1]
+        assert dataset.reads == 4  # one batch ahead
+
+
+def test_the_state_goes_on_under_another_batch_size() -> None:
+    whole = list(loader(Stateful(20), Layout(3)).micro_batches(0, 0, 3))
+    rest = resumed_at(Stateful(20), Layout(4, 2), 0, 2, whole[-1])
+    assert samples(rest) == list(range(9, 20))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_without_a_state_it_is_passed_over_with_a_warning(workers: int) -> None:
+    one = loader(Plain(20), Layout(4), workers)
+    whole = list(one.micro_batches(1, 0, 5))
+    with pytest.warns(UserWarning, match="no state_dict: 8 samples of epoch 1 are read again and passed over"):
+        rest = list(one.micro_batches(1, 8, 3))
+    assert rows(rest) == rows(whole[2:])
+    assert rest[0].start == 8
+
+
+def test_passing_over_leaves_no_bar_in_a_log_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(UserWarning, match="no state_dict"):
+        list(loader(Plain(20), Layout(4)).micro_batches(0, 8, 3))
+    assert capsys.readouterr().err == ""
+
+
+def test_passing_over_with_another_batch_size_says_what_is_left_out() -> None:
+    with pytest.warns(UserWarning) as caught:
+        rest = list(loader(Plain(20), Layout(5)).micro_batches(0, 8, 2))
+    assert samples(rest) == list(range(10, 20))
+    assert any("2 samples" in str(each.message) and "batch size" in str(each.message) for each in caught)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 4), st.booleans())
+def test_each_sample_once_an_epoch_in_counted_steps(
+    length: int, batch_size: int, accumulation: int, drop_last: bool
+) -> None:
+    one = loader(Plain(length), Layout(batch_size, accumulation), drop_last=drop_last)
+    used = length - length % batch_size if drop_last else length
+    if used == 0:
+        with pytest.raises(ValueError, match="train_dataset gave no sample"):
+            list(one.micro_batches(0, 0, 1))
+        return
+    steps = -(-used // (batch_size * accumulation))
+    micro_batches = list(one.micro_batches(0, 0, 2 * steps))
+    assert samples(micro_batches) == list(range(used)) * 2
+    windows = [micro.window for micro in micro_batches if micro.last]
+    assert [window.closes_epoch for window in windows] == ([False] * (steps - 1) + [True]) * 2
+    assert sum(window.samples for window in windows) == 2 * used
+    assert windows[-1].stop == used
+    for micro in micro_batches:
+        assert micro.batch["x"][:, 2].eq(micro.window.epoch).all()  # told by set_epoch
+
+
+def test_with_workers_each_sample_comes_once_where_the_dataset_divides_itself() -> None:
+    micro_batches = list(loader(Plain(23), Layout(4), 2).micro_batches(0, 0, 6))
+    assert sorted(samples(micro_batches)) == list(range(23))
+    assert [micro.window.closes_epoch for micro in micro_batches] == [False] * 5 + [True]
+    noise = [row[1] for batch in rows(micro_batches) for row in batch]
+    assert len(set(noise)) == 23
+
+
+class Sized(Plain):
+    def __len__(self) -> int:
+        return self.length
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    ("length", "layout"), [(10, Layout(4)), (19, Layout(3, 2)), (24, Layout(4, 3)), (7, Layout(2))]
+)
+def test_a_length_tells_the_steps_of_an_epoch(length: int, layout: Layout, drop_last: bool, workers: int) -> None:
+    one = loader(Sized(length), layout, workers, drop_last=drop_last)
+    micro_batches = one.micro_batches(0, 0, 100)
+    taken = 0
+    for micro in micro_batches:
+        taken += micro.last
+        if micro.window.closes_epoch and micro.last:
+            break
+    assert one.steps_between(0, one.epoch_length) == taken
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Plain, Stateful])
+def test_an_empty_dataset_is_an_error_and_no_endless_loop(kind: type[Plain], workers: int) -> None:
+    with pytest.raises(ValueError, match="train_dataset gave no sample in epoch 0"):
+        list(loader(kind(0), Layout(2), workers).micro_batches(0, 0, 3))
+
+
+def test_a_generator_is_used_up_after_one_epoch() -> None:
+    once = ({"x": torch.tensor([float(index), 0.0, 0.0])} for index in range(4))
+    micro_batches = loader(once, Layout(2)).micro_batches(0, 0, 5)
+    assert samples([next(micro_batches), next(micro_batches)]) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="gave no sample in epoch 1"):
+        next(micro_batches)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_that_raises_is_named_with_the_batch(workers: int) -> None:
+    class Broken(Plain):
+        def sample(self, index: int) -> dict[str, Any]:
+            if index == 9:
+                raise OSError("the disk is gone")
+            return super().sample(index)
+
+    with pytest.raises(DataError, match=r"raised in batch \d of worker \d \(epoch 2\): OSError: the disk is gone"):
+        list(loader(Broken(20), Layout(2), workers).micro_batches(2, 0, 9))
+
+
+def test_another_number_of_workers_is_refused() -> None:
+    first = next(loader(Stateful(20), Layout(2), 2).micro_batches(0, 0, 9))
+    with pytest.raises(ValueError, match="states of 2 workers of an iterable dataset, but dataloader_num_workers=0"):
+        list(loader(Stateful(20), Layout(2)).micro_batches(0, 2, 5, first.window.data_state))
+
+
+def test_a_state_that_cannot_be_loaded_is_no_state() -> None:
+    class HalfStateful(Plain):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    assert next(loader(HalfStateful(4), Layout(2)).micro_batches(0, 0, 1)).window.data_state is None
+
+
+def test_a_state_is_a_copy() -> None:
+    class Listed(Stateful):
+        def __init__(self, length: int) -> None:
+            super().__init__(length)
+            self.seen: list[int] = []
+
+        def sample(self, index: int) -> dict[str, Any]:
+            self.seen.append(index)
+            return super().sample(index)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"place": self.place, "seen": self.seen}
+
+    windows = [micro.window for micro in loader(Listed(6), Layout(2)).micro_batches(0, 0, 3)]
+    assert [window.data_state["workers"][0]["dataset"]["seen"] for window in windows if window.data_state] == [
+        [0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4, 5],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluation_reads_each_sample_once_and_always_the_same(workers: int) -> None:
+    def evaluated() -> list[list[list[float]]]:
+        reading = Reading(stack, SEED, workers)
+        found = list(stream_evaluation_batches(Plain(11), Layout(4), reading))
+        assert sum(counts.samples for _, counts in found) == 11
+        return [batch["x"].tolist() for batch, _ in found]
+
+    torch.manual_seed(1)
+    first = evaluated()
+    torch.manual_seed(2)
+    assert evaluated() == first
+    assert sorted(int(row[0]) for batch in first for row in batch) == list(range(11))
+    assert {row[2] for batch in first for row in batch} == {-7.0}  # no epoch begins
+
+
+def test_workers_leave_this_process_its_generators() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(1).item()
+    torch.manual_seed(3)
+    list(loader(Plain(12), Layout(2), 2).micro_batches(0, 0, 6))
+    assert torch.rand(1).item() == expected
