@@ -60,9 +60,10 @@ class JsonLines(Callback):
         if not run.strategy.is_main:
             return
         path = Path(self._path) if self._path is not None else Path(run.args.output_dir) / "log.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
         record = {"event": event, "time": time.time(), "step": run.state.step, **values}
         line = json.dumps(_plain(record), allow_nan=False).encode() + b"\n"
+        if event == "start" or not path.parent.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
         if event == "start" and _is_cut(path):
             line = b"\n" + line
         with open(path, "ab", buffering=0) as file:

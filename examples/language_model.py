@@ -5,7 +5,7 @@
 
 The text ships with Python itself (`help("with")` shows it), so nothing is downloaded. The last tenth of it is held out;
 the tokenizer is made from the rest and saved beside the model, so that transformers can load both from a checkpoint.
-Each epoch cuts the text at other places, at random, and a resumed run still sees what one never stopped would have seen.
+The text is cut at random places, and a resumed run still sees the same pieces as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     pieces = [held_out_ids[start : start + CONTEXT] for start in range(0, len(held_out_ids) - 1, CONTEXT - 1)]
     args = TrainingArguments(
         output_dir=options.output_dir,
-        max_steps=30 if options.short else 1200,
+        max_steps=30 if options.short else 1000,
         per_device_train_batch_size=16,
         learning_rate=4e-3,
         lr_scheduler_type="cosine",
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         adam_beta2=0.95,
         logging_steps=10,
         eval_strategy="steps",
-        eval_steps=10 if options.short else 100,
+        eval_steps=100,
         save_steps=100,
         save_total_limit=2,
     )
@@ -146,9 +146,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     print(f"\nloss while training\n{plot(curve)}")
     print(f"\nit writes\n---------\n{sample}\n---------")
     print(f"on the held-out text: perplexity {math.exp(loss):.1f} per token, {bits:.2f} bits per byte")
+    speed = figures["train_samples_per_second"] * CONTEXT
     print(
-        f"{trained.global_step} steps in {figures['train_runtime']:.0f} s, "
-        f"{figures['train_samples_per_second'] * CONTEXT:,.0f} tokens/s, {figures['peak_memory_gib']:.2f} GiB at the peak"
+        f"{trained.global_step} steps in {figures['train_runtime']:.0f} s, {speed:,.0f} tokens/s, "
+        f"{figures['peak_memory_gib']:.2f} GiB at the peak"
     )
     print(f"curves:       tensorboard --logdir {args.log_dir}")
     print(f'the model:    GPT2LMHeadModel.from_pretrained("{args.output_dir}/checkpoint-{trained.global_step}")')

@@ -2,9 +2,10 @@
 
     python examples/resume.py                      about 30 seconds on 2 CPU cores
 
-One process trains from beginning to end. Another is killed (SIGKILL, as when memory or power runs out) in the middle of
-an epoch, between two checkpoints; a third goes on with `train(resume_from_checkpoint=True)`. The training has all that
-makes this hard: dropout, random augmentation, two processes that load data, accumulation and a schedule.
+One training goes from beginning to end. Another is killed (SIGKILL, as when memory or power runs out) in the middle of
+an epoch, between two checkpoints; a third goes on from the newest one with `train(resume_from_checkpoint=True)`. The
+training has all that makes this hard: dropout, random augmentation, two processes that load data, accumulation and a
+schedule.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return nn.functional.cross_entropy(model(images), labels)
 
 
-def train(folder: Path, steps: int, kill_at: int | None = None) -> None:
-    """Trains in `folder`. The same call starts a training and goes on with one that was broken off."""
+def train(folder: Path, steps: int, kill_at: int | None = None, resume: bool = False) -> None:
+    """Trains in `folder`, from the beginning or from the newest checkpoint there."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.3), nn.Linear(128, 10))
     args = TrainingArguments(
@@ -74,14 +75,16 @@ def train(folder: Path, steps: int, kill_at: int | None = None) -> None:
         lr_scheduler_type="cosine",
         logging_steps=5,
         save_steps=steps // 6,
+        report_to="jsonl",
     )
     callbacks = [] if kill_at is None else [Killer(kill_at)]
-    Trainer(model, args, NoisyDigits(), compute_loss=loss, callbacks=callbacks).train(resume_from_checkpoint=True)
+    trainer = Trainer(model, args, NoisyDigits(), compute_loss=loss, callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=resume)
 
 
-def in_a_process(folder: Path, steps: int, kill_at: int | None = None) -> int:
-    """Trains in a process of its own, and returns how that ended: 0, or minus the signal that killed it."""
-    process = multiprocessing.get_context("spawn").Process(target=train, args=(folder, steps, kill_at))
+def in_a_process(*arguments: Any) -> int:
+    """Calls `train` in a process of its own, and returns how that ended: 0, or minus the signal that killed it."""
+    process = multiprocessing.get_context("spawn").Process(target=train, args=arguments)
     process.start()
     process.join()
     assert process.exitcode is not None
@@ -110,19 +113,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     kill_at = steps // 2 + 3
     whole, broken = Path(options.output_dir) / "in-one-go", Path(options.output_dir) / "killed"
 
-    if (code := in_a_process(whole, steps)) != 0:
-        raise SystemExit(f"the training in {whole} ended with code {code}")
+    train(whole, steps)
     killed = in_a_process(broken, steps, kill_at)
-    left = sorted(path.name for path in broken.glob("checkpoint-*"))
-    resumed = in_a_process(broken, steps)
+    newest = max(int(path.name.partition("-")[2]) for path in broken.glob("checkpoint-*"))
+    resumed = in_a_process(broken, steps, None, True)
 
     expected, got = results(whole, steps), results(broken, steps)
-    print(f"\nkilled at step {kill_at} of {steps} by signal {-killed}, with {', '.join(left)} on the disk")
-    print(f"went on with the same call, which ended with code {resumed}")
+    print(f"\nkilled at step {kill_at} of {steps} by signal {-killed}, the newest checkpoint is that of step {newest}")
+    print(f"went on from there, which ended with code {resumed}")
     for name, checksum in expected.items():
         verdict = "the same" if got[name] == checksum else "DIFFERENT"
         print(f"{name:>10}: {checksum[:16]} in one go, {got[name][:16]} with the kill: {verdict}")
-    print(f"curves:       tensorboard --logdir {options.output_dir}")
+    print(f"the losses:   {broken}/log.jsonl")
     return {"killed": killed, "resumed": resumed, "expected": expected, "got": got}
 
 

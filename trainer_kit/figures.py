@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trainer_kit.run import Run
+from trainer_kit.strategies.base import GradientNorms
 
 
 class NonFiniteError(ArithmeticError):
@@ -22,7 +23,8 @@ class StepFigures(NamedTuple):
         step: Number of the step, from 1.
         loss: Mean over the step's items.
         norm: Norm of all gradients together before clipping; None where nothing asked for it.
-        bad_gradient: Place of the first parameter whose gradient is not finite; None where all are.
+        bad_gradient: Place of the first parameter whose gradient is not finite; None where all are, or where only the
+            norm of them all is too large for its dtype.
     """
 
     step: int
@@ -30,40 +32,45 @@ class StepFigures(NamedTuple):
     norm: float | None
     bad_gradient: int | None
 
+    @property
+    def has_finite_gradient(self) -> bool:
+        """Whether all gradients were finite, as far as anybody looked."""
+        return self.norm is None or math.isfinite(self.norm)
+
 
 class History:
     """Losses and gradient norms of the steps since the last reading: kept on the device, read in one go."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[int, torch.Tensor, torch.Tensor | None]] = []
+        self._waiting: list[tuple[int, torch.Tensor, GradientNorms | None]] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def append(self, step: int, loss: torch.Tensor, norms: torch.Tensor | None) -> None:
-        """Keeps a step's loss (a scalar) and the norms of its gradients (shape [parameters])."""
+    def append(self, step: int, loss: torch.Tensor, norms: GradientNorms | None) -> None:
+        """Keeps a step's loss (a scalar) and the norms of its gradients."""
         self._waiting.append((step, loss, norms))
 
     def read(self) -> list[StepFigures]:
         """The figures since the last reading; waits for the device once."""
         waiting, self._waiting = self._waiting, []
-        if not waiting:
-            return []
-        losses = torch.stack([loss.float() if loss.dtype.itemsize < 4 else loss for _, loss, _ in waiting]).tolist()
-        norms = [norms for _, _, norms in waiting if norms is not None]
-        rows = iter(torch.nn.utils.rnn.pad_sequence(norms, batch_first=True).tolist() if norms else [])
-        return [
-            _figures(step, loss, next(rows) if norms is not None else None)
-            for (step, _, norms), loss in zip(waiting, losses, strict=True)
-        ]
+        losses = _numbers([loss for _, loss, _ in waiting])
+        totals = iter(_numbers([norms.total for _, _, norms in waiting if norms is not None]))
+        figures = []
+        for (step, _, norms), loss in zip(waiting, losses, strict=True):
+            total = None if norms is None else next(totals)
+            bad = None if norms is None or total is None or math.isfinite(total) else _first_bad(norms.each)
+            figures.append(StepFigures(step, loss, total, bad))
+        return figures
 
 
-def _figures(step: int, loss: float, norms: list[float] | None) -> StepFigures:
-    if norms is None:
-        return StepFigures(step, loss, None, None)
-    bad = next((place for place, norm in enumerate(norms) if not math.isfinite(norm)), None)
-    # As in the optimizer step itself: the norm of the norms. math.hypot does not overflow.
-    return StepFigures(step, loss, math.hypot(*norms), bad)
+def _numbers(scalars: list[torch.Tensor]) -> list[float]:
+    numbers: list[float] = torch.stack(scalars).tolist() if scalars else []
+    return numbers
+
+
+def _first_bad(norms: torch.Tensor) -> int | None:
+    return next((place for place, norm in enumerate(norms.tolist()) if not math.isfinite(norm)), None)
 
 
 class Figures:
@@ -81,9 +88,9 @@ class Figures:
     def __len__(self) -> int:
         return len(self.history)
 
-    def note_gradients(self, norms: torch.Tensor | None) -> None:
+    def note_gradients(self, norms: GradientNorms | None) -> None:
         """Learns the names of the parameters behind the norms, while they still have their gradients."""
-        if norms is not None and len(norms) != len(self._names):
+        if norms is not None and len(norms.each) != len(self._names):
             assert self.run.optimizer is not None
             self._names = graded_parameters(self.run.model, self.run.optimizer)
 
@@ -107,7 +114,7 @@ class Figures:
                 raise NonFiniteError(self._sentence(figures, newest_checkpoint))
             if figures.norm is not None:
                 state.grad_norm = figures.norm
-            if figures.bad_gradient is not None and self._leaves_out():
+            if not figures.has_finite_gradient and self._leaves_out():
                 state.skipped_steps += 1
                 if not math.isfinite(figures.loss):
                     continue
@@ -136,17 +143,17 @@ class Figures:
 
     def _ends_the_run(self, figures: StepFigures) -> bool:
         # fp16's scaler looks for a scale by trying: its gradients overflow now and then, by design.
-        bad_gradient = figures.bad_gradient is not None and not self.run.strategy.scales_gradients
+        bad_gradient = not figures.has_finite_gradient and not self.run.strategy.scales_gradients
         return self.run.args.nonfinite == "stop" and (bad_gradient or not math.isfinite(figures.loss))
 
     def _sentence(self, figures: StepFigures, newest_checkpoint: Path | None) -> str:
         place = figures.bad_gradient
-        if place is None:
+        if figures.has_finite_gradient:
             where = "no gradient was looked at" if figures.norm is None else "all gradients are finite"
-        elif place < len(self._names):
+        elif place is not None and place < len(self._names):
             where = f"the first parameter with a non-finite gradient is {self._names[place]}"
         else:
-            where = "a gradient is not finite"
+            where = f"the norm of all gradients is {figures.norm}"
         kept = f"; the newest checkpoint, {newest_checkpoint}, is from before it" if newest_checkpoint else ""
         return (
             f"step {figures.step} is not finite: loss {figures.loss}, {where}{kept}; look at the data and the learning "

@@ -5,10 +5,12 @@ Items are the labels that are not -100 where labels are whole numbers (tokens, p
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +20,9 @@ from trainer_kit.trees import tensors
 
 IGNORED = -100
 """The label that counts for nothing (`ignore_index` of torch's cross_entropy)."""
+
+_TRIES = 10
+"""Batches that a model is looked at which does not show whether it shifts its labels."""
 
 ComputeLoss = Callable[[torch.nn.Module, Any], Any]
 
@@ -112,6 +117,8 @@ class Loss:
         self.module = module
         self.compute_loss = compute_loss
         self.shifts: bool | None = None
+        self._pairs: bool | None = None if compute_loss is not None else False
+        self._tries = 0
 
     def __call__(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """The loss of one batch.
@@ -123,24 +130,24 @@ class Loss:
             ValueError: If there is no loss, naming what came instead, or (on CPU) a label is outside the classes.
         """
         try:
-            if self.compute_loss is not None:
-                result = self.compute_loss(self.model, batch)
-                if isinstance(result, tuple) and len(result) == 2:
-                    return result
-            else:
-                result = found_loss(call(self.model, batch))
-                if result is None:
-                    raise ValueError(self._without_loss(batch))
+            result = call(self.model, batch) if self.compute_loss is None else self.compute_loss(self.model, batch)
         except IndexError as error:
             if (sentence := _outside_the_classes(error)) is None:
                 raise
             raise ValueError(sentence) from error
-        if not isinstance(result, torch.Tensor) or result.ndim != 0:
+        if self.compute_loss is None:
+            loss = found_loss(result)
+            if loss is None:
+                raise ValueError(self._without_loss(batch, result))
+            return loss, None
+        self._pairs = isinstance(result, tuple) and len(result) == 2
+        loss, items = result if self._pairs else (result, None)
+        if not _is_scalar(loss) or (self._pairs and not (_is_scalar(items) or isinstance(items, Real))):
             raise ValueError(
                 f"compute_loss returned {_described(result)}; it must return the mean loss as a scalar tensor, or "
-                "(loss_sum, count)"
+                "(loss_sum, count), a scalar tensor and a number"
             )
-        return result, None
+        return loss, items
 
     def items(self, counts: Any) -> Any:
         """How many items a batch or window with these counts has for this model (a number, or a scalar tensor)."""
@@ -149,16 +156,16 @@ class Loss:
     def inspect(self, batch: Any, context: Callable[[], Any]) -> bool | None:
         """Learns from the first batch whether the model takes its columns and whether it shifts its labels.
 
-        A model that predicts the next token leaves the first label of each row out of its mean. That is found by one
-        forward pass, without gradient and in evaluation mode, in which only the first labels count: the loss of such
-        a model is then the mean of nothing. Class names tell less (`GPT2LMHeadModel` shifts, T5 does not).
+        A model that predicts the next token leaves the first label of each row out of its mean. That is found by
+        forward passes, without gradient and in evaluation mode. Class names tell less (`GPT2LMHeadModel` shifts, T5
+        does not).
 
         Args:
             batch: The first batch, on the device.
             context: Makes the context of a forward pass (autocast).
 
         Returns:
-            Whether it shifts; None where this batch cannot tell, since none of its labels counts.
+            Whether it shifts; None where this batch cannot tell, since none of its labels counts for anything.
 
         Raises:
             ValueError: If the batch has a column that the model does not take.
@@ -166,23 +173,77 @@ class Loss:
         if self.compute_loss is None:
             self._check_columns(batch)
         labels = labels_of(batch)
-        if labels is None or not _is_whole(labels) or labels.ndim < 2 or labels.shape[-1] < 2:
+        if labels is None or not _is_whole(labels) or labels.ndim < 2:
             self.shifts = False
             return self.shifts
         valid = labels[labels != IGNORED]
         if valid.numel() == 0:
             return None
-        only_first = torch.full_like(labels, IGNORED)
-        only_first[..., 0] = valid[0]
+        if valid.numel() < labels.numel():
+            # -100 is known here. Where only the first labels count, the loss of such a model is the mean of nothing.
+            only_first = torch.full_like(labels, IGNORED)
+            only_first[..., 0] = valid[0]
+            self.shifts = _is_nothing(self._look(batch, context, only_first))
+        else:
+            self.shifts = self._ignores_first(batch, context, labels)
+            self._tries += 1
+        if self._pairs or (self.shifts is None and self._tries >= _TRIES):
+            self.shifts = False
+        return self.shifts
+
+    def _ignores_first(self, batch: Any, context: Callable[[], Any], labels: torch.Tensor) -> bool | None:
+        """Whether the first labels change nothing though the last ones do; None where neither do.
+
+        For batches whose labels all count: the model may know no -100, and an index out of range ends a process on
+        CUDA. So only values are used that the labels hold (or 0 and 1).
+        """
+        low, high = labels.min(), labels.max()
+        if low == high:
+            high = (low == 0).to(low.dtype)
+
+        def changed(place: int) -> float:
+            other = labels.clone()
+            other[..., place] = torch.where(labels[..., place] == low, high, low)
+            return self._look(batch, context, other)
+
+        loss = self._look(batch, context, labels)
+        if _is_nothing(loss):
+            return labels.shape[-1] == 1
+        if changed(0) != loss:
+            return False
+        return True if changed(-1) != loss else None
+
+    def _look(self, batch: Any, context: Callable[[], Any], labels: torch.Tensor | None = None) -> float:
+        """The loss of the batch (with these labels); leaves no trace in the model."""
         training = [module for module in self.module.modules() if module.training]
         self.model.eval()
-        with torch.no_grad(), context():
-            loss, pair = self(_with_labels(batch, only_first))
-        for module in training:
-            module.training = True
-        value = float(loss)
-        self.shifts = pair is None and (math.isnan(value) or value == 0.0)
-        return self.shifts
+        try:
+            with torch.no_grad(), context():
+                return float(self(batch if labels is None else _with_labels(batch, labels))[0])
+        finally:
+            for module in training:
+                module.training = True
+
+    def weightless(self, batch: Any, items: Any, context: Callable[[], Any]) -> Any:
+        """A batch in which no label counts, with labels that do: its mean would be 0/0.
+
+        It runs with weight zero, so that all processes take part in the step. `compute_loss` that returns
+        (loss_sum, count) counts for itself and gets the batch as it is.
+
+        Args:
+            batch: On the device.
+            items: What it counts for: 0, or a scalar tensor, which nobody waits for, that may be 0.
+            context: Makes the context of a forward pass.
+        """
+        labels = labels_of(batch)
+        if labels is None:
+            return batch
+        if self._pairs is None:
+            self._look(batch, context)
+        if self._pairs:
+            return batch
+        valid = labels.clamp(min=0)
+        return _with_labels(batch, valid if isinstance(items, int) else torch.where(items == 0, valid, labels))
 
     def _check_columns(self, batch: Any) -> None:
         if not isinstance(batch, Mapping):
@@ -199,11 +260,16 @@ class Loss:
                 "them in the dataset or data_collator, or give compute_loss="
             )
 
-    def _without_loss(self, batch: Any) -> str:
-        columns = f" (the batch has {', '.join(map(str, batch))})" if isinstance(batch, Mapping) else ""
+    def _without_loss(self, batch: Any, output: Any) -> str:
+        columns = ""
+        if isinstance(batch, Mapping):
+            named = "" if "labels" in batch else "; transformers' models want a column named 'labels'"
+            columns = f" (the batch has {', '.join(map(str, batch))}{named})"
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        came = _described(output) if loss is None else f"a loss that is {_described(loss)}"
         return (
-            f"{type(self.module).__name__} returned no loss{columns}; return a scalar, a dict with 'loss', an object "
-            "with .loss or a tuple that begins with it, or give compute_loss="
+            f"{type(self.module).__name__} returned no loss but {came}{columns}; return a scalar, a dict with 'loss', "
+            "an object with .loss or a tuple that begins with it, or give compute_loss="
         )
 
 
@@ -229,11 +295,13 @@ def found_loss(output: Any) -> torch.Tensor | None:
 
 def weighed(mean: torch.Tensor, items: Any, total: Any) -> torch.Tensor:
     """A micro-batch's share in the step's loss: its mean over `items`, of `total` in the step."""
-    if isinstance(items, int) and isinstance(total, int):
-        # Multiplying by 1 costs a kernel each way; a step in which nothing counts has a gradient of zero.
-        return mean if items == total != 0 else mean * (items / max(total, 1))
-    share: torch.Tensor = mean * (items / total)
-    return share
+    if not isinstance(items, int):
+        exact = _exact(mean)
+        share: torch.Tensor = torch.where(items > 0, mean, 0.0) * (items.to(exact) / total.clamp(min=1).to(exact))
+        return share
+    if items == 0:  # the mean of nothing may be NaN
+        return (mean * 0.0).nan_to_num(0.0)
+    return mean if items == total else mean * (items / total)  # multiplying by 1 costs a kernel each way
 
 
 def scale_gradients(optimizer: torch.optim.Optimizer, loss: torch.Tensor, divisor: int, count: Any) -> torch.Tensor:
@@ -246,7 +314,8 @@ def scale_gradients(optimizer: torch.optim.Optimizer, loss: torch.Tensor, diviso
     """
     factor: Any
     if isinstance(count, torch.Tensor):
-        factor = torch.where(count == 0, 0.0, divisor / count).to(loss.device)
+        count = count.to(loss.device, _exact(loss))
+        factor = torch.where(count == 0, 0.0, divisor / count)
     else:
         factor = divisor / count if count else 0.0
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -254,15 +323,6 @@ def scale_gradients(optimizer: torch.optim.Optimizer, loss: torch.Tensor, diviso
         torch._foreach_mul_(grads, factor)
     mean: torch.Tensor = loss * factor
     return mean
-
-
-def with_valid_labels(batch: Any) -> Any:
-    """The batch with labels that all count: for a batch in which none does, whose mean would be 0/0.
-
-    It runs with weight zero, so that all processes take part in the step.
-    """
-    labels = labels_of(batch)
-    return batch if labels is None else _with_labels(batch, labels.clamp(min=0))
 
 
 def _outside_the_classes(error: IndexError) -> str | None:
@@ -281,12 +341,35 @@ def _outside_the_classes(error: IndexError) -> str | None:
 
 
 def _with_labels(batch: Any, labels: torch.Tensor) -> Any:
+    """The batch, of its own kind, with other labels."""
     if isinstance(batch, Mapping):
-        return {**batch, ("labels" if batch.get("labels") is not None else "label"): labels}
-    return (*batch[:-1], labels)
+        name = "labels" if batch.get("labels") is not None else "label"
+        changed = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
+        changed[name] = labels
+        return changed
+    if hasattr(batch, "_fields"):
+        return type(batch)(*batch[:-1], labels)
+    return type(batch)([*batch[:-1], labels])
+
+
+def _exact(loss: torch.Tensor) -> torch.dtype:
+    """In which to divide counts: whole numbers would be divided in float32."""
+    return torch.promote_types(loss.dtype, torch.float32)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 0
+
+
+def _is_nothing(loss: float) -> bool:
+    return math.isnan(loss) or loss == 0.0
 
 
 def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}"
-    return repr(value) if value is None else f"a {type(value).__name__}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with {', '.join(map(str, value)) or 'nothing'}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_described, value))})"
+    return repr(value) if value is None or isinstance(value, Real) else f"a {type(value).__name__}"

@@ -9,7 +9,7 @@ import torch
 
 from trainer_kit.arguments import TrainingArguments
 from trainer_kit.state import Requests, Stateful, TrainState
-from trainer_kit.strategies.base import Strategy
+from trainer_kit.strategies.base import GradientNorms, Strategy
 
 
 @dataclasses.dataclass
@@ -29,7 +29,7 @@ class Run:
         eval_dataset: As the user gave it.
         processing_class: Tokenizer or processor, saved with the model.
         last_loss: Loss of the last step, a scalar on the device; reading it waits for the device.
-        last_norms: Gradient norm of each parameter in the last step, before clipping, on the device.
+        last_norms: Norms of the last step's gradients before clipping, on the device.
         batch: The micro-batch being worked on, on the device.
         data_seconds: Seconds that the loop waited for data since training began.
         stateful: The user's own objects; each is kept in every checkpoint under its name.
@@ -47,7 +47,7 @@ class Run:
     eval_dataset: Any = None
     processing_class: Any = None
     last_loss: torch.Tensor | None = None
-    last_norms: torch.Tensor | None = None
+    last_norms: GradientNorms | None = None
     batch: Any = None
     data_seconds: float = 0.0
     stateful: dict[str, Stateful] = dataclasses.field(default_factory=dict)

@@ -48,7 +48,6 @@ from trainer_kit.loss import (
     Loss,
     scale_gradients,
     weighed,
-    with_valid_labels,
 )
 from trainer_kit.optim import make_optimizer, make_scheduler
 from trainer_kit.resume import Thread, earlier_checkpoints, find_checkpoint, restore, save_checkpoint, set_aside
@@ -313,8 +312,9 @@ class Trainer:
             batch = run.batch = strategy.to_device(micro.batch)
             if loss.shifts is None:
                 self._thread.shifts_labels = loss.inspect(batch, strategy.autocast)
-            if (items := loss.items(micro.counts)) == 0:
-                batch = with_valid_labels(batch)
+            items = loss.items(micro.counts)
+            if not (isinstance(items, int) and items):
+                batch = loss.weightless(batch, items, strategy.autocast)
             strategy.seed(mix(args.seed, window.epoch, micro.start))
             with _SYNC if micro.last else strategy.no_sync(loss.model):
                 with strategy.autocast():
@@ -360,8 +360,9 @@ class Trainer:
         if window.closes_epoch:
             state.epoch, state.position = state.epoch + 1, 0
             self._thread.data_state = None
-        # A step in which no label counts has no loss, not one of zero.
-        if self._loss.items(window) != 0:
+        # A step in which no label counts has no loss, not one of zero (labels on a device are not waited for).
+        items = self._loss.items(window)
+        if not isinstance(items, int) or items:
             self._figures.append()
 
     def _ask_by_step(self) -> None:

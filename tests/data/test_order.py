@@ -27,7 +27,7 @@ from trainer_kit.data.order import (
 relaxed = settings(deadline=None, max_examples=150)
 
 lengths = st.integers(0, 200)
-layouts = st.builds(Layout, st.integers(1, 9), st.integers(1, 5), st.integers(1, 4))
+layouts = st.builds(Layout, st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.just(0))
 seeds = st.integers(0, 2**32 - 1)
 
 

