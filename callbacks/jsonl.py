@@ -34,6 +34,7 @@ class JsonLines(Callback):
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self._path = path
+        self._wrote = False
 
     def on_train_begin(self, run: Run) -> None:
         self._write(run, "start", trainer_kit=__version__, total_steps=run.total_steps, arguments=run.args.to_dict())
@@ -62,8 +63,9 @@ class JsonLines(Callback):
         path = Path(self._path) if self._path is not None else Path(run.args.output_dir) / "log.jsonl"
         record = {"event": event, "time": time.time(), "step": run.state.step, **values}
         line = json.dumps(_plain(record), allow_nan=False).encode() + b"\n"
-        if event == "start" or not path.parent.exists():
+        if event == "start" or not self._wrote:
             path.parent.mkdir(parents=True, exist_ok=True)
+            self._wrote = True
         if event == "start" and _is_cut(path):
             line = b"\n" + line
         with open(path, "ab", buffering=0) as file:
