@@ -104,12 +104,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     pairs = [train("pair", WeightedLoss(weights), *layout) for layout in LAYOUTS]
     means = [train("mean", MeanOfMeans(weights), *layout) for layout in LAYOUTS]
     differences = [
-        (float((pair - pairs[0][0]).abs().max()), float((mean - means[0][0]).abs().max()))
+        (float((pair - pairs[0][0]).abs().max()), float((mean - pairs[0][0]).abs().max()))
         for (pair, _), (mean, _) in zip(pairs, means, strict=True)
     ]
     recalls = [metrics["eval_rare_recall"] for metrics in (pairs[0][1], unweighted)]
 
-    print("\nlargest difference between the weights and those of 64 x 1")
+    print("\nhow far the weights end up from those of 64 x 1")
     print(f"{'batch x accumulation':>22}{'(loss_sum, count)':>20}{'mean of means':>16}")
     for (batch, accumulation), (pair, mean) in zip(LAYOUTS, differences, strict=True):
         print(f"{f'{batch} x {accumulation}':>22}{pair:>20.1e}{mean:>16.1e}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -46,7 +47,7 @@ class RandomCuts(Dataset[dict[str, torch.Tensor]]):
 
 def load_texts() -> tuple[str, str]:
     """The language reference without its repetitions: nine tenths to train on, and the rest."""
-    paragraphs = list(dict.fromkeys(part for text in topics.values() for part in text.split("\n\n")))
+    paragraphs = list(dict.fromkeys(part for text in topics.values() for part in re.split("\n{2,}", text.strip())))
     cut = len(paragraphs) * 9 // 10
     return "\n\n".join(paragraphs[:cut]), "\n\n".join(paragraphs[cut:])
 

@@ -94,7 +94,7 @@ def reference(model: nn.Module, total: Callable[[], tuple[torch.Tensor, int]]) -
     summed, items = total()
     if items:
         (summed / items).backward()
-    found = Reference(float(summed) / items if items else float("nan"), gradient(model), items)
+    found = Reference(summed.item() / items if items else float("nan"), gradient(model), items)
     model.zero_grad()
     return found
 

@@ -127,6 +127,22 @@ def test_another_layout_goes_on_with_each_sample_once(tmp_path: Path, batch_size
         assert both[epoch * SAMPLES : (epoch + 1) * SAMPLES] == permutation(SAMPLES, 42, epoch).tolist()
 
 
+def test_schedule_ends_with_the_training_under_another_layout(tmp_path: Path) -> None:
+    make_trainer(tmp_path, StopAt(12), lr_scheduler_type="linear", warmup_steps=0).train()
+    rates = []
+
+    class Rates(Callback):
+        def on_optimizer_step(self, run: Run) -> None:
+            assert run.optimizer is not None
+            rates.append(run.optimizer.param_groups[0]["lr"])
+
+    again = make_trainer(tmp_path, Rates(), lr_scheduler_type="linear", warmup_steps=0, gradient_accumulation_steps=4)
+    again.train(resume_from_checkpoint=True)
+    total = 12 + 2 + 4  # half of the second epoch and the third, in windows twice as large
+    assert again.run.state.step == total
+    assert rates[1:] == [pytest.approx(1e-2 * (total - step) / total) for step in range(13, total)]
+
+
 def test_first_start_with_resume_says_that_there_is_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="trainer_kit"):
         make_trainer(tmp_path, log_level="info", max_steps=1).train(resume_from_checkpoint=True)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from trainer_kit.loss import IGNORED, Counts, Loss, call, found_loss, labels_of
+from trainer_kit.data.order import mix
+from trainer_kit.loss import IGNORED, Counts, Loss, found_loss, labels_of, shape_of
 from trainer_kit.run import Run
 from trainer_kit.trees import map_tensors, tensors
 
@@ -59,12 +60,21 @@ def metrics_by_name(metrics: Any) -> dict[str, Metric]:
 
     Raises:
         TypeError: If one of them lacks `update`, `compute` or `reset`.
+        ValueError: If two without a name are of one class.
     """
     if metrics is None:
         return {}
     if hasattr(metrics, "update") and hasattr(metrics, "compute"):
         metrics = [metrics]
-    named = dict(metrics) if isinstance(metrics, Mapping) else {type(each).__name__.lower(): each for each in metrics}
+    if isinstance(metrics, Mapping):
+        named = dict(metrics)
+    else:
+        metrics = list(metrics)
+        named = {type(each).__name__.lower(): each for each in metrics}
+        if len(named) < len(metrics):
+            raise ValueError(
+                f"metrics holds several of one class ({', '.join(named)}); give a dict with a name for each"
+            )
     for name, metric in named.items():
         missing = [method for method in ("update", "compute", "reset") if not hasattr(metric, method)]
         if missing:
@@ -124,7 +134,12 @@ class Evaluator:
         with _evaluating(self.run.model), torch.no_grad(), _captured(self.loss.model) as captured:
             for host_batch, counts in batches:
                 batch = self.run.strategy.to_device(host_batch)
-                self._batch(batch, counts, mean, collected, captured, keep)
+                with_loss = labels_of(batch) is not None or not keep
+                if with_loss and self.loss.shifts is None:
+                    self.loss.inspect(batch, self.run.strategy.autocast)
+                # A model that draws in evaluation too gives the same after a restart and with any number of workers.
+                self.run.strategy.seed(mix(self.run.args.seed, -1, samples))
+                self._batch(batch, counts, mean, collected, captured, with_loss)
                 samples += counts.samples
                 steps += 1
                 if self.run.requests.exit_code is not None:
@@ -132,7 +147,8 @@ class Evaluator:
         if samples == 0:
             raise ValueError("the dataset to evaluate is empty; give at least one sample")
         predictions, labels = collected.arrays() if collected else (None, None)
-        figures = self._figures(mean, predictions, labels)
+        scored = labels is not None or not keep
+        figures = self._figures(mean, predictions, labels, scored)
         seconds = time.perf_counter() - begin
         figures |= {
             "runtime": seconds,
@@ -152,36 +168,37 @@ class Evaluator:
         mean: _Mean,
         collected: _Collected | None,
         captured: list[Any],
-        keep: bool,
+        with_loss: bool,
     ) -> None:
         loss, labels = self.loss, labels_of(batch)
-        with_loss = labels is not None or not keep
-        if loss.shifts is None and with_loss:
-            loss.inspect(batch, self.run.strategy.autocast)
         value: torch.Tensor | None
         with self.run.strategy.autocast():
             if loss.compute_loss is not None and with_loss:
                 value, items = loss(batch)
                 output = captured[-1] if captured else None
             else:
-                output = call(loss.model, batch)
+                output = loss.output(batch)
                 value, items = found_loss(output), None
         captured.clear()
-        if value is None and with_loss and not (self.metrics or self.compute_metrics or keep):
+        if value is None and not self.metrics and collected is None:
             loss(batch)  # says what is missing
         if value is not None:
             mean.add(value, items, loss.items(counts))
         if self.metrics or collected is not None:
             predictions = _predictions(output)
-            for metric in self.metrics.values():
+            for metric in self.metrics.values() if with_loss else ():
+                if labels is None:
+                    raise ValueError(f"metrics need labels, but the batch is {shape_of(batch)}; call theirs 'labels'")
                 metric.update(predictions, labels)
             if collected is not None:
                 collected.add(predictions, labels)
 
-    def _figures(self, mean: _Mean, predictions: Any, labels: Any) -> dict[str, Any]:
+    def _figures(self, mean: _Mean, predictions: Any, labels: Any, scored: bool) -> dict[str, Any]:
         figures: dict[str, Any] = {}
         if (value := mean.value()) is not None:
             figures["loss"] = value
+        if not scored:
+            return figures
         for name, metric in self.metrics.items():
             result = metric.compute()
             figures |= result if isinstance(result, Mapping) else {name: result}
@@ -271,9 +288,10 @@ def _predictions(output: Any) -> Any:
     if isinstance(output, Mapping):
         if "logits" in output:
             return output["logits"]
-        rest = [value for name, value in output.items() if name != "loss" and isinstance(value, torch.Tensor)]
+        rest = [value for name, value in output.items() if name != "loss" and _is_batched(value)]
     elif isinstance(output, (tuple, list)):
         rest = [value for place, value in enumerate(output) if place > 0 or found_loss(output) is None]
+        rest = [value for value in rest if not isinstance(value, torch.Tensor) or value.ndim]
     elif isinstance(output, torch.Tensor):
         rest = [output] if output.ndim else []
     else:
@@ -284,6 +302,10 @@ def _predictions(output: Any) -> Any:
             "a tuple (loss, predictions)"
         )
     return rest[0] if len(rest) == 1 else tuple(rest)
+
+
+def _is_batched(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
 def _to_array(tensor: torch.Tensor) -> np.ndarray:

@@ -52,7 +52,7 @@ def count(batch: Any) -> Counts:
     first = next(tensors(batch), None)
     if first is None or first.ndim == 0:
         raise ValueError(
-            f"a batch is {_shape_of(batch)}: its samples cannot be counted; data_collator must return tensors whose "
+            f"a batch is {shape_of(batch)}: its samples cannot be counted; data_collator must return tensors whose "
             "first dimension is the samples"
         )
     samples = first.shape[0]
@@ -97,7 +97,8 @@ def _count_tokens(batch: Any) -> int:
     return ids.numel()
 
 
-def _shape_of(batch: Any) -> str:
+def shape_of(batch: Any) -> str:
+    """What a batch is, for a sentence."""
     keys = f" with the entries {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
     return f"a {type(batch).__name__}{keys}"
 
@@ -245,13 +246,24 @@ class Loss:
         valid = labels.clamp(min=0)
         return _with_labels(batch, valid if isinstance(items, int) else torch.where(items == 0, valid, labels))
 
-    def _check_columns(self, batch: Any) -> None:
-        if not isinstance(batch, Mapping):
-            return
+    def output(self, batch: Any) -> Any:
+        """The model's output alone: without columns that only `compute_loss` reads."""
+        if self.compute_loss is not None and isinstance(batch, Mapping):
+            known = self._columns()
+            batch = {key: value for key, value in batch.items() if known is None or key in known}
+        return call(self.model, batch)
+
+    def _columns(self) -> list[str] | None:
+        """The names that the model's `forward` takes; None where it takes any."""
         parameters = inspect.signature(self.module.forward).parameters.values()
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            return None
+        return [parameter.name for parameter in parameters]
+
+    def _check_columns(self, batch: Any) -> None:
+        known = self._columns()
+        if known is None or not isinstance(batch, Mapping):
             return
-        known = [parameter.name for parameter in parameters]
         unknown = [str(key) for key in batch if key not in known]
         if unknown:
             raise ValueError(

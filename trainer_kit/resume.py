@@ -114,27 +114,30 @@ def find_checkpoint(output_dir: Path, request: bool | str | Path) -> Path | None
     return directory
 
 
-def restore(run: Run, events: Events, thread: Thread, directory: Path) -> None:
-    """Takes up a run where a checkpoint left it: weights, optimizer, schedule, counters, callbacks, own objects.
+def restore_counters(run: Run, thread: Thread, directory: Path) -> None:
+    """Takes up where a checkpoint stands; before the schedule is made, whose length follows from it.
 
     Raises:
-        ValueError: If it is a checkpoint of another model, dataset or seed, naming what differs.
+        ValueError: If it is a checkpoint of another dataset, seed or optimizer, naming what differs.
     """
     trainer = read_state(directory, "trainer")
     if trainer is None:
         raise ValueError(f"{directory} holds no state of a training run; load it with load_checkpoint_in_model")
-    _check_same_data(run, trainer, directory)
-    if (name := type(run.optimizer).__name__) != trainer["optimizer"]:
-        raise ValueError(
-            f"the optimizer is {name}, but {directory} was made with {trainer['optimizer']}; resume with that one, or "
-            "start anew with load_checkpoint_in_model(model, checkpoint)"
-        )
-    load_checkpoint_in_model(run.model, directory)
+    _check_same_run(run, trainer, directory)
     run.state.load_state_dict(trainer["counters"])
     run.requests.evaluate = trainer["evaluate"]
     thread.run_id = trainer["run_id"]
     thread.shifts_labels = trainer["shifts_labels"]
     thread.data_state = read_state(directory, "data")
+
+
+def restore(run: Run, events: Events, directory: Path) -> None:
+    """Takes up everything else: weights, optimizer, schedule, precision, callbacks, the user's own objects.
+
+    Raises:
+        ValueError: If it is a checkpoint of another model, naming the first tensors that differ.
+    """
+    load_checkpoint_in_model(run.model, directory)
     for name in ("optimizer", "lr_scheduler"):
         getattr(run, name).load_state_dict(read_state(directory, name))
     if run.strategy.precision is not None:
@@ -174,7 +177,7 @@ def set_aside(output_dir: Path) -> None:
     )  # fmt: skip
 
 
-def _check_same_data(run: Run, trainer: Mapping[str, Any], directory: Path) -> None:
+def _check_same_run(run: Run, trainer: Mapping[str, Any], directory: Path) -> None:
     length, saved = _length(run.train_dataset), trainer["dataset_length"]
     if length != saved:
         raise ValueError(
@@ -185,6 +188,11 @@ def _check_same_data(run: Run, trainer: Mapping[str, Any], directory: Path) -> N
         raise ValueError(
             f"seed={run.args.seed}, but {directory} was made with seed={trainer['seed']}: the order of samples would "
             "change; resume with the same seed"
+        )
+    if (name := type(run.optimizer).__name__) != trainer["optimizer"]:
+        raise ValueError(
+            f"the optimizer is {name}, but {directory} was made with {trainer['optimizer']}; resume with that one, or "
+            "start anew with load_checkpoint_in_model(model, checkpoint)"
         )
 
 

@@ -50,7 +50,15 @@ from trainer_kit.loss import (
     weighed,
 )
 from trainer_kit.optim import make_optimizer, make_scheduler
-from trainer_kit.resume import Thread, earlier_checkpoints, find_checkpoint, restore, save_checkpoint, set_aside
+from trainer_kit.resume import (
+    Thread,
+    earlier_checkpoints,
+    find_checkpoint,
+    restore,
+    restore_counters,
+    save_checkpoint,
+    set_aside,
+)
 from trainer_kit.run import Run
 from trainer_kit.state import Requests, TrainState
 from trainer_kit.strategies.base import Strategy
@@ -240,20 +248,20 @@ class Trainer:
         run.model.train()
         run.optimizer = self.optimizer or make_optimizer(run.model, args)
         loader = make_train_loader(run, self._reading)
-        run.state.epoch_length = loader.epoch_length
+        checkpoint = self._resumed_from = find_checkpoint(output_dir, resume) if resume else None
+        if checkpoint is not None:
+            restore_counters(run, self._thread, checkpoint)
+        run.state.enter_epochs_of(loader.epoch_length)
         run.total_steps = total_steps(run, loader)
         run.lr_scheduler = self._make_scheduler(run.optimizer)
         self._committed: list[Path] = []
-        self._resumed_from = find_checkpoint(output_dir, resume) if resume else None
-        if self._resumed_from is None:
-            set_aside(output_dir)
-        else:
-            restore(run, self.events, self._thread, self._resumed_from)
+        if checkpoint is not None:
+            restore(run, self.events, checkpoint)
             self._loss.shifts = self._thread.shifts_labels
-            run.state.enter_epochs_of(loader.epoch_length)
-            run.total_steps = total_steps(run, loader)
             self._committed = earlier_checkpoints(output_dir, self._thread, run.state.step)
-            logger.info("resumed from %s at step %d of %d", self._resumed_from, run.state.step, run.total_steps)
+            logger.info("resumed from %s at step %d of %d", checkpoint, run.state.step, run.total_steps)
+        else:
+            set_aside(output_dir)
         state, steps = run.state, run.total_steps - run.state.step
         micro_batches = loader.micro_batches(state.epoch, state.position, steps, self._thread.data_state)
         self._micro_batches = run.strategy.prepare_loader(micro_batches)
