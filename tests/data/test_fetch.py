@@ -181,3 +181,51 @@ def test_the_dataset_is_told_of_each_epoch_once_and_of_no_evaluation() -> None:
     assert dataset.epochs == [3, 4]
     noises(dataset, list(evaluation_slots(LENGTH, Layout(8))))
     assert dataset.epochs == [3, 4]
+
+
+class Table:
+    """Reads many rows at once, as Hugging Face's datasets do."""
+
+    def __init__(self, broken: int | None = None, noisy: bool = False) -> None:
+        self.calls: list[Any] = []
+        self.broken = broken
+        self.noisy = noisy
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.calls.append(index)
+        return self._row(index)
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, torch.Tensor]]:
+        self.calls.append(list(indices))
+        return [self._row(index) for index in indices]
+
+    def _row(self, index: int) -> dict[str, torch.Tensor]:
+        if index == self.broken:
+            raise OSError("torn")
+        return {"x": torch.full((2,), float(index)) + (torch.rand(2) if self.noisy else 0)}
+
+
+def _slot(indices: list[int]) -> Slot:
+    return Slot(0, 0, indices, True, 0, True, len(indices), False)
+
+
+def test_a_table_is_read_many_rows_at_once() -> None:
+    table = Table()
+    _, batch = Fetcher(table, stack, 0)[_slot([3, 1, 4])]
+    assert table.calls == [[3, 1, 4]]
+    assert batch["x"][:, 0].tolist() == [3.0, 1.0, 4.0]
+
+
+def test_a_table_with_randomness_is_seeded_row_by_row() -> None:
+    fetcher = Fetcher(Table(noisy=True), stack, 0)
+    _, together = fetcher[_slot([3, 1, 4])]
+    _, alone = Fetcher(Table(noisy=True), stack, 0)[_slot([1])]
+    assert torch.equal(together["x"][1], alone["x"][0])
+
+
+def test_the_broken_row_of_a_table_is_named() -> None:
+    with pytest.raises(DataError, match="index 1: OSError: torn"):
+        Fetcher(Table(broken=1), stack, 0)[_slot([3, 1, 4])]
