@@ -84,7 +84,7 @@ def picture(image: torch.Tensor) -> str:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Spoils labels, trains, finds them; returns what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-dir", default="runs/custom_callback", help="checkpoints and logs")
+    parser.add_argument("--output-dir", default="runs/custom_callback", help="checkpoints and logs (%(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint there")
     parser.add_argument("--short", action="store_true", help="3 epochs instead of 12")
     options = parser.parse_args(argv)

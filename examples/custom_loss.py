@@ -80,7 +80,7 @@ def recall(prediction: EvalPrediction) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Trains with each loss and layout and prints the table; returns its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-dir", default="runs/custom_loss", help="a folder for each training")
+    parser.add_argument("--output-dir", default="runs/custom_loss", help="a folder for each training (%(default)s)")
     parser.add_argument("--short", action="store_true", help="1 epoch instead of 6")
     options = parser.parse_args(argv)
     train_set, held_out, weights = load_data()

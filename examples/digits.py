@@ -62,7 +62,7 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains, tests and prints the figures; returns the test's metrics and the training's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-dir", default="runs/digits", help="checkpoints and logs (default: %(default)s)")
+    parser.add_argument("--output-dir", default="runs/digits", help="checkpoints and logs (%(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint there")
     parser.add_argument("--short", action="store_true", help="2 epochs, to see that all works")
     options = parser.parse_args(argv)

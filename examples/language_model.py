@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -83,18 +83,19 @@ def write(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, prompt: st
     torch.manual_seed(0)
     ids = torch.tensor([tokenizer.encode(prompt)], device=model.device)
     for _ in range(tokens):
-        scores = model(input_ids=ids[:, -CONTEXT:]).logits[:, -1] / 0.7
+        scores = model(input_ids=ids[:, -CONTEXT:]).logits[:, -1] / 0.6
         ids = torch.cat([ids, torch.multinomial(scores.softmax(dim=-1), 1)], dim=1)
     return str(tokenizer.decode(ids[0]))
 
 
-def plot(curve: Sequence[tuple[int, float]], width: int = 60, height: int = 12) -> str:
-    """The points (step, loss) of a curve as lines of text."""
-    losses = [loss for _, loss in curve]
-    low, high, last = min(losses), max(losses), curve[-1][0]
+def plot(curves: Mapping[str, Sequence[tuple[int, float]]], width: int = 60, height: int = 12) -> str:
+    """Curves of points (step, loss) as lines of text, each drawn with the character that is its name."""
+    points = [(step, loss, mark) for mark, curve in curves.items() for step, loss in curve]
+    low, high = min(loss for _, loss, _ in points), max(loss for _, loss, _ in points)
+    last = max(step for step, _, _ in points)
     rows = [[" "] * (width + 1) for _ in range(height + 1)]
-    for step, loss in curve:
-        rows[round((high - loss) / (high - low or 1) * height)][round(step / last * width)] = "*"
+    for step, loss, mark in points:
+        rows[round((high - loss) / (high - low or 1) * height)][round(step / last * width)] = mark
     labels = [f"{high:.2f}", *[""] * (height - 1), f"{low:.2f}"]
     lines = [f"{label:>6} |{''.join(row)}" for label, row in zip(labels, rows, strict=True)]
     return "\n".join([*lines, f"{'':>6} +{'-' * (width + 1)} step {last}"])
@@ -103,7 +104,7 @@ def plot(curve: Sequence[tuple[int, float]], width: int = 60, height: int = 12) 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Trains, shows the curve and writes a text; returns the figures, the curve and the text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-dir", default="runs/language_model", help="checkpoints and logs")
+    parser.add_argument("--output-dir", default="runs/language_model", help="checkpoints and logs (%(default)s)")
     parser.add_argument("--prompt", default='The "with" statement', help="what the sampled text begins with")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint there")
     parser.add_argument("--short", action="store_true", help="30 steps, to see that all works")
@@ -119,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     pieces = [held_out_ids[start : start + CONTEXT] for start in range(0, len(held_out_ids) - 1, CONTEXT - 1)]
     args = TrainingArguments(
         output_dir=options.output_dir,
-        max_steps=30 if options.short else 1000,
+        max_steps=30 if options.short else 1500,
         per_device_train_batch_size=16,
         learning_rate=4e-3,
         lr_scheduler_type="cosine",
@@ -140,11 +141,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     loss = trainer.evaluate()["eval_loss"]
 
     records = read_log(Path(args.output_dir) / "log.jsonl")
-    curve = [(record["step"], record["loss"]) for record in records if record["event"] == "log" and "loss" in record]
+    curve = [(record["step"], record["loss"]) for record in records if "loss" in record]
+    held_out_curve = [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
     sample = write(model, tokenizer, options.prompt, 10 if options.short else 150)
     bits = loss * (len(held_out_ids) - 1) / math.log(2) / len(held_out.encode())
     figures = trained.metrics
-    print(f"\nloss while training\n{plot(curve)}")
+    print(f"\nloss per token: * training, o held out\n{plot({'*': curve, 'o': held_out_curve})}")
     print(f"\nit writes\n---------\n{sample}\n---------")
     print(f"on the held-out text: perplexity {math.exp(loss):.1f} per token, {bits:.2f} bits per byte")
     speed = figures["train_samples_per_second"] * CONTEXT

@@ -106,7 +106,7 @@ def results(folder: Path, steps: int) -> dict[str, str]:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Trains once in one go and once with a kill in the middle; returns the checksums of both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-dir", default="runs/resume", help="a folder for each of the two trainings")
+    parser.add_argument("--output-dir", default="runs/resume", help="a folder for each of the two (%(default)s)")
     parser.add_argument("--short", action="store_true", help="30 steps instead of 300")
     options = parser.parse_args(argv)
     steps = 30 if options.short else 300

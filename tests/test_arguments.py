@@ -194,7 +194,7 @@ def test_the_signature_is_that_of_the_dataclass() -> None:
 def test_every_field_is_documented() -> None:
     assert TrainingArguments.__doc__ is not None
     for field in dataclasses.fields(TrainingArguments):
-        assert f"\n        {field.name}: " in TrainingArguments.__doc__
+        assert f"\n    {field.name}: " in inspect.cleandoc(TrainingArguments.__doc__)
 
 
 def test_defaults_agree_with_transformers() -> None:

@@ -87,10 +87,11 @@ def test_language_model_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_language_model_curve() -> None:
-    drawn = example("language_model").plot([(1, 4.0), (50, 3.0), (100, 2.0)], width=10, height=2).splitlines()
+    curves = {"*": [(1, 4.0), (50, 3.0), (100, 2.0)], "o": [(100, 3.0)]}
+    drawn = example("language_model").plot(curves, width=10, height=2).splitlines()
     assert drawn == [
         "  4.00 |*          ",
-        "       |     *     ",
+        "       |     *    o",
         "  2.00 |          *",
         f"       +{'-' * 11} step 100",
     ]

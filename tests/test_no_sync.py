@@ -204,10 +204,12 @@ class Steps(Callback):
 
 @pytest.mark.parametrize("nonfinite", ["stop", "ignore"])
 @pytest.mark.parametrize("compute_loss", [None, pair])
-def test_no_step_reads_a_tensor_of_its_device(tmp_path: Path, nonfinite: str, compute_loss: Any) -> None:
+@pytest.mark.parametrize("data", ["cpu", "meta"])
+def test_no_step_reads_a_tensor_of_its_device(tmp_path: Path, nonfinite: str, compute_loss: Any, data: str) -> None:
     steps = Steps()
     args = arguments(tmp_path, nonfinite=nonfinite, lr_scheduler_type="cosine")
-    trainer = Trainer(Classifier(), args, points(), callbacks=[steps], strategy=MetaDevice(), compute_loss=compute_loss)
+    dataset = [{name: value.to(data) for name, value in sample.items()} for sample in points()]
+    trainer = Trainer(Classifier(), args, dataset, callbacks=[steps], strategy=MetaDevice(), compute_loss=compute_loss)
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         trainer.train()
     assert steps.taken == 12  # only the end, which tells the mean loss, reads anything

@@ -231,3 +231,77 @@ def test_retention_over_restarts_keeps_what_it_should(tmp_path: Path) -> None:
     assert left[-1] == 8
     assert 5 in left  # what this start resumed from
     assert len(left) == 3
+
+
+def test_the_first_step_has_the_rate_of_the_longer_run(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"lr_scheduler_type": "linear", "warmup_steps": 0}
+    make_trainer(tmp_path, num_train_epochs=1, **changes).train()
+    rates = []
+
+    class Rates(Callback):
+        def on_optimizer_step(self, run: Run) -> None:
+            assert run.optimizer is not None
+            rates.append(run.optimizer.param_groups[0]["lr"])
+
+    make_trainer(tmp_path, Rates(), num_train_epochs=2, **changes).train(resume_from_checkpoint=True)
+    assert rates[:2] == [pytest.approx(1e-2 * (16 - step) / 16) for step in (8, 9)]
+
+
+def test_the_abandoned_end_of_a_run_is_set_aside(tmp_path: Path) -> None:
+    make_trainer(tmp_path, save_steps=2, max_steps=6).train()
+    make_trainer(tmp_path, StopAt(3), save_steps=50).train(resume_from_checkpoint=tmp_path / "checkpoint-2")
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3"}
+    assert (tmp_path / "earlier-1" / "checkpoint-6" / "manifest.json").is_file()
+
+
+def test_a_folder_in_which_nothing_is_whole_is_refused(tmp_path: Path) -> None:
+    make_trainer(tmp_path, max_steps=1).train()
+    (tmp_path / "checkpoint-1" / "manifest.json").unlink()
+    with pytest.raises(ValueError, match="holds no checkpoint that is whole"):
+        make_trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=tmp_path)
+    assert (tmp_path / "checkpoint-1").is_dir()
+
+
+def test_the_best_model_is_found_where_the_run_began(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "same"}
+
+    def train(folder: Path, *callbacks: Callback, resume: Path | None = None) -> Any:
+        trainer = make_trainer(folder, *callbacks, **changes)
+        trainer.compute_metrics = lambda _: {"same": 1.0}  # the first evaluation, at step 4, stays the best
+        trainer.train(resume_from_checkpoint=resume)
+        assert trainer.run.state.best_step == 4
+        return trainer.run.model.state_dict()
+
+    best = train(tmp_path / "one", StopAt(8))
+    moved_on = train(tmp_path / "two", resume=tmp_path / "one" / "checkpoint-8")
+    assert all(torch.equal(value, best[name]) for name, value in moved_on.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"weight_decay": 0.0}, "groups of .* parameters"), ({"freeze": True}, "groups of .* parameters")],
+)
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    make_trainer(tmp_path, max_steps=2).train()
+    freeze = changes.pop("freeze", False)
+    trainer = make_trainer(tmp_path, max_steps=4, **changes)
+    if freeze:
+        trainer.run.model.head.requires_grad_(False)  # type: ignore[operator, union-attr]
+    with pytest.raises(ValueError, match=message):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_a_schedule_of_another_kind_is_refused(tmp_path: Path) -> None:
+    make_trainer(tmp_path, max_steps=2).train()
+    trainer = make_trainer(tmp_path, max_steps=4)
+    trainer.lr_scheduler = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(ValueError, match=r"lr_scheduler is StepLR, but .* LambdaLR"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_own_objects_without_a_state_are_refused_before_training(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.run.stateful["mine"] = object()  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=r"run.stateful\['mine'\] is a object without state_dict"):
+        trainer.train()
+    assert trainer.run.state.step == 0

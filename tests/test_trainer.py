@@ -458,3 +458,105 @@ def test_torch_compile_trains_and_saves_plain_names(tmp_path: Path) -> None:
     assert compiled == pytest.approx(plain, abs=1e-5)
     trainer.save_model(tmp_path / "model")
     load_checkpoint_in_model(Linear(), tmp_path / "model")
+
+
+def test_gradients_from_before_do_not_count(tmp_path: Path) -> None:
+    def train(*before: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = Linear()
+        for sample in before:
+            (100 * model(sample[None], torch.tensor([1]))).backward()
+        Trainer(model, arguments(tmp_path, optim="sgd", learning_rate=0.1), points()).train()
+        return model.layer.weight.detach()
+
+    assert torch.equal(train(torch.ones(4)), train())
+
+
+def test_a_run_that_was_told_to_leave_can_still_be_evaluated(tmp_path: Path) -> None:
+    class Leave(Callback):
+        def on_step_end(self, run: Run) -> None:
+            run.requests.stop, run.requests.exit_code = True, 130
+
+    trainer = Trainer(Linear(), arguments(tmp_path), points(), points(5), callbacks=[Leave()])
+    with pytest.raises(SystemExit) as left:
+        trainer.train()
+    assert left.value.code == 130
+    assert "eval_loss" in trainer.evaluate()
+
+
+@pytest.mark.parametrize("length", [{"max_steps": 3}, {"max_steps": -1, "num_train_epochs": 1.5}])
+def test_the_part_of_an_epoch_at_the_end_is_evaluated(tmp_path: Path, length: dict[str, Any]) -> None:
+    evaluated = []
+
+    class Recorder(Callback):
+        def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+            evaluated.append(run.state.step)
+
+    args = arguments(tmp_path, per_device_train_batch_size=5, eval_strategy="epoch", **length)
+    result = Trainer(Linear(), args, points(), points(5), callbacks=[Recorder()]).train()
+    assert evaluated[-1] == result.global_step
+    assert len(set(evaluated)) == len(evaluated)
+
+
+def test_what_cannot_be_trained_gets_one_sentence(tmp_path: Path) -> None:
+    class Detached(Linear):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return super().forward(x, labels).detach()
+
+    def train(model: nn.Module, dataset: Any, **given: Any) -> None:
+        Trainer(model, arguments(tmp_path), dataset, **given).train()
+
+    with pytest.raises(ValueError, match="the loss depends on no parameter of this Detached"):
+        train(Detached(), points())
+    with pytest.raises(ValueError, match=r"Linear\.forward.* a batch, which is a tuple of 2: too many positional"):
+        train(nn.Linear(4, 3), points())
+    with pytest.raises(ValueError, match=r"a dict with the entries x: missing a required argument: 'labels'"):
+        train(Linear(), [{"x": torch.ones(4)}])
+    with pytest.raises(TypeError, match="train_dataset is a DataLoader; give its dataset"):
+        train(Linear(), torch.utils.data.DataLoader(points()))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="train_dataset is a dict of train, test; give one dataset"):
+        train(Linear(), {"train": points(), "test": points()})
+    with pytest.raises(ValueError, match="optimizer holds no parameter of this Linear"):
+        train(Linear(), points(), optimizer=torch.optim.SGD(Linear().parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="optimizer is a LBFGS"):
+        train(model := Linear(), points(), optimizer=torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(TypeError, match="lr_scheduler gave None; give a scheduler"):
+        train(Linear(), points(), lr_scheduler=lambda optimizer: None)
+    with pytest.raises(TypeError, match="lr_scheduler gave 'linear'"):
+        train(Linear(), points(), lr_scheduler="linear")
+    with torch.device("meta"):
+        empty = Linear()
+    with pytest.raises(ValueError, match=r"layer\.weight is on the meta device"):
+        train(empty, points())
+
+
+@pytest.mark.parametrize("method", ["state_dict", "load_state_dict"])
+def test_callback_whose_state_raises_is_named(tmp_path: Path, method: str) -> None:
+    class Keeper(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"kept": 1}
+
+    args = arguments(tmp_path, save_strategy="steps")
+    Trainer(Linear(), args, points(), callbacks=[Keeper()]).train()
+
+    def fail(*_: Any) -> Any:
+        raise KeyError("kept")
+
+    keeper = Keeper()
+    setattr(keeper, method, fail)
+    trainer = Trainer(Linear(), args, points(), callbacks=[keeper])
+    with pytest.raises(CallbackError, match=f"callback Keeper raised in {method}: KeyError"):
+        trainer.train(resume_from_checkpoint=method == "load_state_dict")
+
+
+def test_predictions_leave_out_what_a_model_did_not_give(tmp_path: Path) -> None:
+    class WithNothing(Linear):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+            return super().forward(x, labels), self.layer(x), None
+
+    seen = []
+    trainer = Trainer(
+        WithNothing(), arguments(tmp_path), compute_metrics=lambda each: seen.append(each.predictions.shape) or {}
+    )
+    trainer.evaluate(points(5))
+    assert seen == [(5, 3)]

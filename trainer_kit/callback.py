@@ -146,7 +146,12 @@ class Events:
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all callbacks that have one, by class name (`EMA`, the second of its kind `EMA#2`)."""
-        states = {name: callback.state_dict() for name, callback in self._by_name().items()}
+        states = {}
+        for name, callback in self._by_name().items():
+            try:
+                states[name] = callback.state_dict()
+            except Exception as error:
+                raise _named(callback, "state_dict", error) from error
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -154,7 +159,10 @@ class Events:
         callbacks = self._by_name()
         for name, state in state_dict.items():
             if name in callbacks:
-                callbacks[name].load_state_dict(state)
+                try:
+                    callbacks[name].load_state_dict(state)
+                except Exception as error:
+                    raise _named(callbacks[name], "load_state_dict", error) from error
             else:
                 warnings.warn(
                     f"the checkpoint holds the state of callback {name}, which this run does not have; it is left out",

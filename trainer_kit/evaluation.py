@@ -291,7 +291,7 @@ def _predictions(output: Any) -> Any:
         rest = [value for name, value in output.items() if name != "loss" and _is_batched(value)]
     elif isinstance(output, (tuple, list)):
         rest = [value for place, value in enumerate(output) if place > 0 or found_loss(output) is None]
-        rest = [value for value in rest if not isinstance(value, torch.Tensor) or value.ndim]
+        rest = [value for value in rest if value is not None and getattr(value, "ndim", 1)]
     elif isinstance(output, torch.Tensor):
         rest = [output] if output.ndim else []
     else:

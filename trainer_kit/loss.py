@@ -99,8 +99,10 @@ def _count_tokens(batch: Any) -> int:
 
 def shape_of(batch: Any) -> str:
     """What a batch is, for a sentence."""
-    keys = f" with the entries {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
-    return f"a {type(batch).__name__}{keys}"
+    holds = f" with the entries {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+    if isinstance(batch, (tuple, list)):
+        holds = f" of {len(batch)}"
+    return f"a {type(batch).__name__}{holds}"
 
 
 class Loss:
@@ -128,7 +130,8 @@ class Loss:
             `(mean, None)`, or `(loss_sum, count)` where `compute_loss` says so.
 
         Raises:
-            ValueError: If there is no loss, naming what came instead, or (on CPU) a label is outside the classes.
+            ValueError: If there is no loss, naming what came instead, if it has no gradient where one is wanted, or
+                (on CPU) if a label is outside the classes.
         """
         try:
             result = call(self.model, batch) if self.compute_loss is None else self.compute_loss(self.model, batch)
@@ -140,7 +143,7 @@ class Loss:
             loss = found_loss(result)
             if loss is None:
                 raise ValueError(self._without_loss(batch, result))
-            return loss, None
+            return self._trainable(loss), None
         self._pairs = isinstance(result, tuple) and len(result) == 2
         loss, items = result if self._pairs else (result, None)
         if not _is_scalar(loss) or (self._pairs and not (_is_scalar(items) or isinstance(items, Real))):
@@ -148,7 +151,15 @@ class Loss:
                 f"compute_loss returned {_described(result)}; it must return the mean loss as a scalar tensor, or "
                 "(loss_sum, count), a scalar tensor and a number"
             )
-        return loss, items
+        return self._trainable(loss), items
+
+    def _trainable(self, loss: torch.Tensor) -> torch.Tensor:
+        if loss.requires_grad or not torch.is_grad_enabled():
+            return loss
+        raise ValueError(
+            f"the loss depends on no parameter of this {type(self.module).__name__} that requires a gradient; unfreeze "
+            "some, and compute the loss from the model's output without detach() or no_grad()"
+        )
 
     def items(self, counts: Any) -> Any:
         """How many items a batch or window with these counts has for this model (a number, or a scalar tensor)."""
@@ -169,7 +180,7 @@ class Loss:
             Whether it shifts; None where this batch cannot tell, since none of its labels counts for anything.
 
         Raises:
-            ValueError: If the batch has a column that the model does not take.
+            ValueError: If the model cannot be called with such a batch, naming the columns that it does not take.
         """
         if self.compute_loss is None:
             self._check_columns(batch)
@@ -184,7 +195,7 @@ class Loss:
             # -100 is known here. Where only the first labels count, the loss of such a model is the mean of nothing.
             only_first = torch.full_like(labels, IGNORED)
             only_first[..., 0] = valid[0]
-            self.shifts = _is_nothing(self._look(batch, context, only_first))
+            self.shifts = _is_nothing(float(self._look(batch, context, only_first)))
         else:
             self.shifts = self._ignores_first(batch, context, labels)
             self._tries += 1
@@ -205,22 +216,22 @@ class Loss:
         def changed(place: int) -> float:
             other = labels.clone()
             other[..., place] = torch.where(labels[..., place] == low, high, low)
-            return self._look(batch, context, other)
+            return float(self._look(batch, context, other))
 
-        loss = self._look(batch, context, labels)
+        loss = float(self._look(batch, context, labels))
         if _is_nothing(loss):
             return labels.shape[-1] == 1
         if changed(0) != loss:
             return False
         return True if changed(-1) != loss else None
 
-    def _look(self, batch: Any, context: Callable[[], Any], labels: torch.Tensor | None = None) -> float:
+    def _look(self, batch: Any, context: Callable[[], Any], labels: torch.Tensor | None = None) -> torch.Tensor:
         """The loss of the batch (with these labels); leaves no trace in the model."""
         training = [module for module in self.module.modules() if module.training]
         self.model.eval()
         try:
             with torch.no_grad(), context():
-                return float(self(batch if labels is None else _with_labels(batch, labels))[0])
+                return self(batch if labels is None else _with_labels(batch, labels))[0]
         finally:
             for module in training:
                 module.training = True
@@ -262,15 +273,24 @@ class Loss:
 
     def _check_columns(self, batch: Any) -> None:
         known = self._columns()
-        if known is None or not isinstance(batch, Mapping):
-            return
-        unknown = [str(key) for key in batch if key not in known]
-        if unknown:
+        unknown = [str(key) for key in batch if key not in known] if known and isinstance(batch, Mapping) else []
+        if known and unknown:
             raise ValueError(
                 f"the batch has the column{'s' * (len(unknown) > 1)} {', '.join(unknown)}, which "
                 f"{type(self.module).__name__}.forward does not take (it takes {', '.join(known)}); rename or remove "
                 "them in the dataset or data_collator, or give compute_loss="
             )
+        signature = inspect.signature(self.module.forward)
+        try:
+            if isinstance(batch, Mapping):
+                signature.bind(**batch)
+            else:
+                signature.bind(*(batch if isinstance(batch, (tuple, list)) else (batch,)))
+        except TypeError as error:
+            raise ValueError(
+                f"{type(self.module).__name__}.forward{signature} cannot be called with a batch, which is "
+                f"{shape_of(batch)}: {error}; change the dataset or data_collator, or give compute_loss="
+            ) from error
 
     def _without_loss(self, batch: Any, output: Any) -> str:
         columns = ""

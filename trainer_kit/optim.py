@@ -57,6 +57,23 @@ def make_optimizer(model: nn.Module, args: TrainingArguments) -> torch.optim.Opt
     return torch.optim.AdamW(groups, **adam, fused=_can_fuse(groups) or None)
 
 
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Refuses an optimizer with which nothing would be trained.
+
+    Raises:
+        TypeError: If it is none, or LBFGS, which runs the model itself.
+        ValueError: If it holds no parameter of the model.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer other than LBFGS")
+    own = set(model.parameters())
+    if not any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            f"optimizer holds no parameter of this {type(model).__name__}, so that nothing would be trained; make it "
+            "from model.parameters()"
+        )
+
+
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """The trainable parameters in groups with and without weight decay, as `torch.optim` takes them.
 

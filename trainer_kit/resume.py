@@ -6,11 +6,12 @@ import dataclasses
 import logging
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from trainer_kit.arguments import TrainingArguments
 from trainer_kit.callback import Events
@@ -25,6 +26,7 @@ from trainer_kit.checkpoint import (
 )
 from trainer_kit.checkpoint.export import save_pretrained_files
 from trainer_kit.run import Run
+from trainer_kit.state import Stateful
 
 logger = logging.getLogger("trainer_kit")
 
@@ -51,11 +53,8 @@ class Thread:
 
 
 def collect_states(run: Run, events: Events, thread: Thread) -> dict[str, Any]:
-    """Everything but the model's weights, by name.
-
-    Raises:
-        ValueError: If an entry of `run.stateful` has a name that the run uses itself.
-    """
+    """Everything but the model's weights, by name."""
+    check_stateful(run)
     states: dict[str, Any] = {
         "trainer": {
             "counters": run.state.state_dict(),
@@ -65,6 +64,7 @@ def collect_states(run: Run, events: Events, thread: Thread) -> dict[str, Any]:
             "dataset_length": _length(run.train_dataset),
             "seed": run.args.seed,
             "optimizer": type(run.optimizer).__name__,
+            "lr_scheduler": type(run.lr_scheduler).__name__,
         },
         "callbacks": events.state_dict(),
         "data": thread.data_state,
@@ -74,10 +74,22 @@ def collect_states(run: Run, events: Events, thread: Thread) -> dict[str, Any]:
     if run.strategy.precision is not None:
         states["precision"] = run.strategy.precision.state_dict()
     for name, entry in run.stateful.items():
-        if name in OWN_STATES:
-            raise ValueError(f"run.stateful[{name!r}] uses a name of the run itself; choose another than {OWN_STATES}")
         states[name] = entry.state_dict()
     return states
+
+
+def check_stateful(run: Run) -> None:
+    """Refuses what could not be saved, before anybody has waited for the first checkpoint.
+
+    Raises:
+        TypeError: If an entry of `run.stateful` lacks `state_dict` or `load_state_dict`.
+        ValueError: If it has a name that the run uses itself.
+    """
+    for name, entry in run.stateful.items():
+        if name in OWN_STATES:
+            raise ValueError(f"run.stateful[{name!r}] uses a name of the run itself; choose another than {OWN_STATES}")
+        if not isinstance(entry, Stateful):
+            raise TypeError(f"run.stateful[{name!r}] is a {type(entry).__name__} without state_dict or load_state_dict")
 
 
 def save_checkpoint(run: Run, model_state: Mapping[str, torch.Tensor], events: Events, thread: Thread) -> Path:
@@ -102,14 +114,19 @@ def find_checkpoint(output_dir: Path, request: bool | str | Path) -> Path | None
     """
     if request is True:
         found = newest_valid(output_dir, logger.warning)
-        if found is None:
+        if found is None and find_checkpoints(output_dir):
+            logger.warning("no checkpoint in %s is whole: training starts from the beginning", output_dir)
+        elif found is None:
             logger.info("no checkpoint in %s yet: training starts from the beginning", output_dir)
         return found
     directory = Path(str(request))
     if not directory.is_dir():
         raise ValueError(f"resume_from_checkpoint={str(request)!r} is no folder; give a checkpoint's folder, or True")
     if find_checkpoints(directory):
-        return newest_valid(directory, logger.warning)
+        found = newest_valid(directory, logger.warning)
+        if found is None:
+            raise ValueError(f"resume_from_checkpoint={str(request)!r} holds no checkpoint that is whole")
+        return found
     verify(directory)
     return directory
 
@@ -138,8 +155,7 @@ def restore(run: Run, events: Events, directory: Path) -> None:
         ValueError: If it is a checkpoint of another model, naming the first tensors that differ.
     """
     load_checkpoint_in_model(run.model, directory)
-    for name in ("optimizer", "lr_scheduler"):
-        getattr(run, name).load_state_dict(read_state(directory, name))
+    _restore_optimizer(run, directory)
     if run.strategy.precision is not None:
         run.strategy.precision.load_state_dict(read_state(directory, "precision") or {})
     events.load_state_dict(read_state(directory, "callbacks") or {})
@@ -160,9 +176,12 @@ def earlier_checkpoints(output_dir: Path, thread: Thread, step: int) -> list[Pat
     return mine
 
 
-def set_aside(output_dir: Path) -> None:
-    """Moves the checkpoints of an earlier run into a folder of their own, so that two runs never mix."""
-    found = find_checkpoints(output_dir)
+def set_aside(output_dir: Path, keep: Collection[Path] = ()) -> None:
+    """Moves checkpoints that this run does not go on from into a folder of their own, so that two runs never mix.
+
+    They are those of another run, those of this one after the step where it is taken up, and damaged ones.
+    """
+    found = [directory for directory in find_checkpoints(output_dir) if directory not in keep]
     if not found:
         return
     number = 1
@@ -172,8 +191,8 @@ def set_aside(output_dir: Path) -> None:
     for directory in found:
         directory.rename(folder / directory.name)
     logger.warning(
-        "%s held %d checkpoints of an earlier run, now in %s; to go on with a run use resume_from_checkpoint=True",
-        output_dir, len(found), folder,
+        "%s held %s, where this run does not go on from; now in %s (to go on with the newest use "
+        "resume_from_checkpoint=True)", output_dir, ", ".join(directory.name for directory in found), folder,
     )  # fmt: skip
 
 
@@ -189,11 +208,35 @@ def _check_same_run(run: Run, trainer: Mapping[str, Any], directory: Path) -> No
             f"seed={run.args.seed}, but {directory} was made with seed={trainer['seed']}: the order of samples would "
             "change; resume with the same seed"
         )
-    if (name := type(run.optimizer).__name__) != trainer["optimizer"]:
+    _check_same_kind("optimizer", run.optimizer, trainer, directory)
+
+
+def _check_same_kind(role: str, made: Any, trainer: Mapping[str, Any], directory: Path) -> None:
+    if (name := type(made).__name__) != trainer[role]:
         raise ValueError(
-            f"the optimizer is {name}, but {directory} was made with {trainer['optimizer']}; resume with that one, or "
+            f"the {role} is {name}, but {directory} was made with {trainer[role]}; resume with that one, or "
             "start anew with load_checkpoint_in_model(model, checkpoint)"
         )
+
+
+def _restore_optimizer(run: Run, directory: Path) -> None:
+    """The optimizer and its schedule, which may have another length than the one it is taken up from."""
+    optimizer, scheduler = run.optimizer, run.lr_scheduler
+    assert optimizer is not None
+    _check_same_kind("lr_scheduler", scheduler, read_state(directory, "trainer") or {}, directory)
+    saved = read_state(directory, "optimizer") or {}
+    sizes = [[len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved["param_groups"])]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"the optimizer has groups of {sizes[0]} parameters, but {directory} was made with {sizes[1]}; resume with "
+            "the same parameters frozen and the same weight_decay, or start anew with "
+            "load_checkpoint_in_model(model, checkpoint)"
+        )
+    optimizer.load_state_dict(saved)
+    scheduler.load_state_dict(read_state(directory, "lr_scheduler"))
+    if isinstance(scheduler, LambdaLR):  # else the next step would have the rate of the former length
+        for group, peak, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+            group["lr"] = peak * factor(scheduler.last_epoch)
 
 
 def _length(dataset: Any) -> int | None:

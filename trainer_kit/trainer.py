@@ -49,9 +49,10 @@ from trainer_kit.loss import (
     scale_gradients,
     weighed,
 )
-from trainer_kit.optim import make_optimizer, make_scheduler
+from trainer_kit.optim import check_optimizer, make_optimizer, make_scheduler
 from trainer_kit.resume import (
     Thread,
+    check_stateful,
     earlier_checkpoints,
     find_checkpoint,
     restore,
@@ -228,9 +229,11 @@ class Trainer:
             raise
         finally:
             self._micro_batches = iter(())
+            # Acted on here: in a notebook the process lives on, and may evaluate.
+            exit_code, run.requests.exit_code = run.requests.exit_code, None
             run.strategy.teardown()
-        if run.requests.exit_code is not None:
-            raise SystemExit(run.requests.exit_code)
+        if exit_code is not None:
+            raise SystemExit(exit_code)
         return output
 
     def _begin(self, resume: bool | str | Path | None) -> None:
@@ -246,7 +249,9 @@ class Trainer:
         if args.torch_compile:
             run.model.compile()
         run.model.train()
+        run.model.zero_grad()  # of a training that broke off, or of the user's own
         run.optimizer = self.optimizer or make_optimizer(run.model, args)
+        check_optimizer(run.optimizer, run.model)
         loader = make_train_loader(run, self._reading)
         checkpoint = self._resumed_from = find_checkpoint(output_dir, resume) if resume else None
         if checkpoint is not None:
@@ -255,13 +260,13 @@ class Trainer:
         run.total_steps = total_steps(run, loader)
         run.lr_scheduler = self._make_scheduler(run.optimizer)
         self._committed: list[Path] = []
+        check_stateful(run)
         if checkpoint is not None:
             restore(run, self.events, checkpoint)
             self._loss.shifts = self._thread.shifts_labels
             self._committed = earlier_checkpoints(output_dir, self._thread, run.state.step)
             logger.info("resumed from %s at step %d of %d", checkpoint, run.state.step, run.total_steps)
-        else:
-            set_aside(output_dir)
+        set_aside(output_dir, keep=self._committed)
         state, steps = run.state, run.total_steps - run.state.step
         micro_batches = loader.micro_batches(state.epoch, state.position, steps, self._thread.data_state)
         self._micro_batches = run.strategy.prepare_loader(micro_batches)
@@ -277,8 +282,10 @@ class Trainer:
         run, scheduler = self.run, self.lr_scheduler
         if scheduler is None:
             return make_scheduler(optimizer, self.args, run.total_steps)
-        if not hasattr(scheduler, "state_dict"):
+        if callable(scheduler) and not hasattr(scheduler, "state_dict"):
             scheduler = scheduler(optimizer)
+        if not hasattr(scheduler, "step"):
+            raise TypeError(f"lr_scheduler gave {scheduler!r}; give a scheduler, or a function that returns one")
         if isinstance(scheduler, ReduceLROnPlateau) and (self.args.eval_strategy == "no" or run.eval_dataset is None):
             raise ValueError("ReduceLROnPlateau steps at evaluations; set eval_strategy and give eval_dataset")
         return scheduler
@@ -298,8 +305,9 @@ class Trainer:
             self._ask_by_step()
             if window.closes_epoch:
                 emit("on_epoch_end", run)
-                self._ask_by_epoch()
                 epoch_open = False
+            if window.closes_epoch or state.step == run.total_steps:  # a run may end in the middle of an epoch
+                self._ask_by_epoch()
             if requests.log or requests.evaluate or requests.save or requests.stop:
                 self._serve()
             elif len(self._figures) >= _UNREAD:
@@ -559,14 +567,20 @@ class Trainer:
 
     def _best_checkpoint(self) -> Path | None:
         step = self.run.state.best_step
-        return None if step is None else self._checkpoint(step)
+        if step is None:
+            return None
+        here = self._checkpoint(step)
+        if self._resumed_from is None or here.is_dir():
+            return here
+        return self._resumed_from.with_name(here.name)  # the run may have begun in another folder
 
     def _load_best(self) -> None:
         if not self.args.load_best_model_at_end or self.run.requests.exit_code is not None:
             return
         best = self._best_checkpoint()
         if best is None or not best.is_dir():
-            warnings.warn("load_best_model_at_end=True, but no evaluation gave a best checkpoint", stacklevel=3)
+            why = "no evaluation gave a best one" if best is None else f"the best checkpoint, {best}, is not there"
+            warnings.warn(f"load_best_model_at_end=True, but {why}: the model stays as it is", stacklevel=3)
             return
         load_checkpoint_in_model(self.run.model, best)
         logger.info("loaded the best model, %s (%s)", best, self.run.state.best_metric)

@@ -4,6 +4,7 @@ import builtins
 import errno
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -247,7 +248,8 @@ def test_a_disk_that_fills_up_at_any_step_costs_no_older_checkpoint(
     tmp_path: Path, monkeypatch: Any, step: int, recovers: bool
 ) -> None:
     steps = steps_of_a_save(tmp_path / "count", 1)
-    assert {"write", "fsync", "rename", "replace", "mkdir"} == set(steps)
+    folders = {"mkdir"} if sys.version_info >= (3, 11) else set()  # pathlib of 3.10 holds its own os.mkdir
+    assert {"write", "fsync", "rename", "replace"} | folders == set(steps)
     for fails_at in range(len(steps) + (step == 5)):  # replacing a checkpoint takes one rename more
         output_dir = tmp_path / str(fails_at)
         save(output_dir, 5, 1.0)

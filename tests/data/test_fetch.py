@@ -229,3 +229,12 @@ def test_a_table_with_randomness_is_seeded_row_by_row() -> None:
 def test_the_broken_row_of_a_table_is_named() -> None:
     with pytest.raises(DataError, match="index 1: OSError: torn"):
         Fetcher(Table(broken=1), stack, 0)[_slot([3, 1, 4])]
+
+
+def test_a_subclass_with_another_getitem_is_not_passed_by() -> None:
+    class Doubled(Table):
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return {"x": 2 * super().__getitem__(index)["x"]}
+
+    _, batch = Fetcher(Doubled(), stack, 0)[_slot([3, 1, 4])]
+    assert batch["x"][:, 0].tolist() == [6.0, 2.0, 8.0]

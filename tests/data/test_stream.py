@@ -232,6 +232,17 @@ def test_the_steps_left_are_known_at_every_step(
         assert one.steps_between(sum(steps[:taken]), one.epoch_length) == len(steps) - taken
 
 
+@pytest.mark.parametrize(("workers", "said"), [(0, "resume is not exact$"), (2, "each of the 2 workers must give its")])
+def test_a_length_that_is_too_small_is_told_of_once(workers: int, said: str) -> None:
+    class Undivided(Sized):
+        def mine(self) -> range:
+            return range(self.length if workers else 2 * self.length)
+
+    with pytest.warns(UserWarning, match=f"has a length of 6, but gave more samples: .*{said}") as caught:
+        list(loader(Undivided(6), Layout(2), workers).micro_batches(0, 0, 12))
+    assert len(caught) == 1
+
+
 def test_a_length_of_0_is_refused() -> None:
     with pytest.raises(ValueError, match="train_dataset is empty"):
         loader(Sized(0), Layout(2))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 from trainer_kit.arguments import TrainingArguments
 from trainer_kit.data.collate import Collator
@@ -28,11 +30,13 @@ def make_train_loader(run: Run, reading: Reading) -> TrainLoader | StreamLoader:
     """The training batches.
 
     Raises:
+        TypeError: If `run.train_dataset` is something else.
         ValueError: If there is no dataset, an empty one, or one that the arguments do not fit.
     """
     args, dataset = run.args, run.train_dataset
     if dataset is None:
         raise ValueError("train() needs train_dataset")
+    _check_dataset("train_dataset", dataset)
     layout = _layout(run.strategy, args.per_device_train_batch_size, args.gradient_accumulation_steps)
     if not is_iterable(dataset):
         return TrainLoader(dataset, layout, reading, args.dataloader_drop_last, args.group_by_length)
@@ -44,10 +48,22 @@ def make_train_loader(run: Run, reading: Reading) -> TrainLoader | StreamLoader:
 
 
 def make_evaluation_batches(run: Run, dataset: Any, reading: Reading) -> Iterator[tuple[Any, Counts]]:
-    """The batches of an evaluation with their counts."""
+    """The batches of an evaluation with their counts.
+
+    Raises:
+        TypeError: If `dataset` is none.
+    """
+    _check_dataset("the dataset to evaluate", dataset)
     layout = _layout(run.strategy, run.args.eval_batch_size)
     make = stream_evaluation_batches if is_iterable(dataset) else evaluation_batches
     return make(dataset, layout, reading)
+
+
+def _check_dataset(role: str, dataset: Any) -> None:
+    if isinstance(dataset, DataLoader):
+        raise TypeError(f"{role} is a DataLoader; give its dataset, and its batch size and workers in the arguments")
+    if isinstance(dataset, Mapping):
+        raise TypeError(f"{role} is a {type(dataset).__name__} of {', '.join(map(str, dataset))}; give one dataset")
 
 
 def total_steps(run: Run, loader: TrainLoader | StreamLoader) -> int:

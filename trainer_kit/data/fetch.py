@@ -65,10 +65,9 @@ class Fetcher(Dataset[Any]):
 
     def _samples(self, indices: list[int]) -> list[Any]:
         """All samples at once where the dataset can do that, as tables and Hugging Face's datasets can."""
-        read_many = getattr(self.dataset, "__getitems__", None)
-        if read_many is not None:
+        if _reads_many(type(self.dataset)):
             try:
-                samples: list[Any] = read_many(indices)
+                samples: list[Any] = self.dataset.__getitems__(indices)
                 return samples
             except Exception:
                 return [self._sample(index) for index in indices]  # finds out which one it is
@@ -79,6 +78,12 @@ class Fetcher(Dataset[Any]):
             return self.dataset[index]
         except Exception as error:
             raise DataError(f"the dataset raised at index {index}: {type(error).__name__}: {error}") from error
+
+
+def _reads_many(kind: type) -> bool:
+    """Whether a dataset has `__getitems__`, and no subclass another `__getitem__`, which would then be passed by."""
+    nearest = next((cls for cls in kind.__mro__ if {"__getitem__", "__getitems__"} & vars(cls).keys()), object)
+    return "__getitems__" in vars(nearest)
 
 
 def set_epoch(dataset: Any, epoch: int) -> None:

@@ -44,6 +44,7 @@ class StreamLoader:
         self.layout = layout
         self.reading = reading
         self.drop_last = drop_last
+        self._warned = False
         self.epoch_length = 0  # unknown
         if hasattr(dataset, "__len__"):
             self._full, self._tail = _batches_of(len(dataset), layout.batch_size, self._readers, drop_last)
@@ -81,6 +82,7 @@ class StreamLoader:
             start = position
             for window in self._windows(epoch, position, data_state):
                 position = window[0].window.stop
+                self._check_length(position)
                 yield from window
                 steps -= 1
                 if steps == 0:
@@ -88,6 +90,17 @@ class StreamLoader:
             if position == start and data_state is None:
                 raise ValueError(f"train_dataset gave no sample in epoch {epoch}; it must give some each time")
             epoch, position, data_state = epoch + 1, 0, None
+
+    def _check_length(self, position: int) -> None:
+        if self._warned or self.epoch_length == 0 or position <= len(self.dataset):
+            return
+        self._warned = True
+        workers = f"; each of the {self._readers} workers must give its share, see torch.utils.data.get_worker_info"
+        warnings.warn(
+            f"train_dataset has a length of {len(self.dataset)}, but gave more samples: epochs and steps are "
+            f"miscounted, and a resume is not exact{workers if self._readers > 1 else ''}",
+            stacklevel=2,
+        )
 
     def _windows(self, epoch: int, position: int, data_state: dict[str, Any] | None) -> Iterator[list[MicroBatch]]:
         """The steps of one epoch. One batch is read ahead, to know which step is the last."""

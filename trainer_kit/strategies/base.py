@@ -79,7 +79,14 @@ class Strategy:
         seed_generators(value)
 
     def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Moves the model to the device, in place, and returns what the loop calls."""
+        """Moves the model to the device, in place, and returns what the loop calls.
+
+        Raises:
+            ValueError: If the model has no weights yet (they are on the meta device).
+        """
+        empty = next((name for name, value in model.state_dict().items() if getattr(value, "is_meta", False)), None)
+        if empty is not None:
+            raise ValueError(f"{empty} is on the meta device, without a value; make or load the model on a real device")
         return model.to(self.device)
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:

@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import BatchEncoding
+
+from trainer_kit.precision import Precision
+from trainer_kit.strategies.base import Strategy, gradient_norms
+
+
+def make_strategy(mode: str = "no") -> Strategy:
+    strategy = Strategy(Precision(mode))
+    strategy.setup()
+    return strategy
+
+
+def graded(sizes: list[float], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    """Parameters whose gradients are as large as given."""
+    torch.manual_seed(0)
+    parameters = []
+    for size in sizes:
+        parameter = nn.Parameter(torch.randn(3, 2, dtype=dtype))
+        parameter.grad = torch.randn(3, 2, dtype=dtype) * size
+        parameters.append(parameter)
+    return parameters
+
+
+def grads(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+sizes = st.lists(st.floats(0, 50, width=32), min_size=1, max_size=5)
+
+
+@settings(deadline=None, max_examples=50)
+@given(sizes, st.floats(0.01, 20))
+def test_clipping_is_torchs(given_sizes: list[float], max_norm: float) -> None:
+    ours, theirs = graded(given_sizes), graded(given_sizes)
+    norms = make_strategy().step(torch.optim.SGD(ours, lr=0.0), max_norm=max_norm)
+    total = nn.utils.clip_grad_norm_(theirs, max_norm)
+    assert norms is not None
+    torch.testing.assert_close(norms.total, total)
+    torch.testing.assert_close(norms.each, torch.stack([g.norm() for g in grads(graded(given_sizes))]))
+    torch.testing.assert_close(grads(ours), grads(theirs))
+
+
+@settings(deadline=None, max_examples=30)
+@given(sizes, st.floats(0.01, 20), st.sampled_from([None, 0.0, 1.0]))
+def test_values_are_clipped_after_the_norm(given_sizes: list[float], max_value: float, max_norm: float | None) -> None:
+    ours, theirs = graded(given_sizes), graded(given_sizes)
+    make_strategy().step(torch.optim.SGD(ours, lr=0.0), max_norm=max_norm, max_value=max_value)
+    if max_norm:
+        nn.utils.clip_grad_norm_(theirs, max_norm)
+    nn.utils.clip_grad_value_(theirs, max_value)
+    torch.testing.assert_close(grads(ours), grads(theirs))
+
+
+def test_nothing_asked_for_leaves_gradients_as_they_are() -> None:
+    parameters = graded([100.0, 3.0])
+    before = [gradient.clone() for gradient in grads(parameters)]
+    assert make_strategy().step(torch.optim.SGD(parameters, lr=0.1)) is None
+    assert make_strategy().step(torch.optim.SGD(parameters, lr=0.1), max_norm=0.0, max_value=0.0) is None
+    norms = make_strategy().step(torch.optim.SGD(parameters, lr=0.1), nonfinite="stop")
+    assert norms is not None
+    assert all(torch.equal(one, other) for one, other in zip(grads(parameters), before, strict=True))
+
+
+def test_parameters_without_a_gradient_are_left_out() -> None:
+    parameters = [*graded([1.0, 2.0]), nn.Parameter(torch.ones(2))]
+    norms = make_strategy().step(torch.optim.SGD(parameters, lr=0.1), max_norm=1.0)
+    assert norms is not None
+    assert norms.each.shape == (2,)
+    assert make_strategy().step(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1), max_norm=1.0) is None
+
+
+def test_norms_of_several_dtypes() -> None:
+    mixed = [torch.full((4,), 2.0), torch.full((4,), 2.0, dtype=torch.bfloat16)]
+    norms = gradient_norms(mixed)
+    assert norms.each.tolist() == [4.0, 4.0]
+    assert norms.total.item() == pytest.approx(32**0.5)
+    assert gradient_norms([torch.full((4,), 2.0, dtype=torch.float64)]).total.dtype == torch.float64
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=False),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "sgd fused, momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+}
+
+
+def snapshot(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> tuple[list[Any], Any]:
+    return [parameter.detach().clone() for parameter in parameters], copy.deepcopy(optimizer.state_dict()["state"])
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_skipping_leaves_weights_and_optimizer_bit_for_bit(name: str, max_norm: float | None, bad: float) -> None:
+    parameters = graded([1.0, 2.0, 3.0])
+    optimizer, strategy = OPTIMIZERS[name](parameters), make_strategy()
+    strategy.step(optimizer, max_norm, nonfinite="skip")
+    weights, state = snapshot(parameters, optimizer)
+    good = [gradient.clone() for gradient in grads(parameters)]
+    grads(parameters)[1][2, 1] = bad
+    norms = strategy.step(optimizer, max_norm, nonfinite="skip")
+    assert norms is not None
+    assert not torch.isfinite(norms.total)
+    assert torch.isfinite(norms.each).tolist() == [True, False, True]
+    after_weights, after_state = snapshot(parameters, optimizer)
+    assert all(torch.equal(one, other) for one, other in zip(after_weights, weights, strict=True))
+    assert {key: same(value, state[key]) for key, value in after_state.items()} == dict.fromkeys(state, True)
+    for parameter, gradient in zip(parameters, good, strict=True):
+        parameter.grad = gradient.clone()
+    strategy.step(optimizer, max_norm, nonfinite="skip")  # and the next one is taken
+    assert not any(torch.equal(one, other) for one, other in zip(parameters, weights, strict=True))
+    assert not hasattr(optimizer, "found_inf")
+
+
+def test_skipping_changes_no_step_that_is_finite() -> None:
+    for name, make in OPTIMIZERS.items():
+        ours, theirs = graded([1.0, 2.0]), graded([1.0, 2.0])
+        one, other = make(ours), make(theirs)
+        for _ in range(3):
+            make_strategy().step(one, nonfinite="skip")
+            make_strategy().step(other)
+        assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True)), name
+
+
+@pytest.mark.parametrize("nonfinite", ["stop", "ignore"])
+def test_only_skip_leaves_a_step_out(nonfinite: str) -> None:
+    parameters = graded([1.0, 1.0])
+    grads(parameters)[0][0, 0] = float("nan")
+    make_strategy().step(torch.optim.SGD(parameters, lr=0.1), nonfinite=nonfinite)
+    assert torch.isnan(parameters[0]).any()
+
+
+def test_fp16_scales_and_unscales() -> None:
+    strategy = make_strategy("fp16")
+    assert strategy.scales_gradients
+    weight = nn.Parameter(torch.tensor([2.0, 3.0]))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    strategy.backward((weight * torch.tensor([0.25, 0.5])).sum())
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [0.25 * 2**16, 0.5 * 2**16]
+    norms = strategy.step(optimizer, nonfinite="stop")
+    assert norms is not None
+    assert norms.total.item() == pytest.approx((0.25**2 + 0.5**2) ** 0.5)  # of the true gradient
+    assert weight.tolist() == [1.75, 2.5]
+
+
+def test_fp16_leaves_out_a_step_that_overflows_and_halves_the_scale() -> None:
+    strategy = make_strategy("fp16")
+    assert strategy.precision is not None
+    weight = nn.Parameter(torch.tensor([2.0]))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    strategy.backward((weight * float("inf")).sum())
+    strategy.step(optimizer, max_norm=1.0, nonfinite="stop")
+    assert weight.tolist() == [2.0]
+    assert strategy.precision.state_dict()["scale"] == 2**15
+
+
+def test_gradients_are_cleared() -> None:
+    parameters = graded([1.0, 1.0])
+    make_strategy().clear_gradients(torch.optim.SGD(parameters, lr=0.1))
+    assert all(parameter.grad is None for parameter in parameters)
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    name: str
+
+
+def test_batches_of_any_kind_reach_the_device() -> None:
+    strategy = Strategy()
+    strategy.device = torch.device("meta")
+    x = torch.ones(2)
+    moved = strategy.to_device({"a": x, "b": [x, (x, "text")], "c": Pair(x, "n"), "d": 3})
+    assert moved["a"].is_meta
+    assert moved["b"][1][0].is_meta
+    assert moved["b"][1][1] == "text"
+    assert isinstance(moved["c"], Pair)
+    assert moved["c"].x.is_meta
+    assert moved["d"] == 3
+    encoding = strategy.to_device(BatchEncoding({"input_ids": x}))
+    assert isinstance(encoding, BatchEncoding)
+    assert encoding.input_ids.is_meta
+    strategy.device = torch.device("cpu")
+    assert strategy.to_device(x) is x
+
+
+def test_one_process_is_all_processes() -> None:
+    strategy, x = Strategy(), torch.arange(3)
+    assert (strategy.rank, strategy.local_rank, strategy.world_size) == (0, 0, 1)
+    assert strategy.is_main
+    assert strategy.is_local_main
+    assert strategy.all_reduce(x) is x
+    assert strategy.gather(x) is x
+    assert strategy.gather_object({"a": 1}) == [{"a": 1}]
+    assert strategy.broadcast("x") == "x"
+    strategy.barrier()
+    model = nn.Linear(2, 2)
+    with strategy.no_sync(model):
+        pass
+    assert strategy.prepare(model) is model
+    assert strategy.unwrap(model) is model
+    assert strategy.model_state(model).keys() == model.state_dict().keys()
+    assert list(strategy.prepare_loader([1, 2])) == [1, 2]
+    assert not strategy.pins_memory
+    strategy.rank = strategy.local_rank = 1
+    assert not strategy.is_main
+    assert not strategy.is_local_main
+
+
+def draws() -> tuple[float, float, float]:
+    return torch.rand(()).item(), np.random.rand(), random.random()
+
+
+def test_seeding_reaches_every_generator_of_the_host() -> None:
+    strategy = Strategy()
+    strategy.seed(2**63 - 1)
+    first = draws()
+    strategy.seed(5)
+    second = draws()
+    assert not set(first) & set(second)
+    strategy.seed(2**63 - 1)
+    assert draws() == first
+
+
+def test_memory_is_in_gib() -> None:
+    figures = Strategy().memory()
+    assert set(figures) == {"memory_gib", "peak_memory_gib"}
+    assert 0.02 < figures["memory_gib"] <= figures["peak_memory_gib"] < 1024
+    held = np.ones(2**27 // 8)  # 1/8 GiB
+    assert Strategy().memory()["memory_gib"] > figures["memory_gib"] + 0.1
+    del held
+    assert Strategy().memory()["peak_memory_gib"] > figures["memory_gib"] + 0.1

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer_kit.arguments import TrainingArguments
+from trainer_kit.callback import HOOKS, Callback, CallbackError, Events
+from trainer_kit.run import Run
+from trainer_kit.strategies.base import Strategy
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(TrainingArguments(output_dir=str(tmp_path)), Strategy(), torch.nn.Linear(1, 1))
+
+
+def listener(name: str, heard: list[str], hook: str = "on_step_end", priority: int = 0) -> Callback:
+    """A callback of a class of its own that overrides one hook."""
+
+    def listen(self: Callback, run: Run, *rest: Any) -> None:
+        heard.append(name)
+
+    made: Callback = type(name, (Callback,), {hook: listen, "priority": priority})()
+    return made
+
+
+def arguments_of(hook: str) -> tuple[Any, ...]:
+    return (None,) * (len(inspect.signature(getattr(Callback, hook)).parameters) - 2)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_every_hook_reaches_those_who_override_it_and_only_them(run: Run, hook: str) -> None:
+    heard: list[str] = []
+    events = Events([listener("Here", heard, hook), Callback(), *(listener(h, heard, h) for h in HOOKS if h != hook)])
+    if hook == "on_exception":
+        events.emit_exception(run, ValueError())
+    else:
+        events.emit(hook, run, *arguments_of(hook))
+    assert heard == ["Here"]
+
+
+def test_every_hook_of_the_base_can_be_called(run: Run) -> None:
+    for hook in HOOKS:
+        assert getattr(Callback(), hook)(run, *arguments_of(hook)) is None
+    assert Callback().metrics(run) == {}
+    assert Callback().state_dict() == {}
+    Callback().load_state_dict({})
+
+
+def test_an_unused_hook_costs_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    events = Events([listener("Other", [], "on_log"), Callback()])
+    monkeypatch.setattr(Callback, "on_step_end", lambda self, run: called.append("base"))
+    events.emit("on_step_end", run)
+    assert called == []
+
+
+def test_a_hook_set_on_the_instance_is_heard_too(run: Run) -> None:
+    callback, heard = Callback(), []
+    callback.on_step_end = lambda run: heard.append(run)  # type: ignore[method-assign]
+    Events([callback]).emit("on_step_end", run)
+    assert heard == [run]
+
+
+def test_order_is_by_priority_then_as_given(run: Run) -> None:
+    heard: list[str] = []
+    given = [("a", 5), ("b", 0), ("c", -1), ("d", 0), ("e", 5)]
+    Events([listener(name, heard, priority=priority) for name, priority in given]).emit("on_step_end", run)
+    assert "".join(heard) == "cbdae"
+
+
+class Raising(Callback):
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def on_step_end(self, run: Run) -> None:
+        raise self.error
+
+    def metrics(self, run: Run) -> dict[str, Any]:
+        raise self.error
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        raise self.error
+
+
+def test_one_that_raises_is_named_with_the_hook(run: Run) -> None:
+    error, heard = KeyError("x"), list[str]()
+    events = Events([Raising(error), listener("After", heard)])
+    with pytest.raises(CallbackError, match="callback Raising raised in on_step_end: KeyError: 'x'") as caught:
+        events.emit("on_step_end", run)
+    assert caught.value.__cause__ is error
+    assert heard == []
+    with pytest.raises(CallbackError, match="callback Raising raised in metrics: KeyError") as caught:
+        events.metrics(run)
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
+def test_leaving_is_no_error_of_the_callback(run: Run, error: BaseException) -> None:
+    with pytest.raises(type(error)):
+        Events([Raising(error)]).emit("on_step_end", run)
+
+
+def test_all_are_told_of_an_exception_though_one_raises(run: Run) -> None:
+    heard: list[str] = []
+    events = Events([Raising(ValueError("second")), listener("After", heard, "on_exception")])
+    with pytest.warns(RuntimeWarning, match="callback Raising raised in on_exception: ValueError: second"):
+        events.emit_exception(run, KeyError("first"))
+    assert heard == ["After"]
+
+
+def test_numbers_are_merged_in_order(run: Run) -> None:
+    class One(Callback):
+        def metrics(self, run: Run) -> dict[str, Any]:
+            return {"a": 1, "b": 1}
+
+    class Two(Callback):
+        def metrics(self, run: Run) -> dict[str, Any]:
+            return {"b": 2}
+
+    assert Events([One(), Callback(), Two()]).metrics(run) == {"a": 1, "b": 2}
+
+
+class Counter(Callback):
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count} if self.count else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+
+
+class Other(Counter):
+    pass
+
+
+def test_states_come_back_by_class_and_number() -> None:
+    saved = Events([Counter(1), Other(2), Counter(3), Callback(), Counter()]).state_dict()
+    assert saved == {"Counter": {"count": 1}, "Other": {"count": 2}, "Counter#2": {"count": 3}}
+    callbacks = [Other(), Counter(), Counter(), Counter(9)]
+    Events(callbacks).load_state_dict(saved)
+    assert [callback.count for callback in callbacks] == [2, 1, 3, 9]
+
+
+def test_a_state_whose_callback_is_gone_is_told_of() -> None:
+    callback = Other()
+    with pytest.warns(UserWarning, match="state of callback Counter, which this run does not have"):
+        Events([callback]).load_state_dict({"Counter": {"count": 1}, "Other": {"count": 2}})
+    assert callback.count == 2
+
+
+def test_only_instances_of_callbacks_are_taken() -> None:
+    make: Callable[[Any], Events] = Events
+    with pytest.raises(TypeError, match="no trainer_kit Callback; give an instance, not the class"):
+        make([Counter])
+    with pytest.raises(TypeError, match="callbacks holds 'EMA', which is no trainer_kit Callback"):
+        make(["EMA"])
