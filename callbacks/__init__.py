@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .from_transformers import from_transformers
@@ -83,11 +84,12 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def default_callbacks(args: TrainingArguments) -> list[Callback]:
+def default_callbacks(args: TrainingArguments, own: Sequence[Callback] = ()) -> list[Callback]:
     """The callbacks of every run, new instances.
 
     Checkpoints, clean leaving on signals, memory and throughput always; a progress bar on a terminal or in a notebook,
-    plain lines elsewhere and with `args.disable_tqdm`; the writers that `args.report_to` names.
+    plain lines elsewhere and with `args.disable_tqdm`; the writers that `args.report_to` names. One of the
+    user's `own` callbacks takes the place of a default of its class; bar and lines take each other's.
     """
     from .checkpointing import Checkpointing
     from .memory import Memory
@@ -95,14 +97,8 @@ def default_callbacks(args: TrainingArguments) -> list[Callback]:
     from .throughput import Throughput
 
     callbacks: list[Callback] = [Checkpointing(), Preemption(), Memory(), Throughput()]
-    if not args.disable_tqdm and (_is_terminal() or _is_notebook()):
-        from .progress import Progress
-
-        callbacks.append(Progress())
-    else:
-        from .console import Console
-
-        callbacks.append(Console())
+    if not any(type(each).__name__ in ("Progress", "Console") for each in own):
+        callbacks.append(_display(args))
     if "tensorboard" in args.report_to:
         from .tensorboard import TensorBoard
 
@@ -111,7 +107,17 @@ def default_callbacks(args: TrainingArguments) -> list[Callback]:
         from .jsonl import JsonLines
 
         callbacks.append(JsonLines())
-    return callbacks
+    return [each for each in callbacks if not any(isinstance(one, type(each)) for one in own)]
+
+
+def _display(args: TrainingArguments) -> Callback:
+    if not args.disable_tqdm and (_is_terminal() or _is_notebook()):
+        from .progress import Progress
+
+        return Progress()
+    from .console import Console
+
+    return Console()
 
 
 def _is_terminal() -> bool:

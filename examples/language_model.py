@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Trains, shows the curve and writes a text; returns the figures, the curve and the text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", default="runs/language_model", help="checkpoints and logs (%(default)s)")
-    parser.add_argument("--prompt", default='The "with" statement', help="what the sampled text begins with")
+    parser.add_argument("--prompt", default="A class definition", help="what the sampled text begins with")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint there")
     parser.add_argument("--short", action="store_true", help="30 steps, to see that all works")
     options = parser.parse_args(argv)
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     pieces = [held_out_ids[start : start + CONTEXT] for start in range(0, len(held_out_ids) - 1, CONTEXT - 1)]
     args = TrainingArguments(
         output_dir=options.output_dir,
-        max_steps=30 if options.short else 1500,
+        max_steps=30 if options.short else 1000,
         per_device_train_batch_size=16,
         learning_rate=4e-3,
         lr_scheduler_type="cosine",

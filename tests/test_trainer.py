@@ -560,3 +560,48 @@ def test_predictions_leave_out_what_a_model_did_not_give(tmp_path: Path) -> None
     )
     trainer.evaluate(points(5))
     assert seen == [(5, 3)]
+
+
+def test_sparse_gradients_are_clipped_and_trained(tmp_path: Path) -> None:
+    class Table(nn.Module):
+        def __init__(self, sparse: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.table = nn.Embedding(10, 3, sparse=sparse)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.table(x).sum(1), labels)
+
+    samples = [(torch.tensor([index % 10, index % 3]), torch.tensor(index % 3)) for index in range(20)]
+    tables = []
+    for sparse in (True, False):
+        model = Table(sparse)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        Trainer(model, arguments(tmp_path, max_grad_norm=0.1), samples, optimizer=optimizer).train()
+        tables.append(model.table.weight.detach())
+    torch.testing.assert_close(*tables)
+
+
+def test_a_column_that_only_kwargs_take_is_told_once(tmp_path: Path) -> None:
+    class Taking(Linear):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            return super().forward(x, labels)
+
+    samples = [{"x": x, "labels": labels, "weigths": torch.ones(())} for x, labels in points()]
+    with pytest.warns(UserWarning, match="no parameter for the column weigths") as caught:
+        Trainer(Taking(), arguments(tmp_path), samples).train()
+    assert len(caught) == 1
+
+
+def test_training_again_with_a_schedule_that_ran_its_course_is_refused(tmp_path: Path) -> None:
+    model = Linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=6)
+    trainer = Trainer(model, arguments(tmp_path), points(), optimizer=optimizer, lr_scheduler=scheduler)
+    trainer.train()
+    with pytest.raises(ValueError, match="lr_scheduler has run its course"):
+        trainer.train()
+
+
+def test_a_metric_without_a_prefix(tmp_path: Path) -> None:
+    assert "loss" in Trainer(Linear(), arguments(tmp_path), eval_dataset=points()).evaluate(metric_key_prefix="")

@@ -131,15 +131,17 @@ class TrainingArguments:
         seed: Of the order of the samples, of dropout and of all else that is random in a run.
         torch_compile: Compiles the model with `torch.compile`.
         gradient_checkpointing: Computes activations again in the backward pass, to save memory.
-        logging_strategy: When a record is due: every `logging_steps` ("steps"), after each "epoch", or "no".
+        logging_strategy: When a record is due: every `logging_steps` ("steps"), after each "epoch" and at the end, or
+            "no".
         logging_steps: Steps between two records.
         logging_first_step: Logs step 1 too.
-        eval_strategy: When to evaluate: every `eval_steps` ("steps"), after each "epoch", or "no".
+        eval_strategy: When to evaluate: every `eval_steps` ("steps"), after each "epoch" and at the end, or "no".
         eval_steps: Steps between two evaluations; None: `logging_steps`.
         save_strategy: When to save a checkpoint: every `save_steps` ("steps"), after each "epoch", whenever an
             evaluation gave a new "best" metric, or "no".
         save_steps: Steps between two checkpoints.
-        save_total_limit: How many checkpoints to keep, the newest; None: all.
+        save_total_limit: How many checkpoints to keep, the newest; None: all. The best one, and the one that the run
+            was resumed from, stay beside them.
         max_shard_size: Largest file of weights: bytes, or a string such as "5GB" or "200MiB".
         load_best_model_at_end: Loads the best checkpoint's weights when training ends.
         metric_for_best_model: What "best" means; the leading `eval_` may be left out. None: "eval_loss" where
@@ -156,7 +158,8 @@ class TrainingArguments:
         log_level: "debug", "info", "warning", "error" or "critical".
         use_cpu: Trains on the CPU even where there is an accelerator.
         strategy: Which hardware to use: "auto" reads the environment, "single" takes one device.
-        nonfinite: What to do when a gradient is not finite: "stop" training, "skip" the step, or "ignore" it.
+        nonfinite: What to do when a loss or a gradient is not finite: "stop" training, "skip" the step (where the
+            gradient is not), or "ignore" it.
 
     Raises:
         TypeError: If a field is not known or holds a value of the wrong type; it names the nearest known field.

@@ -74,7 +74,7 @@ class Callback:
         """Training is over; requests made here are still served."""
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        """Training or evaluation ends by `error`, which is raised on after this."""
+        """Training ends by `error`, which is raised on after this."""
 
     def metrics(self, run: Run) -> dict[str, Any]:
         """This callback's own numbers, asked for when a record is due."""

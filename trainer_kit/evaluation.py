@@ -158,7 +158,7 @@ class Evaluator:
         return PredictionOutput(
             predictions if keep else None,
             labels if keep else None,
-            {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in figures.items()},
+            {_prefixed(prefix, name): value for name, value in figures.items()},
         )
 
     def _batch(
@@ -208,6 +208,10 @@ class Evaluator:
                 raise TypeError(f"compute_metrics returned a {type(result).__name__}; return a dict of numbers")
             figures |= result
         return {name: _number(value) for name, value in figures.items()}
+
+
+def _prefixed(prefix: str, name: str) -> str:
+    return name if not prefix or name.startswith(f"{prefix}_") else f"{prefix}_{name}"
 
 
 class _Mean:
@@ -291,7 +295,7 @@ def _predictions(output: Any) -> Any:
         rest = [value for name, value in output.items() if name != "loss" and _is_batched(value)]
     elif isinstance(output, (tuple, list)):
         rest = [value for place, value in enumerate(output) if place > 0 or found_loss(output) is None]
-        rest = [value for value in rest if value is not None and getattr(value, "ndim", 1)]
+        rest = [value for value in rest if value is not None and getattr(value, "ndim", True)]
     elif isinstance(output, torch.Tensor):
         rest = [output] if output.ndim else []
     else:

@@ -9,6 +9,7 @@ import copy
 import inspect
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from numbers import Real
 from typing import Any, NamedTuple
@@ -271,8 +272,23 @@ class Loss:
             return None
         return [parameter.name for parameter in parameters]
 
+    def _warn_of_swallowed_columns(self, batch: Mapping[Any, Any]) -> None:
+        """A `forward` with **kwargs takes a misspelt column without a word; a wrapper names none of them itself."""
+        parameters = inspect.signature(self.module.forward).parameters
+        # Without the labels there is no loss, which is said elsewhere.
+        unknown = [str(key) for key in batch if key not in parameters and key not in ("labels", "label")]
+        if unknown and len(unknown) < len(batch):
+            warnings.warn(
+                f"{type(self.module).__name__}.forward has no parameter for the column{'s' * (len(unknown) > 1)} "
+                f"{', '.join(unknown)} and takes what it does not know as **kwargs; if that is a mistake, rename or "
+                "remove them in the dataset or data_collator",
+                stacklevel=2,
+            )
+
     def _check_columns(self, batch: Any) -> None:
         known = self._columns()
+        if known is None and isinstance(batch, Mapping):
+            self._warn_of_swallowed_columns(batch)
         unknown = [str(key) for key in batch if key not in known] if known and isinstance(batch, Mapping) else []
         if known and unknown:
             raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import uuid
 import warnings
@@ -16,9 +15,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from trainer_kit.arguments import TrainingArguments
 from trainer_kit.callback import Events
 from trainer_kit.checkpoint import (
+    CHECKPOINT_PREFIX,
     find_checkpoints,
     load_checkpoint_in_model,
     newest_valid,
+    prune,
     read_arguments,
     read_state,
     verify,
@@ -37,45 +38,154 @@ _IN_THE_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2"
 """Arguments whose value the checkpoint's optimizer brings along."""
 
 
-@dataclasses.dataclass
-class Thread:
-    """What runs through all starts of one training, beside the Run itself.
+class Checkpoints:
+    """The checkpoints of one training, through all its starts.
+
+    Args:
+        run: The run to keep.
+        events: Its callbacks, whose states are kept too.
 
     Attributes:
-        run_id: The same for all starts that resume one another; retention removes only checkpoints that carry it.
+        run_id: The same for all starts that resume one another; only checkpoints that carry it are removed.
         data_state: Where an iterable dataset stands after the last step; None for others and between epochs.
         shifts_labels: What `Loss.inspect` found.
+        resumed_from: The checkpoint that this start goes on from; None at the beginning.
+        committed: This training's checkpoints, oldest first.
     """
 
-    run_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
-    data_state: dict[str, Any] | None = None
-    shifts_labels: bool | None = None
+    def __init__(self, run: Run, events: Events) -> None:
+        self.run = run
+        self.events = events
+        self.folder = Path(run.args.output_dir)
+        self.run_id = uuid.uuid4().hex
+        self.data_state: dict[str, Any] | None = None
+        self.shifts_labels: bool | None = None
+        self.resumed_from: Path | None = None
+        self.committed: list[Path] = []
 
+    @property
+    def newest(self) -> Path | None:
+        """The checkpoint that was committed last."""
+        return self.committed[-1] if self.committed else None
 
-def collect_states(run: Run, events: Events, thread: Thread) -> dict[str, Any]:
-    """Everything but the model's weights, by name."""
-    check_stateful(run)
-    states: dict[str, Any] = {
-        "trainer": {
-            "counters": run.state.state_dict(),
-            "evaluate": run.requests.evaluate,
-            "run_id": thread.run_id,
-            "shifts_labels": thread.shifts_labels,
-            "dataset_length": _length(run.train_dataset),
-            "seed": run.args.seed,
-            "optimizer": type(run.optimizer).__name__,
-            "lr_scheduler": type(run.lr_scheduler).__name__,
-        },
-        "callbacks": events.state_dict(),
-        "data": thread.data_state,
-    }
-    for name in ("optimizer", "lr_scheduler"):
-        states[name] = getattr(run, name).state_dict()
-    if run.strategy.precision is not None:
-        states["precision"] = run.strategy.precision.state_dict()
-    for name, entry in run.stateful.items():
-        states[name] = entry.state_dict()
-    return states
+    @property
+    def best(self) -> Path | None:
+        """The checkpoint of the best evaluation, also where the run began in another folder; None before any."""
+        step = self.run.state.best_step
+        if step is None:
+            return None
+        here = self.folder / f"{CHECKPOINT_PREFIX}{step}"
+        if self.resumed_from is None or here.is_dir():
+            return here
+        return self.resumed_from.with_name(here.name)
+
+    def find(self, request: bool | str | Path | None) -> None:
+        """Looks for the checkpoint that is asked for and takes up where it stands.
+
+        That comes before the schedule is made, whose length follows from it.
+
+        Raises:
+            ValueError: If it is not there, or one of another dataset, seed or optimizer, naming what differs.
+        """
+        self.resumed_from = find_checkpoint(self.folder, request) if request else None
+        if self.resumed_from is None:
+            return
+        run, trainer = self.run, read_state(self.resumed_from, "trainer")
+        if trainer is None:
+            raise ValueError(
+                f"{self.resumed_from} holds no state of a training run; load it with load_checkpoint_in_model"
+            )
+        _check_same_run(run, trainer, self.resumed_from)
+        run.state.load_state_dict(trainer["counters"])
+        run.requests.evaluate = trainer["evaluate"]
+        self.run_id = trainer["run_id"]
+        self.shifts_labels = trainer["shifts_labels"]
+        self.data_state = read_state(self.resumed_from, "data")
+
+    def restore(self) -> None:
+        """Takes up everything else: weights, optimizer, schedule, precision, callbacks, the user's own objects.
+
+        What the folder holds beside is set aside: a run never mixes with another.
+
+        Raises:
+            ValueError: If it is a checkpoint of another model, naming the first tensors that differ.
+        """
+        run, directory = self.run, self.resumed_from
+        if directory is not None:
+            load_checkpoint_in_model(run.model, directory)
+            _restore_optimizer(run, directory)
+            if run.strategy.precision is not None:
+                run.strategy.precision.load_state_dict(read_state(directory, "precision") or {})
+            self.events.load_state_dict(read_state(directory, "callbacks") or {})
+            _restore_stateful(run, directory)
+            _report_changes(run.args, read_arguments(directory))
+            self.committed = self._of_earlier_starts()
+            logger.info("resumed from %s at step %d of %d", directory, run.state.step, run.total_steps)
+        set_aside(self.folder, keep=self.committed)
+
+    def save(self, model_state: Mapping[str, torch.Tensor]) -> Path:
+        """Commits a checkpoint of the run as it stands, then removes what is too many; returns its folder."""
+        run, args = self.run, self.run.args
+        directory = write_checkpoint(
+            self.folder,
+            run.state.step,
+            model_state,
+            self._states(),
+            arguments=args.to_dict(),
+            max_shard_size=args.max_shard_size,
+            world_size=run.strategy.world_size,
+            extra=lambda folder: save_pretrained_files(run.model, run.processing_class, folder),
+        )
+        committed = [each for each in self.committed if each != directory]
+        protect = {each for each in (self.resumed_from, self.best) if each is not None}
+        self.committed = prune([*committed, directory], args.save_total_limit, protect)
+        return directory
+
+    def load_best(self) -> None:
+        """Puts the best checkpoint's weights into the model; a warning where there is none."""
+        best = self.best
+        if best is None or not best.is_dir():
+            why = "no evaluation gave a best one" if best is None else f"the best checkpoint, {best}, is not there"
+            warnings.warn(f"load_best_model_at_end=True, but {why}: the model stays as it is", stacklevel=4)
+            return
+        load_checkpoint_in_model(self.run.model, best)
+        logger.info("loaded the best model, %s (%s)", best, self.run.state.best_metric)
+
+    def _states(self) -> dict[str, Any]:
+        """Everything but the model's weights, by name."""
+        run = self.run
+        check_stateful(run)
+        states: dict[str, Any] = {
+            "trainer": {
+                "counters": run.state.state_dict(),
+                "evaluate": run.requests.evaluate,
+                "run_id": self.run_id,
+                "shifts_labels": self.shifts_labels,
+                "dataset_length": _length(run.train_dataset),
+                "seed": run.args.seed,
+                "optimizer": type(run.optimizer).__name__,
+                "lr_scheduler": type(run.lr_scheduler).__name__,
+            },
+            "callbacks": self.events.state_dict(),
+            "data": self.data_state,
+        }
+        for name in ("optimizer", "lr_scheduler"):
+            states[name] = getattr(run, name).state_dict()
+        if run.strategy.precision is not None:
+            states["precision"] = run.strategy.precision.state_dict()
+        return states | {name: entry.state_dict() for name, entry in run.stateful.items()}
+
+    def _of_earlier_starts(self) -> list[Path]:
+        """The checkpoints of this training up to where it goes on, oldest first."""
+        mine = []
+        for directory in find_checkpoints(self.folder):
+            try:
+                trainer = read_state(directory, "trainer")
+            except ValueError:
+                continue  # a damaged one: not this run's to judge or remove
+            if trainer and trainer["run_id"] == self.run_id and trainer["counters"]["step"] <= self.run.state.step:
+                mine.append(directory)
+        return mine
 
 
 def check_stateful(run: Run) -> None:
@@ -90,20 +200,6 @@ def check_stateful(run: Run) -> None:
             raise ValueError(f"run.stateful[{name!r}] uses a name of the run itself; choose another than {OWN_STATES}")
         if not isinstance(entry, Stateful):
             raise TypeError(f"run.stateful[{name!r}] is a {type(entry).__name__} without state_dict or load_state_dict")
-
-
-def save_checkpoint(run: Run, model_state: Mapping[str, torch.Tensor], events: Events, thread: Thread) -> Path:
-    """Commits a checkpoint of the run as it stands and returns its folder."""
-    return write_checkpoint(
-        Path(run.args.output_dir),
-        run.state.step,
-        model_state,
-        collect_states(run, events, thread),
-        arguments=run.args.to_dict(),
-        max_shard_size=run.args.max_shard_size,
-        world_size=run.strategy.world_size,
-        extra=lambda folder: save_pretrained_files(run.model, run.processing_class, folder),
-    )
 
 
 def find_checkpoint(output_dir: Path, request: bool | str | Path) -> Path | None:
@@ -129,51 +225,6 @@ def find_checkpoint(output_dir: Path, request: bool | str | Path) -> Path | None
         return found
     verify(directory)
     return directory
-
-
-def restore_counters(run: Run, thread: Thread, directory: Path) -> None:
-    """Takes up where a checkpoint stands; before the schedule is made, whose length follows from it.
-
-    Raises:
-        ValueError: If it is a checkpoint of another dataset, seed or optimizer, naming what differs.
-    """
-    trainer = read_state(directory, "trainer")
-    if trainer is None:
-        raise ValueError(f"{directory} holds no state of a training run; load it with load_checkpoint_in_model")
-    _check_same_run(run, trainer, directory)
-    run.state.load_state_dict(trainer["counters"])
-    run.requests.evaluate = trainer["evaluate"]
-    thread.run_id = trainer["run_id"]
-    thread.shifts_labels = trainer["shifts_labels"]
-    thread.data_state = read_state(directory, "data")
-
-
-def restore(run: Run, events: Events, directory: Path) -> None:
-    """Takes up everything else: weights, optimizer, schedule, precision, callbacks, the user's own objects.
-
-    Raises:
-        ValueError: If it is a checkpoint of another model, naming the first tensors that differ.
-    """
-    load_checkpoint_in_model(run.model, directory)
-    _restore_optimizer(run, directory)
-    if run.strategy.precision is not None:
-        run.strategy.precision.load_state_dict(read_state(directory, "precision") or {})
-    events.load_state_dict(read_state(directory, "callbacks") or {})
-    _restore_stateful(run, directory)
-    _report_changes(run.args, read_arguments(directory))
-
-
-def earlier_checkpoints(output_dir: Path, thread: Thread, step: int) -> list[Path]:
-    """The checkpoints of this run's earlier starts up to `step`, oldest first."""
-    mine = []
-    for directory in find_checkpoints(output_dir):
-        try:
-            trainer = read_state(directory, "trainer")
-        except ValueError:
-            continue  # a damaged one: not this run's to judge or remove
-        if trainer and trainer["run_id"] == thread.run_id and trainer["counters"]["step"] <= step:
-            mine.append(directory)
-    return mine
 
 
 def set_aside(output_dir: Path, keep: Collection[Path] = ()) -> None:

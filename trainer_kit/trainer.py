@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import math
 import time
@@ -17,12 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from trainer_kit.arguments import TrainingArguments
 from trainer_kit.callback import Callback, Events
 from trainer_kit.callbacks import default_callbacks
-from trainer_kit.checkpoint import (
-    CHECKPOINT_PREFIX,
-    load_checkpoint_in_model,
-    prune,
-    remove_stale_staging,
-)
+from trainer_kit.checkpoint import remove_stale_staging
 from trainer_kit.checkpoint.export import save_model_folder
 from trainer_kit.data.build import (
     make_evaluation_batches,
@@ -50,16 +46,7 @@ from trainer_kit.loss import (
     weighed,
 )
 from trainer_kit.optim import check_optimizer, make_optimizer, make_scheduler
-from trainer_kit.resume import (
-    Thread,
-    check_stateful,
-    earlier_checkpoints,
-    find_checkpoint,
-    restore,
-    restore_counters,
-    save_checkpoint,
-    set_aside,
-)
+from trainer_kit.resume import Checkpoints, check_stateful
 from trainer_kit.run import Run
 from trainer_kit.state import Requests, TrainState
 from trainer_kit.strategies.base import Strategy
@@ -180,8 +167,7 @@ class Trainer:
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         own = list(callbacks)
-        defaults = [each for each in default_callbacks(args) if not any(isinstance(one, type(each)) for one in own)]
-        self.events = Events([*defaults, *own])
+        self.events = Events([*default_callbacks(args, own), *own])
         self.run = Run(
             args=args,
             strategy=strategy,
@@ -223,7 +209,8 @@ class Trainer:
             self.events.emit("on_log", run, output.metrics)
             self.events.emit("on_train_end", run)
             self._serve()
-            self._load_best()
+            if self.args.load_best_model_at_end and run.requests.exit_code is None:
+                self._checkpoints.load_best()
         except BaseException as error:
             self.events.emit_exception(run, error)
             raise
@@ -239,8 +226,10 @@ class Trainer:
     def _begin(self, resume: bool | str | Path | None) -> None:
         """Everything between the call of `train` and the first step."""
         run, args = self.run, self.args
+        if run.state.step and hasattr(self.lr_scheduler, "state_dict"):
+            raise ValueError("train() is called again, but lr_scheduler has run its course; give a function instead")
         run.state, run.requests, run.data_seconds = TrainState(), Requests(), 0.0
-        self._thread, self._figures, self._stopping = Thread(), Figures(run), False
+        self._checkpoints, self._figures, self._stopping = Checkpoints(run, self.events), Figures(run), False
         output_dir = writable_folder(args.output_dir)
         remove_stale_staging(output_dir)
         self._prepare()
@@ -253,22 +242,19 @@ class Trainer:
         run.optimizer = self.optimizer or make_optimizer(run.model, args)
         check_optimizer(run.optimizer, run.model)
         loader = make_train_loader(run, self._reading)
-        checkpoint = self._resumed_from = find_checkpoint(output_dir, resume) if resume else None
-        if checkpoint is not None:
-            restore_counters(run, self._thread, checkpoint)
+        self._checkpoints.find(resume)
         run.state.enter_epochs_of(loader.epoch_length)
         run.total_steps = total_steps(run, loader)
         run.lr_scheduler = self._make_scheduler(run.optimizer)
-        self._committed: list[Path] = []
         check_stateful(run)
-        if checkpoint is not None:
-            restore(run, self.events, checkpoint)
-            self._loss.shifts = self._thread.shifts_labels
-            self._committed = earlier_checkpoints(output_dir, self._thread, run.state.step)
-            logger.info("resumed from %s at step %d of %d", checkpoint, run.state.step, run.total_steps)
-        set_aside(output_dir, keep=self._committed)
+        self._checkpoints.restore()
+        self._loss.shifts = self._checkpoints.shifts_labels
         state, steps = run.state, run.total_steps - run.state.step
-        micro_batches = loader.micro_batches(state.epoch, state.position, steps, self._thread.data_state)
+        if steps <= 0:
+            logger.warning(
+                "nothing is left to do: step %d is reached, training ends at %d", state.step, run.total_steps
+            )
+        micro_batches = loader.micro_batches(state.epoch, state.position, steps, self._checkpoints.data_state)
         self._micro_batches = run.strategy.prepare_loader(micro_batches)
 
     def _prepare(self) -> None:
@@ -327,7 +313,7 @@ class Trainer:
                 emit("on_step_begin", run)
             batch = run.batch = strategy.to_device(micro.batch)
             if loss.shifts is None:
-                self._thread.shifts_labels = loss.inspect(batch, strategy.autocast)
+                self._checkpoints.shifts_labels = loss.inspect(batch, strategy.autocast)
             items = loss.items(micro.counts)
             if not (isinstance(items, int) and items):
                 batch = loss.weightless(batch, items, strategy.autocast)
@@ -372,10 +358,10 @@ class Trainer:
         state.samples += window.stop - state.position
         state.tokens += window.tokens
         state.position = window.stop
-        self._thread.data_state = window.data_state
+        self._checkpoints.data_state = window.data_state
         if window.closes_epoch:
             state.epoch, state.position = state.epoch + 1, 0
-            self._thread.data_state = None
+            self._checkpoints.data_state = None
         # A step in which no label counts has no loss, not one of zero (labels on a device are not waited for).
         items = self._loss.items(window)
         if not isinstance(items, int) or items:
@@ -417,7 +403,7 @@ class Trainer:
             requests.stop, self._stopping = False, True
 
     def _read_figures(self) -> None:
-        self._figures.read(self._committed[-1] if self._committed else None)
+        self._figures.read(self._checkpoints.newest)
 
     def _log(self) -> None:
         record = self._figures.record() | self.events.metrics(self.run)
@@ -552,45 +538,19 @@ class Trainer:
         run.strategy.barrier()
 
     def _save(self) -> None:
-        run, args = self.run, self.args
+        run = self.run
         state = run.strategy.model_state(self._loss.model)
-        if run.strategy.is_main:
-            directory = save_checkpoint(run, state, self.events, self._thread)
-            committed = [each for each in self._committed if each != directory]
-            protect = {each for each in (self._resumed_from, self._best_checkpoint()) if each is not None}
-            self._committed = prune([*committed, directory], args.save_total_limit, protect)
+        directory = self._checkpoints.save(state) if run.strategy.is_main else None
         run.strategy.barrier()
-        self.events.emit("on_save", run, self._checkpoint(run.state.step))
-
-    def _checkpoint(self, step: int) -> Path:
-        return Path(self.args.output_dir) / f"{CHECKPOINT_PREFIX}{step}"
-
-    def _best_checkpoint(self) -> Path | None:
-        step = self.run.state.best_step
-        if step is None:
-            return None
-        here = self._checkpoint(step)
-        if self._resumed_from is None or here.is_dir():
-            return here
-        return self._resumed_from.with_name(here.name)  # the run may have begun in another folder
-
-    def _load_best(self) -> None:
-        if not self.args.load_best_model_at_end or self.run.requests.exit_code is not None:
-            return
-        best = self._best_checkpoint()
-        if best is None or not best.is_dir():
-            why = "no evaluation gave a best one" if best is None else f"the best checkpoint, {best}, is not there"
-            warnings.warn(f"load_best_model_at_end=True, but {why}: the model stays as it is", stacklevel=3)
-            return
-        load_checkpoint_in_model(self.run.model, best)
-        logger.info("loaded the best model, %s (%s)", best, self.run.state.best_metric)
+        self.events.emit("on_save", run, run.strategy.broadcast(directory))
 
 
 def _recompute_activations(model: torch.nn.Module) -> None:
     """Turns on the model's own activation checkpointing (transformers 5 renamed the method)."""
     for name in ("activation_checkpointing", "gradient_checkpointing"):
         if enable := getattr(model, f"{name}_enable", None):
-            enable(**{f"{name}_kwargs": {"use_reentrant": False}})
+            keyword = f"{name}_kwargs"
+            enable(**({keyword: {"use_reentrant": False}} if keyword in inspect.signature(enable).parameters else {}))
             return
     raise ValueError(
         f"gradient_checkpointing=True, but {type(model).__name__} has no gradient_checkpointing_enable(); use "

@@ -102,7 +102,7 @@ class Strategy:
         return map_tensors(self._move, batch)
 
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
+        return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=self.pins_memory)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context of a forward pass."""
@@ -143,7 +143,7 @@ class Strategy:
         scaler = self.precision.scaler
         if scaler is not None:
             scaler.unscale_(optimizer)
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grads = [_values(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norms = None
         if grads and (max_norm or nonfinite != "ignore"):
             norms = gradient_norms(grads)
@@ -227,6 +227,16 @@ def gradient_norms(grads: list[torch.Tensor]) -> GradientNorms:
         norms = [norm.float() for norm in norms]
     each = torch.stack(norms)
     return GradientNorms(each, torch.linalg.vector_norm(each))
+
+
+def _values(parameter: torch.Tensor) -> torch.Tensor:
+    """The numbers of a gradient; of a sparse one (`Embedding(sparse=True)`) those that are there, each row once."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.is_sparse:
+        gradient = parameter.grad = gradient.coalesce()
+        return gradient.values()
+    return gradient
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
