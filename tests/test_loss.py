@@ -511,16 +511,24 @@ def test_a_model_that_knows_no_100_is_never_given_one(shift: bool, labels: list[
     assert inspected(KnowsNo100(shift), batch) is shift
 
 
-def test_labels_that_the_loss_does_not_need_are_no_shift_that_empties_the_batch(tmp_path: Any) -> None:
+def test_labels_that_the_loss_does_not_need_empty_no_batch_and_are_looked_at_no_more(tmp_path: Any) -> None:
+    looked = []
+
     class Reconstruction(Points):
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            looked.append(not self.training)
             return (self.layer(x) - x).square().mean()
 
-    samples = [sample | {"labels": torch.tensor([1])} for sample in points([0, 1, 2, 0])]
-    model = Reconstruction(4)
-    trainer, recorder = make_trainer(model, str(tmp_path), samples, per_device_train_batch_size=4)
-    trainer.train()
-    assert recorder.gradients[0].abs().max() > 0
+    for width in (1, 3):
+        samples = [
+            sample | {"labels": torch.full((width,), index % 3)} for index, sample in enumerate(points([0] * 40))
+        ]
+        trainer, recorder = make_trainer(Reconstruction(4), str(tmp_path), samples, per_device_train_batch_size=2)
+        trainer.train()
+        assert all(gradient.abs().max() > 0 for gradient in recorder.gradients)
+        assert not any(looked[-10:])
+        assert sum(looked) <= 30
+        looked.clear()
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (3, 2, 4), (3, 1)])
