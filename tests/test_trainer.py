@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from trainer_kit import (
     load_checkpoint_in_model,
 )
 from trainer_kit.callback import HOOKS
+from trainer_kit.strategies.base import seed_generators
 
 
 def arguments(tmp_path: Path, **changes: Any) -> TrainingArguments:
@@ -605,3 +607,31 @@ def test_training_again_with_a_schedule_that_ran_its_course_is_refused(tmp_path:
 
 def test_a_metric_without_a_prefix(tmp_path: Path) -> None:
     assert "loss" in Trainer(Linear(), arguments(tmp_path), eval_dataset=points()).evaluate(metric_key_prefix="")
+
+
+def test_the_parameter_is_named_right_where_experts_take_turns(tmp_path: Path) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            loss = nn.functional.cross_entropy((self.a if self.calls % 2 else self.b)(x), labels)
+            return loss * (float("nan") if self.calls == 4 else 1.0)
+
+    with pytest.raises(NonFiniteError, match=r"step 4 is not finite: .* b\.weight"):
+        Trainer(Experts(), arguments(tmp_path, max_steps=6), points()).train()
+
+
+def test_evaluating_leaves_the_generators_alone(tmp_path: Path) -> None:
+    def draws() -> tuple[float, float, float]:
+        return float(torch.rand(())), float(np.random.random_sample()), random.random()
+
+    trainer = Trainer(Linear(), arguments(tmp_path), eval_dataset=points())
+    seed_generators(3)
+    expected = draws()
+    seed_generators(3)
+    trainer.evaluate()
+    assert draws() == expected

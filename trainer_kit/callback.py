@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
+
+
+logger = logging.getLogger("trainer_kit")
 
 
 class CallbackError(RuntimeError):
@@ -127,12 +131,12 @@ class Events:
                 raise _named(callback, hook, error) from error
 
     def emit_exception(self, run: Run, error: BaseException) -> None:
-        """Tells every listener of `error`; one that raises itself gets a warning, so that all are told."""
+        """Tells every listener of `error`; what one raises itself is logged, so that all are told."""
         for callback, method in self._listeners["on_exception"]:
             try:
                 method(run, error)
             except Exception as second:
-                warnings.warn(str(_named(callback, "on_exception", second)), RuntimeWarning, stacklevel=2)
+                logger.error("%s", _named(callback, "on_exception", second))
 
     def metrics(self, run: Run) -> dict[str, Any]:
         """The numbers of all callbacks, merged."""

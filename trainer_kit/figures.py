@@ -23,14 +23,14 @@ class StepFigures(NamedTuple):
         step: Number of the step, from 1.
         loss: Mean over the step's items.
         norm: Norm of all gradients together before clipping; None where nothing asked for it.
-        bad_gradient: Place of the first parameter whose gradient is not finite; None where all are, or where only the
-            norm of them all is too large for its dtype.
+        bad_parameter: The first whose gradient is not finite; None where all are, or where only the norm of them all is
+            too large for its dtype.
     """
 
     step: int
     loss: float
     norm: float | None
-    bad_gradient: int | None
+    bad_parameter: torch.Tensor | None
 
     @property
     def has_finite_gradient(self) -> bool:
@@ -59,7 +59,7 @@ class History:
         figures = []
         for (step, _, norms), loss in zip(waiting, losses, strict=True):
             total = None if norms is None else next(totals)
-            bad = None if norms is None or total is None or math.isfinite(total) else _first_bad(norms.each)
+            bad = None if norms is None or total is None or math.isfinite(total) else _first_bad(norms)
             figures.append(StepFigures(step, loss, total, bad))
         return figures
 
@@ -69,8 +69,9 @@ def _numbers(scalars: list[torch.Tensor]) -> list[float]:
     return numbers
 
 
-def _first_bad(norms: torch.Tensor) -> int | None:
-    return next((place for place, norm in enumerate(norms.tolist()) if not math.isfinite(norm)), None)
+def _first_bad(norms: GradientNorms) -> torch.Tensor | None:
+    pairs = zip(norms.each.tolist(), norms.parameters, strict=True)
+    return next((parameter for norm, parameter in pairs if not math.isfinite(norm)), None)
 
 
 class Figures:
@@ -83,16 +84,9 @@ class Figures:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.history = History()
-        self._names: list[str] = []
 
     def __len__(self) -> int:
         return len(self.history)
-
-    def note_gradients(self, norms: GradientNorms | None) -> None:
-        """Learns the names of the parameters behind the norms, while they still have their gradients."""
-        if norms is not None and len(norms.each) != len(self._names):
-            assert self.run.optimizer is not None
-            self._names = graded_parameters(self.run.model, self.run.optimizer)
 
     def append(self) -> None:
         """Keeps the loss and the norms of the step that was just counted."""
@@ -147,11 +141,11 @@ class Figures:
         return self.run.args.nonfinite == "stop" and (bad_gradient or not math.isfinite(figures.loss))
 
     def _sentence(self, figures: StepFigures, newest_checkpoint: Path | None) -> str:
-        place = figures.bad_gradient
         if figures.has_finite_gradient:
             where = "no gradient was looked at" if figures.norm is None else "all gradients are finite"
-        elif place is not None and place < len(self._names):
-            where = f"the first parameter with a non-finite gradient is {self._names[place]}"
+        elif figures.bad_parameter is not None:
+            names = [name for name, each in self.run.model.named_parameters() if each is figures.bad_parameter]
+            where = f"the first parameter with a non-finite gradient is {', '.join(names) or 'not of the model'}"
         else:
             where = f"the norm of all gradients is {figures.norm}"
         kept = f"; the newest checkpoint, {newest_checkpoint}, is from before it" if newest_checkpoint else ""
@@ -159,14 +153,3 @@ class Figures:
             f"step {figures.step} is not finite: loss {figures.loss}, {where}{kept}; look at the data and the learning "
             "rate, or set nonfinite='skip' to leave out such steps"
         )
-
-
-def graded_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names of the parameters that have a gradient, in the optimizer's order."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    return [
-        names.get(id(parameter), "a parameter that is not the model's")
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None
-    ]

@@ -49,7 +49,7 @@ from trainer_kit.optim import check_optimizer, make_optimizer, make_scheduler
 from trainer_kit.resume import Checkpoints, check_stateful
 from trainer_kit.run import Run
 from trainer_kit.state import Requests, TrainState
-from trainer_kit.strategies.base import Strategy
+from trainer_kit.strategies.base import Strategy, generators_kept
 from trainer_kit.strategies.choice import choose_strategy
 
 logger = logging.getLogger("trainer_kit")
@@ -334,7 +334,6 @@ class Trainer:
             run.last_loss = scale_gradients(run.optimizer, run.last_loss, window.samples, pair_count)
         emit("on_pre_optimizer_step", run)
         run.last_norms = strategy.step(run.optimizer, args.max_grad_norm, args.max_grad_value, args.nonfinite)
-        self._figures.note_gradients(run.last_norms)
         emit("on_optimizer_step", run)
         self._step_scheduler()
         strategy.clear_gradients(run.optimizer)
@@ -445,7 +444,8 @@ class Trainer:
             raise ValueError("evaluate() needs eval_dataset")
         if self._loss is None:
             self._prepare()
-        metrics = self._evaluated(dataset, metric_key_prefix)
+        with generators_kept(self.run.strategy.device):
+            metrics = self._evaluated(dataset, metric_key_prefix)
         self.events.emit("on_evaluate", self.run, metrics)
         return metrics
 
@@ -464,7 +464,8 @@ class Trainer:
         """
         if self._loss is None:
             self._prepare()
-        output = self._run_evaluator(test_dataset, metric_key_prefix, keep=True)
+        with generators_kept(self.run.strategy.device):
+            output = self._run_evaluator(test_dataset, metric_key_prefix, keep=True)
         self.events.emit("on_predict", self.run, output.metrics)
         return output
 

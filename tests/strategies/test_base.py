@@ -84,7 +84,7 @@ def test_parameters_without_a_gradient_are_left_out() -> None:
 
 def test_norms_of_several_dtypes() -> None:
     mixed = [torch.full((4,), 2.0), torch.full((4,), 2.0, dtype=torch.bfloat16)]
-    norms = gradient_norms(mixed)
+    norms = gradient_norms(mixed, mixed)
     assert norms.each.tolist() == [4.0, 4.0]
     assert norms.total.item() == pytest.approx(32**0.5)
     assert gradient_norms([torch.full((4,), 2.0, dtype=torch.float64)]).total.dtype == torch.float64

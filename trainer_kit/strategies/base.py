@@ -143,10 +143,11 @@ class Strategy:
         scaler = self.precision.scaler
         if scaler is not None:
             scaler.unscale_(optimizer)
-        grads = [_values(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grads = [_values(parameter) for parameter in parameters]
         norms = None
         if grads and (max_norm or nonfinite != "ignore"):
-            norms = gradient_norms(grads)
+            norms = gradient_norms(parameters, grads)
             if max_norm:
                 # max_norm / (total + 1e-6), at most 1, as torch.nn.utils.clip_grad_norm_ has it.
                 torch._foreach_mul_(grads, (norms.total + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0))
@@ -214,19 +215,31 @@ class GradientNorms(NamedTuple):
     Attributes:
         each: One a gradient, in the optimizer's order, shape [gradients].
         total: That of all together, a scalar.
+        parameters: Whose gradients they are.
     """
 
     each: torch.Tensor
     total: torch.Tensor
+    parameters: list[torch.Tensor]
 
 
-def gradient_norms(grads: list[torch.Tensor]) -> GradientNorms:
-    """The norms of `grads`."""
+@contextlib.contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """Leaves the generators of the host, and of a CUDA device, as they were before."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+    random.setstate(python)
+    np.random.set_state(numpy)
+
+
+def gradient_norms(parameters: list[torch.Tensor], grads: list[torch.Tensor]) -> GradientNorms:
+    """The norms of `grads`, which are those of `parameters`."""
     norms: Any = torch._foreach_norm(grads)
     if len({norm.dtype for norm in norms}) > 1:
         norms = [norm.float() for norm in norms]
     each = torch.stack(norms)
-    return GradientNorms(each, torch.linalg.vector_norm(each))
+    return GradientNorms(each, torch.linalg.vector_norm(each), parameters)
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor:
