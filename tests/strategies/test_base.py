@@ -87,7 +87,8 @@ def test_norms_of_several_dtypes() -> None:
     norms = gradient_norms(mixed, mixed)
     assert norms.each.tolist() == [4.0, 4.0]
     assert norms.total.item() == pytest.approx(32**0.5)
-    assert gradient_norms([torch.full((4,), 2.0, dtype=torch.float64)]).total.dtype == torch.float64
+    double = [torch.full((4,), 2.0, dtype=torch.float64)]
+    assert gradient_norms(double, double).total.dtype == torch.float64
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
