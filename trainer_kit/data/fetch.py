@@ -16,7 +16,7 @@ from trainer_kit.strategies.base import seed_generators
 _SAMPLE, _COLLATE = 1, 2
 """Tell the seeds of samples and of collation from one another, and from those of the steps (`Strategy.seed`)."""
 
-_PROBES = 1024
+_PROBES = 16
 """Seeds with which a batch is first read; few, so that the draws that follow each are worked out once."""
 
 _first_draws: dict[int, tuple[float, float]] = {}
