@@ -12,6 +12,7 @@ Within a hook, callbacks are called by `priority`, then in the order of the list
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -88,8 +89,9 @@ def default_callbacks(args: TrainingArguments, own: Sequence[Callback] = ()) -> 
     """The callbacks of every run, new instances.
 
     Checkpoints, clean leaving on signals, memory and throughput always; a progress bar on a terminal or in a notebook,
-    plain lines elsewhere and with `args.disable_tqdm`; the writers that `args.report_to` names. One of the
-    user's `own` callbacks takes the place of a default of its class; bar and lines take each other's.
+    plain lines elsewhere and with `args.disable_tqdm` (neither with that and a `log_level` of "error"); the writers
+    that `args.report_to` names. One of the user's `own` callbacks takes the place of a default of its class; bar and
+    lines take each other's.
     """
     from .checkpointing import Checkpointing
     from .memory import Memory
@@ -97,7 +99,8 @@ def default_callbacks(args: TrainingArguments, own: Sequence[Callback] = ()) -> 
     from .throughput import Throughput
 
     callbacks: list[Callback] = [Checkpointing(), Preemption(), Memory(), Throughput()]
-    if not any(type(each).__name__ in ("Progress", "Console") for each in own):
+    quiet = args.disable_tqdm and args.log_level in ("error", "critical")
+    if not quiet and not any(type(each).__name__ in ("Progress", "Console") for each in own):
         callbacks.append(_display(args))
     if "tensorboard" in args.report_to:
         from .tensorboard import TensorBoard
@@ -121,7 +124,10 @@ def _display(args: TrainingArguments) -> Callback:
 
 
 def _is_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()
+    """Whether a bar can be drawn; some terminals without a window (`docker -t`, `script`) have no columns."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return False
+    return all(os.get_terminal_size(sys.stderr.fileno()))
 
 
 def _is_notebook() -> bool:

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_kit.callback import Callback
 
-from .formatting import duration, is_summary, pairs
+from .formatting import HIDDEN, duration, is_summary, metrics_line, pairs
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
-
-_SHOWN = ("epoch", "loss", "grad_norm", "learning_rate", "samples_per_second", "tokens_per_second")
 
 
 class Console(Callback):
@@ -63,8 +61,9 @@ class Console(Callback):
             self._record_due = time.monotonic() + self.every
 
     def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+        self._write_waiting(run)
         if metrics:
-            self._write(run, pairs(metrics))
+            self._write(run, metrics_line(metrics))
 
     def on_predict(self, run: Run, metrics: dict[str, Any]) -> None:
         self.on_evaluate(run, metrics)
@@ -82,7 +81,7 @@ class Console(Callback):
     def _write_waiting(self, run: Run) -> None:
         if self._waiting is not None:
             record, self._waiting = self._waiting, None
-            self._write(run, f"{pairs(record, _SHOWN)}{self._time_left(run)}", record.get("step"))
+            self._write(run, f"{pairs(record, HIDDEN)}{self._time_left(run)}", record.get("step"))
 
     def _write(self, run: Run, text: str, step: int | None = None) -> None:
         """One line in one write, so that lines of several processes do not mix."""

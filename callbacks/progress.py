@@ -13,12 +13,12 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from trainer_kit.callback import Callback
 
-from .formatting import is_summary, pairs
+from .formatting import HIDDEN, is_summary, metrics_line, pairs
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
 
-_SHOWN = ("epoch", "loss", "learning_rate", "samples_per_second")
+_HIDDEN = HIDDEN | {"grad_norm", "tokens_per_second"}
 
 
 class Progress(Callback):
@@ -58,7 +58,7 @@ class Progress(Callback):
         if is_summary(record):
             self._bar.write(pairs(record), file=sys.stderr)
         else:  # drawn with the bar's next move
-            self._bar.set_postfix_str(pairs(record, _SHOWN), refresh=False)
+            self._bar.set_postfix_str(pairs(record, _HIDDEN), refresh=False)
 
     def on_evaluate_begin(self, run: Run) -> None:
         if self._bar is not None:
@@ -70,7 +70,7 @@ class Progress(Callback):
 
     def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
         if metrics and run.strategy.is_main:
-            _bar_class().write(f"step {run.state.step}  {pairs(metrics)}", file=sys.stderr)
+            _bar_class().write(f"step {run.state.step}  {metrics_line(metrics)}", file=sys.stderr)
 
     def on_predict(self, run: Run, metrics: dict[str, Any]) -> None:
         self.on_evaluate(run, metrics)

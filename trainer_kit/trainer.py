@@ -199,14 +199,15 @@ class Trainer:
             SystemExit: With code 130 after Ctrl-C, once the step is finished and a checkpoint saved.
         """
         run = self.run
-        begin = time.perf_counter()
         try:
             self._begin(resume_from_checkpoint)
-            first = (run.state.step, run.state.samples)
             self.events.emit("on_train_begin", run)
+            first = (run.state.step, run.state.samples)
+            begin = time.perf_counter()
             self._train()
             output = self._summary(time.perf_counter() - begin, *first)
-            self.events.emit("on_log", run, output.metrics)
+            if run.requests.exit_code is None:
+                self.events.emit("on_log", run, output.metrics)
             self.events.emit("on_train_end", run)
             self._serve()
             if self.args.load_best_model_at_end and run.requests.exit_code is None:
@@ -220,6 +221,13 @@ class Trainer:
             exit_code, run.requests.exit_code = run.requests.exit_code, None
             run.strategy.teardown()
         if exit_code is not None:
+            kept = f"; the newest checkpoint is {self._checkpoints.newest}" if self._checkpoints.newest else ""
+            logger.warning(
+                "left at step %d of %d%s; train(resume_from_checkpoint=True) goes on",
+                run.state.step,
+                run.total_steps,
+                kept,
+            )
             raise SystemExit(exit_code)
         return output
 
@@ -277,7 +285,7 @@ class Trainer:
         return scheduler
 
     def _train(self) -> None:
-        run, state, requests, emit = self.run, self.run.state, self.run.requests, self.events.emit
+        run, args, state, requests, emit = self.run, self.args, self.run.state, self.run.requests, self.events.emit
         # An evaluation that was broken off before the checkpoint, or a callback that has seen enough by then.
         if requests.evaluate or requests.stop:
             self._serve()
@@ -292,8 +300,11 @@ class Trainer:
             if window.closes_epoch:
                 emit("on_epoch_end", run)
                 epoch_open = False
-            if window.closes_epoch or state.step == run.total_steps:  # a run may end in the middle of an epoch
+            ends = state.step == run.total_steps  # in the middle of an epoch, perhaps, and of an interval of records
+            if window.closes_epoch or ends:
                 self._ask_by_epoch()
+            if ends and args.logging_strategy != "no":
+                requests.log = True
             if requests.log or requests.evaluate or requests.save or requests.stop:
                 self._serve()
             elif len(self._figures) >= _UNREAD:

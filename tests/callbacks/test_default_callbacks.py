@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
 import subprocess
 import sys
 import types
@@ -18,6 +19,9 @@ class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
+    def fileno(self) -> int:
+        return 2
+
 
 def names(**arguments: Any) -> set[str]:
     return {type(callback).__name__ for callback in callbacks.default_callbacks(TrainingArguments(**arguments))}
@@ -33,8 +37,25 @@ def test_a_pipe_gets_plain_lines() -> None:
 
 def test_a_terminal_gets_a_bar_unless_it_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(os, "get_terminal_size", lambda number: os.terminal_size((80, 24)))
     assert names() == ALWAYS | WRITERS | {"Progress"}
     assert names(disable_tqdm=True) == ALWAYS | WRITERS | {"Console"}
+
+
+def test_a_terminal_without_columns_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(os, "get_terminal_size", lambda number: os.terminal_size((0, 0)))
+    assert names() == ALWAYS | WRITERS | {"Console"}
+
+
+def test_a_quiet_run_gets_neither() -> None:
+    assert names(disable_tqdm=True, log_level="error") == ALWAYS | WRITERS
+
+
+@pytest.mark.parametrize("own", [callbacks.Progress, callbacks.Console])
+def test_the_users_own_display_takes_the_place_of_the_default_one(own: type[Callback]) -> None:
+    defaults = {type(callback).__name__ for callback in callbacks.default_callbacks(TrainingArguments(), [own()])}
+    assert defaults == ALWAYS | WRITERS
 
 
 def test_a_process_without_stderr_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from trainer_kit.callbacks.formatting import duration, number, pairs
+from trainer_kit.callbacks.formatting import duration, metrics_line, number, pairs
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,12 @@ def test_number(value: Any, shown: str) -> None:
 def test_pairs() -> None:
     values = {"step": 3, "loss": 0.5, "learning_rate": 1e-4, "samples_per_second": 80.0}
     assert pairs(values) == "loss 0.5  lr 0.0001  samples/s 80"
-    assert pairs(values, ("samples_per_second", "epoch", "loss")) == "samples/s 80  loss 0.5"
+    assert pairs(values, {"learning_rate"}) == "loss 0.5  samples/s 80"
+
+
+def test_metrics_line() -> None:
+    metrics = {"eval_loss": 0.5, "eval_samples_per_second": 8.0, "eval_steps_per_second": 2.0}
+    assert metrics_line(metrics) == "eval_loss 0.5  eval_samples_per_second 8"
 
 
 def test_duration() -> None:

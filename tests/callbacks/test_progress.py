@@ -53,7 +53,7 @@ def test_the_bar_goes_to_the_end(make_run: Callable[..., Run], take_step: Any, s
     callback.on_train_end(run)
     (line, _) = screen.lines()
     assert re.match(r"train: 100%\|.*\| 10/10 \[", line)
-    assert line.endswith("epoch 2  loss 0.5123  lr 0.0001  samples/s 80]")
+    assert line.endswith("epoch 2  loss 0.5123  lr 0.0001  samples/s 80  other 1]")
 
 
 def test_a_resumed_bar_starts_where_the_run_does(make_run: Callable[..., Run], screen: Screen) -> None:
