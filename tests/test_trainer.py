@@ -635,3 +635,19 @@ def test_evaluating_leaves_the_generators_alone(tmp_path: Path) -> None:
     seed_generators(3)
     trainer.evaluate()
     assert draws() == expected
+
+
+def test_a_plain_model_gets_no_mask_that_it_does_not_take(tmp_path: Path) -> None:
+    class Tokenizer:
+        pad_token_id = 0
+
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(10, 3)
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.table(input_ids).sum(1), labels)
+
+    samples = [{"input_ids": [1] * (1 + index % 4), "labels": index % 3} for index in range(16)]
+    assert Trainer(Bag(), arguments(tmp_path), samples, processing_class=Tokenizer()).train().global_step == 4

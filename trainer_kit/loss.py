@@ -261,16 +261,9 @@ class Loss:
     def output(self, batch: Any) -> Any:
         """The model's output alone: without columns that only `compute_loss` reads."""
         if self.compute_loss is not None and isinstance(batch, Mapping):
-            known = self._columns()
+            known = columns_of(self.module)
             batch = {key: value for key, value in batch.items() if known is None or key in known}
         return call(self.model, batch)
-
-    def _columns(self) -> list[str] | None:
-        """The names that the model's `forward` takes; None where it takes any."""
-        parameters = inspect.signature(self.module.forward).parameters.values()
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            return None
-        return [parameter.name for parameter in parameters]
 
     def _warn_of_swallowed_columns(self, batch: Mapping[Any, Any]) -> None:
         """A `forward` with **kwargs takes a misspelt column without a word; a wrapper names none of them itself."""
@@ -286,7 +279,7 @@ class Loss:
             )
 
     def _check_columns(self, batch: Any) -> None:
-        known = self._columns()
+        known = columns_of(self.module)
         if known is None and isinstance(batch, Mapping):
             self._warn_of_swallowed_columns(batch)
         unknown = [str(key) for key in batch if key not in known] if known and isinstance(batch, Mapping) else []
@@ -319,6 +312,20 @@ class Loss:
             f"{type(self.module).__name__} returned no loss but {came}{columns}; return a scalar, a dict with 'loss', "
             "an object with .loss or a tuple that begins with it, or give compute_loss="
         )
+
+
+def columns_of(module: torch.nn.Module) -> list[str] | None:
+    """The names that a module's `forward` takes; None where it takes any."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return [parameter.name for parameter in parameters]
+
+
+def takes_column(module: torch.nn.Module, name: str) -> bool:
+    """Whether a module's `forward` takes a column of this name."""
+    columns = columns_of(module)
+    return columns is None or name in columns
 
 
 def call(model: torch.nn.Module, batch: Any) -> Any:

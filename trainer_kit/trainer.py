@@ -43,6 +43,7 @@ from trainer_kit.loss import (
     ComputeLoss,
     Loss,
     scale_gradients,
+    takes_column,
     weighed,
 )
 from trainer_kit.optim import check_optimizer, make_optimizer, make_scheduler
@@ -160,7 +161,8 @@ class Trainer:
             raise ValueError("lr_scheduler belongs to another optimizer; give that one as optimizer=, or a function")
         if args.eval_strategy != "no" and eval_dataset is None:
             warnings.warn(f"eval_strategy={args.eval_strategy!r} has no effect without eval_dataset", stacklevel=2)
-        self.collate = data_collator or default_collator(processing_class, args.pad_to_multiple_of)
+        takes_mask = compute_loss is not None or takes_column(model, "attention_mask")
+        self.collate = data_collator or default_collator(processing_class, args.pad_to_multiple_of, takes_mask)
         self.compute_loss = compute_loss
         self.compute_metrics = compute_metrics
         self.metrics = metrics_by_name(metrics)

@@ -16,14 +16,21 @@ from trainer_kit.loss import IGNORED
 Collator = Callable[[list[Any]], Any]
 
 
-def default_collator(processing_class: Any = None, pad_to_multiple_of: int | None = None) -> Collator:
+def default_collator(
+    processing_class: Any = None, pad_to_multiple_of: int | None = None, makes_mask: bool = True
+) -> Collator:
     """The collator where the user gives none: padding where there is a tokenizer, else stacking.
+
+    Args:
+        processing_class: Pads if it is a tokenizer.
+        pad_to_multiple_of: See `PadCollator`.
+        makes_mask: See `PadCollator`.
 
     Raises:
         ValueError: If `pad_to_multiple_of` is set without a tokenizer to pad with.
     """
     if hasattr(processing_class, "pad_token_id"):
-        return PadCollator(processing_class, pad_to_multiple_of)
+        return PadCollator(processing_class, pad_to_multiple_of, makes_mask)
     if pad_to_multiple_of is not None:
         raise ValueError(
             f"pad_to_multiple_of={pad_to_multiple_of} needs a tokenizer to pad with; give processing_class=tokenizer"
@@ -95,18 +102,19 @@ class PadCollator:
     """Pads each batch to its longest sample.
 
     `input_ids` are filled with the tokenizer's padding token, `attention_mask` with 0, `token_type_ids` with the
-    tokenizer's padding type, `labels` with -100 and every other column with 0. A missing `attention_mask` is made.
+    tokenizer's padding type, `labels` with -100 and every other column with 0.
     `label` is renamed `labels`, the name that transformers' models take.
 
     Args:
         tokenizer: Anything with `pad_token_id` (and `padding_side`, `pad_token_type_id`).
         pad_to_multiple_of: Rounds the padded length up.
+        makes_mask: Makes an `attention_mask` where samples have none; not for a model that takes none.
 
     Raises:
         ValueError: If the tokenizer has no padding token.
     """
 
-    def __init__(self, tokenizer: Any, pad_to_multiple_of: int | None = None) -> None:
+    def __init__(self, tokenizer: Any, pad_to_multiple_of: int | None = None, makes_mask: bool = True) -> None:
         if tokenizer.pad_token_id is None:
             raise ValueError(
                 f"the tokenizer {type(tokenizer).__name__} has no padding token; set one, "
@@ -119,6 +127,7 @@ class PadCollator:
         }
         self.left = getattr(tokenizer, "padding_side", "right") == "left"
         self.multiple = pad_to_multiple_of or 1
+        self.makes_mask = makes_mask
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
         """Pads and stacks `samples`, a list of dicts.
@@ -137,7 +146,7 @@ class PadCollator:
         columns = {name: [sample[name] for sample in samples] for name in samples[0]}
         if "label" in columns and "labels" not in columns:
             columns["labels"] = columns.pop("label")
-        if "input_ids" in columns and "attention_mask" not in columns:
+        if self.makes_mask and "input_ids" in columns and "attention_mask" not in columns:
             columns["attention_mask"] = [np.ones(len(ids), dtype=np.int64) for ids in columns["input_ids"]]
         tokens = [len(ids) for ids in columns.get("input_ids", [])]
         return {name: self._column(name, values, tokens) for name, values in columns.items()}
