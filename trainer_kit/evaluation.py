@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from trainer_kit.data.order import mix
-from trainer_kit.loss import IGNORED, Counts, Loss, found_loss, labels_of, shape_of
+from trainer_kit.loss import IGNORED, Counts, Loss, evaluating, found_loss, labels_of, shape_of
 from trainer_kit.run import Run
 from trainer_kit.trees import map_tensors, tensors
 
@@ -131,7 +131,7 @@ class Evaluator:
             metric.reset()
             if hasattr(metric, "to"):
                 metric.to(self.run.strategy.device)
-        with _evaluating(self.run.model), torch.no_grad(), _captured(self.loss.model) as captured:
+        with evaluating(self.run.model), torch.no_grad(), _captured(self.loss.model) as captured:
             for host_batch, counts in batches:
                 batch = self.run.strategy.to_device(host_batch)
                 with_loss = labels_of(batch) is not None or not keep
@@ -262,18 +262,6 @@ class _Collected:
 
     def arrays(self) -> tuple[Any, Any]:
         return _joined(self.predictions), _joined(self.labels) if self.labels else None
-
-
-@contextlib.contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards each module is as it was (a user may keep some frozen in evaluation mode)."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextlib.contextmanager

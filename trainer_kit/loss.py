@@ -5,12 +5,13 @@ Items are the labels that are not -100 where labels are whole numbers (tokens, p
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -228,14 +229,8 @@ class Loss:
 
     def _look(self, batch: Any, context: Callable[[], Any], labels: torch.Tensor | None = None) -> torch.Tensor:
         """The loss of the batch (with these labels); leaves no trace in the model."""
-        training = [module for module in self.module.modules() if module.training]
-        self.model.eval()
-        try:
-            with torch.no_grad(), context():
-                return self(batch if labels is None else _with_labels(batch, labels))[0]
-        finally:
-            for module in training:
-                module.training = True
+        with evaluating(self.model), torch.no_grad(), context():
+            return self(batch if labels is None else _with_labels(batch, labels))[0]
 
     def weightless(self, batch: Any, items: Any, context: Callable[[], Any]) -> Any:
         """A batch in which no label counts, with labels that do: its mean would be 0/0.
@@ -312,6 +307,18 @@ class Loss:
             f"{type(self.module).__name__} returned no loss but {came}{columns}; return a scalar, a dict with 'loss', "
             "an object with .loss or a tuple that begins with it, or give compute_loss="
         )
+
+
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards each module is as it was (a user may keep some frozen in evaluation mode)."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def columns_of(module: torch.nn.Module) -> list[str] | None:

@@ -161,18 +161,22 @@ def no_batch(length: int, layout: Layout) -> str:
 def evaluation_batches(dataset: Any, layout: Layout, reading: Reading) -> Iterator[tuple[Any, Counts]]:
     """The batches of an evaluation in the dataset's order; a process that has run out gets a stand-in that counts 0."""
     for slot, batch in _fetched(dataset, evaluation_slots(len(dataset), layout), reading):
-        yield batch, count(batch) if slot.counted else Counts(0, 0, 0, 0)
+        yield batch, _counts(slot, batch)
 
 
 def _counted(fetched: list[tuple[Slot, Any]]) -> Iterator[MicroBatch]:
     """The micro-batches of one step. All are counted first: each is weighed by its share in the step."""
     slot = fetched[-1][0]
     window = Window(slot.epoch, slot.window_stop, slot.closes_epoch)
-    all_counts = [count(batch) if slot.counted else Counts(0, 0, 0, 0) for slot, batch in fetched]
+    all_counts = [_counts(slot, batch) for slot, batch in fetched]
     for counts in all_counts:
         window.add(counts)
     for (slot, batch), counts in zip(fetched, all_counts, strict=True):
         yield MicroBatch(batch, counts, window, slot.number, slot.last, slot.start, slot.indices)
+
+
+def _counts(slot: Slot, batch: Any) -> Counts:
+    return count(batch) if slot.counted else Counts(0, 0, 0, 0)
 
 
 def _fetched(dataset: Any, plan: Iterable[Slot], reading: Reading) -> Iterator[tuple[Slot, Any]]:

@@ -124,11 +124,10 @@ class StreamLoader:
         self, epoch: int, position: int, data_state: dict[str, Any] | None
     ) -> Iterator[tuple[Any, dict[str, Any] | None]]:
         source = _BatchSource(self.dataset, self.layout.batch_size, self.reading, epoch, self.drop_last)
-        states = data_state["workers"] if data_state else None
-        if states is not None:
-            source.resume(states, data_state["turn"] if data_state else 0)
-        batches = _rounds(source, self.reading, states, data_state["turn"] if data_state else 0)
-        return self._passed_over(batches, epoch, position) if position and states is None else batches
+        if data_state is not None:
+            source.resume(data_state["workers"], data_state["turn"])
+        batches = _rounds(source, self.reading)
+        return self._passed_over(batches, epoch, position) if position and data_state is None else batches
 
     def _passed_over(
         self, batches: Iterator[tuple[Any, dict[str, Any] | None]], epoch: int, position: int
@@ -157,7 +156,7 @@ class StreamLoader:
 def stream_evaluation_batches(dataset: Any, layout: Layout, reading: Reading) -> Iterator[tuple[Any, Counts]]:
     """The batches of an evaluation over an iterable dataset, in its order (with workers: in theirs)."""
     source = _BatchSource(dataset, layout.batch_size, reading, epoch=-1, drop_last=False)
-    for batch, _ in _rounds(source, reading, None, 0):
+    for batch, _ in _rounds(source, reading):
         yield batch, count(batch)
 
 
@@ -230,11 +229,9 @@ class _BatchSource(IterableDataset[Any]):
         return {"batches": batches, "ended": ended, "dataset": copy.deepcopy(self.dataset.state_dict())}
 
 
-def _rounds(
-    source: _BatchSource, reading: Reading, states: list[dict[str, Any]] | None, turn: int
-) -> Iterator[tuple[Any, dict[str, Any] | None]]:
+def _rounds(source: _BatchSource, reading: Reading) -> Iterator[tuple[Any, dict[str, Any] | None]]:
     """The workers' batches in turn, each with the state of all workers after it."""
-    workers = max(1, reading.workers)
+    workers, states = max(1, reading.workers), source.states
     if states is not None and len(states) != workers:
         raise ValueError(
             f"the checkpoint holds the states of {len(states)} workers of an iterable dataset, but "
