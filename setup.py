@@ -14,10 +14,12 @@ setup(
     package_dir=package_dir,
     packages=[
         "trainer_kit",
+        "trainer_kit.accelerator",
         "trainer_kit.callbacks",
         "trainer_kit.checkpoint",
         "trainer_kit.cli",
         "trainer_kit.data",
+        "trainer_kit.launch",
         "trainer_kit.strategies",
     ],
 )

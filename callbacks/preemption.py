@@ -3,39 +3,53 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
+import subprocess
 import threading
+import time
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from trainer_kit import environment
 from trainer_kit.callback import Callback
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
 
+_logger = logging.getLogger("trainer_kit")
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")  # Windows has no SIGUSR1
+_ONE_SIGNAL = 0.25
+"""Seconds in which a second signal is the first one again: a scheduler or a terminal tells the launcher and each of its
+processes, and the launcher tells them too."""
 
 
 class Preemption(Callback):
     """Ends training on Ctrl-C, SIGTERM and SIGUSR1 after a checkpoint; a second signal ends it at once.
 
-    On the first signal the step is finished, a checkpoint saved (unless `args.save_strategy` is "no"), and the process
-    leaves with exit code 130 (Ctrl-C) or 143. On the second one the signal does what it would have done without this
-    callback. A signal that the process ignores stays ignored. Signals reach Python's main thread only: a training in
-    another thread is left to its program.
+    On the first signal, to any one process of the run, all finish the same step, save one checkpoint (unless
+    `args.save_strategy` is "no") and leave with exit code 130 (Ctrl-C) or 143 ("start me again"). On the second one the
+    signal does what it would have done without this callback. A signal that the process ignores stays ignored. Signals
+    reach Python's main thread only: a training in another thread is left to its program.
+
+    Args:
+        requeue: Under SLURM, put the job back into the queue (`scontrol requeue`) when SIGTERM or SIGUSR1 ended it, so
+            that it starts anew by itself; `train()` then goes on from the newest checkpoint.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, requeue: bool = False) -> None:
+        self.requeue = requeue
         self._run: Run | None = None
         self._process = 0
+        self._told: tuple[int, float] | None = None  # the first signal, and when it came
         self._handlers: dict[int, Any] = {}
 
     def on_train_begin(self, run: Run) -> None:
         self._restore()
         if threading.current_thread() is not threading.main_thread():
             return
-        self._run, self._process = run, os.getpid()
+        self._run, self._process, self._told = run, os.getpid(), None
         for number in (getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)):
             handler = signal.getsignal(number)
             if handler not in (None, signal.SIG_IGN):  # None: set outside Python, which cannot set it again
@@ -44,6 +58,8 @@ class Preemption(Callback):
 
     def on_train_end(self, run: Run) -> None:
         self._restore()
+        if self.requeue and run.requests.exit_code == 143 and run.strategy.is_main:
+            _requeue()
 
     def on_exception(self, run: Run, error: BaseException) -> None:
         self._restore()
@@ -52,16 +68,20 @@ class Preemption(Callback):
         run = self._run
         if os.getpid() != self._process:
             self._in_child(number)
-        elif run is None or run.requests.exit_code is not None:
+        elif run is None or (self._told and not self._is_the_same(number)):
             self._restore()
             signal.raise_signal(number)
-        else:
+        elif self._told is None:
+            self._told = number, time.monotonic()
             saves = run.args.save_strategy != "no"
             run.requests.exit_code = 130 if number == signal.SIGINT else 143
-            run.requests.save = run.requests.save or saves
-            run.requests.stop = True
+            run.strategy.announce_leaving()
             then = "save a checkpoint and leave" if saves else "leave without a checkpoint (save_strategy='no')"
             _say(f"{signal.Signals(number).name}: will finish this step, {then}; once more leaves at once.")
+
+    def _is_the_same(self, number: int) -> bool:
+        assert self._told is not None
+        return number == self._told[0] and time.monotonic() < self._told[1] + _ONE_SIGNAL
 
     def _in_child(self, number: int) -> None:
         """A forked child (a data loader's worker) has this handler too; Ctrl-C is for its parent to act on."""
@@ -74,6 +94,20 @@ class Preemption(Callback):
             signal.signal(number, handler)
         self._handlers = {}
         self._run = None
+
+
+def _requeue() -> None:
+    job = environment.slurm_job()
+    if job is None:
+        _logger.warning("Preemption(requeue=True) has no effect outside a SLURM job")
+        return
+    try:
+        subprocess.run(["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip()
+        _logger.warning("the SLURM job %s could not be requeued: %s", job, said)
+    else:
+        _logger.info("the SLURM job %s is back in the queue", job)
 
 
 def _say(sentence: str) -> None:

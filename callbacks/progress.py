@@ -6,14 +6,19 @@ import contextlib
 import importlib.util
 import logging
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from trainer_kit.callback import Callback
 
 from .formatting import HIDDEN, is_summary, metrics_line, pairs
+
+with warnings.catch_warnings():
+    # In a notebook without widgets; the bar of characters serves there as well.
+    warnings.simplefilter("ignore", tqdm.TqdmWarning)
+    from tqdm.contrib.logging import logging_redirect_tqdm
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run

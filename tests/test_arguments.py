@@ -54,7 +54,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "report_to": ["wandb", ["tensorboard", "wandb"], ["all", "jsonl"], ["none", "jsonl"]],
     "logging_dir": [""],
     "log_level": ["loud"],
-    "strategy": ["ddp"],
+    "strategy": ["horovod"],
     "nonfinite": ["replace"],
 }
 

@@ -17,7 +17,7 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from trainer_kit import EvalPrediction, Run, Trainer, TrainingArguments
-from trainer_kit.evaluation import EvaluationInterrupted, metrics_by_name
+from trainer_kit.evaluation import EvaluationInterrupted
 
 CLASSES = 4
 
@@ -325,19 +325,6 @@ def test_an_evaluation_is_broken_off_when_the_run_must_leave(tmp_path: Any) -> N
         trainer.evaluate(dataset)
     assert dataset.reads < 30
     assert trainer.run.model.training
-
-
-def test_metrics_get_names() -> None:
-    assert metrics_by_name(None) == {}
-    one, other = MulticlassAccuracy(3), MulticlassF1Score(3)
-    assert metrics_by_name(one) == {"multiclassaccuracy": one}
-    assert metrics_by_name([one, other]) == {"multiclassaccuracy": one, "multiclassf1score": other}
-    assert metrics_by_name({"a": one, "b": one}) == {"a": one, "b": one}
-    assert list(metrics_by_name(iter([one]))) == ["multiclassaccuracy"]
-    with pytest.raises(ValueError, match=r"several of one class \(multiclassaccuracy\); give a dict"):
-        metrics_by_name([one, MulticlassAccuracy(4)])
-    with pytest.raises(TypeError, match=r"metrics\['function'\] is a function without update, compute, reset"):
-        metrics_by_name([accuracy])
 
 
 def test_collections_of_metrics_are_spread(tmp_path: Any) -> None:

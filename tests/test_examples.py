@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 
 from trainer_kit import load_checkpoint_in_model
 
@@ -201,6 +202,48 @@ def test_custom_loss_is_the_same_in_every_layout(tmp_path: Path) -> None:
     assert [mean > 1e-3 for _, mean in figures["differences"]] == [False, True, True]
     assert figures["losses"] == pytest.approx(figures["losses"][:1] * 3, abs=1e-12)
     assert figures["recalls"][0] > figures["recalls"][1]
+
+
+def test_ddp_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = run("ddp", tmp_path, "--short")
+    assert "1 process(es): 20 steps of 48 texts" in capsys.readouterr().out
+    assert figures["eval_loss"] < 2.7  # chance: the logarithm of 15
+    assert run("ddp", tmp_path, "--short", "--resume")["eval_loss"] == pytest.approx(figures["eval_loss"], abs=1e-6)
+
+
+def ddp(folder: str) -> dict[str, Any]:
+    return run("ddp", Path(folder), "--short")
+
+
+@pytest.mark.scenario
+@pytest.mark.parametrize("processes", [2, 3])
+def test_ddp_takes_the_same_steps_on_any_number_of_processes(tmp_path: Path, processes: int) -> None:
+    alone = run("ddp", tmp_path / "alone", "--short")
+    for figures in on_ranks(processes, ddp, str(tmp_path / "ranks")):
+        assert figures["processes"] == processes
+        for name in ("train_loss", "eval_loss"):
+            assert figures[name] == pytest.approx(alone[name], abs=1e-5)
+
+
+def test_manual_loop_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = run("manual_loop", tmp_path, "--short")
+    assert whole["accuracy"] > 0.75
+    assert "epoch 1: loss" in capsys.readouterr().out
+    resumed = run("manual_loop", tmp_path, "--short", "--resume")  # from the checkpoint of step 40 of 58
+    assert resumed == whole
+    assert "epoch 0" not in capsys.readouterr().out
+
+
+def manual_loop(folder: str) -> dict[str, Any]:
+    return run("manual_loop", Path(folder), "--short", "--mixed-precision", "bf16")
+
+
+@pytest.mark.scenario
+def test_manual_loop_on_two_processes(tmp_path: Path) -> None:
+    main, other = on_ranks(2, manual_loop, str(tmp_path))
+    assert main == other
+    assert main["processes"] == 2
+    assert main["accuracy"] > 0.75
 
 
 @pytest.mark.scenario

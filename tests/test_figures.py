@@ -35,17 +35,17 @@ def test_history_gives_each_step_once() -> None:
     history = History()
     history.append(1, torch.tensor(0.5), norms(3.0, 4.0))
     history.append(2, torch.tensor(0.25), None)
-    first, second = history.read()
+    first, second = history.read(SingleDevice("cpu"))
     assert (first.step, first.loss, first.norm, first.bad_parameter) == (1, 0.5, 5.0, None)
     assert (second.step, second.loss, second.norm) == (2, 0.25, None)
     assert second.has_finite_gradient
-    assert history.read() == []
+    assert history.read(SingleDevice("cpu")) == []
 
 
 def test_the_first_bad_parameter_is_found() -> None:
     history, bad = History(), norms(1.0, float("inf"), float("nan"))
     history.append(1, torch.tensor(0.5), bad)
-    (step,) = history.read()
+    (step,) = history.read(SingleDevice("cpu"))
     assert step.bad_parameter is bad.parameters[1]
     assert not step.has_finite_gradient
 

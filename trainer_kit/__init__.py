@@ -11,27 +11,36 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer_kit import callbacks
+    from trainer_kit.accelerator import Accelerator, ProjectConfiguration, set_seed
     from trainer_kit.arguments import TrainingArguments
     from trainer_kit.callback import Callback, CallbackError
     from trainer_kit.checkpoint import load_checkpoint_in_model
     from trainer_kit.evaluation import EvalPrediction, PredictionOutput
     from trainer_kit.figures import NonFiniteError
+    from trainer_kit.launch.config import write_basic_config
+    from trainer_kit.launch.notebook import notebook_launcher
     from trainer_kit.precision import Precision
     from trainer_kit.run import Run
     from trainer_kit.state import Requests, Stateful, TrainState
     from trainer_kit.strategies.base import Strategy
+    from trainer_kit.strategies.ddp import DDP
+    from trainer_kit.strategies.multinode import MultiNode
     from trainer_kit.strategies.single import SingleDevice
     from trainer_kit.trainer import Trainer, TrainOutput
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "DDP",
+    "Accelerator",
     "Callback",
     "CallbackError",
     "EvalPrediction",
+    "MultiNode",
     "NonFiniteError",
     "Precision",
     "PredictionOutput",
+    "ProjectConfiguration",
     "Requests",
     "Run",
     "SingleDevice",
@@ -44,15 +53,22 @@ __all__ = [
     "__version__",
     "callbacks",
     "load_checkpoint_in_model",
+    "notebook_launcher",
+    "set_seed",
+    "write_basic_config",
 ]
 
 _HOMES = {
+    "Accelerator": "accelerator",
     "Callback": "callback",
     "CallbackError": "callback",
+    "DDP": "strategies.ddp",
     "EvalPrediction": "evaluation",
+    "MultiNode": "strategies.multinode",
     "NonFiniteError": "figures",
     "Precision": "precision",
     "PredictionOutput": "evaluation",
+    "ProjectConfiguration": "accelerator",
     "Requests": "state",
     "Run": "run",
     "SingleDevice": "strategies.single",
@@ -63,6 +79,9 @@ _HOMES = {
     "Trainer": "trainer",
     "TrainingArguments": "arguments",
     "load_checkpoint_in_model": "checkpoint",
+    "notebook_launcher": "launch.notebook",
+    "set_seed": "accelerator",
+    "write_basic_config": "launch.config",
 }
 
 

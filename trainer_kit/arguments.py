@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+from trainer_kit import environment
 from trainer_kit.fields import Rule, check_names, check_values, load_fields, save_fields
 
 T = TypeVar("T")
@@ -26,6 +27,11 @@ _NAMED_OTHERWISE = {
     "lr": "learning_rate",
     "epochs": "num_train_epochs",
     "batch_size": "per_device_train_batch_size",
+    "ddp_find_unused_parameters": "strategy",
+    "ddp_bucket_cap_mb": "strategy",
+    "ddp_timeout": "strategy",
+    "ddp_backend": "strategy",
+    "ddp_broadcast_buffers": "strategy",
 }
 
 
@@ -127,7 +133,8 @@ class TrainingArguments:
         warmup_ratio: The same as a fraction of all steps.
         max_grad_norm: Gradients are scaled down to this norm of all together; 0 turns it off.
         max_grad_value: Each element of the gradients is clipped to plus or minus this; None turns it off.
-        mixed_precision: "no", "fp16" or "bf16": what forward passes compute in.
+        mixed_precision: "no", "fp16" or "bf16": what forward passes compute in. Default: what the launcher was told,
+            else "no".
         seed: Of the order of the samples, of dropout and of all else that is random in a run.
         torch_compile: Compiles the model with `torch.compile`.
         gradient_checkpointing: Computes activations again in the backward pass, to save memory.
@@ -156,8 +163,10 @@ class TrainingArguments:
         logging_dir: Folder of TensorBoard's files; None: `output_dir`/logs.
         disable_tqdm: Shows no progress bar.
         log_level: "debug", "info", "warning", "error" or "critical".
-        use_cpu: Trains on the CPU even where there is an accelerator.
-        strategy: Which hardware to use: "auto" reads the environment, "single" takes one device.
+        use_cpu: Trains on the CPU even where there is an accelerator. Default: what the launcher was told, else False.
+        strategy: Which hardware to use: "auto" reads what the launcher left in the environment, "single" takes one
+            device, "ddp" the processes of one machine, "multinode" those of several. For their settings give the
+            Trainer `strategy=DDP(...)` instead.
         nonfinite: What to do when a loss or a gradient is not finite: "stop" training, "skip" the step (where the
             gradient is not), or "ignore" it.
 
@@ -186,7 +195,9 @@ class TrainingArguments:
     warmup_ratio: _Ratio = 0.0
     max_grad_norm: _NotNegative = 1.0
     max_grad_value: _Positive | None = None
-    mixed_precision: Literal["no", "fp16", "bf16"] = "no"
+    mixed_precision: Literal["no", "fp16", "bf16"] = dataclasses.field(
+        default_factory=environment.mixed_precision  # type: ignore[arg-type]  # checked like any other value
+    )
     seed: _Seed = 42
     torch_compile: bool = False
     gradient_checkpointing: bool = False
@@ -211,8 +222,8 @@ class TrainingArguments:
     logging_dir: _Folder | None = None
     disable_tqdm: bool = False
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
-    use_cpu: bool = False
-    strategy: Literal["auto", "single"] = "auto"
+    use_cpu: bool = dataclasses.field(default_factory=environment.use_cpu)
+    strategy: Literal["auto", "single", "ddp", "multinode"] = "auto"
     nonfinite: Literal["stop", "skip", "ignore"] = "stop"
 
     def __post_init__(self) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from trainer_kit.data.order import mix
 from trainer_kit.loss import IGNORED, Counts, Loss, evaluating, found_loss, labels_of, shape_of
+from trainer_kit.metrics import Metric, begin_metrics, gather_metrics, joined_result
 from trainer_kit.run import Run
+from trainer_kit.strategies.base import Strategy
 from trainer_kit.trees import map_tensors, tensors
 
 _FOLD = 64
@@ -45,55 +48,39 @@ class PredictionOutput(NamedTuple):
     metrics: dict[str, Any]
 
 
-class Metric(Protocol):
-    """A streaming metric (torchmetrics' protocol): its memory does not grow with the dataset."""
-
-    def update(self, predictions: Any, labels: Any, /) -> Any: ...
-
-    def compute(self) -> Any: ...
-
-    def reset(self) -> Any: ...
-
-
-def metrics_by_name(metrics: Any) -> dict[str, Metric]:
-    """Streaming metrics as a dict; those without a name are called by their class.
-
-    Raises:
-        TypeError: If one of them lacks `update`, `compute` or `reset`.
-        ValueError: If two without a name are of one class.
-    """
-    if metrics is None:
-        return {}
-    if hasattr(metrics, "update") and hasattr(metrics, "compute"):
-        metrics = [metrics]
-    if isinstance(metrics, Mapping):
-        named = dict(metrics)
-    else:
-        metrics = list(metrics)
-        named = {type(each).__name__.lower(): each for each in metrics}
-        if len(named) < len(metrics):
-            raise ValueError(
-                f"metrics holds several of one class ({', '.join(named)}); give a dict with a name for each"
-            )
-    for name, metric in named.items():
-        missing = [method for method in ("update", "compute", "reset") if not hasattr(metric, method)]
-        if missing:
-            raise TypeError(f"metrics[{name!r}] is a {type(metric).__name__} without {', '.join(missing)}")
-    return named
-
-
 class EvaluationInterrupted(Exception):
     """The run was asked to leave (Ctrl-C, a preempted machine) before the evaluation ended."""
+
+
+class _Tally(NamedTuple):
+    """What one process has seen, for all to know.
+
+    Attributes:
+        samples: Samples.
+        steps: Batches.
+        loss: The sum of its losses and over how many items; None where no batch had a loss.
+        shifts: Whether the model shifts its labels, as far as its batches told.
+        interrupted: Whether it broke off.
+    """
+
+    samples: int
+    steps: int
+    loss: tuple[float, float] | None
+    shifts: bool | None
+    interrupted: bool
 
 
 class Evaluator:
     """Runs a model over a dataset's batches.
 
+    Every process evaluates its own batches, at its own pace; at the end what they found is joined.
+
     Args:
         run: Its strategy and model are prepared.
         loss: The loss contract of the run.
         metrics: Streaming metrics by name.
-        compute_metrics: Gets an `EvalPrediction` of the whole dataset, returns a dict of numbers.
+        compute_metrics: Gets an `EvalPrediction` of the whole dataset, returns a dict of numbers. It is called on the
+            main process alone.
     """
 
     def __init__(
@@ -112,54 +99,80 @@ class Evaluator:
         """Evaluates.
 
         Args:
-            batches: Batches on the host with their counts.
+            batches: This process's batches on the host with their counts, dealt out in turn: its k-th is number
+                k * world_size + rank of the dataset's. Those that count no sample are passed over.
             prefix: Before each metric's name: "eval" gives "eval_loss".
-            keep: Return predictions and labels (host memory grows with the dataset, as with `compute_metrics`).
+            keep: Return predictions and labels (host memory grows with the dataset on every process, with
+                `compute_metrics` alone on the main one).
 
         Returns:
-            Predictions and labels (None unless kept), and the metrics.
+            Predictions and labels (None unless kept), and the metrics; the same on all processes.
 
         Raises:
+            TypeError: If metrics cannot be joined over the processes.
             ValueError: If the dataset is empty.
-            EvaluationInterrupted: If the run was asked to leave.
+            EvaluationInterrupted: If the run was asked to leave, on all processes.
         """
         begin = time.perf_counter()
-        mean = _Mean()
+        strategy = self.run.strategy
+        begin_metrics(self.metrics, strategy)
         collected = _Collected() if keep or self.compute_metrics else None
-        samples = steps = 0
-        for metric in self.metrics.values():
-            metric.reset()
-            if hasattr(metric, "to"):
-                metric.to(self.run.strategy.device)
-        with evaluating(self.run.model), torch.no_grad(), _captured(self.loss.model) as captured:
+        own = self._run(batches, collected, keep)
+        tallies = self._agreed(own)
+        predictions, labels = collected.arrays(strategy, keep) if collected else (None, None)
+        scored = labels is not None or not keep
+        others = gather_metrics(self.metrics, strategy, own.samples > 0) if scored and self.metrics else []
+
+        def figures() -> dict[str, Any]:
+            mean = _mean([tally.loss for tally in tallies])
+            found = {} if mean is None else {"loss": mean}
+            if scored:
+                found |= self._scores(EvalPrediction(predictions, labels), others)
+            seconds = time.perf_counter() - begin
+            found |= {
+                "runtime": seconds,
+                "samples_per_second": sum(tally.samples for tally in tallies) / seconds,
+                "steps_per_second": max(tally.steps for tally in tallies) / seconds,
+            }
+            return {_prefixed(prefix, name): _number(value) for name, value in found.items()}
+
+        metrics = strategy.on_main(figures)
+        return PredictionOutput(predictions if keep else None, labels if keep else None, metrics)
+
+    def _run(self, batches: Iterable[tuple[Any, Counts]], collected: _Collected | None, keep: bool) -> _Tally:
+        """This process's batches."""
+        run, strategy, loss = self.run, self.run.strategy, self.loss
+        mean, samples, steps, interrupted = _Mean(), 0, 0, False
+        # The user's own module, since compute_loss may call that one instead of what it is given.
+        with evaluating(run.model), torch.no_grad(), _captured(run.model) as captured:
             for host_batch, counts in batches:
-                batch = self.run.strategy.to_device(host_batch)
+                if counts.samples == 0:
+                    continue
+                batch = strategy.to_device(host_batch)
                 with_loss = labels_of(batch) is not None or not keep
-                if with_loss and self.loss.shifts is None:
-                    self.loss.inspect(batch, self.run.strategy.autocast)
-                # A model that draws in evaluation too gives the same after a restart and with any number of workers.
-                self.run.strategy.seed(mix(self.run.args.seed, -1, samples))
+                if with_loss and loss.shifts is None:
+                    loss.inspect(batch, strategy.autocast)
+                # A model that draws in evaluation too gives the same after a restart, and with any number of workers
+                # or processes.
+                strategy.seed(mix(run.args.seed, -1, steps * strategy.world_size + strategy.rank))
                 self._batch(batch, counts, mean, collected, captured, with_loss)
                 samples += counts.samples
                 steps += 1
-                if self.run.requests.exit_code is not None:
-                    raise EvaluationInterrupted
-        if samples == 0:
+                interrupted = run.requests.exit_code is not None or strategy.leaving
+                if interrupted:
+                    break
+        return _Tally(samples, steps, mean.sums(), loss.shifts, interrupted)
+
+    def _agreed(self, own: _Tally) -> list[_Tally]:
+        """All processes' tallies, on all of them, before anything larger is gathered."""
+        tallies = self.run.strategy.gather_object(own)
+        if any(tally.interrupted for tally in tallies):
+            raise EvaluationInterrupted
+        if not any(tally.samples for tally in tallies):
             raise ValueError("the dataset to evaluate is empty; give at least one sample")
-        predictions, labels = collected.arrays() if collected else (None, None)
-        scored = labels is not None or not keep
-        figures = self._figures(mean, predictions, labels, scored)
-        seconds = time.perf_counter() - begin
-        figures |= {
-            "runtime": seconds,
-            "samples_per_second": samples / seconds,
-            "steps_per_second": steps / seconds,
-        }
-        return PredictionOutput(
-            predictions if keep else None,
-            labels if keep else None,
-            {_prefixed(prefix, name): value for name, value in figures.items()},
-        )
+        # A process whose batches did not tell, or that had none, learns it from the others.
+        self.loss.shifts = next((tally.shifts for tally in tallies if tally.shifts is not None), None)
+        return tallies
 
     def _batch(
         self,
@@ -193,21 +206,18 @@ class Evaluator:
             if collected is not None:
                 collected.add(predictions, labels)
 
-    def _figures(self, mean: _Mean, predictions: Any, labels: Any, scored: bool) -> dict[str, Any]:
-        figures: dict[str, Any] = {}
-        if (value := mean.value()) is not None:
-            figures["loss"] = value
-        if not scored:
-            return figures
+    def _scores(self, prediction: EvalPrediction, others: list[dict[str, Any]]) -> dict[str, Any]:
+        """What the metrics say, on the main process."""
+        scores: dict[str, Any] = {}
         for name, metric in self.metrics.items():
-            result = metric.compute()
-            figures |= result if isinstance(result, Mapping) else {name: result}
+            result = joined_result(metric, [other[name] for other in others])
+            scores |= result if isinstance(result, Mapping) else {name: result}
         if self.compute_metrics is not None:
-            result = self.compute_metrics(EvalPrediction(predictions, labels))
+            result = self.compute_metrics(prediction)
             if not isinstance(result, Mapping):
                 raise TypeError(f"compute_metrics returned a {type(result).__name__}; return a dict of numbers")
-            figures |= result
-        return {name: _number(value) for name, value in figures.items()}
+            scores |= result
+        return scores
 
 
 def _prefixed(prefix: str, name: str) -> str:
@@ -239,29 +249,40 @@ class _Mean:
                 self.items += count
         self.waiting = []
 
-    def value(self) -> float | None:
-        """None where no batch had a loss; NaN where no item counted."""
-        if not self.any:
-            return None
+    def sums(self) -> tuple[float, float] | None:
+        """The sum of the losses and the number of items; None where no batch had a loss."""
         if self.waiting:
             self._fold()
-        return self.total / self.items if self.items else float("nan")
+        return (self.total, self.items) if self.any else None
+
+
+def _mean(sums: list[tuple[float, float] | None]) -> float | None:
+    """None where no process had a loss; NaN where no item counted."""
+    known = [each for each in sums if each is not None]
+    items = sum(count for _, count in known)
+    if not items:
+        return float("nan") if known else None
+    return sum(total for total, _ in known) / items
 
 
 class _Collected:
     """Outputs and labels of all batches, on the host."""
 
     def __init__(self) -> None:
-        self.predictions: list[Any] = []
-        self.labels: list[Any] = []
+        self.blocks: list[tuple[Any, Any]] = []
 
     def add(self, predictions: Any, labels: torch.Tensor | None) -> None:
-        self.predictions.append(map_tensors(_to_array, predictions))
-        if labels is not None:
-            self.labels.append(_to_array(labels))
+        self.blocks.append((map_tensors(_to_array, predictions), None if labels is None else _to_array(labels)))
 
-    def arrays(self) -> tuple[Any, Any]:
-        return _joined(self.predictions), _joined(self.labels) if self.labels else None
+    def arrays(self, strategy: Strategy, everywhere: bool) -> tuple[Any, Any]:
+        """Predictions and labels of all processes in the dataset's order: everywhere, or on the main process alone."""
+        shares = strategy.gather_object(self.blocks) if everywhere else strategy.gather_to_main(self.blocks)
+        self.blocks = []
+        blocks = [block for row in zip_longest(*shares) for block in row if block is not None]  # dealt out in turn
+        if not blocks:
+            return None, None
+        labels = [label for _, label in blocks if label is not None]
+        return _joined([prediction for prediction, _ in blocks]), _joined(labels) if labels else None
 
 
 @contextlib.contextmanager
@@ -328,10 +349,10 @@ def _joined(parts: list[Any]) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Scalars of torch and numpy as Python numbers; anything else as it is."""
+    """Scalars of torch and numpy as Python numbers; other tensors on the host; anything else as it is."""
     if (
         isinstance(value, (torch.Tensor, np.generic, np.ndarray))
         and (value.numel() if isinstance(value, torch.Tensor) else value.size) == 1
     ):
         return value.item()
-    return value
+    return map_tensors(torch.Tensor.cpu, value)

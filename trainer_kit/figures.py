@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trainer_kit.run import Run
-from trainer_kit.strategies.base import GradientNorms
+from trainer_kit.strategies.base import GradientNorms, Strategy
 
 
 class NonFiniteError(ArithmeticError):
@@ -48,13 +48,13 @@ class History:
         return len(self._waiting)
 
     def append(self, step: int, loss: torch.Tensor, norms: GradientNorms | None) -> None:
-        """Keeps a step's loss (a scalar) and the norms of its gradients."""
+        """Keeps this process's share of a step's loss (a scalar) and the norms of the step's gradients."""
         self._waiting.append((step, loss, norms))
 
-    def read(self) -> list[StepFigures]:
-        """The figures since the last reading; waits for the device once."""
+    def read(self, strategy: Strategy) -> list[StepFigures]:
+        """The figures since the last reading; waits for the device once. Losses are summed over all processes."""
         waiting, self._waiting = self._waiting, []
-        losses = _numbers([loss for _, loss, _ in waiting])
+        losses = strategy.all_reduce(torch.stack([loss for _, loss, _ in waiting])).tolist() if waiting else []
         totals = iter(_numbers([norms.total for _, _, norms in waiting if norms is not None]))
         figures = []
         for (step, _, norms), loss in zip(waiting, losses, strict=True):
@@ -103,7 +103,7 @@ class Figures:
             NonFiniteError: If a step was not finite and `nonfinite="stop"`.
         """
         state = self.run.state
-        for figures in self.history.read():
+        for figures in self.history.read(self.run.strategy):
             if self._ends_the_run(figures):
                 raise NonFiniteError(self._sentence(figures, newest_checkpoint))
             if figures.norm is not None:

@@ -11,7 +11,7 @@ import inspect
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -43,6 +43,10 @@ class Counts(NamedTuple):
     tokens: int
     labels: Any
     shifted: Any
+
+    def as_nothing(self) -> Counts:
+        """Zeros of the same kind, for a batch that stands in: labels on a device stay counted there."""
+        return Counts(0, 0, self.labels * 0, self.shifted * 0)
 
 
 def count(batch: Any) -> Counts:
@@ -203,6 +207,11 @@ class Loss:
             self._tries += 1
         if self._pairs or (self.shifts is None and self._tries >= _TRIES):
             self.shifts = False
+        return self.shifts
+
+    def settle(self, found: Iterable[bool | None]) -> bool | None:
+        """Takes what `inspect` found on any of the processes, so that all count alike."""
+        self.shifts = next((each for each in found if each is not None), None)
         return self.shifts
 
     def _ignores_first(self, batch: Any, context: Callable[[], Any], labels: torch.Tensor) -> bool | None:

@@ -61,6 +61,7 @@ class Checkpoints:
         self.data_state: dict[str, Any] | None = None
         self.shifts_labels: bool | None = None
         self.resumed_from: Path | None = None
+        self._source: Path | None = None  # the same, as this process can read it
         self.committed: list[Path] = []
 
     @property
@@ -87,10 +88,14 @@ class Checkpoints:
         Raises:
             ValueError: If it is not there, or one of another dataset, seed or optimizer, naming what differs.
         """
-        self.resumed_from = find_checkpoint(self.folder, request) if request else None
+        run = self.run
+        self.resumed_from = run.strategy.on_main(lambda: find_checkpoint(self.folder, request)) if request else None
         if self.resumed_from is None:
             return
-        run, trainer = self.run, read_state(self.resumed_from, "trainer")
+        self._source = run.strategy.local_copy(self.resumed_from)
+        if self._source != self.resumed_from and run.strategy.is_local_main:
+            verify(self._source)
+        trainer = read_state(self._source, "trainer")
         if trainer is None:
             raise ValueError(
                 f"{self.resumed_from} holds no state of a training run; load it with load_checkpoint_in_model"
@@ -100,7 +105,7 @@ class Checkpoints:
         run.requests.evaluate = trainer["evaluate"]
         self.run_id = trainer["run_id"]
         self.shifts_labels = trainer["shifts_labels"]
-        self.data_state = read_state(self.resumed_from, "data")
+        self.data_state = read_state(self._source, "data")
 
     def restore(self) -> None:
         """Takes up everything else: weights, optimizer, schedule, precision, callbacks, the user's own objects.
@@ -110,7 +115,7 @@ class Checkpoints:
         Raises:
             ValueError: If it is a checkpoint of another model, naming the first tensors that differ.
         """
-        run, directory = self.run, self.resumed_from
+        run, directory = self.run, self._source
         if directory is not None:
             load_checkpoint_in_model(run.model, directory)
             _restore_optimizer(run, directory)
@@ -119,18 +124,33 @@ class Checkpoints:
             self.events.load_state_dict(read_state(directory, "callbacks") or {})
             _restore_stateful(run, directory)
             _report_changes(run.args, read_arguments(directory))
-            self.committed = self._of_earlier_starts()
-            logger.info("resumed from %s at step %d of %d", directory, run.state.step, run.total_steps)
-        set_aside(self.folder, keep=self.committed)
+            self.committed = run.strategy.on_main(self._of_earlier_starts)
+            logger.info("resumed from %s at step %d of %d", self.resumed_from, run.state.step, run.total_steps)
+        run.strategy.on_main(lambda: set_aside(self.folder, keep=self.committed))
+        run.strategy.release_copies()
 
-    def save(self, model_state: Mapping[str, torch.Tensor]) -> Path:
-        """Commits a checkpoint of the run as it stands, then removes what is too many; returns its folder."""
+    def save(self, model_state: Mapping[str, torch.Tensor], evaluation_is_due: bool = False) -> Path:
+        """Commits a checkpoint of the run as it stands, then removes what is too many; all processes take part.
+
+        Args:
+            model_state: The whole model's tensors by name.
+            evaluation_is_due: Whether a resume has to begin with an evaluation that was broken off.
+
+        Returns:
+            The checkpoint's folder.
+        """
+        strategy = self.run.strategy
+        self.committed = strategy.on_main(lambda: self._commit(model_state, evaluation_is_due))
+        strategy.report_progress(self.run.state.step)
+        return self.committed[-1]
+
+    def _commit(self, model_state: Mapping[str, torch.Tensor], evaluation_is_due: bool) -> list[Path]:
         run, args = self.run, self.run.args
         directory = write_checkpoint(
             self.folder,
             run.state.step,
             model_state,
-            self._states(),
+            self._states(evaluation_is_due),
             arguments=args.to_dict(),
             max_shard_size=args.max_shard_size,
             world_size=run.strategy.world_size,
@@ -138,27 +158,27 @@ class Checkpoints:
         )
         committed = [each for each in self.committed if each != directory]
         protect = {each for each in (self.resumed_from, self.best) if each is not None}
-        self.committed = prune([*committed, directory], args.save_total_limit, protect)
-        return directory
+        return prune([*committed, directory], args.save_total_limit, protect)
 
     def load_best(self) -> None:
         """Puts the best checkpoint's weights into the model; a warning where there is none."""
-        best = self.best
-        if best is None or not best.is_dir():
+        best, strategy = self.best, self.run.strategy
+        if best is None or not strategy.on_main(best.is_dir):
             why = "no evaluation gave a best one" if best is None else f"the best checkpoint, {best}, is not there"
             warnings.warn(f"load_best_model_at_end=True, but {why}: the model stays as it is", stacklevel=4)
             return
-        load_checkpoint_in_model(self.run.model, best)
+        load_checkpoint_in_model(self.run.model, strategy.local_copy(best))
+        strategy.release_copies()
         logger.info("loaded the best model, %s (%s)", best, self.run.state.best_metric)
 
-    def _states(self) -> dict[str, Any]:
+    def _states(self, evaluation_is_due: bool) -> dict[str, Any]:
         """Everything but the model's weights, by name."""
         run = self.run
         check_stateful(run)
         states: dict[str, Any] = {
             "trainer": {
                 "counters": run.state.state_dict(),
-                "evaluate": run.requests.evaluate,
+                "evaluate": evaluation_is_due,
                 "run_id": self.run_id,
                 "shifts_labels": self.shifts_labels,
                 "dataset_length": _length(run.train_dataset),

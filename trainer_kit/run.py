@@ -28,7 +28,8 @@ class Run:
         train_dataset: As the user gave it.
         eval_dataset: As the user gave it.
         processing_class: Tokenizer or processor, saved with the model.
-        last_loss: Loss of the last step, a scalar on the device; reading it waits for the device.
+        last_loss: This process's share of the last step's loss (the sum over all processes is the loss), a scalar on
+            the device; reading it waits for the device.
         last_norms: Norms of the last step's gradients before clipping, on the device.
         batch: The micro-batch being worked on, on the device.
         data_seconds: Seconds that the loop waited for data since training began.

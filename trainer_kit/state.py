@@ -78,8 +78,9 @@ class TrainState:
 class Requests:
     """What callbacks ask for; the loop serves them after the step, in the order of the fields.
 
-    A callback sets a flag to True; the loop acts and clears it. `exit_code` is set by a listener that stops the run
-    from outside (Ctrl-C, a preempted machine): after the last checkpoint, `train()` leaves the process with it.
+    A callback sets a flag to True, on one process or on all of them; at the end of the step the loop takes it up, for
+    all processes. `exit_code` is set by a listener that stops the run from outside (Ctrl-C, a preempted machine): a
+    checkpoint is saved (unless `args.save_strategy` is "no"), and `train()` leaves the process with it.
     """
 
     log: bool = False

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from trainer_kit.agreement import Agreement, check_same_start
 from trainer_kit.arguments import TrainingArguments
 from trainer_kit.callback import Callback, Events
 from trainer_kit.callbacks import default_callbacks
@@ -30,14 +31,7 @@ from trainer_kit.data.build import (
 from trainer_kit.data.collate import Collator, default_collator
 from trainer_kit.data.loader import MicroBatch, Window
 from trainer_kit.data.order import mix
-from trainer_kit.evaluation import (
-    EvalPrediction,
-    EvaluationInterrupted,
-    Evaluator,
-    Metric,
-    PredictionOutput,
-    metrics_by_name,
-)
+from trainer_kit.evaluation import EvalPrediction, EvaluationInterrupted, Evaluator, PredictionOutput
 from trainer_kit.figures import Figures
 from trainer_kit.loss import (
     ComputeLoss,
@@ -46,6 +40,7 @@ from trainer_kit.loss import (
     takes_column,
     weighed,
 )
+from trainer_kit.metrics import Metric, metrics_by_name
 from trainer_kit.optim import check_optimizer, make_optimizer, make_scheduler
 from trainer_kit.resume import Checkpoints, check_stateful
 from trainer_kit.run import Run
@@ -148,8 +143,8 @@ class Trainer:
         self.args = args = args if args is not None else TrainingArguments()
         if not isinstance(args, TrainingArguments):
             raise TypeError(f"args is a {type(args).__name__}; give TrainingArguments")
-        _show_log(args.log_level)
         strategy = choose_strategy(args, strategy)
+        _show_log(args.log_level if strategy.is_main else "error")
         if (model is None) == (model_init is None):
             raise ValueError("give either model or model_init")
         if model_init is not None:
@@ -179,6 +174,8 @@ class Trainer:
             processing_class=processing_class,
         )
         self._micro_batches: Iterator[MicroBatch] = iter(())
+        self._ahead: MicroBatch | Exception | None = None  # the first micro-batch of the next step
+        self._agreement = Agreement(self.run)
         self._loss: Loss = None  # type: ignore[assignment]  # made by _prepare()
         self.events.emit("on_init_end", self.run)
 
@@ -189,7 +186,8 @@ class Trainer:
 
         Args:
             resume_from_checkpoint: True goes on from the newest valid checkpoint in `output_dir`, and starts from the
-                beginning where there is none yet; a path goes on from that checkpoint.
+                beginning where there is none yet; a path goes on from that checkpoint. None: True where a launcher
+                started this run anew after a failure, else False.
 
         Returns:
             Steps, mean loss and figures.
@@ -208,20 +206,21 @@ class Trainer:
             begin = time.perf_counter()
             self._train()
             output = self._summary(time.perf_counter() - begin, *first)
-            if run.requests.exit_code is None:
+            if self._agreement.due.exit_code is None:
                 self.events.emit("on_log", run, output.metrics)
             self.events.emit("on_train_end", run)
+            self._agreement.reach()
             self._serve()
-            if self.args.load_best_model_at_end and run.requests.exit_code is None:
+            exit_code = self._agreement.due.exit_code
+            if self.args.load_best_model_at_end and exit_code is None:
                 self._checkpoints.load_best()
         except BaseException as error:
             self.events.emit_exception(run, error)
+            run.strategy.teardown(error)
             raise
         finally:
-            self._micro_batches = iter(())
-            # Acted on here: in a notebook the process lives on, and may evaluate.
-            exit_code, run.requests.exit_code = run.requests.exit_code, None
-            run.strategy.teardown()
+            self._micro_batches, self._ahead, run.requests.exit_code = iter(()), None, None
+        run.strategy.teardown()
         if exit_code is not None:
             kept = f"; the newest checkpoint is {self._checkpoints.newest}" if self._checkpoints.newest else ""
             logger.warning(
@@ -240,8 +239,11 @@ class Trainer:
             raise ValueError("train() is called again, but lr_scheduler has run its course; give a function instead")
         run.state, run.requests, run.data_seconds = TrainState(), Requests(), 0.0
         self._checkpoints, self._figures, self._stopping = Checkpoints(run, self.events), Figures(run), False
-        output_dir = writable_folder(args.output_dir)
-        remove_stale_staging(output_dir)
+        self._agreement = Agreement(run)
+        run.strategy.setup()
+        check_same_start(run)
+        run.strategy.on_main(lambda: remove_stale_staging(writable_folder(args.output_dir)))
+        run.strategy.announce_output(Path(args.output_dir))
         self._prepare()
         if args.gradient_checkpointing:
             _recompute_activations(run.model)
@@ -252,7 +254,7 @@ class Trainer:
         run.optimizer = self.optimizer or make_optimizer(run.model, args)
         check_optimizer(run.optimizer, run.model)
         loader = make_train_loader(run, self._reading)
-        self._checkpoints.find(resume)
+        self._checkpoints.find(resume if resume is not None else run.strategy.restarts > 0)
         run.state.enter_epochs_of(loader.epoch_length)
         run.total_steps = total_steps(run, loader)
         run.lr_scheduler = self._make_scheduler(run.optimizer)
@@ -287,15 +289,16 @@ class Trainer:
         return scheduler
 
     def _train(self) -> None:
-        run, args, state, requests, emit = self.run, self.args, self.run.state, self.run.requests, self.events.emit
+        run, args, state, emit = self.run, self.args, self.run.state, self.events.emit
         # An evaluation that was broken off before the checkpoint, or a callback that has seen enough by then.
-        if requests.evaluate or requests.stop:
+        if self._agreement.reach():
             self._serve()
         epoch_open = False
         while state.step < run.total_steps and not self._stopping:
             if not epoch_open:
                 emit("on_epoch_begin", run)
                 epoch_open = True
+                self._agreement.reach(self._next_window())
             window = self._step()
             emit("on_step_end", run)
             self._ask_by_step()
@@ -306,11 +309,35 @@ class Trainer:
             if window.closes_epoch or ends:
                 self._ask_by_epoch()
             if ends and args.logging_strategy != "no":
-                requests.log = True
-            if requests.log or requests.evaluate or requests.save or requests.stop:
+                run.requests.log = True
+            # An epoch's first window is fetched after on_epoch_begin, which may change the dataset.
+            if self._agreement.reach(self._next_window() if epoch_open and not ends else None):
                 self._serve()
             elif len(self._figures) >= _UNREAD:
                 self._read_figures()
+
+    def _next_window(self) -> Window | None:
+        """The counts of the next step, whose first micro-batch is fetched here.
+
+        An error of the dataset is raised when that step comes: until then, what was done can be saved.
+        """
+        begin = time.perf_counter()
+        try:
+            self._ahead = next(self._micro_batches)
+        except Exception as error:
+            self._ahead = error
+        self.run.data_seconds += time.perf_counter() - begin
+        return self._ahead.window if isinstance(self._ahead, MicroBatch) else None
+
+    def _next_micro_batch(self) -> MicroBatch:
+        micro, self._ahead = self._ahead, None
+        if isinstance(micro, Exception):
+            raise micro
+        if micro is None:
+            begin = time.perf_counter()
+            micro = next(self._micro_batches)
+            self.run.data_seconds += time.perf_counter() - begin
+        return micro
 
     def _step(self) -> Window:
         """One optimizer step; waits for data, never for the device."""
@@ -318,15 +345,14 @@ class Trainer:
         assert run.optimizer is not None
         run.last_loss, pair_count = None, None
         while True:
-            begin = time.perf_counter()
-            micro = next(self._micro_batches)
-            run.data_seconds += time.perf_counter() - begin
+            micro = self._next_micro_batch()
             window = micro.window
             if micro.number == 0:
                 emit("on_step_begin", run)
             batch = run.batch = strategy.to_device(micro.batch)
             if loss.shifts is None:
-                self._checkpoints.shifts_labels = loss.inspect(batch, strategy.autocast)
+                loss.inspect(batch, strategy.autocast)
+                self._checkpoints.shifts_labels = loss.settle(strategy.gather_object(loss.shifts))
             items = loss.items(micro.counts)
             if not (isinstance(items, int) and items):
                 batch = loss.weightless(batch, items, strategy.autocast)
@@ -334,6 +360,8 @@ class Trainer:
             with _SYNC if micro.last else strategy.no_sync(loss.model):
                 with strategy.autocast():
                     value, count = loss(batch)
+                if count is not None and not micro.counts.samples:  # a stand-in
+                    value, count = value * 0, count * 0
                 share = value / window.samples if count is not None else weighed(value, items, loss.items(window))
                 strategy.backward(share)
             share = share.detach()
@@ -344,7 +372,8 @@ class Trainer:
                 break
             emit("on_substep_end", run)
         if pair_count is not None:
-            run.last_loss = scale_gradients(run.optimizer, run.last_loss, window.samples, pair_count)
+            in_all = _summed(strategy, pair_count)
+            run.last_loss = scale_gradients(run.optimizer, run.last_loss, window.samples, in_all)
         emit("on_pre_optimizer_step", run)
         run.last_norms = strategy.step(run.optimizer, args.max_grad_norm, args.max_grad_value, args.nonfinite)
         emit("on_optimizer_step", run)
@@ -395,24 +424,27 @@ class Trainer:
 
     def _serve(self) -> None:
         """Does what was asked for, in a fixed order: a checkpoint knows its evaluation."""
-        run, requests = self.run, self.run.requests
+        run, due, reach = self.run, self._agreement.due, self._agreement.reach
         self._read_figures()
-        if requests.log:
-            requests.log = False
+        if due.log:
+            due.log = False
             self._log()
-        if requests.evaluate and run.eval_dataset is None:
-            requests.evaluate = False
-        if requests.evaluate and requests.exit_code is None:
+            reach()  # what its listeners ask for
+        if due.evaluate and run.eval_dataset is None:
+            due.evaluate = False
+        if due.evaluate and due.exit_code is None:
             try:
                 self._evaluate_step()
-                requests.evaluate = False
+                due.evaluate = False
             except EvaluationInterrupted:
                 logger.info("the evaluation at step %d was broken off; a resume begins with it", run.state.step)
-        if requests.save:
-            requests.save = False
+            reach()
+        if due.save:
+            due.save = False
             self._save()
-        if requests.stop:
-            requests.stop, self._stopping = False, True
+            reach()
+        if due.stop:
+            due.stop, self._stopping = False, True
 
     def _read_figures(self) -> None:
         self._figures.read(self._checkpoints.newest)
@@ -541,22 +573,19 @@ class Trainer:
             raise ValueError("safe_serialization=False would write a pickle; only safetensors are written")
         run = self.run
         state = run.strategy.model_state(run.model if self._loss is None else self._loss.model)
-        if run.strategy.is_main:
-            save_model_folder(
-                Path(output_dir or self.args.output_dir),
-                state,
-                run.model,
-                run.processing_class,
-                max_shard_size or self.args.max_shard_size,
-            )
-        run.strategy.barrier()
+        folder, size = Path(output_dir or self.args.output_dir), max_shard_size or self.args.max_shard_size
+        run.strategy.on_main(lambda: save_model_folder(folder, state, run.model, run.processing_class, size))
 
     def _save(self) -> None:
         run = self.run
         state = run.strategy.model_state(self._loss.model)
-        directory = self._checkpoints.save(state) if run.strategy.is_main else None
-        run.strategy.barrier()
-        self.events.emit("on_save", run, run.strategy.broadcast(directory))
+        directory = self._checkpoints.save(state, evaluation_is_due=self._agreement.due.evaluate)
+        self.events.emit("on_save", run, directory)
+
+
+def _summed(strategy: Strategy, count: Any) -> Any:
+    """The count over all processes of a loss that counts for itself."""
+    return strategy.all_reduce(count) if isinstance(count, torch.Tensor) else sum(strategy.gather_object(count))
 
 
 def _recompute_activations(model: torch.nn.Module) -> None:

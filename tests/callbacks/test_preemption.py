@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +43,8 @@ def test_the_first_signal_asks_to_save_and_stop(
     callback.on_train_begin(run)
     assert run.requests == Requests()
     signal.raise_signal(getattr(signal, name))
-    assert run.requests == Requests(save=True, stop=True, exit_code=code)
+    assert run.requests == Requests(exit_code=code)
+    assert run.strategy.leaving
     (sentence,) = capfd.readouterr().err.strip().splitlines()
     assert sentence.startswith(f"{name}: will finish this step, save a checkpoint and leave")
     callback.on_train_end(run)
@@ -52,7 +55,7 @@ def test_nothing_is_saved_where_saving_is_off(make_run: Callable[..., Run], capf
     callback.on_train_begin(run)
     signal.raise_signal(signal.SIGINT)
     callback.on_train_end(run)
-    assert run.requests == Requests(stop=True, exit_code=130)
+    assert run.requests == Requests(exit_code=130)
     assert "without a checkpoint" in capfd.readouterr().err
 
 
@@ -60,6 +63,8 @@ def test_a_second_ctrl_c_leaves_at_once(run: Run) -> None:
     callback = Preemption()
     callback.on_train_begin(run)
     signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)  # a launcher's, who got the same Ctrl-C and passes it on
+    time.sleep(0.3)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 
@@ -119,6 +124,38 @@ def test_another_thread_takes_no_signals(run: Run, handlers: dict[str, Any]) -> 
     assert {name: signal.getsignal(getattr(signal, name)) for name in NAMES} == handlers
 
 
+@pytest.mark.parametrize(
+    ("requeue", "code", "main", "exits", "said"),
+    [
+        (True, 143, True, 0, "the SLURM job 31 is back in the queue"),
+        (True, 143, True, 1, "the SLURM job 31 could not be requeued: no such job"),
+        (True, 143, False, 0, None),
+        (True, 130, True, 0, None),
+        (True, None, True, 0, None),
+        (False, 143, True, 0, None),
+    ],
+)
+def test_a_slurm_job_is_requeued_when_asked_to(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, requeue: bool,
+    code: int | None, main: bool, exits: int, said: str | None,
+) -> None:  # fmt: skip
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/called\necho no such job >&2\nexit {exits}\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SLURM_JOB_ID", "31")
+    monkeypatch.setattr(type(run.strategy), "is_main", main)
+    run.requests.exit_code = code
+    callback = Preemption(requeue=requeue)
+    with caplog.at_level("INFO", "trainer_kit"):
+        callback.on_train_begin(run)
+        callback.on_train_end(run)
+    assert (tmp_path / "called").exists() == (said is not None)
+    if said is not None:
+        assert (tmp_path / "called").read_text() == "requeue 31\n"
+        assert said in caplog.text
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 0), ("SIGTERM", -15)])
 def test_a_forked_child_leaves_ctrl_c_to_its_parent(name: str, status: int) -> None:
@@ -127,7 +164,7 @@ def test_a_forked_child_leaves_ctrl_c_to_its_parent(name: str, status: int) -> N
 import os, signal, sys, tempfile, types
 from trainer_kit.callbacks import Preemption
 from trainer_kit.state import Requests
-run = types.SimpleNamespace(requests=Requests(), args=types.SimpleNamespace(save_strategy="steps"))
+run = types.SimpleNamespace(requests=Requests(), args=types.SimpleNamespace(save_strategy="steps"), strategy=None)
 Preemption().on_train_begin(run)
 child = os.fork()
 if child == 0:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -213,21 +214,27 @@ def test_a_length_tells_the_steps_of_an_epoch(length: int, layout: Layout, drop_
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 4), st.integers(0, 4), st.booleans())
+@given(
+    st.integers(1, 60), st.integers(1, 6), st.integers(1, 4), st.integers(1, 3), st.integers(0, 4), st.booleans()
+)  # fmt: skip
 def test_the_steps_left_are_known_at_every_step(
-    length: int, size: int, accumulation: int, workers: int, drop_last: bool
+    length: int, size: int, accumulation: int, processes: int, workers: int, drop_last: bool
 ) -> None:
+    layout = Layout(size, accumulation, processes)
     readers = max(1, workers)
     shares = [len(range(reader, length, readers)) for reader in range(readers)]
     turns = [min(size, share - start) for start in range(0, length, size) for share in shares]
     batches = [each for each in turns if each == size or (each > 0 and not drop_last)]
+    if drop_last:
+        batches = batches[: len(batches) - len(batches) % processes]
     if not batches:
         with pytest.raises(ValueError, match="dataloader_drop_last=True leaves nothing"):
-            loader(Sized(length), Layout(size, accumulation), workers, drop_last=drop_last)
+            loader(Sized(length), layout, workers, drop_last=drop_last)
         return
-    one = loader(Sized(length), Layout(size, accumulation), workers, drop_last=drop_last)
+    one = loader(Sized(length), layout, workers, drop_last=drop_last)
     assert one.epoch_length == sum(batches)
-    steps = [sum(batches[start : start + accumulation]) for start in range(0, len(batches), accumulation)]
+    taken_at_once = processes * accumulation
+    steps = [sum(batches[start : start + taken_at_once]) for start in range(0, len(batches), taken_at_once)]
     for taken in range(len(steps) + 1):
         assert one.steps_between(sum(steps[:taken]), one.epoch_length) == len(steps) - taken
 
@@ -322,6 +329,152 @@ def test_evaluation_reads_each_sample_once_and_always_the_same(workers: int) -> 
     assert evaluated() == first
     assert sorted(int(row[0]) for batch in first for row in batch) == list(range(11))
     assert {row[2] for batch in first for row in batch} == {-7.0}  # no epoch begins
+
+
+def windows_of(ranks: list[list[MicroBatch]]) -> list[list[list[MicroBatch]]]:
+    """The micro-batches by step, row and rank."""
+    steps: list[list[list[MicroBatch]]] = []
+    for row in zip(*ranks, strict=True):
+        if row[0].number == 0:
+            steps.append([])
+        steps[-1].append(list(row))
+    return steps
+
+
+def check_dealt(ranks: list[list[MicroBatch]], alone: list[MicroBatch]) -> None:
+    """That processes together do in the same steps what one does alone whose accumulation is as much larger."""
+    expected = iter(alone)
+    for rows_of_step in windows_of(ranks):
+        dealt = [micro for row in rows_of_step for micro in row]
+        counted = [micro for micro in dealt if micro.counts.samples]
+        assert counted == dealt[: len(counted)]  # stand-ins come last
+        for micro in counted:
+            one = next(expected)
+            assert micro.batch["x"].tolist() == one.batch["x"].tolist()
+            assert (micro.counts, micro.start) == (one.counts, one.start)
+        assert one.last
+        for micro in dealt[len(counted) :]:
+            assert micro.counts == (0, 0, 0, 0)
+            assert len(micro.batch["x"]) > 0
+        for micro in dealt:
+            window = micro.window
+            assert (window.epoch, window.stop, window.closes_epoch, window.data_state) == (
+                one.window.epoch, one.window.stop, one.window.closes_epoch, one.window.data_state,
+            )  # fmt: skip
+        for rank in range(len(ranks)):
+            own = [row[rank] for row in rows_of_step]
+            assert [micro.number for micro in own] == list(range(len(own)))
+            assert [micro.last for micro in own] == [False] * (len(own) - 1) + [True]
+            assert own[0].window.samples == own[0].window.labels == sum(micro.counts.samples for micro in own)
+    assert next(expected, None) is None
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.sampled_from([Plain, Stateful]))
+def test_processes_take_the_batches_of_one_in_turn(
+    length: int, size: int, accumulation: int, processes: int, kind: type[Plain]
+) -> None:
+    steps = 2 * -(-length // (size * accumulation * processes))
+    ranks = [
+        list(loader(kind(length), Layout(size, accumulation, processes, rank)).micro_batches(0, 0, steps))
+        for rank in range(processes)
+    ]
+    check_dealt(ranks, list(loader(kind(length), Layout(size, accumulation * processes)).micro_batches(0, 0, steps)))
+
+
+@pytest.mark.parametrize("kind", [Plain, Stateful])
+def test_processes_with_workers_take_the_batches_of_one_in_turn(kind: type[Plain]) -> None:
+    ranks = [list(loader(kind(23), Layout(2, 2, 3, rank), 2).micro_batches(0, 0, 4)) for rank in range(3)]
+    check_dealt(ranks, list(loader(kind(23), Layout(2, 6), 2).micro_batches(0, 0, 4)))
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (2, 1)])
+@pytest.mark.parametrize("kind", [Plain, Stateful])
+@pytest.mark.parametrize("taken", [1, 2, 3])
+def test_another_number_of_processes_goes_on_exactly(kind: type[Plain], before: int, after: int, taken: int) -> None:
+    first = list(loader(kind(41), Layout(3, 1, before, before - 1)).micro_batches(0, 0, taken))
+    ranks = [resumed_at(kind(41), Layout(3, 2, after, rank), 0, 6, first[-1]) for rank in range(after)]
+    check_dealt(ranks, resumed_at(kind(41), Layout(3, 2 * after), 0, 6, first[-1]))
+    seen = [row for step in windows_of(ranks) for row in step if row[0].window.epoch == first[-1].window.epoch]
+    rest = [sample for row in seen for micro in row if micro.counts.samples for sample in samples([micro])]
+    assert rest == list(range(3 * before * taken, 41))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.integers(2, 3))
+def test_without_the_last_only_whole_rows_are_trained_on(
+    length: int, size: int, accumulation: int, processes: int
+) -> None:
+    used = length - length % (size * processes)
+    layout = Layout(size, accumulation, processes)
+    loaders = [loader(Plain(length), layout._replace(rank=rank), drop_last=True) for rank in range(processes)]
+    if used == 0:
+        with pytest.raises(ValueError, match="train_dataset gave no sample"):
+            list(loaders[0].micro_batches(0, 0, 1))
+        return
+    steps = -(-used // layout.window)
+    ranks = [list(each.micro_batches(0, 0, 2 * steps)) for each in loaders]
+    assert all(micro.counts.samples == size for rank in ranks for micro in rank)
+    dealt = [micro for step in windows_of(ranks) for row in step for micro in row]
+    assert samples(dealt) == list(range(used)) * 2
+    assert [micro.window.closes_epoch for micro in ranks[0] if micro.last] == ([False] * (steps - 1) + [True]) * 2
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("position", range(1, 20))
+@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(3, 2, 3), Layout(4)])
+def test_the_steps_left_are_known_from_any_position(layout: Layout, position: int, drop_last: bool) -> None:
+    """As after a resume with another layout."""
+
+    class SizedStateful(Stateful, Sized):
+        pass
+
+    one = loader(SizedStateful(20), layout, drop_last=drop_last)
+    state = {"workers": [{"batches": 1, "dataset": {"place": position}, "ended": False}], "turn": 0}
+    windows = [micro.window for micro in one.micro_batches(3, position, 20, state) if micro.last]
+    assert one.steps_between(position, one.epoch_length) == sum(window.epoch == 3 for window in windows)
+
+
+def test_batches_of_other_processes_are_let_go() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def collate(rows: list[Any]) -> dict[str, Any]:
+        batch: dict[str, Any] = stack(rows)
+        made.append(weakref.ref(batch["x"]))
+        return batch
+
+    one = StreamLoader(Plain(40), Layout(1, 2, 4, 1), Reading(collate, SEED))
+    micro_batches = one.micro_batches(0, 0, 4)
+    assert next(micro_batches).batch["x"] is made[1]()
+    assert len(made) == 12  # one row ahead
+    assert [number for number, batch in enumerate(made[:-1]) if batch() is not None] == [1, 5, 9]
+
+
+def test_a_stand_in_is_counted_as_other_batches_are() -> None:
+    """Labels that lie on a device are counted there."""
+
+    def collate(rows: list[Any]) -> dict[str, Any]:
+        return {
+            "x": torch.stack([row["x"] for row in rows]),
+            "labels": torch.zeros(len(rows), dtype=torch.int64, device="meta"),
+        }
+
+    (micro,) = StreamLoader(Plain(2), Layout(2, 1, 2, 1), Reading(collate, SEED)).micro_batches(0, 0, 1)
+    assert micro.counts.samples == micro.window.samples == 0
+    assert micro.counts.labels.device == micro.window.shifted.device == torch.device("meta")
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 20), st.integers(1, 4), st.integers(2, 3))
+def test_evaluation_is_dealt_in_turn(length: int, size: int, processes: int) -> None:
+    def evaluated(layout: Layout) -> list[Any]:
+        found = list(stream_evaluation_batches(Plain(length), layout, Reading(stack, SEED)))
+        assert [len(batch["x"]) for batch, _ in found] == [counts.samples for _, counts in found]
+        return [batch["x"].tolist() for batch, _ in found]
+
+    alone = evaluated(Layout(size))
+    for rank in range(processes):
+        assert evaluated(Layout(size, 1, processes, rank)) == alone[rank::processes]
 
 
 def test_workers_leave_this_process_its_generators() -> None:

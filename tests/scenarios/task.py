@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch.utils.data import Dataset, IterableDataset
 
-from trainer_kit import Callback, Run, Trainer, TrainingArguments
+from trainer_kit import Callback, Run, Strategy, Trainer, TrainingArguments
 from trainer_kit.callbacks import EMA, read_log
 
 SAMPLES = 62
@@ -83,7 +83,14 @@ class Marker(Callback):
         (self.folder / f"step-{run.state.step}").touch()
 
 
-def make_trainer(output_dir: Path, *callbacks: Callback, dataset: Any = None, **changes: Any) -> Trainer:
+def make_trainer(
+    output_dir: Path,
+    *callbacks: Callback,
+    dataset: Any = None,
+    model: torch.nn.Module | None = None,
+    strategy: Strategy | None = None,
+    **changes: Any,
+) -> Trainer:
     """The task's Trainer; `changes` are arguments."""
     arguments: dict[str, Any] = {
         "output_dir": str(output_dir), "num_train_epochs": 3, "per_device_train_batch_size": 4,
@@ -92,9 +99,9 @@ def make_trainer(output_dir: Path, *callbacks: Callback, dataset: Any = None, **
         "eval_steps": 4, "use_cpu": True, "report_to": "jsonl", "disable_tqdm": True, "log_level": "warning",
     }  # fmt: skip
     torch.manual_seed(0)
-    model = Net()
     args = TrainingArguments(**(arguments | changes))
-    return Trainer(model, args, dataset or Noisy(), Noisy(10), callbacks=[EMA(decay=0.9), *callbacks])
+    listeners = [EMA(decay=0.9), *callbacks]
+    return Trainer(model or Net(), args, dataset or Noisy(), Noisy(10), callbacks=listeners, strategy=strategy)
 
 
 def logged_losses(output_dir: Path) -> list[tuple[int, float, float]]:

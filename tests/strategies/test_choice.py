@@ -7,6 +7,8 @@ import torch
 
 from trainer_kit import Precision, SingleDevice, Strategy, TrainingArguments
 from trainer_kit.strategies.choice import choose_strategy
+from trainer_kit.strategies.ddp import DDP
+from trainer_kit.strategies.multinode import MultiNode
 
 
 def test_use_cpu_takes_the_cpu() -> None:
@@ -36,10 +38,35 @@ def test_something_else_is_refused(wrong: Any) -> None:
         choose_strategy(TrainingArguments(), wrong)
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(name, "2")
+def started(monkeypatch: pytest.MonkeyPatch, world_size: int, here: int) -> None:
+    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": here}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_the_launchers_processes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    started(monkeypatch, 2, 2)
+    assert type(choose_strategy(TrainingArguments(use_cpu=True))) is DDP
+    started(monkeypatch, 4, 2)
+    assert type(choose_strategy(TrainingArguments(use_cpu=True))) is MultiNode
+    started(monkeypatch, 1, 1)
+    assert type(choose_strategy(TrainingArguments(use_cpu=True))) is SingleDevice
+
+
+def test_strategies_by_name_work_with_one_process() -> None:
+    for name, kind in (("ddp", DDP), ("multinode", MultiNode), ("single", SingleDevice)):
+        strategy = choose_strategy(TrainingArguments(use_cpu=True, strategy=name))  # type: ignore[arg-type]
+        assert type(strategy) is kind
+        assert strategy.world_size == 1
+
+
+def test_processes_that_would_each_train_alone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    started(monkeypatch, 2, 2)
     with pytest.raises(ValueError, match=r"2 processes, .* each would train alone"):
-        choose_strategy(TrainingArguments())
-    monkeypatch.setenv(name, "1")
-    assert choose_strategy(TrainingArguments(use_cpu=True)).world_size == 1
+        choose_strategy(TrainingArguments(strategy="single"))
+
+
+def test_ddp_is_for_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    started(monkeypatch, 4, 2)
+    with pytest.raises(ValueError, match=r"DDP is for one machine, .* use strategy='auto' or MultiNode"):
+        choose_strategy(TrainingArguments(use_cpu=True, strategy="ddp"))

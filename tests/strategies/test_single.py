@@ -95,13 +95,6 @@ def test_the_choice_follows_the_arguments(monkeypatch: pytest.MonkeyPatch) -> No
         choose_strategy(TrainingArguments(), wrong)
 
 
-def test_processes_that_would_each_train_alone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match="started 4 processes"):
-        choose_strategy(TrainingArguments())
-    assert choose_strategy(TrainingArguments(), own := Strategy()) is own
-
-
 def test_a_users_own_strategy_overrides_only_what_differs(tmp_path: Any) -> None:
     class Counting(SingleDevice):
         steps = 0

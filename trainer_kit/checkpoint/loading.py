@@ -16,7 +16,9 @@ from trainer_kit.checkpoint.shards import Source, load_source, read_header, sour
 _SHOWN = 3
 
 
-def load_checkpoint_in_model(model: torch.nn.Module, checkpoint: str | os.PathLike[str], strict: bool = True) -> None:
+def load_checkpoint_in_model(
+    model: torch.nn.Module, checkpoint: str | os.PathLike[str], strict: bool = True, stem: str = "model"
+) -> None:
     """Loads weights into a model, in place and file by file: the host needs memory for the largest file.
 
     Names and shapes are compared before anything is written. Weights are cast to the model's dtypes, tied ones stay
@@ -27,26 +29,27 @@ def load_checkpoint_in_model(model: torch.nn.Module, checkpoint: str | os.PathLi
         checkpoint: A checkpoint of trainer_kit (whose weights are then compared with their checksums), a folder that
             `save_model` or `save_pretrained` wrote, or one `.safetensors` file.
         strict: Whether names that only the model or only the files have are an error.
+        stem: How the names of the files in a folder begin.
 
     Raises:
         CheckpointError: If files are missing or damaged.
         ValueError: If the weights are of another model, naming the first tensors that differ.
     """
-    found = _find(Path(checkpoint))
+    found = _find(Path(checkpoint), stem)
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     _compare(state, _shapes(found), Path(checkpoint), type(model).__name__, strict)
     for source in found:
         model.load_state_dict(load_source(source, "cpu"), strict=False)
 
 
-def _find(checkpoint: Path) -> list[Source]:
+def _find(checkpoint: Path, stem: str) -> list[Source]:
     if checkpoint.is_file():
         if checkpoint.suffix != ".safetensors":
             raise CheckpointError(f"{checkpoint} is no .safetensors file; files that are pickles are never read")
         return [read_header(checkpoint)]
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint} does not exist")
-    found = sources(checkpoint, "model")
+    found = sources(checkpoint, stem)
     if (checkpoint / MANIFEST_NAME).exists():
         manifest = Manifest.read(checkpoint)
         manifest.check(checkpoint, [source.path.name for source in found if source.path.name in manifest.files])

@@ -22,17 +22,18 @@ from trainer_kit.checkpoint.format import (
 from trainer_kit.checkpoint.shards import load_tensors
 from trainer_kit.trees import join
 
-_CHECKPOINT = re.compile(re.escape(CHECKPOINT_PREFIX) + r"(0|[1-9][0-9]*)")
 _CLOCK_SLACK = 60.0  # seconds by which the system's clock may have been set since
 _STAGING = re.compile(re.escape(STAGING_PREFIX) + r".*-([0-9]+)")
 
 
-def find_checkpoints(output_dir: Path) -> list[Path]:
-    """The folders named `checkpoint-STEP`, whole or not, sorted by step."""
+def find_checkpoints(output_dir: Path, prefix: str = CHECKPOINT_PREFIX) -> list[Path]:
+    """The folders named `checkpoint-STEP` (or another prefix), whole or not, sorted by step."""
     if not output_dir.is_dir():
         return []
-    steps = {path: _CHECKPOINT.fullmatch(path.name) for path in output_dir.iterdir() if path.is_dir()}
-    return sorted((path for path, match in steps.items() if match), key=lambda path: int(path.name.split("-")[1]))
+    pattern = re.compile(re.escape(prefix) + r"(0|[1-9][0-9]*)")
+    steps = {path: pattern.fullmatch(path.name) for path in output_dir.iterdir() if path.is_dir()}
+    found = {path: int(match[1]) for path, match in steps.items() if match}
+    return sorted(found, key=lambda path: found[path])
 
 
 def verify(directory: Path) -> Manifest:
@@ -49,15 +50,16 @@ def verify(directory: Path) -> Manifest:
     return manifest
 
 
-def newest_valid(output_dir: Path, say: Callable[[str], None]) -> Path | None:
+def newest_valid(output_dir: Path, say: Callable[[str], None], prefix: str = CHECKPOINT_PREFIX) -> Path | None:
     """The newest checkpoint that is whole, None where there is none.
 
     Args:
         output_dir: Folder of the run.
         say: Told in one sentence of each newer checkpoint that is passed over, and why.
+        prefix: How the folders' names begin, before the number.
     """
     recover_replaced(output_dir)
-    for directory in reversed(find_checkpoints(output_dir)):
+    for directory in reversed(find_checkpoints(output_dir, prefix)):
         try:
             verify(directory)
         except CheckpointError as error:
@@ -71,7 +73,7 @@ def recover_replaced(output_dir: Path) -> None:
     """Puts back a checkpoint that was moved aside for one that was then never committed."""
     if not output_dir.is_dir():
         return
-    for path in output_dir.glob(f"{REPLACED_PREFIX}{CHECKPOINT_PREFIX}*"):
+    for path in output_dir.glob(f"{REPLACED_PREFIX}*"):
         original = path.with_name(path.name.removeprefix(REPLACED_PREFIX))
         if not original.exists():
             os.rename(path, original)

@@ -38,10 +38,11 @@ def write_checkpoint(
     max_shard_size: int | str = "5GB",
     world_size: int = 1,
     extra: Callable[[Path], None] | None = None,
+    name: str | None = None,
 ) -> Path:
     """Writes `output_dir/checkpoint-STEP`: it is there whole, or not at all.
 
-    A checkpoint of the same step is replaced; it stays in place until the new one is whole.
+    A checkpoint of the same name is replaced; it stays in place until the new one is whole.
 
     Args:
         output_dir: Made if it does not exist.
@@ -52,6 +53,7 @@ def write_checkpoint(
         max_shard_size: See `save_tensors`; holds for the tensors of each state too.
         world_size: Processes of the run.
         extra: Called with the staging folder, to write more plain files into it (config.json, a tokenizer).
+        name: Of the folder, instead of checkpoint-STEP.
 
     Returns:
         The checkpoint's folder.
@@ -62,7 +64,7 @@ def write_checkpoint(
         OSError: If the disk is full or cannot be written. Older checkpoints stay as they are.
     """
     _check_names(step, states)
-    final = output_dir / f"{CHECKPOINT_PREFIX}{step}"
+    final = output_dir / (name or f"{CHECKPOINT_PREFIX}{step}")
     staging = output_dir / f"{STAGING_PREFIX}{final.name}-{os.getpid()}"
     output_dir.mkdir(parents=True, exist_ok=True)
     if staging.exists():  # of an earlier process that had the same number

@@ -8,6 +8,7 @@ import os
 import platform
 
 from trainer_kit import __version__, environment
+from trainer_kit.launch.config import LaunchConfig, default_path
 
 _PACKAGES = ("transformers", "safetensors", "numpy", "tensorboard", "torch_xla")
 _GIB = 2**30
@@ -39,8 +40,21 @@ def facts() -> list[tuple[str, str]]:
         ("processors", f"{os.cpu_count()} ({platform.machine()})"),
         ("memory", f"{psutil.virtual_memory().total / _GIB:.1f} GiB"),
         *_devices(),
+        *_saved_configuration(),
         *sorted(environment.settings().items()),
     ]
+
+
+def _saved_configuration() -> list[tuple[str, str]]:
+    """What `trainer-kit config` has kept for `trainer-kit launch`: the fields that are not at their default."""
+    path = default_path()
+    try:
+        saved = LaunchConfig.load(path).to_dict() if path.exists() else None
+    except (OSError, TypeError, ValueError) as error:
+        return [("configuration", str(error))]
+    usual = LaunchConfig().to_dict()
+    changed = [f"{name}={value}" for name, value in (saved or {}).items() if value != usual[name]]
+    return [("configuration", "none saved" if saved is None else f"{path}: {' '.join(changed) or 'all defaults'}")]
 
 
 def _version(package: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,13 +30,15 @@ from trainer_kit.loss import Counts, count
 class Window:
     """The micro-batches of one optimizer step, counted before the first is worked on.
 
+    The loaders count those of this process; the loop makes the counts those of all processes (`set_numbers`).
+
     Attributes:
         epoch: Number of the epoch, from 0.
         stop: Position in the epoch after this step, in samples over all processes.
         closes_epoch: Whether this step is the epoch's last.
-        samples: Samples on this process.
-        tokens: Tokens on this process, padding left out.
-        labels: Items on this process (see `loss.Counts`).
+        samples: Samples of the step.
+        tokens: Tokens of the step, padding left out.
+        labels: Items of the step (see `loss.Counts`).
         shifted: Items for a model that shifts its labels.
         data_state: What an iterable dataset has to be given to go on after this step; None for map-style ones.
     """
@@ -55,6 +57,17 @@ class Window:
         self.tokens += counts.tokens
         self.labels += counts.labels
         self.shifted += counts.shifted
+
+    def numbers(self) -> tuple[int, int, int, int]:
+        """The counts that lie on the host; 0 for what was counted on a device."""
+        labels, shifted = (each if isinstance(each, int) else 0 for each in (self.labels, self.shifted))
+        return self.samples, self.tokens, labels, shifted
+
+    def set_numbers(self, sums: Sequence[int], reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Takes the sums of `numbers()` over all processes; `reduce` sums what was counted on a device."""
+        self.samples, self.tokens = sums[:2]
+        self.labels = sums[2] if isinstance(self.labels, int) else reduce(self.labels)
+        self.shifted = sums[3] if isinstance(self.shifted, int) else reduce(self.shifted)
 
 
 @dataclasses.dataclass(slots=True)
@@ -176,7 +189,8 @@ def _counted(fetched: list[tuple[Slot, Any]]) -> Iterator[MicroBatch]:
 
 
 def _counts(slot: Slot, batch: Any) -> Counts:
-    return count(batch) if slot.counted else Counts(0, 0, 0, 0)
+    counts = count(batch)
+    return counts if slot.counted else counts.as_nothing()
 
 
 def _fetched(dataset: Any, plan: Iterable[Slot], reading: Reading) -> Iterator[tuple[Slot, Any]]:

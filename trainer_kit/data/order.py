@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 _MASK = 0xFFFFFFFFFFFFFFFF
+_STAND_IN = 2
+"""Samples of a stand-in: batch norm refuses a single one."""
 
 GROUP = 1024
 """Samples that `group_by_length` sorts together. A constant, so that no layout changes the order."""
@@ -127,7 +129,8 @@ def slots(order: torch.Tensor, epoch: int, position: int, layout: Layout) -> Ite
             counted = start < window_stop
             if not counted:
                 start = window_start
-            stop = min(start + layout.batch_size, window_stop) if counted else start + 1
+            size = layout.batch_size if counted else min(layout.batch_size, _STAND_IN)
+            stop = min(start + size, window_stop)
             yield Slot(
                 epoch=epoch,
                 start=start,

@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from trainer_kit.data.fetch import DataError, set_epoch
 from trainer_kit.data.loader import MicroBatch, Reading, Window, from_workers, no_batch
-from trainer_kit.data.order import Layout, mix
+from trainer_kit.data.order import Layout, epoch_length, mix
 from trainer_kit.loss import Counts, count
 from trainer_kit.state import Stateful
 from trainer_kit.strategies.base import seed_generators
 
 _AT_THE_START: dict[str, Any] = {"batches": 0, "ended": False, "dataset": None}
+
+
+@dataclasses.dataclass(slots=True)
+class _Row:
+    """The batches that all processes take at once, as this one sees them.
+
+    Attributes:
+        batch: This process's own; where it got none the first of the row, which stands in.
+        counts: What it counts for.
+        before: Samples of the row before it.
+        samples: Samples of the row.
+        batches: Batches of the row.
+        data_state: The dataset's state after the row.
+    """
+
+    batch: Any
+    counts: Counts
+    before: int = 0
+    samples: int = 0
+    batches: int = 0
+    data_state: dict[str, Any] | None = None
 
 
 class StreamLoader:
@@ -29,11 +51,15 @@ class StreamLoader:
     reading is seeded before every batch from (seed, epoch, worker, batch). With workers, each has a copy of the
     dataset, which divides itself by `torch.utils.data.get_worker_info()`, as in PyTorch.
 
+    Every process reads the whole dataset and keeps the batches that are its own, dealt out in turn. So order, steps
+    and states are those of one process, any number of processes can go on, and nobody waits for anybody; the price is
+    the reading. The dataset must give all processes the same samples: it does not divide itself by rank.
+
     Args:
         dataset: Has `__iter__`; `__len__`, where it has one, counts samples.
-        layout: Batch size and accumulation.
-        reading: Collation, seed and workers.
-        drop_last: Leave out batches that are not full.
+        layout: Batch size, accumulation and processes.
+        reading: Collation, seed and workers (of each process).
+        drop_last: Leave out batches that are not full, and an epoch's last ones where not every process has one.
 
     Raises:
         ValueError: If the dataset's length says that an epoch holds no batch.
@@ -44,31 +70,33 @@ class StreamLoader:
         self.layout = layout
         self.reading = reading
         self.drop_last = drop_last
+        self._readers = max(1, reading.workers)
         self._warned = False
         self.epoch_length = 0  # unknown
         if hasattr(dataset, "__len__"):
             self._full, self._tail = _batches_of(len(dataset), layout.batch_size, self._readers, drop_last)
-            self.epoch_length = self._full * layout.batch_size + sum(self._tail)
+            self.epoch_length = epoch_length(self._full * layout.batch_size + sum(self._tail), layout, drop_last)
             if self.epoch_length == 0:
                 raise ValueError(no_batch(len(dataset), layout))
-
-    @property
-    def _readers(self) -> int:
-        return self.layout.world_size * max(1, self.reading.workers)
 
     def steps_between(self, position: int, stop: int) -> int:
         """Optimizer steps between two positions of an epoch, as far as the dataset's length is true.
 
         Workers are taken to share the samples evenly, as `range(worker, length, workers)` does.
         """
-        batches = self._batches_from(position) - self._batches_from(stop)
-        return max(0, -(-batches // (self.layout.accumulation * self.layout.world_size)))
+        return max(0, -(-(self._rows_from(position) - self._rows_from(stop)) // self.layout.accumulation))
+
+    def _rows_from(self, position: int) -> int:
+        """How often all processes take a batch from a position to the end of an epoch."""
+        batches, processes = self._batches_from(position), self.layout.world_size
+        return batches // processes if self.drop_last else -(-batches // processes)
 
     def _batches_from(self, position: int) -> int:
         """Batches of all processes from a position to the end of an epoch."""
         size, tail = self.layout.batch_size, self._tail
         if self._readers == 1:
-            return -(-(self.epoch_length - position) // size)
+            left = len(self.dataset) - position
+            return left // size if self.drop_last else -(-left // size)
         left = self._full * size - position
         if left >= 0:
             return -(-left // size) + len(tail)
@@ -79,7 +107,6 @@ class StreamLoader:
     ) -> Iterator[MicroBatch]:
         """The micro-batches of the next `steps` steps, from `position` in `epoch` on."""
         while steps > 0:
-            start = position
             for window in self._windows(epoch, position, data_state):
                 position = window[0].window.stop
                 self._check_length(position)
@@ -87,7 +114,7 @@ class StreamLoader:
                 steps -= 1
                 if steps == 0:
                     return
-            if position == start and data_state is None:
+            if position == 0:
                 raise ValueError(f"train_dataset gave no sample in epoch {epoch}; it must give some each time")
             epoch, position, data_state = epoch + 1, 0, None
 
@@ -103,22 +130,27 @@ class StreamLoader:
         )
 
     def _windows(self, epoch: int, position: int, data_state: dict[str, Any] | None) -> Iterator[list[MicroBatch]]:
-        """The steps of one epoch. One batch is read ahead, to know which step is the last."""
-        batches = self._batches(epoch, position, data_state)
-        ahead = list(islice(batches, 1))
+        """The steps of one epoch. One row is read ahead, to know which step is the last."""
+        rows = self._rows(self._batches(epoch, position, data_state))
+        ahead = list(islice(rows, 1))
         while ahead:
-            fetched = ahead + list(islice(batches, self.layout.accumulation - 1))
-            ahead = list(islice(batches, 1))
-            counts = [count(batch) for batch, _ in fetched]
-            samples = sum(each.samples for each in counts)
-            window = Window(epoch, position + samples, closes_epoch=not ahead, data_state=fetched[-1][1])
+            fetched = ahead + list(islice(rows, self.layout.accumulation - 1))
+            ahead = list(islice(rows, 1))
+            stop = position + sum(row.samples for row in fetched)
+            window = Window(epoch, stop, closes_epoch=not ahead, data_state=fetched[-1].data_state)
             micro_batches = []
-            for number, ((batch, _), each) in enumerate(zip(fetched, counts, strict=True)):
-                window.add(each)
+            for number, row in enumerate(fetched):
+                window.add(row.counts)
                 last = number == len(fetched) - 1
-                micro_batches.append(MicroBatch(batch, each, window, number, last, position, []))
-                position += each.samples
+                micro_batches.append(MicroBatch(row.batch, row.counts, window, number, last, position + row.before, []))
+                position += row.samples
             yield micro_batches
+
+    def _rows(self, batches: Iterator[tuple[Any, dict[str, Any] | None]]) -> Iterator[_Row]:
+        processes = self.layout.world_size
+        while (row := _dealt(islice(batches, processes), self.layout.rank)) is not None:
+            if row.batches == processes or not self.drop_last:
+                yield row
 
     def _batches(
         self, epoch: int, position: int, data_state: dict[str, Any] | None
@@ -154,10 +186,30 @@ class StreamLoader:
 
 
 def stream_evaluation_batches(dataset: Any, layout: Layout, reading: Reading) -> Iterator[tuple[Any, Counts]]:
-    """The batches of an evaluation over an iterable dataset, in its order (with workers: in theirs)."""
+    """This process's batches of an evaluation over an iterable dataset, in its order (with workers: in theirs).
+
+    As in training, every process reads the whole dataset; its k-th batch is number k * world_size + rank.
+    """
     source = _BatchSource(dataset, layout.batch_size, reading, epoch=-1, drop_last=False)
-    for batch, _ in _rounds(source, reading):
+    for batch, _ in islice(_rounds(source, reading), layout.rank, None, layout.world_size):
         yield batch, count(batch)
+
+
+def _dealt(batches: Iterator[tuple[Any, dict[str, Any] | None]], rank: int) -> _Row | None:
+    """Deals out a row of batches, one a process; those of others are let go at once. None where no batch is left."""
+    row = None
+    for number, (batch, data_state) in enumerate(batches):
+        counts = count(batch)
+        if row is None:
+            row = _Row(batch, counts)
+        if number == rank:
+            row.batch, row.counts, row.before = batch, counts, row.samples
+        row.samples += counts.samples
+        row.batches += 1
+        row.data_state = data_state
+    if row is not None and row.batches <= rank:
+        row.counts = row.counts.as_nothing()
+    return row
 
 
 def _batches_of(length: int, size: int, readers: int, drop_last: bool) -> tuple[int, list[int]]:

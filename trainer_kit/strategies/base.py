@@ -6,13 +6,15 @@ import contextlib
 import functools
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import psutil
 import torch
 
+from trainer_kit import environment
 from trainer_kit.precision import Precision
 from trainer_kit.trees import map_tensors
 
@@ -40,11 +42,18 @@ class Strategy:
 
     def __init__(self, precision: Precision | None = None) -> None:
         self.precision = precision
+        self._leaving = False
+        self._unscaled: list[torch.optim.Optimizer] = []
 
     @property
     def is_main(self) -> bool:
         """Whether this process writes logs and checkpoints."""
         return self.rank == 0
+
+    @property
+    def restarts(self) -> int:
+        """How often a launcher has started this run anew after a failure."""
+        return environment.place().restarts
 
     @property
     def is_local_main(self) -> bool:
@@ -66,9 +75,11 @@ class Strategy:
         if self.precision is None:
             self.precision = Precision()
         self.precision.setup(self.device)
+        self._unscaled.clear()
 
-    def teardown(self) -> None:
-        """Gives back what `setup` took."""
+    def teardown(self, error: BaseException | None = None) -> None:
+        """Gives back what `setup` took; `error` is what ended the run, None where it ended in good order."""
+        self._leaving = False  # in a notebook the process lives on, and may evaluate
 
     def seed(self, value: int) -> None:
         """Seeds the generators of torch (host and device), numpy and random; `value` is below 2**63.
@@ -120,6 +131,13 @@ class Strategy:
             loss = self.precision.scaler.scale(loss)
         loss.backward()
 
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes fp16's scale out of the gradients, for whoever looks at them before `step`; once a step."""
+        assert self.precision is not None, "setup() comes first"
+        if self.precision.scaler is not None and not any(each is optimizer for each in self._unscaled):
+            self.precision.scaler.unscale_(optimizer)
+            self._unscaled.append(optimizer)
+
     def step(
         self,
         optimizer: torch.optim.Optimizer,
@@ -141,8 +159,7 @@ class Strategy:
         """
         assert self.precision is not None, "setup() comes first"
         scaler = self.precision.scaler
-        if scaler is not None:
-            scaler.unscale_(optimizer)
+        self.unscale(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         grads = [_values(parameter) for parameter in parameters]
         norms = None
@@ -157,6 +174,7 @@ class Strategy:
         if scaler is not None:
             scaler.step(optimizer)
             scaler.update()
+            self._unscaled.clear()
         elif norms is not None and nonfinite == "skip":
             step_if_finite(optimizer, norms.total)
         else:
@@ -173,12 +191,20 @@ class Strategy:
         """The tensor summed ("sum") or its maximum ("max") taken over all processes."""
         return tensor
 
+    def sum_numbers(self, numbers: Sequence[int]) -> Sequence[int]:
+        """Each of the whole numbers (below 2**63), which lie on the host, summed over all processes."""
+        return numbers
+
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The processes' tensors joined along the first dimension, in order of rank; lengths may differ."""
         return tensor
 
     def gather_object(self, value: T) -> list[T]:
-        """The processes' values in order of rank."""
+        """The processes' values, anything that can be pickled, in order of rank; all processes get them."""
+        return [value]
+
+    def gather_to_main(self, value: T) -> list[T]:
+        """The same on the main process alone; the others, which need no memory for it, get an empty list."""
         return [value]
 
     def broadcast(self, value: T) -> T:
@@ -187,6 +213,42 @@ class Strategy:
 
     def barrier(self) -> None:
         """Waits until all processes are here."""
+
+    def on_main(self, function: Callable[[], T]) -> T:
+        """Calls `function` on the main process alone; every process gets what it returns, or raises what it raises."""
+        return function()
+
+    def check_same(self, facts: Mapping[str, Any]) -> None:
+        """Compares facts by name, which must be the same on all processes.
+
+        Raises:
+            ValueError: Naming the first process that differs from the main one, the fact and both values.
+        """
+
+    @property
+    def leaving(self) -> bool:
+        """Whether some process of the run was told to leave; others hear of it within seconds, at no cost."""
+        return self._leaving
+
+    def announce_leaving(self) -> None:
+        """Tells all processes that this one was told to leave (a signal), so that long work can be broken off."""
+        self._leaving = True
+
+    def local_copy(self, directory: Path) -> Path:
+        """A folder that the main process can read, as this process can read it; all processes take part."""
+        return directory
+
+    def release_copies(self) -> None:
+        """Removes what `local_copy` made, once all processes have read it; all take part."""
+
+    def announce_output(self, directory: Path) -> None:
+        """Says which machines see the folder that the main process writes to, if there are several; all take part."""
+
+    def report_progress(self, step: int) -> None:
+        """Tells this machine's launcher, who may start the run anew, that it could go on from this step."""
+        path = environment.progress_file()
+        if path is not None and self.is_local_main:
+            Path(path).write_text(f"{step}\n")
 
     def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The whole model's state under the user's own names; all processes take part."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from trainer_kit import environment
 from trainer_kit.arguments import TrainingArguments
 from trainer_kit.precision import Precision
@@ -9,22 +12,44 @@ from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.single import SingleDevice
 
 
-def choose_strategy(args: TrainingArguments, strategy: Strategy | None = None) -> Strategy:
+def choose_strategy(args: TrainingArguments, strategy: Strategy | None = None, **ddp: Any) -> Strategy:
     """The strategy for this run: the user's own one, else the one that `args.strategy` and the environment ask for.
+
+    Args:
+        args: The arguments of the run.
+        strategy: The user's own one.
+        ddp: Arguments of `DDP`, where that is chosen.
 
     Raises:
         TypeError: If `strategy` is no Strategy.
-        ValueError: If a launcher started several processes, which would each train alone.
+        ValueError: If a launcher started several processes, but each would train alone.
     """
     if strategy is None:
-        if environment.world_size() > 1:
-            raise ValueError(
-                f"a launcher started {environment.world_size()} processes, but strategy={args.strategy!r} trains with "
-                "one: each would train alone; start the script without the launcher"
-            )
-        strategy = SingleDevice("cpu" if args.use_cpu else None)
+        strategy = _by_name(args, ddp)
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy={strategy!r} is no Strategy; give an instance such as SingleDevice('cuda:1')")
     if strategy.precision is None:
         strategy.precision = Precision(args.mixed_precision)
     return strategy
+
+
+def _by_name(args: TrainingArguments, ddp: Mapping[str, Any]) -> Strategy:
+    place, device = environment.place(), "cpu" if args.use_cpu else None
+    name = args.strategy
+    if name == "auto":
+        name = "single" if place.world_size == 1 else "multinode" if place.has_several_machines else "ddp"
+    # Imported where they are used: torch.distributed takes its time.
+    if name == "ddp":
+        from trainer_kit.strategies.ddp import DDP
+
+        return DDP(device=device, **ddp)
+    if name == "multinode":
+        from trainer_kit.strategies.multinode import MultiNode
+
+        return MultiNode(device=device, **ddp)
+    if place.world_size > 1:
+        raise ValueError(
+            f"a launcher started {place.world_size} processes, but strategy={args.strategy!r} trains with one: each "
+            "would train alone; leave strategy at 'auto', or start the script without the launcher"
+        )
+    return SingleDevice(device)

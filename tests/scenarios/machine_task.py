@@ -1,0 +1,110 @@
+"""A training for several machines, run as a script; each process prints one line of JSON about what it ended with."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from scenarios import task
+
+from trainer_kit import Callback, Run, Trainer, TrainingArguments
+from trainer_kit.strategies import session
+from trainer_kit.strategies.multinode import MultiNode
+
+
+class Smooth(torch.nn.Module):
+    """In float64, without what depends on how samples are spread over processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layers(x.double())
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Pause(Callback):
+    """Makes steps long enough for something to happen in them, leaves a file after each, and lets rank 1 die."""
+
+    def __init__(self, seconds: float, marks: Path | None, deaths: list[int]) -> None:
+        self.seconds = seconds
+        self.marks = marks
+        self.deaths = deaths
+
+    def on_step_end(self, run: Run) -> None:
+        time.sleep(self.seconds)
+        if self.marks is not None:
+            (self.marks / f"rank-{run.strategy.rank}-step-{run.state.step}").touch()
+        deaths = self.deaths[run.strategy.restarts :]
+        if deaths and run.strategy.rank == 1 and run.state.step == deaths[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def options(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("output_dir", type=Path)
+    parser.add_argument("--model", choices=("smooth", "noisy"), default="noisy")
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--learning-rate", type=float, default=1e-2)
+    parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--marks", type=Path)
+    parser.add_argument("--deaths", type=int, nargs="*", default=[], help="steps, one for each start")
+    parser.add_argument("--heartbeat", type=float, default=30.0)
+    parser.add_argument("--join", type=float, default=60.0)
+    return parser.parse_args(words)
+
+
+def train(options: argparse.Namespace) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    session.JOIN_SECONDS = options.join
+    args = TrainingArguments(
+        output_dir=str(options.output_dir), num_train_epochs=2, per_device_train_batch_size=options.batch_size,
+        learning_rate=options.learning_rate, logging_steps=1, save_steps=3, save_total_limit=3, use_cpu=True,
+        report_to="jsonl", disable_tqdm=True, log_level="info",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Smooth() if options.model == "smooth" else task.Net()
+    strategy = MultiNode(device="cpu", heartbeat_timeout=options.heartbeat)
+    trainer = Trainer(
+        model, args, task.Noisy(), strategy=strategy, callbacks=[Pause(options.pause, options.marks, options.deaths)]
+    )
+    output = trainer.train(resume_from_checkpoint=True)
+    assert trainer.run.optimizer is not None
+    state = [trainer.run.model.state_dict(), trainer.run.optimizer.state_dict()]
+    return {
+        "rank": strategy.rank, "step": output.global_step, "loss": output.training_loss, "state": digest(state),
+        "weights": torch.nn.utils.parameters_to_vector(model.parameters()).tolist(),
+    }  # fmt: skip
+
+
+def digest(tree: Any) -> str:
+    """A checksum that is equal only where every bit is."""
+    checksum = xxhash.xxh3_64()
+
+    def add(value: Any) -> None:
+        if isinstance(value, dict):
+            for key, each in value.items():
+                checksum.update(str(key).encode())
+                add(each)
+        elif isinstance(value, (list, tuple)):
+            for each in value:
+                add(each)
+        elif isinstance(value, torch.Tensor):
+            checksum.update(value.detach().contiguous().numpy().tobytes())
+        else:
+            checksum.update(repr(value).encode())
+
+    add(tree)
+    return checksum.hexdigest()
+
+
+if __name__ == "__main__":
+    print(json.dumps(train(options())))

@@ -1,0 +1,30 @@
+"""`Accelerator`: trainer_kit's hardware and checkpoints for a loop written by hand, with accelerate's names."""
+
+from trainer_kit.accelerator.core import Accelerator
+from trainer_kit.accelerator.loader import PreparedLoader
+from trainer_kit.accelerator.options import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+    set_seed,
+)
+from trainer_kit.accelerator.skipping import skip_first_batches
+from trainer_kit.accelerator.stepping import PreparedOptimizer, PreparedScheduler
+
+__all__ = [
+    "Accelerator",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "PreparedLoader",
+    "PreparedOptimizer",
+    "PreparedScheduler",
+    "ProjectConfiguration",
+    "set_seed",
+    "skip_first_batches",
+]

@@ -1,0 +1,460 @@
+"""`Accelerator`: devices, processes, precision and checkpoints for a loop written by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import types
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from trainer_kit import environment
+from trainer_kit.accelerator.loader import PreparedLoader
+from trainer_kit.accelerator.options import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+    ddp_options,
+)
+from trainer_kit.accelerator.skipping import SkippedLoader, skip_first_batches
+from trainer_kit.accelerator.states import Prepared, States, check_stateful
+from trainer_kit.accelerator.stepping import PreparedOptimizer, PreparedScheduler
+from trainer_kit.accelerator.trackers import Tracking
+from trainer_kit.arguments import TrainingArguments
+from trainer_kit.checkpoint import save_tensors
+from trainer_kit.checkpoint.export import save_model_folder
+from trainer_kit.data.order import mix
+from trainer_kit.strategies.choice import choose_strategy
+from trainer_kit.trees import map_tensors
+
+
+class Accelerator(Tracking):
+    """Runs a loop written by hand on whatever hardware and however many processes it is started on.
+
+    It has accelerate's names; loops written for that run with another import::
+
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        for epoch in range(3):
+            for inputs, targets in loader:
+                with accelerator.accumulate(model):
+                    loss = loss_function(model(inputs), targets)
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+
+    Gradients are the mean over processes and over accumulated batches of the gradients of `loss`.
+
+    Three things differ. A scheduler steps once per optimizer step, not once for each process too: make it from
+    `len(loader)` after `prepare`. After `load_state` a loader that was being read goes on after its last batch
+    by itself; with `skip_first_batches(loader, n)` the n batches are counted from the beginning of that epoch. And the
+    order of a loader is a function of its seed and epoch (see `PreparedLoader`): `set_seed` comes before `prepare`.
+
+    Args:
+        device_placement: Whether prepared loaders move their batches to the device.
+        mixed_precision: "no", "fp16" or "bf16": what prepared models compute in; None: what the launcher was told, else
+            "no". Their outputs are float32.
+        gradient_accumulation_steps: Batches of one optimizer step on each process; see `accumulate`.
+        cpu: Trains on the CPU even where there is an accelerator; None: what the launcher was told, else False.
+        downcast_bf16: For TPUs; other devices leave float32 tensors as they are, and this without effect.
+        split_batches: See `DataLoaderConfiguration`.
+        dataloader_config: The same.
+        log_with: "tensorboard", "jsonl" (`log.jsonl`), "all" of these, an object with `log(values, step)`, or a list.
+        project_dir: See `ProjectConfiguration`.
+        project_config: The same and more.
+        gradient_accumulation_plugin: Instead of `gradient_accumulation_steps`.
+        kwargs_handlers: `DistributedDataParallelKwargs` and `InitProcessGroupKwargs`.
+
+    Raises:
+        ValueError: If arguments make no sense or contradict one another, or the processes cannot meet.
+        TypeError: If a handler or tracker is of the wrong kind.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool | None = None,
+        downcast_bf16: bool = False,
+        split_batches: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        kwargs_handlers: Iterable[Any] = (),
+    ) -> None:
+        if gradient_accumulation_plugin is not None and gradient_accumulation_steps != 1:
+            raise ValueError("give gradient_accumulation_steps or gradient_accumulation_plugin, not both")
+        self._accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin(gradient_accumulation_steps)
+        project = project_config if project_config is not None else ProjectConfiguration()
+        if project.project_dir is None:
+            project.project_dir = project_dir
+        args = TrainingArguments(
+            mixed_precision=mixed_precision or environment.mixed_precision(),  # type: ignore[arg-type]  # checked there
+            use_cpu=environment.use_cpu() if cpu is None else cpu,
+        )
+        super().__init__(choose_strategy(args, **ddp_options(kwargs_handlers)), log_with, project)
+        self.strategy.setup()
+        self.device_placement = device_placement
+        self.split_batches = split_batches or (dataloader_config is not None and dataloader_config.split_batches)
+        self._prepared = Prepared()
+        settings = {
+            "mixed_precision": self.mixed_precision,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "split_batches": self.split_batches,
+            "downcast_bf16": downcast_bf16,
+        }
+        self._states = States(self.strategy, self.flow, self._prepared, project, settings)
+
+    @property
+    def mixed_precision(self) -> str:
+        """What prepared models compute in: "no", "fp16" or "bf16"."""
+        precision = self.strategy.precision
+        return "no" if precision is None else precision.mode
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Batches of one optimizer step on each process."""
+        return self._accumulation.num_steps
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the batch at hand ends an optimizer step: gradients are complete, the optimizer steps."""
+        return self.flow.sync_gradients
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether an optimizer left out its last step because fp16's gradients had overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next checkpoint that is given no folder."""
+        return self.project_configuration.iteration
+
+    # Preparing
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Makes models, optimizers, DataLoaders and schedulers ready for the hardware and the processes.
+
+        Args:
+            args: In any order; None stays None.
+            device_placement: For each of `args`, whether a loader among them moves its batches.
+
+        Returns:
+            What to use instead, in the same order; one object alone comes back as it is.
+
+        Raises:
+            TypeError: If something is of another kind.
+            ValueError: If a model or loader cannot be prepared, saying why.
+        """
+        placement = device_placement if device_placement is not None else [self.device_placement] * len(args)
+        made: dict[int, Any] = {}
+        # Schedulers last: they follow the prepared optimizers.
+        for number in sorted(range(len(args)), key=lambda number: _is_scheduler(args[number])):
+            made[number] = self._prepare_one(args[number], placement[number])
+        results = tuple(made[number] for number in range(len(args)))
+        return results[0] if len(results) == 1 else results
+
+    def _prepare_one(self, thing: Any, placement: bool) -> Any:
+        if thing is None or isinstance(thing, (PreparedOptimizer, PreparedScheduler, PreparedLoader, SkippedLoader)):
+            return thing
+        if isinstance(thing, torch.nn.Module):
+            return self.prepare_model(thing)
+        if isinstance(thing, torch.optim.Optimizer):
+            return self.prepare_optimizer(thing)
+        if isinstance(thing, DataLoader):
+            return self.prepare_data_loader(thing, placement)
+        if _is_scheduler(thing):
+            return self.prepare_scheduler(thing)
+        raise TypeError(
+            f"prepare() got a {type(thing).__module__}.{type(thing).__qualname__}; it takes models (torch.nn.Module), "
+            "optimizers, DataLoaders and schedulers"
+        )
+
+    def prepare_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Moves a model to the device, in place, and returns what to call instead of it."""
+        if any(each is model for each in self._prepared.models):
+            return model
+        _compute_in_precision(model, self.autocast, self.mixed_precision)
+        prepared = self.strategy.prepare(model)
+        self._prepared.models.append(prepared)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
+        """Returns an optimizer that steps only where an optimizer step ends."""
+        prepared = PreparedOptimizer(optimizer, self.strategy, self.flow)
+        self._prepared.optimizers.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """Returns a scheduler that steps only where its optimizer does."""
+        owner = getattr(scheduler, "optimizer", None)
+        optimizers = self._prepared.optimizers
+        own = [each for each in optimizers if owner is each or owner is each.optimizer]
+        prepared = PreparedScheduler(scheduler, own or optimizers, self.flow)
+        self._prepared.schedulers.append(prepared)
+        return prepared
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None
+    ) -> PreparedLoader:  # fmt: skip
+        """Returns a loader that gives this process its share of the batches; all processes take part."""
+        sampler = getattr(data_loader.sampler, "generator", None) or data_loader.generator
+        seed = torch.initial_seed() if sampler is None else sampler.initial_seed()
+        number = len(self._prepared.loaders)
+        prepared = PreparedLoader(
+            data_loader,
+            self.strategy,
+            self.flow,
+            mix(self.strategy.broadcast(seed), number),  # two loaders of one length are not shuffled alike
+            self.split_batches,
+            self.device_placement if device_placement is None else device_placement,
+        )
+        self._prepared.loaders.append(prepared)
+        return prepared
+
+    def unwrap_model(self, model: torch.nn.Module, keep_fp32_wrapper: bool = True) -> torch.nn.Module:
+        """The user's own module under what `prepare` returned.
+
+        Args:
+            model: Prepared or not.
+            keep_fp32_wrapper: With False, its forward pass is again as it was, without mixed precision.
+        """
+        model = self.strategy.unwrap(model)
+        if not keep_fp32_wrapper and getattr(model.__dict__.get("forward"), "in_precision", False):
+            del model.forward
+        return model
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Lets go of everything that was prepared, and of cached memory; gives back a None for each object."""
+        self._prepared.clear()
+        gc.collect()
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).empty_cache()
+        return [None] * len(objects)
+
+    clear = free_memory
+
+    # A step
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backpropagates the loss of this process's batch, its mean over the batch's samples.
+
+        It is divided by the number of accumulated batches and of processes first, since gradients add up to the sum
+        over all of them. That is exact for powers of two.
+
+        Raises:
+            ValueError: If no model is prepared.
+        """
+        if not self._prepared.models:
+            raise ValueError("backward() comes after prepare(model, …), which was not called")
+        share = self.gradient_accumulation_steps * self.num_processes
+        self.strategy.backward(loss if share == 1 else loss / share)
+
+    @contextlib.contextmanager
+    def accumulate(self, *models: torch.nn.Module) -> Iterator[None]:
+        """The context of one batch: forward, backward, and the optimizer's and scheduler's calls, which act only on
+        the last of `gradient_accumulation_steps` batches, or on the last of a loader.
+
+        Args:
+            models: Those that are trained in it; default: all prepared ones.
+        """  # noqa: D205
+        self.flow.next_batch(self._accumulation.num_steps, self._accumulation.sync_with_dataloader)
+        with contextlib.ExitStack() as stack:
+            for model in () if self.sync_gradients else models or self._prepared.models:
+                stack.enter_context(self.strategy.no_sync(model))
+            yield
+
+    @contextlib.contextmanager
+    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        """The context of a forward and backward pass after which no optimizer step comes: gradients stay here."""
+        with self.strategy.no_sync(model):
+            yield
+
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """The context in which a computation outside of prepared models is done in mixed precision."""
+        with self.strategy.autocast():
+            yield
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor | None:
+        """Scales the gradients down where their norm is larger.
+
+        Args:
+            parameters: Whose gradients.
+            max_norm: The largest norm of all together.
+            norm_type: 2 for the Euclidean norm.
+
+        Returns:
+            The norm before clipping; None while gradients accumulate, which are not clipped.
+        """
+        if (chosen := self._complete(parameters)) is None:
+            return None
+        return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clips each element of the gradients to plus or minus `clip_value`; not while gradients accumulate."""
+        if (chosen := self._complete(parameters)) is not None:
+            torch.nn.utils.clip_grad_value_(chosen, clip_value)
+
+    def _complete(self, parameters: Any) -> list[torch.Tensor] | None:
+        """The parameters, with fp16's scale taken out of their gradients; None where those are not complete."""
+        if not self.sync_gradients:
+            return None
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        wanted = {id(parameter) for parameter in chosen}
+        for optimizer in self._prepared.optimizers:
+            if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]):
+                self.strategy.unscale(optimizer.optimizer)
+        return chosen
+
+    # Saving and loading
+
+    def get_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The model's tensors under the user's own names; all processes take part."""
+        return self.strategy.model_state(model)
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """`torch.save` on the main process; the file is there whole or not at all.
+
+        Args:
+            obj: Anything, or with `safe_serialization` a dict of tensors.
+            f: The file.
+            safe_serialization: Writes safetensors; the file's name must end with `.safetensors`.
+
+        Raises:
+            ValueError: If the name ends otherwise.
+        """
+        path = Path(f)
+        if safe_serialization and path.suffix != ".safetensors":
+            raise ValueError(f"safe_serialization=True writes safetensors, but the file is {str(path)!r}; name it so")
+        if not self.is_main_process:
+            return
+        if safe_serialization:
+            save_tensors(obj, path.parent, path.stem)
+            return
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            torch.save(obj, temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Writes the model for use: safetensors, and `config.json` where it has one; all processes take part.
+
+        Args:
+            model: Prepared or not.
+            save_directory: Made where it is missing.
+            max_shard_size: Bytes, or text such as "2GB".
+            safe_serialization: Must be True: nothing is written as a pickle.
+
+        Raises:
+            ValueError: If `safe_serialization` is False or the size makes no sense.
+        """
+        _refuse_pickles(safe_serialization)
+        state, module = self.strategy.model_state(model), self.strategy.unwrap(model)
+        self.strategy.on_main(lambda: save_model_folder(Path(save_directory), state, module, None, max_shard_size))
+
+    def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
+        """Commits a checkpoint of everything that was prepared or registered; all processes take part.
+
+        It holds models, optimizers, schedulers, where the loaders stand, fp16's scale, the gradients of an unfinished
+        optimizer step, and the generators of every process. Continuing from it is bitwise equal to going on (equal up
+        to rounding where several processes save within an optimizer step, since they keep the sum of their gradients).
+
+        Args:
+            output_dir: The checkpoint's own folder, replaced as a whole where there is one; None:
+                `project_dir/checkpoints/checkpoint_N`, numbered one by one, of which `total_limit` are kept.
+            safe_serialization: Must be True: nothing is written as a pickle.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            ValueError: If there is no folder to write to, or one that holds other things.
+        """
+        _refuse_pickles(safe_serialization)
+        given = None if self.project_configuration.automatic_checkpoint_naming else output_dir
+        return str(self._states.save(_absolute(given)))
+
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> None:
+        """Takes up what `save_state` has saved, once the same objects are prepared; all processes take part.
+
+        Args:
+            input_dir: The checkpoint's folder; None: the newest one of the project that is whole.
+
+        Raises:
+            ValueError: If there is none, it is damaged, or one of other objects, naming what differs.
+        """
+        self._states.load(_absolute(input_dir))
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Makes objects with `state_dict` and `load_state_dict` part of every checkpoint.
+
+        Raises:
+            TypeError: If an object lacks one of them.
+        """
+        check_stateful(objects)
+        self._prepared.registered.extend(objects)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkippedLoader:
+        """See `trainer_kit.accelerator.skip_first_batches`."""
+        return skip_first_batches(dataloader, num_batches)
+
+
+def _is_scheduler(thing: Any) -> bool:
+    """Whether it looks like one; they have no common class (ReduceLROnPlateau, transformers', the user's own)."""
+    names = ("step", "state_dict", "load_state_dict")
+    kinds = (torch.nn.Module, torch.optim.Optimizer, DataLoader, type)
+    return all(hasattr(thing, name) for name in names) and not isinstance(thing, kinds)
+
+
+def _compute_in_precision(model: torch.nn.Module, autocast: Callable[[], Any], mode: str) -> None:
+    """Lets the model's own forward pass compute in mixed precision, with outputs in float32.
+
+    A method of the instance, so that what asks for the model's class or attributes, and copies of it, work as before.
+    """
+    if mode == "no" or getattr(model.__dict__.get("forward"), "in_precision", False):
+        return
+    inner = model.forward
+    function: Any = inner.__func__ if isinstance(inner, types.MethodType) else lambda _, *args, **kw: inner(*args, **kw)
+
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with autocast():
+            output = function(self, *args, **kwargs)
+        return map_tensors(_to_float32, output)
+
+    for name in ("__doc__", "__name__", "__qualname__"):
+        setattr(forward, name, getattr(function, name))
+    forward.__wrapped__ = function  # type: ignore[attr-defined]  # its signature is asked for
+    forward.in_precision = True  # type: ignore[attr-defined]
+    model.forward = types.MethodType(forward, model)
+
+
+def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _refuse_pickles(safe_serialization: bool) -> None:
+    if not safe_serialization:
+        raise ValueError("safe_serialization=False would write a pickle; only safetensors are written")
+
+
+def _absolute(directory: str | os.PathLike[str] | None) -> Path | None:
+    return None if directory is None else Path(directory).expanduser().absolute()

@@ -1,0 +1,408 @@
+"""Prepared loaders: a DataLoader's batches in an order that can be gone on with, dealt out to the processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Iterator
+from itertools import cycle, islice
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from trainer_kit.accelerator.stepping import Flow
+from trainer_kit.data.fetch import set_epoch
+from trainer_kit.data.order import mix
+from trainer_kit.strategies.base import Strategy, generators_kept, seed_generators
+from trainer_kit.trees import tensors
+
+logger = logging.getLogger("trainer_kit")
+
+_END = object()
+
+
+class Job(NamedTuple):
+    """One batch of this process, to be read.
+
+    Attributes:
+        epoch: Number of the pass.
+        number: Number of the batch among those of all processes: from it follows what is random in reading.
+        indices: What the sampler gave.
+        real: How many of them are no repeats.
+        last: Whether it is the pass's last.
+    """
+
+    epoch: int
+    number: int
+    indices: list[Any]
+    real: int
+    last: bool
+
+
+@dataclasses.dataclass(slots=True)
+class Dealt:
+    """A batch that was read, with its number of rows, the number of those that are no repeats, and `Job.last`."""
+
+    rows: int
+    real: int
+    last: bool
+    batch: Any
+
+
+class Reader(Dataset[Any]):
+    """Reads and collates jobs; what is random in that is a function of (seed, epoch, number), in any process."""
+
+    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+        self.dataset: Any = loader.dataset
+        self.collate = loader.collate_fn
+        self.in_batches = loader.batch_sampler is not None
+        self.seed = seed
+        self.epoch: int | None = None
+
+    def __getitem__(self, job: Job) -> tuple[int, int, bool, Any]:
+        if job.epoch != self.epoch:
+            self.epoch = job.epoch
+            set_epoch(self.dataset, job.epoch)
+        seed_generators(mix(self.seed, job.epoch, job.number))
+        if self.in_batches:
+            return len(job.indices), job.real, job.last, self.collate(self._samples(job.indices))
+        batch = self.collate(self.dataset[job.indices[0]])
+        return rows_of(batch), rows_of(batch) if job.real else 0, job.last, batch
+
+    def _samples(self, indices: list[Any]) -> Any:
+        if getattr(self.dataset, "__getitems__", None):
+            return self.dataset.__getitems__(indices)
+        return [self.dataset[index] for index in indices]
+
+
+class Stand(NamedTuple):
+    """Where a loader stood when it was saved.
+
+    Attributes:
+        epoch: Number of the pass.
+        position: Batches that it had given.
+        open: Whether it was being read.
+        complete: Whether the last batch was given.
+    """
+
+    epoch: int
+    position: int
+    open: bool
+    complete: bool
+
+
+class PreparedLoader:
+    """The user's DataLoader, whose batches come in an order f(seed, epoch), each to one process, on its device.
+
+    The n-th batch goes to process n modulo their number, so that all of them together see the order that one alone
+    would. Where the last round is not full, samples of the epoch's beginning are repeated, so that all processes have
+    equally many batches; `Accelerator.gather_for_metrics` leaves them out. A DataLoader with `drop_last` leaves out the
+    round instead. What is random in reading a batch is a function of (seed, epoch, batch) too, whatever the workers,
+    and leaves the global generators alone. An own sampler must get its randomness from the global generators, from its
+    `generator`, or from `set_epoch`.
+
+    An iterable dataset, or a DataLoader of a class that iterates in a way of its own, is read whole by every process,
+    which keeps its share of the batches.
+
+    All else of the DataLoader (`dataset`, `batch_size`, …) can be read here too.
+
+    Args:
+        loader: The user's own.
+        strategy: Where the batches go.
+        flow: Is told which loader is being read.
+        seed: The same on all processes.
+        split_batches: See `DataLoaderConfiguration`.
+        device_placement: Whether batches are moved to the device.
+
+    Attributes:
+        loader: The user's own.
+        epoch: Number of the pass that is being read or comes next.
+        gave_last: Whether the batch that was given last is the pass's last.
+        rows: Rows of the batch that was given last.
+        real: How many of them are no repeats.
+
+    Raises:
+        ValueError: If the DataLoader spreads its samples over processes itself, or cannot be split.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        strategy: Strategy,
+        flow: Flow,
+        seed: int,
+        split_batches: bool = False,
+        device_placement: bool = True,
+    ) -> None:
+        self.loader = loader
+        self.epoch = 0
+        self.gave_last, self.rows, self.real = False, 0, 0
+        self._strategy = strategy
+        self._flow = flow
+        self._seed = seed
+        self._placement = device_placement
+        self._world, self._rank = strategy.world_size, strategy.rank
+        self._splits = split_batches and self._world > 1
+        self._streams = isinstance(loader.dataset, IterableDataset) or type(loader).__iter__ is not DataLoader.__iter__
+        samplers = () if self._streams else (loader.batch_sampler, loader.sampler)
+        self._samplers = [sampler for sampler in samplers if sampler is not None]
+        self._position, self._open = 0, False
+        self._stand: Stand | None = None
+        self._workers: DataLoader[Any] | None = None
+        self._check(loader)
+
+    def _check(self, loader: DataLoader[Any]) -> None:
+        if isinstance(loader.sampler, DistributedSampler):
+            raise ValueError(
+                "a DataLoader has a DistributedSampler, but prepare() spreads its batches over the processes itself; "
+                "give it shuffle=True instead"
+            )
+        if self._splits and (self._streams or not self.batch_rows or self.batch_rows % self._world):
+            what = "an iterable dataset" if self._streams else f"batches of {self.batch_rows}"
+            raise ValueError(
+                f"split_batches=True cannot split {what} over {self._world} processes; use a dataset with indices and "
+                "a batch size that they divide"
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        """Batches of each process in one pass."""
+        batches, size = len(self.loader), 1 if self._splits else self._world
+        return batches // size if self._drops else -(-batches // size)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.passing()
+
+    @property
+    def batch_rows(self) -> int | None:
+        """Samples of one of the DataLoader's own batches; None where that is not known."""
+        size: int | None = getattr(self.loader.batch_sampler, "batch_size", self.loader.batch_size)
+        return size
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples of one batch on all processes together; None where that is not known."""
+        rows = self.batch_rows
+        return rows if rows is None or self._splits else rows * self._world
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the dataset."""
+        return len(self.loader.dataset)  # type: ignore[arg-type]
+
+    @property
+    def _drops(self) -> bool:
+        return bool(getattr(self.loader.batch_sampler, "drop_last", self.loader.drop_last))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Gives the next pass a number. One that `load_state` has found broken off goes on if it has that number."""
+        if self._stand is None or epoch != self._stand.epoch:
+            self.epoch, self._position, self._stand = epoch, 0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands."""
+        stand = self._stand or Stand(self.epoch, self._position, self._open, self._position > 0 and self.gave_last)
+        return {**stand._asdict(), "seed": self._seed, "total_batch_size": self.total_batch_size}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on there: a pass that was being read goes on after its last batch, in the next `for` loop over it."""
+        stand = Stand(*(state_dict[name] for name in Stand._fields))
+        before, now = state_dict["total_batch_size"], self.total_batch_size
+        if before != now and before and now:
+            if (stand.position * before) % now and not stand.complete:
+                logger.warning("batches have %d samples now, %d before: some are seen again", now, before)
+            stand = stand._replace(position=stand.position * before // now)
+        self._seed, self._position = state_dict["seed"], 0
+        self.epoch = stand.epoch + (stand.position > 0 and not stand.open)
+        self._stand = stand if stand.position else None
+
+    def passing(self, skip: int | None = None) -> Iterator[Any]:
+        """One pass: the next one, or the rest of one that `load_state` has found broken off.
+
+        Args:
+            skip: Batches to leave out, counted from the beginning of the pass, also where that goes on.
+        """
+        epoch, position = self._begin(skip)
+        if skip is None and position:
+            logger.info("a loader goes on after batch %d of epoch %d", position, epoch)
+        self.epoch, self._position, self._open, self.gave_last = epoch, position, True, False
+        dealt = self._streamed(epoch, position) if self._streams else self._read(epoch, position)
+        self._flow.loaders.append(self)
+        try:
+            for each in self._strategy.prepare_loader(dealt) if self._placement else dealt:
+                self._position += 1
+                self.gave_last, self.rows, self.real = each.last, each.rows, each.real
+                yield self._placed(each)
+            self.epoch, self._position = epoch + 1, 0
+        finally:
+            self._open = False
+            self._flow.loaders.remove(self)
+
+    def _begin(self, skip: int | None) -> tuple[int, int]:
+        """Number of the pass that begins or goes on, and where in it."""
+        stand, self._stand = self._stand, None
+        if stand is None:
+            return self.epoch + (self._position > 0), skip or 0
+        if skip is None:
+            goes_on = stand.open
+        elif stand.complete:
+            goes_on = skip >= stand.position
+        else:
+            goes_on = stand.open or skip == stand.position
+        if not goes_on:
+            return stand.epoch + 1, skip or 0
+        return stand.epoch, stand.position if skip is None else skip
+
+    def _placed(self, dealt: Dealt) -> Any:
+        """The batch on the device; not kept here, so that the memory is free once the user lets go of it."""
+        batch, dealt.batch = dealt.batch, None
+        return self._strategy.to_device(batch) if self._placement else batch
+
+    # Datasets with indices
+
+    def _read(self, epoch: int, position: int) -> Iterator[Dealt]:
+        jobs = self._jobs(epoch, position)
+        if self.loader.num_workers:
+            return (Dealt(*each) for each in self._by_workers(jobs))
+        reader = Reader(self.loader, self._seed)
+        return (Dealt(*each) for each in self._apart(map(reader.__getitem__, jobs)))
+
+    def _apart(self, items: Iterator[Any]) -> Iterator[Any]:
+        """What is read here leaves the global generators alone."""
+        while True:
+            with generators_kept(self._strategy.device):
+                item = next(items, _END)
+            if item is _END:
+                return
+            yield item
+
+    def _by_workers(self, jobs: Iterator[Job]) -> Iterator[Any]:
+        loader = self.loader
+        if self._workers is None or not loader.persistent_workers:
+            self._workers = DataLoader(
+                Reader(loader, self._seed),
+                batch_size=None,
+                sampler=_Jobs(jobs),
+                collate_fn=_as_is,
+                num_workers=loader.num_workers,
+                pin_memory=loader.pin_memory and self._strategy.pins_memory,
+                timeout=loader.timeout,
+                worker_init_fn=loader.worker_init_fn,
+                multiprocessing_context=loader.multiprocessing_context,
+                generator=torch.Generator(),  # else the global one would be drawn from
+                prefetch_factor=loader.prefetch_factor,
+                persistent_workers=loader.persistent_workers,
+            )
+        assert isinstance(self._workers.sampler, _Jobs)
+        self._workers.sampler.jobs = jobs
+        return iter(self._workers)
+
+    def _jobs(self, epoch: int, position: int) -> Iterator[Job]:
+        first: list[Any] = []
+        rounds = _rounds(self._batches(epoch), 1 if self._splits else self._world, self._drops)
+        for number, (batches, last) in enumerate(rounds):
+            if not first:
+                first = [index for batch in batches for index in batch]
+            if number < position:
+                continue
+            indices, real = self._share(batches, cycle(first), last)
+            yield Job(epoch, number * self._world + self._rank, indices, real, last)
+
+    def _batches(self, epoch: int) -> Iterator[list[Any]]:
+        """The batches of all processes, as the user's samplers give them."""
+        loader, seed = self.loader, mix(self._seed, epoch)
+        sampler, in_batches = self._samplers[0], loader.batch_sampler is not None
+        with generators_kept(self._strategy.device):
+            self._seed_samplers(seed)
+            for each in self._samplers:
+                set_epoch(each, epoch)
+            drawn: Iterable[Any] = list(sampler) if hasattr(sampler, "__len__") else sampler
+        return (list(each) if in_batches else [each] for each in drawn)
+
+    def _seed_samplers(self, seed: int) -> None:
+        seed_generators(seed)
+        for owner in (self.loader, *self._samplers):
+            if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
+                generator.manual_seed(seed)
+
+    def _share(self, batches: list[list[Any]], repeats: Iterator[Any], last: bool) -> tuple[list[Any], int]:
+        """This process's part of a round, and how many of it are no repeats; `repeats` complete the last round."""
+        if self._world == 1:
+            return batches[0], len(batches[0])
+        rows = self.batch_rows or 0
+        if self._splits:
+            batch = batches[0]
+            part = -(-max(len(batch), rows if last else 0) // self._world)
+            start = self._rank * part
+            filled = batch + list(islice(repeats, part * self._world - len(batch)))
+            return filled[start : start + part], min(max(len(batch) - start, 0), part)
+        shares = [batches[number] if number < len(batches) else [] for number in range(self._world)]
+        wanted = [max(rows if last else 0, len(share), 1) - len(share) for share in shares]
+        before = sum(wanted[: self._rank])  # of the repeats, these are for others
+        share = shares[self._rank]
+        return share + list(islice(repeats, before, before + wanted[self._rank])), len(share)
+
+    # Iterable datasets
+
+    def _streamed(self, epoch: int, position: int) -> Iterator[Dealt]:
+        first: list[Any] = []
+        rounds = _rounds(self._stream(epoch), self._world, self._drops)
+        for number, (batches, last) in enumerate(rounds):
+            if not first and self._world > 1:
+                first = batches
+            if number < position:
+                continue
+            is_real = self._rank < len(batches)
+            batch = batches[self._rank] if is_real else first[self._rank % len(first)]
+            rows = rows_of(batch)
+            yield Dealt(rows, rows if is_real else 0, last, batch)
+
+    def _stream(self, epoch: int) -> Iterator[Any]:
+        set_epoch(self.loader.dataset, epoch)
+        with generators_kept(self._strategy.device):
+            self._seed_samplers(mix(self._seed, epoch))
+            batches = iter(self.loader)
+        return self._apart(self._seeded(batches, epoch))
+
+    def _seeded(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
+        number = 0
+        while True:
+            seed_generators(mix(self._seed, epoch, number))
+            batch = next(batches, _END)
+            if batch is _END:
+                return
+            yield batch
+            number += 1
+
+
+class _Jobs:
+    """What the workers are to read in this pass; persistent workers get another list in each."""
+
+    def __init__(self, jobs: Iterator[Job]) -> None:
+        self.jobs = jobs
+
+    def __iter__(self) -> Iterator[Job]:
+        return self.jobs
+
+
+def rows_of(batch: Any) -> int:
+    """The size of the first dimension of a batch; 1 where it holds no tensor that has one."""
+    first = next((tensor for tensor in tensors(batch) if tensor.ndim), None)
+    return 1 if first is None else first.shape[0]
+
+
+def _rounds(batches: Iterator[Any], size: int, drops_last: bool) -> Iterator[tuple[list[Any], bool]]:
+    """Batches in rounds of `size`, each with whether it is the last."""
+    ahead = list(islice(batches, size))
+    while ahead and not (drops_last and len(ahead) < size):
+        current, ahead = ahead, list(islice(batches, size))
+        yield current, not ahead or (drops_last and len(ahead) < size)
+
+
+def _as_is(item: Any) -> Any:
+    return item

@@ -1,0 +1,329 @@
+"""What `Accelerator.save_state` keeps, in the format of the Trainer's checkpoints, and how it is taken up again."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer_kit.accelerator.loader import PreparedLoader
+from trainer_kit.accelerator.options import ProjectConfiguration
+from trainer_kit.accelerator.stepping import Flow, PreparedOptimizer, PreparedScheduler
+from trainer_kit.checkpoint import (
+    CheckpointError,
+    find_checkpoints,
+    load_checkpoint_in_model,
+    newest_valid,
+    prune,
+    read_state,
+    remove_stale_staging,
+    save_tensors,
+    verify,
+    write_checkpoint,
+)
+from trainer_kit.checkpoint.export import save_pretrained_files
+from trainer_kit.checkpoint.format import Manifest, list_files
+from trainer_kit.checkpoint.reader import recover_replaced
+from trainer_kit.state import Stateful
+from trainer_kit.strategies.base import Strategy
+
+logger = logging.getLogger("trainer_kit")
+
+PREFIX = "checkpoint_"
+
+
+@dataclasses.dataclass
+class Prepared:
+    """All that an Accelerator has prepared, in order, and what is registered for its checkpoints."""
+
+    models: list[torch.nn.Module] = dataclasses.field(default_factory=list)
+    optimizers: list[PreparedOptimizer] = dataclasses.field(default_factory=list)
+    schedulers: list[PreparedScheduler] = dataclasses.field(default_factory=list)
+    loaders: list[PreparedLoader] = dataclasses.field(default_factory=list)
+    registered: list[Any] = dataclasses.field(default_factory=list)
+
+    def counts(self) -> dict[str, int]:
+        """How many there are of each kind."""
+        kinds = ("models", "optimizers", "schedulers", "loaders")
+        return {kind: len(getattr(self, kind)) for kind in kinds}
+
+    def clear(self) -> None:
+        """Lets go of all of them."""
+        for field in dataclasses.fields(self):
+            getattr(self, field.name).clear()
+
+
+class States:
+    """Saves and loads the state of a hand-written loop.
+
+    Args:
+        strategy: Set up.
+        flow: Where the loop is.
+        prepared: What is kept.
+        project: Where checkpoints go that are given no folder.
+        settings: Kept with each checkpoint, for people.
+
+    Attributes:
+        run_id: The same for all starts that load one another; only checkpoints that carry it are removed.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        flow: Flow,
+        prepared: Prepared,
+        project: ProjectConfiguration,
+        settings: dict[str, Any],
+    ) -> None:
+        self.strategy = strategy
+        self.flow = flow
+        self.prepared = prepared
+        self.project = project
+        self.settings = settings
+        self.run_id = uuid.uuid4().hex
+
+    # Saving
+
+    def save(self, output_dir: Path | None) -> Path:
+        """Commits a checkpoint; all processes take part.
+
+        Raises:
+            ValueError: If there is no folder to write to, or one that holds other things.
+        """
+        folder = self._folder(output_dir, "save_state()")
+        models = [self.strategy.model_state(model) for model in self.prepared.models]
+        states = self._states()
+        directory = self.strategy.on_main(lambda: self._commit(folder, output_dir, models, states))
+        if output_dir is None:
+            self.project.iteration = int(directory.name.removeprefix(PREFIX)) + 1
+        self.strategy.report_progress(self.flow.steps)
+        logger.info("saved %s", directory)
+        return directory
+
+    def _folder(self, given: Path | None, call: str) -> Path:
+        """The folder in which checkpoints lie."""
+        if given is not None:
+            return given.parent
+        if self.project.project_dir is None:
+            raise ValueError(f"{call} needs a folder; give it one, or give Accelerator project_dir=")
+        return Path(self.project.project_dir).expanduser().absolute() / "checkpoints"
+
+    def _states(self) -> dict[str, Any]:
+        """Everything but the models' weights, by name; all processes take part."""
+        prepared, precision = self.prepared, self.strategy.precision
+        states: dict[str, Any] = {
+            "accelerator": {
+                "counts": prepared.counts(),
+                "run_id": self.run_id,
+                "steps": self.flow.steps,
+                "batches": self.flow.batches,
+            },
+            "loaders": [loader.state_dict() for loader in prepared.loaders],
+            "precision": precision.state_dict() if precision is not None else {},
+            "gradients": self._gradients() if self.flow.batches else {},
+        }
+        for name, each in _numbered("optimizer", prepared.optimizers):
+            states[name] = each.state_dict()
+        for name, each in _numbered("lr_scheduler", prepared.schedulers):
+            states[name] = each.state_dict()
+        for name, each in self._registered():
+            states[name] = each.state_dict()
+        for rank, state in enumerate(self.strategy.gather_object(_generators(self.strategy.device))):
+            states[f"rng-{rank:05d}"] = state
+        return states
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients of a step that is not complete yet, summed over the processes."""
+        named = self._trained()
+        held = self.strategy.sum_numbers([int(parameter.grad is not None) for _, parameter in named])
+        summed = {}
+        for (name, parameter), holders in zip(named, held, strict=True):
+            if holders:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                summed[name] = self.strategy.all_reduce(gradient.to_dense())
+        return summed
+
+    def _trained(self) -> list[tuple[str, torch.Tensor]]:
+        return [
+            (f"{number}.{name}", parameter)
+            for number, model in enumerate(self.prepared.models)
+            for name, parameter in self.strategy.unwrap(model).named_parameters()
+            if parameter.requires_grad
+        ]
+
+    def _registered(self) -> Iterator[tuple[str, Any]]:
+        """The registered objects by their classes' names: `custom_EMA`, the second of its kind `custom_EMA_1`."""
+        seen: Counter[str] = Counter()
+        for each in self.prepared.registered:
+            name = type(each).__name__
+            yield f"custom_{name}" + (f"_{seen[name]}" if seen[name] else ""), each
+            seen[name] += 1
+
+    def _commit(self, folder: Path, output_dir: Path | None, models: list[Any], states: dict[str, Any]) -> Path:
+        """On the main process."""
+        if output_dir is None:
+            remove_stale_staging(folder)
+            there = find_checkpoints(folder, PREFIX)
+            number = max([self.project.iteration, *(_number(path) + 1 for path in there[-1:])])
+            output_dir = folder / f"{PREFIX}{number}"
+        else:
+            there = []
+            _refuse_to_replace(output_dir)
+
+        def write_more(staging: Path) -> None:
+            for name, state in list(_numbered("model", models))[1:]:
+                save_tensors(state, staging, name)
+            if models:
+                save_pretrained_files(self.strategy.unwrap(self.prepared.models[0]), None, staging)
+
+        directory = write_checkpoint(
+            folder,
+            self.flow.steps,
+            models[0] if models else {},
+            states,
+            arguments=self.settings,
+            world_size=self.strategy.world_size,
+            extra=write_more,
+            name=output_dir.name,
+        )
+        if there and self.project.total_limit is not None:
+            prune([*(path for path in there if self._is_own(path)), directory], self.project.total_limit, ())
+        return directory
+
+    def _is_own(self, directory: Path) -> bool:
+        try:
+            state = read_state(directory, "accelerator")
+        except CheckpointError:
+            return False  # a damaged one: not this run's to judge or remove
+        return state is not None and state["run_id"] == self.run_id
+
+    # Loading
+
+    def load(self, input_dir: Path | None) -> Path:
+        """Takes up a checkpoint: the given one, or the project's newest that is whole; all processes take part.
+
+        Raises:
+            ValueError: If there is none, it is damaged, or one of other objects, naming what differs.
+        """
+        directory = self.strategy.on_main(lambda: self._found(input_dir))
+        source, prepared = self.strategy.local_copy(directory), self.prepared
+        state = read_state(source, "accelerator")
+        if state is None:
+            raise ValueError(f"{directory} holds no state of save_state(); a Trainer's is resumed by the Trainer")
+        _check_counts(state["counts"], prepared.counts(), directory)
+        for name, model in _numbered("model", prepared.models):
+            load_checkpoint_in_model(self.strategy.unwrap(model), source, stem=name)
+        for name, each in (
+            *_numbered("optimizer", prepared.optimizers),
+            *_numbered("lr_scheduler", prepared.schedulers),
+            *self._registered(),
+        ):
+            if (saved := read_state(source, name)) is None:
+                raise ValueError(f"{directory} holds nothing for {name}; register the same objects before load_state()")
+            each.load_state_dict(saved)
+        if self.strategy.precision is not None:
+            self.strategy.precision.load_state_dict(read_state(source, "precision") or {})
+        for loader, saved in zip(prepared.loaders, read_state(source, "loaders") or [], strict=True):
+            loader.load_state_dict(saved)
+        self.run_id, self.flow.steps, self.flow.batches = state["run_id"], state["steps"], state["batches"]
+        self._restore_gradients(read_state(source, "gradients") or {})
+        if (generators := read_state(source, f"rng-{self.strategy.rank:05d}")) is None:
+            logger.warning("%s was made by fewer processes: this one's generators stay as they are", directory)
+        else:
+            _set_generators(generators, self.strategy.device)
+        logger.info("loaded %s, saved after %d optimizer steps", directory, self.flow.steps)
+        return directory
+
+    def _found(self, input_dir: Path | None) -> Path:
+        """On the main process: the checkpoint to load, verified."""
+        folder = self._folder(input_dir, "load_state()")
+        if input_dir is None:
+            found = newest_valid(folder, logger.warning, PREFIX)
+            if found is None:
+                raise ValueError(f"load_state() found no whole checkpoint in {folder}; save_state() writes them there")
+            return found
+        recover_replaced(folder)
+        verify(input_dir)
+        return input_dir
+
+    def _restore_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
+        for name, parameter in self._trained():
+            parameter.grad = None
+            if name in gradients and self.strategy.is_main:  # of all processes together: one of them has to have it
+                parameter.grad = gradients[name].to(parameter.device, parameter.dtype)
+
+
+def check_stateful(objects: Iterable[Any]) -> None:
+    """Refuses what could not be saved.
+
+    Raises:
+        TypeError: If an object lacks `state_dict` or `load_state_dict`.
+    """
+    for each in objects:
+        if isinstance(each, type) or not isinstance(each, Stateful):
+            raise TypeError(
+                f"register_for_checkpointing() got {each!r}, which has no state_dict() or load_state_dict(); only "
+                "objects that have both can be kept"
+            )
+
+
+def _numbered(name: str, objects: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Names them: model, model_1, model_2 and so on."""
+    return ((f"{name}_{number}" if number else name, each) for number, each in enumerate(objects))
+
+
+def _number(path: Path) -> int:
+    return int(path.name.removeprefix(PREFIX))
+
+
+def _check_counts(saved: dict[str, int], now: dict[str, int], directory: Path) -> None:
+    for kind, count in saved.items():
+        if count != now[kind]:
+            raise ValueError(
+                f"{directory} holds the state of {count} {kind}, but {now[kind]} are prepared; prepare() the same "
+                "objects in the same order before load_state()"
+            )
+
+
+def _refuse_to_replace(directory: Path) -> None:
+    """A checkpoint is replaced as a whole: nothing else may be in its folder.
+
+    Raises:
+        ValueError: If something is.
+    """
+    if not directory.exists():
+        return
+    try:
+        known = Manifest.read(directory).files
+        others = [path.name for path in list_files(directory) if path.relative_to(directory).as_posix() not in known]
+    except CheckpointError:
+        others = [path.name for path in directory.iterdir()] + ["manifest.json"]
+    if others := [name for name in others if name != "manifest.json"]:
+        raise ValueError(
+            f"save_state() would replace {directory}, which holds {others[0]!r}; give a folder that holds nothing but "
+            "a checkpoint"
+        )
+
+
+def _generators(device: torch.device) -> dict[str, Any]:
+    """The states of this process's generators."""
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if device.type != "cpu":
+        states["device"] = torch.get_device_module(device).get_rng_state()
+    return states
+
+
+def _set_generators(states: dict[str, Any], device: torch.device) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if device.type != "cpu" and "device" in states:
+        torch.get_device_module(device).set_rng_state(states["device"])

@@ -1,0 +1,144 @@
+"""Prepared optimizers and schedulers, and what all prepared objects of an Accelerator share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from trainer_kit.strategies.base import Strategy
+
+
+class BeingRead(Protocol):
+    """What a prepared loader tells of the batch that it gave last: see `PreparedLoader`."""
+
+    gave_last: bool
+    rows: int
+    real: int
+
+
+class Flow:
+    """Where the user's loop is.
+
+    Attributes:
+        sync_gradients: Whether this batch ends an optimizer step.
+        batches: Batches that the unfinished optimizer step has had so far.
+        steps: Optimizer steps taken.
+        loaders: The prepared loaders that are being read, the innermost last.
+    """
+
+    def __init__(self) -> None:
+        self.sync_gradients = True
+        self.batches = 0
+        self.steps = 0
+        self.loaders: list[BeingRead] = []
+
+    def next_batch(self, accumulation: int, ends_with_loader: bool) -> None:
+        """Counts one more batch, and whether it ends an optimizer step."""
+        at_the_end = ends_with_loader and bool(self.loaders) and self.loaders[-1].gave_last
+        self.batches += 1
+        self.sync_gradients = at_the_end or self.batches >= accumulation
+        if self.sync_gradients:
+            self.batches = 0
+
+
+class PreparedOptimizer(torch.optim.Optimizer):
+    """The user's optimizer, which steps and clears gradients only where an optimizer step ends.
+
+    Args:
+        optimizer: The user's own.
+        strategy: Takes the step.
+        flow: Says where a step ends.
+
+    Attributes:
+        optimizer: The user's own.
+        step_was_skipped: Whether the last step was left out because fp16's gradients had overflowed.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, strategy: Strategy, flow: Flow) -> None:
+        # Not super().__init__(): parameters and state are the user's optimizer's.
+        self.optimizer = optimizer
+        self.step_was_skipped = False
+        self._strategy = strategy
+        self._flow = flow
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients, unless an optimizer step is unfinished."""
+        if self._flow.sync_gradients:
+            self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Takes a step, unless more batches belong to it.
+
+        Raises:
+            ValueError: If `closure` is given together with fp16.
+        """
+        if not self._flow.sync_gradients:
+            return None
+        precision = self._strategy.precision
+        scaler = precision.scaler if precision is not None else None
+        if closure is not None:
+            if scaler is not None:
+                raise ValueError("step(closure) cannot be left out where fp16 overflows; use bf16, or step()")
+            self._flow.steps += 1
+            return self.optimizer.step(closure)
+        before = scaler.get_scale() if scaler is not None else 0.0
+        self._strategy.step(self.optimizer)
+        # The scaler halves its scale exactly where it left out the step.
+        self.step_was_skipped = scaler is not None and scaler.get_scale() < before
+        self._flow.steps += 1
+        return None
+
+
+class PreparedScheduler:
+    """The user's scheduler, which steps once per optimizer step, whatever the number of processes.
+
+    It does not step where its optimizer has not: while gradients accumulate, and where fp16's gradients overflowed.
+
+    Args:
+        scheduler: The user's own.
+        optimizers: Whose steps it follows.
+        flow: Says where a step ends.
+    """
+
+    def __init__(self, scheduler: Any, optimizers: Sequence[PreparedOptimizer], flow: Flow) -> None:
+        self.scheduler = scheduler
+        self.optimizers = optimizers
+        self._flow = flow
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Steps as the user's scheduler does, with the same arguments."""
+        if self._flow.sync_gradients and not any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            self.scheduler.step(*args, **kwargs)

@@ -1,0 +1,93 @@
+"""What the processes of a run settle between them: that they run the same thing, and what is due after a step."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from trainer_kit.data.loader import Window
+from trainer_kit.run import Run
+from trainer_kit.state import Requests
+
+_PACKAGES = ("trainer_kit", "torch", "transformers", "numpy")
+
+
+class Agreement:
+    """Makes what one process asks for the wish of all.
+
+    A callback asks on its own process, and a signal reaches one at any moment. So `run.requests` holds what this
+    process asked for since the last reduction, and `due` what all know of and nobody has done yet.
+
+    Args:
+        run: Its strategy is set up.
+
+    Attributes:
+        due: What is to be done, the same on all processes.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.due = Requests()
+
+    def reach(self, window: Window | None = None) -> bool:
+        """Takes up what any process asked for, and sums the counts of the next step's `window`, in one reduction.
+
+        Returns:
+            Whether anything is due.
+        """
+        run, due = self.run, self.due
+        asked = run.requests
+        leaves = asked.exit_code is not None and due.exit_code is None  # never cleared: a signal may set it right now
+        flags = [asked.log, asked.evaluate, asked.save, asked.stop, leaves]
+        asked.log = asked.evaluate = asked.save = asked.stop = False
+        sums = run.strategy.sum_numbers([*flags, *(window.numbers() if window is not None else (0, 0, 0, 0))])
+        if window is not None:
+            window.set_numbers(sums[len(flags) :], run.strategy.all_reduce)
+        if not any(sums[: len(flags)]):
+            return due.log or due.evaluate or due.save or due.stop
+        due.log, due.evaluate = due.log or bool(sums[0]), due.evaluate or bool(sums[1])
+        due.save, due.stop = due.save or bool(sums[2]), due.stop or bool(sums[3])
+        if sums[4]:
+            codes = run.strategy.gather_object(asked.exit_code if leaves else None)
+            due.exit_code = next(code for code in codes if code is not None)
+            run.requests.exit_code = due.exit_code
+            due.stop = True
+            due.save = due.save or run.args.save_strategy != "no"
+        return True
+
+
+def check_same_start(run: Run) -> None:
+    """Compares versions, script, arguments and data over the processes of a run.
+
+    Raises:
+        ValueError: Naming the first process and the first of these that differs.
+    """
+    facts: dict[str, Any] = {"the version of Python": platform.python_version()}
+    facts |= {f"the version of {name}": _version(name) for name in _PACKAGES}
+    facts["the script"] = _script()
+    facts |= run.args.to_dict()
+    for role in ("train_dataset", "eval_dataset"):
+        dataset = getattr(run, role)
+        facts[f"the length of {role}"] = len(dataset) if hasattr(dataset, "__len__") else None
+    run.strategy.check_same(facts)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return torch.__version__ if package == "torch" else importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _script() -> str | None:
+    """Name and checksum of what runs as the main program; None in a notebook."""
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    if path is None or not Path(path).is_file():
+        return None
+    return f"{Path(path).name} ({xxhash.xxh3_64_hexdigest(Path(path).read_bytes())})"

@@ -1,0 +1,107 @@
+"""Start a script on several processes and machines."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from trainer_kit.launch.config import LaunchConfig, default_path
+
+RUNNER = "trainer_kit.launch.script"
+
+# Option, what it is read as, and its help. The names are those of `LaunchConfig`.
+_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("num-processes", {"type": int, "metavar": "N", "help": "processes on all machines together (default: one a GPU)"}),
+    ("num-nodes", {"type": int, "metavar": "N", "help": "machines"}),
+    ("node-rank", {"type": int, "metavar": "N", "help": "number of this machine, from 0"}),
+    ("master-addr", {"metavar": "ADDRESS", "help": "name or address of machine 0"}),
+    ("master-port", {"type": int, "metavar": "PORT", "help": "its port (default: a free one, or 29500)"}),
+    ("max-restarts", {"type": int, "metavar": "N", "help": "start anew up to N times, while the run gets on"}),
+    ("rdzv-backend", {"choices": ("static", "c10d"), "help": "how machines find one another"}),
+    ("rdzv-id", {"metavar": "NAME", "help": "name of the run, the same on all machines"}),
+    ("start-timeout", {"type": float, "metavar": "SECONDS", "help": "how long to wait for other machines"}),
+    ("mixed-precision", {"choices": ("no", "fp16", "bf16"), "help": "what to compute in"}),
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options, each with dashes and with underscores, the script and its arguments."""
+    parser.usage = "trainer-kit launch [options] [-m] script.py|module [arguments of the script]"
+    parser.allow_abbrev = False
+    for name, settings in _OPTIONS:
+        _add(parser, name, settings)
+    _add(parser, "cpu", {"action": "store_true", "help": "train on the CPU though there are GPUs"})
+    _add(parser, "config", {"metavar": "FILE", "help": f"a file of `trainer-kit config` (default: {default_path()})"})
+    _add(
+        parser,
+        "log-dir",
+        {"metavar": "DIR", "help": "where ranks after the first write (default: a temporary one)"},
+    )
+    _add(parser, "prefix", {"action": "store_true", "help": "show the output of all ranks, each line after [rank N]"})
+    _add(parser, "dry-run", {"action": "store_true", "help": "print what would be started"})
+    parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
+    parser.add_argument("script", help="what to run in each process")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Starts the script and returns 0, or the exit code of the rank that failed, or 143 or 130 after a signal."""
+    from trainer_kit.launch.processes import Logs, ProcessesLeft, ProcessFailed, planned, run_processes
+
+    config = read_config(options)
+    if not options.module and not os.path.isfile(options.script):
+        raise FileNotFoundError(f"there is no script {options.script!r}; for a module write -m before its name")
+    module = ["-m"] if options.module else []
+    words = ["-m", RUNNER, *module, options.script, *options.arguments]
+    if options.dry_run:
+        print(*planned(config, [sys.executable, *words]), sep="\n")
+        return 0
+    try:
+        run_processes(config, sys.executable, words, logs=Logs(options.log_dir, options.prefix), say=_say)
+    except ProcessesLeft as error:
+        return error.exit_code
+    except ProcessFailed as error:
+        sys.stdout.flush()
+        _say(str(error))
+        return _exit_code(error.exit_code)
+    return 0
+
+
+def read_config(options: argparse.Namespace) -> LaunchConfig:
+    """The configuration: options before the file, the file before the defaults.
+
+    Raises:
+        TypeError: If the file names an unknown field, or a value has the wrong type.
+        ValueError: If a value makes no sense.
+        FileNotFoundError: If there is no such file.
+    """
+    path = Path(options.config) if options.config else default_path()
+    config = LaunchConfig.load(path) if options.config or path.exists() else LaunchConfig()
+    fields = [field.name for field in dataclasses.fields(LaunchConfig)]
+    given = {name: value for name, value in vars(options).items() if name in fields}
+    return dataclasses.replace(config, **given)
+
+
+def _add(parser: argparse.ArgumentParser, name: str, settings: dict[str, Any]) -> None:
+    """Adds an option that leaves no trace where it is not given, so that the file's value stands."""
+    is_field = name.replace("-", "_") in {field.name for field in dataclasses.fields(LaunchConfig)}
+    if is_field:
+        settings = {**settings, "default": argparse.SUPPRESS}
+    parser.add_argument(f"--{name}", **settings)
+    if "-" in name:
+        parser.add_argument(f"--{name.replace('-', '_')}", **{**settings, "help": argparse.SUPPRESS})
+
+
+def _exit_code(code: int | None) -> int:
+    """The launcher's exit code for that of a rank, as a shell has it: 137 for SIGKILL."""
+    if not code:
+        return 1
+    return code if code > 0 else 128 - code
+
+
+def _say(sentence: str) -> None:
+    print(f"trainer-kit launch: {sentence}", file=sys.stderr, flush=True)

@@ -1,0 +1,173 @@
+"""`LaunchConfig`: what to start on which machines, and the file that keeps a user's choice."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from trainer_kit.fields import Rule, check_names, check_values, load_fields, save_fields
+
+DEFAULT_PORT = 29500
+
+# What torchrun and others call our fields, where the spelling gives no hint.
+_NAMED_OTHERWISE = {
+    "nproc_per_node": "num_processes",
+    "nnodes": "num_nodes",
+    "num_machines": "num_nodes",
+    "machine_rank": "node_rank",
+    "main_process_ip": "master_addr",
+    "main_process_port": "master_port",
+    "use_cpu": "cpu",
+}
+
+_Count = Annotated[int, Rule("a whole number of at least 1", lambda value: value >= 1)]
+_Number = Annotated[int, Rule("a whole number of at least 0", lambda value: value >= 0)]
+_Seconds = Annotated[float, Rule("a number of seconds above 0", lambda value: value > 0)]
+_Port = Annotated[int, Rule("a port from 0 to 65535", lambda value: 0 <= value <= 65535)]
+_Word = Annotated[str, Rule("a word without spaces", lambda value: bool(value) and not any(map(str.isspace, value)))]
+
+
+@dataclasses.dataclass(kw_only=True)
+class LaunchConfig:
+    """What to start; checked when it is made.
+
+    Attributes:
+        num_processes: Processes on all machines together, the same number on each; None for one per GPU, or one on a
+            machine without GPUs.
+        num_nodes: Machines.
+        node_rank: Number of this machine, from 0.
+        master_addr: Name or address of machine 0, as the other machines reach it.
+        master_port: Its port for the rendezvous; 0 for a free one, and for 29500 where there are several machines.
+        max_restarts: How often the processes may be started anew after one has failed. After the first time that
+            happens only if the run has written a newer checkpoint in between.
+        rdzv_backend: How machines find one another: "static" by their `node_rank`, "c10d" as they come.
+        rdzv_id: Name of the run, the same on all machines; None for "trainer_kit".
+        mixed_precision: For runs whose arguments leave it at "no".
+        cpu: Whether to train on the CPU though there are GPUs.
+        monitor_interval: Seconds between two looks at the processes.
+        start_timeout: Seconds to wait for the other machines.
+    """
+
+    num_processes: _Count | None = None
+    num_nodes: _Count = 1
+    node_rank: _Number = 0
+    master_addr: _Word = "127.0.0.1"
+    master_port: _Port = 0
+    max_restarts: _Number = 0
+    rdzv_backend: Literal["static", "c10d"] = "static"
+    rdzv_id: _Word | None = None
+    mixed_precision: Literal["no", "fp16", "bf16"] = "no"
+    cpu: bool = False
+    monitor_interval: _Seconds = 0.1
+    start_timeout: _Seconds = 600.0
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        if self.node_rank >= self.num_nodes:
+            raise ValueError(
+                f"node_rank={self.node_rank} is not allowed; with num_nodes={self.num_nodes} the machines have the "
+                f"numbers 0 to {self.num_nodes - 1}"
+            )
+        if self.num_processes is not None and self.num_processes % self.num_nodes:
+            raise ValueError(
+                f"num_processes={self.num_processes} is not allowed with num_nodes={self.num_nodes}; it counts the "
+                "processes of all machines, and each machine starts the same number"
+            )
+
+    @property
+    def port(self) -> int:
+        """The port of the rendezvous; 0 for a free one."""
+        return self.master_port or (DEFAULT_PORT if self.num_nodes > 1 else 0)
+
+    @property
+    def run_id(self) -> str:
+        """The name of the run."""
+        return self.rdzv_id or "trainer_kit"
+
+    def local_processes(self) -> int:
+        """How many processes to start on this machine.
+
+        Raises:
+            ValueError: If these are more than its GPUs.
+        """
+        gpus = 0 if self.cpu else count_gpus()
+        if self.num_processes is None:
+            return gpus or 1
+        count = self.num_processes // self.num_nodes
+        if 0 < gpus < count:
+            here = f" makes {count} on each machine" if self.num_nodes > 1 else ""
+            raise ValueError(
+                f"num_processes={self.num_processes}{here}, but this machine has {gpus} "
+                f"GPU{'s' if gpus > 1 else ''}; use at most {gpus * self.num_nodes}, or cpu=True (--cpu)"
+            )
+        return count
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields by name."""
+        return dataclasses.asdict(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes all fields to a file that ends with .yaml, .yml or .json, whose folder is made where it is missing.
+
+        Raises:
+            ValueError: If the name ends otherwise.
+        """
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        save_fields(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> LaunchConfig:
+        """Reads what `save` or a person wrote; a field left out has its default.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            TypeError: If a field is not known or holds a value of the wrong type; the message begins with the path.
+            ValueError: If the name ends otherwise, the content cannot be read or a value makes no sense; the message
+                begins with the path.
+        """
+        values = load_fields(path)
+        try:
+            check_names(cls, values, _NAMED_OTHERWISE)
+            return cls(**values)
+        except TypeError as error:
+            raise TypeError(f"{os.fspath(path)}: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from error
+
+
+def default_path() -> Path:
+    """Where `trainer-kit config` keeps a user's choice: trainer_kit/default_config.yaml in the folder of settings."""
+    settings = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
+    return Path(settings) / "trainer_kit" / "default_config.yaml"
+
+
+def write_basic_config(
+    mixed_precision: Literal["no", "fp16", "bf16"] = "no", path: str | os.PathLike[str] | None = None
+) -> Path:
+    """Writes a configuration for this machine with all its GPUs (or one process on the CPU), as `trainer-kit config`.
+
+    An existing file is replaced.
+
+    Args:
+        mixed_precision: What to compute in.
+        path: Where to write, a file that ends with .yaml, .yml or .json; None for `default_path()`, which
+            `trainer-kit launch` reads by itself.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ValueError: If the precision or the file's ending is not known.
+    """
+    target = default_path() if path is None else Path(path)
+    LaunchConfig(mixed_precision=mixed_precision).save(target)
+    return target
+
+
+def count_gpus() -> int:
+    """GPUs that torch can use here. It asks the driver's library, so that CUDA still works in a forked process."""
+    import torch
+
+    return torch.cuda.device_count() or int(torch.backends.mps.is_available())

@@ -1,0 +1,77 @@
+"""`Function`: calls a function in a process of its own, which a launcher started."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer_kit.launch.failures import write_failure
+
+# What a forked process has from its parent's handlers must not stay.
+_SIGNALS: dict[str, Any] = {"SIGINT": signal.default_int_handler, "SIGTERM": signal.SIG_DFL, "SIGUSR1": signal.SIG_DFL}
+
+# Their frames are no user's business; `sending` calls a notebook's function.
+_OWN_FILES = (__file__, str(Path(__file__).with_name("sending.py")))
+
+
+class Function:
+    """What torch's agent calls in each process; the function's value, or its error, goes into a file.
+
+    A process that is being started has no session of its own, so Ctrl-C reaches it from the terminal as well as from
+    the launcher; from here on it has.
+
+    Args:
+        function: The user's.
+        args: Its arguments.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
+        self.function = function
+        self.args = tuple(args)
+        self.__name__ = self.__qualname__ = "Function"  # torch's agent asks for them
+
+    def __call__(self) -> None:
+        """Calls the function.
+
+        Raises:
+            SystemExit: With code 1 after an exception, with 130 after Ctrl-C, or the function's own.
+        """
+        for name, handler in _SIGNALS.items():
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), handler)
+        if hasattr(os, "setsid"):
+            os.setsid()
+        try:
+            if hasattr(signal, "pthread_sigmask"):
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the agent has blocked it
+            self._keep(self.function(*self.args))
+        except KeyboardInterrupt:
+            raise SystemExit(130) from None
+        except BaseException as error:
+            write_failure(error, own_files=_OWN_FILES)
+            sys.stdout.flush()
+            if isinstance(error, SystemExit):
+                raise
+            raise SystemExit(1) from None
+
+    def _keep(self, value: Any) -> None:
+        path = value_file(os.environ["TORCHELASTIC_ERROR_FILE"])
+        unfinished = path.with_suffix(".unfinished")
+        try:
+            unfinished.write_bytes(pickle.dumps(value))
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise TypeError(
+                f"the value that {getattr(self.function, '__name__', self.function)} returned cannot be sent back from "
+                f"its process ({error}); return plain data, or write it to a file"
+            ) from error
+        unfinished.replace(path)
+
+
+def value_file(error_file: str) -> Path:
+    """Where the value goes of the rank whose error would go to `error_file`."""
+    return Path(error_file.removesuffix(".error.json") + ".value")

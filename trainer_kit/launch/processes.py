@@ -1,0 +1,268 @@
+"""`run_processes`: starts a command or a function in several processes and watches them until they end."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+import math
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from trainer_kit import environment
+from trainer_kit.launch.agent import Agent
+from trainer_kit.launch.config import LaunchConfig
+from trainer_kit.launch.failures import ProcessesLeft, ProcessFailed
+from trainer_kit.launch.function import Function
+from trainer_kit.launch.machines import Machines, make_rendezvous
+from trainer_kit.launch.output import OutputFiles
+
+__all__ = ["Logs", "ProcessFailed", "ProcessesLeft", "planned", "run_processes"]
+
+_SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")  # Windows has not all of them
+_STOP_SECONDS = 2.0  # for the agent to hear of a signal before the processes are started
+_TORCH_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing")
+
+
+class Logs(NamedTuple):
+    """Where the ranks write. The first rank of a machine has the terminal; the others write to files.
+
+    Attributes:
+        folder: For the files, made where it is missing; None for a temporary one, which stays only if there is
+            something in it.
+        prefix: Whether every rank writes to files and all lines are shown in the terminal, each after "[rank 1] ".
+    """
+
+    folder: str | os.PathLike[str] | None = None
+    prefix: bool = False
+
+
+def run_processes(
+    config: LaunchConfig,
+    entrypoint: str | Callable[..., Any],
+    args: Sequence[Any] = (),
+    *,
+    start_method: str = "spawn",
+    logs: Logs | None = None,
+    say: Callable[[str], None] | None = None,
+) -> dict[int, Any]:
+    """Runs this machine's processes of a run and returns when all have ended.
+
+    Signals (SIGINT, SIGTERM, SIGUSR1, SIGHUP) to this process are passed on once to the ranks, which are then waited
+    for as long as they need; a second one ends them at once. That needs the main thread.
+
+    Args:
+        config: What to start.
+        entrypoint: A command, or a function.
+        args: Its arguments; they reach it as they are.
+        start_method: How processes are started that run a function: "spawn", "fork" or "forkserver".
+        logs: Where the ranks write; None for `Logs()`.
+        say: Shows a sentence to the user; by default on the standard error stream.
+
+    Returns:
+        What the function returned, by global rank of this machine's processes; None for a command.
+
+    Raises:
+        ProcessFailed: If a rank failed, with the first one's own traceback.
+        ProcessesLeft: If the ranks left because of a signal.
+        ValueError: If the machine has not enough GPUs.
+        OSError: If a port or an address cannot be used, or another machine does not come.
+    """
+    say, logs = say or _say, logs or Logs()
+    with contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trainer_kit_")))
+        settings = {**variables(config), environment.PROGRESS_FILE: str(scratch / "progress")}
+        stack.enter_context(_environment(settings))
+        stack.enter_context(_quiet_torch())
+        signals = stack.enter_context(_signals())
+        stack.enter_context(_in_own_words(signals))
+        output = stack.enter_context(_output(scratch, logs, say))
+        rendezvous = make_rendezvous(config, say, is_stopped=lambda: bool(signals))
+        stack.callback(rendezvous.shutdown)
+        is_function = not isinstance(entrypoint, str)
+        spec = WorkerSpec(
+            role="trainer_kit",
+            local_world_size=config.local_processes(),
+            entrypoint=entrypoint if isinstance(entrypoint, str) else Function(entrypoint, args),
+            # The agent replaces $-names in them, but a user's arguments stay as they are.
+            args=() if is_function else tuple(str(arg).replace("$", "$$") for arg in args),
+            rdzv_handler=rendezvous,
+            max_restarts=config.max_restarts,
+            monitor_interval=config.monitor_interval,
+        )
+        agent = Agent(spec, output, start_method, Machines(config), signals, say)
+        _run(agent)
+        return agent.values() if is_function else {worker.global_rank: None for worker in agent.workers}
+
+
+def variables(config: LaunchConfig) -> dict[str, str]:
+    """The environment variables that tell the ranks of this machine what the user chose.
+
+    Raises:
+        ValueError: If the machine has not enough GPUs.
+    """
+    settings = {environment.MIXED_PRECISION: config.mixed_precision, environment.USE_CPU: str(int(config.cpu))}
+    processes = config.local_processes()
+    if "OMP_NUM_THREADS" not in os.environ and processes > 1:
+        # Each rank would otherwise compute with all processors, and they would wait for one another.
+        settings["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
+    return settings
+
+
+def planned(config: LaunchConfig, words: Sequence[str]) -> list[str]:
+    """What `run_processes` would start on this machine: one line for a shell a rank.
+
+    Raises:
+        ValueError: If the machine has not enough GPUs.
+    """
+    processes = config.local_processes()
+    lines = []
+    for local_rank in range(processes):
+        place = {
+            "RANK": config.node_rank * processes + local_rank,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": config.num_nodes * processes,
+            "LOCAL_WORLD_SIZE": processes,
+            "MASTER_ADDR": config.master_addr,
+            "MASTER_PORT": config.port or "<a free one>",
+            **variables(config),
+        }
+        settings = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in place.items())
+        lines.append(f"{settings} {shlex.join(words)}")
+    return lines
+
+
+def _run(agent: Agent) -> None:
+    """Runs the agent in a thread of its own, so that signals find this one free.
+
+    Raises:
+        ProcessFailed: If a rank failed.
+        ProcessesLeft: If the ranks left, or were not started because of a signal.
+    """
+    future: Future[RunResult] = Future()
+
+    def target() -> None:
+        try:
+            future.set_result(agent.run())
+        except BaseException as error:
+            future.set_exception(error)
+
+    # A daemon, because torch may be waiting for other machines where nothing can reach it.
+    threading.Thread(target=target, name="trainer_kit agent", daemon=True).start()
+    give_up_at = math.inf
+    while not concurrent.futures.wait([future], timeout=0.2).done and time.monotonic() < give_up_at:
+        if agent.signals and not agent.has_started and give_up_at == math.inf:
+            give_up_at = time.monotonic() + _STOP_SECONDS
+    if not future.done():
+        raise InterruptedError
+    result = future.result()
+    if agent.exit_code is not None:
+        raise ProcessesLeft(agent.exit_code)
+    if result.is_failed():
+        assert agent.failed is not None
+        raise agent.failed
+
+
+@contextlib.contextmanager
+def _in_own_words(signals: deque[int]) -> Iterator[None]:
+    """Turns what torch and our waiting raise into what a user can read."""
+    try:
+        yield
+    except InterruptedError:
+        raise ProcessesLeft(130 if signals[0] == signal.SIGINT else 143) from None
+    except RendezvousError as error:
+        reason = str(error) or type(error).__name__
+        raise ConnectionError(f"the machines did not find one another at the rendezvous: {reason}") from error
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[deque[int]]:
+    """Collects the signals to this process; those that it ignores stay ignored."""
+    received: deque[int] = deque()
+    process = os.getpid()
+    before: dict[int, Any] = {}
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == process:
+            received.append(number)
+        else:  # a child that was just forked has this handler too
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)):
+            handler = signal.getsignal(number)
+            if handler not in (None, signal.SIG_IGN):  # None: set outside Python, which cannot set it again
+                before[number] = handler
+                signal.signal(number, on_signal)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables for the processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Keeps torch's own words on what happens to processes from the terminal: the launcher says it in its own."""
+    loggers, handler = [logging.getLogger(name) for name in _TORCH_LOGGERS], logging.NullHandler()
+    before = [logger.propagate for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, propagate in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.propagate = propagate
+
+
+@contextlib.contextmanager
+def _output(scratch: Path, logs: Logs, say: Callable[[str], None]) -> Iterator[OutputFiles]:
+    """The files that ranks write to. At the end it says where they are, or removes a temporary folder without any."""
+    folder = Path(logs.folder or tempfile.mkdtemp(prefix="trainer_kit_output_"))
+    output = OutputFiles(folder, scratch, logs.prefix)
+    try:
+        yield output
+    finally:
+        written = output.written()
+        if written and not logs.prefix:
+            ranks = sorted({int(path.stem.removeprefix("rank-")) for path in written})
+            say(f"the output of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} is in {folder}")
+        elif not written and logs.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"trainer_kit: {sentence}\n")

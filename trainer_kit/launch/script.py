@@ -1,0 +1,78 @@
+"""Runs a user's script or module as one rank, as if it had been started directly.
+
+`python -m trainer_kit.launch.script [-m] target arguments…`. All that is different from a direct start is that an
+exception goes to the launcher, without the frames of this file.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import faulthandler
+import os
+import runpy
+import signal
+import sys
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
+
+from trainer_kit.launch.failures import LEAVING, write_failure
+
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+def main() -> None:
+    """Runs what `sys.argv` names.
+
+    Raises:
+        SystemExit: With 1 after an exception, with 130 after Ctrl-C, or the script's own.
+    """
+    _leave_with_the_launcher()
+    faulthandler.enable()
+    if not sys.stdout.isatty():
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # lines can be followed in the file
+    try:
+        _run(sys.argv[1:])
+    except SystemExit as error:
+        if error.code not in (None, 0, *LEAVING):
+            write_failure(error, own_files=[__file__])
+        raise
+    except BaseException as error:
+        error.__traceback__ = write_failure(error, own_files=[__file__])
+        if not _is_shown_by_launcher(error):
+            sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _run(words: list[str]) -> None:
+    is_module = words[0] == "-m"
+    sys.argv = words[1:] if is_module else words
+    target = sys.argv[0]
+    if is_module:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+        return
+    # `python -m` has put the current folder first, which is right for a module only.
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.realpath(target))
+    # Not by runpy, which gives the module back when the script is through: threads may still need it, and pickle.
+    path = os.path.abspath(target)
+    loader = SourceFileLoader("__main__", path)
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    vars(module).update(__file__=path, __loader__=loader, __cached__=None, __builtins__=builtins)
+    exec(loader.source_to_code(loader.get_data(path), path), vars(module))
+
+
+def _is_shown_by_launcher(error: BaseException) -> bool:
+    """Whether showing it here would only repeat it: the first rank of a machine has the launcher's terminal."""
+    is_usual = sys.excepthook is sys.__excepthook__ or sys.excepthook.__module__.startswith("torch.")
+    return is_usual and os.environ.get("LOCAL_RANK") == "0" and not isinstance(error, KeyboardInterrupt)
+
+
+def _leave_with_the_launcher() -> None:
+    """Has the system send SIGTERM when the launcher is gone, which could not pass it on any more."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()

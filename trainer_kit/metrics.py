@@ -1,0 +1,192 @@
+"""Streaming metrics: by name, and joined over processes at the end of an evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import sys
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from trainer_kit.strategies.base import Strategy
+from trainer_kit.trees import map_tensors, tensors
+
+
+class Metric(Protocol):
+    """A streaming metric (torchmetrics' protocol): its memory does not grow with the dataset.
+
+    With several processes each feeds its own. Then a metric that is not torchmetrics' also needs
+    `merge_state(others)` (torcheval's protocol), which takes in what an iterable of metrics like it has counted.
+    """
+
+    def update(self, predictions: Any, labels: Any, /) -> Any: ...
+
+    def compute(self) -> Any: ...
+
+    def reset(self) -> Any: ...
+
+
+def metrics_by_name(metrics: Any) -> dict[str, Metric]:
+    """Streaming metrics as a dict; those without a name are called by their class.
+
+    Raises:
+        TypeError: If one of them lacks `update`, `compute` or `reset`.
+        ValueError: If two without a name are of one class.
+    """
+    if metrics is None:
+        return {}
+    if hasattr(metrics, "update") and hasattr(metrics, "compute"):
+        metrics = [metrics]
+    if isinstance(metrics, Mapping):
+        named = dict(metrics)
+    else:
+        metrics = list(metrics)
+        named = {type(each).__name__.lower(): each for each in metrics}
+        if len(named) < len(metrics):
+            raise ValueError(
+                f"metrics holds several of one class ({', '.join(named)}); give a dict with a name for each"
+            )
+    for name, metric in named.items():
+        missing = [method for method in ("update", "compute", "reset") if not hasattr(metric, method)]
+        if missing:
+            raise TypeError(f"metrics[{name!r}] is a {type(metric).__name__} without {', '.join(missing)}")
+    return named
+
+
+def begin_metrics(metrics: Mapping[str, Metric], strategy: Strategy) -> None:
+    """Makes the metrics ready for an evaluation.
+
+    Raises:
+        TypeError: If there are several processes and a metric cannot be joined over them.
+    """
+    for name, metric in metrics.items():
+        metric.reset()
+        if strategy.world_size > 1 and not _is_of_torchmetrics(metric):
+            _check_joinable(name, metric, strategy.world_size)
+        if hasattr(metric, "to"):
+            metric.to(strategy.device)
+
+
+def _check_joinable(name: str, metric: Metric, processes: int) -> None:
+    if not hasattr(metric, "merge_state"):
+        raise TypeError(
+            f"metrics[{name!r}] is a {type(metric).__name__} without merge_state(others), so that what {processes} "
+            "processes count cannot be joined; add it, or use compute_metrics"
+        )
+    try:
+        pickle.dumps(metric)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise TypeError(
+            f"metrics[{name!r}] is a {type(metric).__name__} that cannot be sent to the main process, where metrics "
+            f"are joined ({error}); make it picklable, or use compute_metrics"
+        ) from error
+
+
+def gather_metrics(metrics: Mapping[str, Metric], strategy: Strategy, updated: bool) -> list[dict[str, Any]]:
+    """Sends what all processes counted to the main process; all processes take part.
+
+    torchmetrics' own way, in which each state is gathered by itself, waits for ever where the processes' lists differ
+    in length, and cannot do without those that saw no sample. Here all states travel at once.
+
+    Args:
+        metrics: The same names on all processes.
+        strategy: Joins the processes.
+        updated: Whether this process's metrics have seen a sample; the main process's have.
+
+    Returns:
+        On the main process what `joined_result` wants from each of the others by name; elsewhere nothing.
+    """
+    share = {name: _share(metric) for name, metric in metrics.items()} if updated and not strategy.is_main else None
+    return [each for each in strategy.gather_to_main(share) if each is not None]
+
+
+def joined_result(metric: Metric, others: list[Any]) -> Any:
+    """`metric.compute()` over what this process's metric holds and what others sent."""
+    if not _is_of_torchmetrics(metric):
+        if others:
+            metric.merge_state(others)  # type: ignore[attr-defined]
+        return metric.compute()
+    with contextlib.ExitStack() as stack:
+        for part in _parts(metric):
+            stack.enter_context(_by_itself(part))
+        if others:
+            for holder, *states in zip(_holders(metric), *others, strict=True):
+                stack.enter_context(_with_states(holder, states))
+        return metric.compute()
+
+
+def _share(metric: Metric) -> Any:
+    """What is sent to the main process."""
+    if _is_of_torchmetrics(metric):
+        return [map_tensors(torch.Tensor.cpu, holder.metric_state) for holder in _holders(metric)]
+    if hasattr(metric, "to"):
+        metric.to(torch.device("cpu"))
+    return metric
+
+
+def _is_of_torchmetrics(metric: Metric) -> bool:
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(metric, (torchmetrics.Metric, torchmetrics.MetricCollection))
+
+
+def _parts(metric: Any) -> list[Any]:
+    """The metrics that one of torchmetrics is made of (a collection, a wrapper, a sum), itself included, in order."""
+    torchmetrics = sys.modules["torchmetrics"]
+    modules = list(metric.modules())
+    for collection in modules:
+        if isinstance(collection, torchmetrics.MetricCollection):
+            collection.values(copy_state=False)  # only the first of a group is updated; now the others have its state
+    return [module for module in modules if isinstance(module, torchmetrics.Metric)]
+
+
+def _holders(metric: Any) -> list[Any]:
+    """Those that hold states; a wrapper that shares those of its metric stands for it."""
+    return list({id(part._reductions): part for part in _parts(metric)}.values())
+
+
+@contextlib.contextmanager
+def _by_itself(part: Any) -> Iterator[None]:
+    """Keeps torchmetrics from gathering the states anew, and from waiting for processes that do not come."""
+    available, part.distributed_available_fn = part.distributed_available_fn, _no
+    try:
+        yield
+    finally:
+        part.distributed_available_fn = available
+
+
+def _no() -> bool:
+    return False
+
+
+@contextlib.contextmanager
+def _with_states(holder: Any, others: list[dict[str, Any]]) -> Iterator[None]:
+    """Gives a metric what all processes counted, and in the end its own states back, which it needs for a reset."""
+    kept = holder.metric_state
+    for name, own in kept.items():
+        to_own = partial(torch.Tensor.to, device=_device_of(own, holder.device))
+        states = [own, *(map_tensors(to_own, other[name]) for other in others)]
+        setattr(holder, name, _reduced(states, holder._reductions[name]))
+    try:
+        yield
+    finally:
+        for name, own in kept.items():
+            setattr(holder, name, own)
+
+
+def _device_of(state: Any, default: torch.device) -> torch.device:
+    """A metric may keep its lists on the host (`compute_on_cpu`)."""
+    first = next(tensors(state), None)
+    return default if first is None else first.device
+
+
+def _reduced(states: list[Any], reduction: Any) -> Any:
+    """One state from those of several processes, as torchmetrics has it: lists are chained, tensors stacked."""
+    joined: Any
+    if isinstance(states[0], list):
+        joined = [item for state in states for item in state]
+        return reduction(joined) if joined and reduction is not None else joined
+    joined = torch.stack(states)
+    return joined if reduction is None else reduction(joined)

@@ -1,0 +1,457 @@
+"""Several processes on one machine, each with the whole model: torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import multiprocessing.util
+import pickle
+import re
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer_kit import environment
+from trainer_kit.precision import Precision
+from trainer_kit.strategies.base import GradientNorms
+from trainer_kit.strategies.heartbeat import LostProcessError
+from trainer_kit.strategies.session import Session, failed_to_communicate
+from trainer_kit.strategies.single import SingleDevice
+
+T = TypeVar("T")
+_SYNC_BUFFERS = next(  # renamed in torch 2.13
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
+logger = logging.getLogger("trainer_kit")
+
+
+class DDP(SingleDevice):
+    """Trains on the processes of one machine that a launcher started; with one process it is a `SingleDevice`.
+
+    Gradients are summed over all processes in the backward pass, weights are the main process's at the start, buffers
+    (a batch norm's statistics) the main process's after every step. gloo on CPUs, nccl on NVIDIA GPUs.
+
+    Args:
+        find_unused_parameters: Look in each backward pass for parameters that took no part in the loss; costs time.
+        static_graph: Promise that each step runs through the same graph, see torch's DistributedDataParallel.
+        bucket_cap_mb: MiB of gradients that are sent at once; None: torch's choice.
+        gradient_as_bucket_view: Gradients lie in the memory that is sent, which saves one copy of them all.
+        ddp_timeout: Seconds after which a collective ends with an error because some process has not come to it.
+        gradient_compression: "bf16" sends gradients in bfloat16, half as many bytes.
+        sync_batch_norm: Batch norms take their statistics over all processes (NVIDIA GPUs only).
+        heartbeat_timeout: Seconds after which a process that does not answer is taken for lost.
+        device: None takes one GPU a process where there are GPUs, else the CPU.
+        precision: See `Strategy`.
+
+    Raises:
+        ValueError: If a launcher's variables make no sense, if there are more processes than GPUs, or if the processes
+            are spread over several machines (see `MultiNode`).
+    """
+
+    spans_machines = False
+
+    def __init__(
+        self,
+        *,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        bucket_cap_mb: int | None = None,
+        gradient_as_bucket_view: bool = True,
+        ddp_timeout: float = 1800.0,
+        gradient_compression: Literal["no", "bf16"] = "no",
+        sync_batch_norm: bool = False,
+        heartbeat_timeout: float = 30.0,
+        device: str | torch.device | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        place = environment.place()
+        if place.has_several_machines and not self.spans_machines:
+            raise ValueError(
+                f"DDP is for one machine, but this run has {place.world_size} processes of which "
+                f"{place.local_world_size} are here; use strategy='auto' or MultiNode(...)"
+            )
+        if gradient_compression not in ("no", "bf16"):
+            raise ValueError(f"gradient_compression={gradient_compression!r} is not known; use 'no' or 'bf16'")
+        for name, seconds in (("ddp_timeout", ddp_timeout), ("heartbeat_timeout", heartbeat_timeout)):
+            if not seconds > 0:
+                raise ValueError(f"{name}={seconds!r} must be a number of seconds above 0")
+        if device is None and place.world_size > 1:
+            device = _own_gpu(place) if torch.cuda.is_available() else "cpu"
+        super().__init__(device, precision)
+        self.rank, self.local_rank, self.world_size = place.rank, place.local_rank, place.world_size
+        self.place = place
+        self.sync_batch_norm = sync_batch_norm
+        self.gradient_compression = gradient_compression
+        self.ddp_timeout = ddp_timeout
+        self.heartbeat_timeout = heartbeat_timeout
+        self.options: dict[str, Any] = {
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "bucket_cap_mb": bucket_cap_mb,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+        }
+        self._replicas: list[Replica] = []
+        self._session: Session | None = None
+
+    # The run's beginning and end
+
+    def setup(self) -> None:
+        """Meets the other processes; a process group that the program has made already is used.
+
+        Raises:
+            ValueError: If they cannot meet: nobody answers, a port is in use, processes are missing, or two of them
+                would share a GPU.
+        """
+        super().setup()
+        if self.world_size == 1 or self._session is not None:
+            return
+        self._session = Session.join(self.place, self.device, self.ddp_timeout, self.heartbeat_timeout)
+        places = self.gather_object(self._whereabouts())
+        _check_own_gpus(places)
+        self._report(places)
+
+    def teardown(self, error: BaseException | None = None) -> None:
+        super().teardown(error)
+        if self._session is not None and error is not None and not isinstance(error, SystemExit):
+            self._session.report_failure(error)
+
+    def _report(self, places: list[tuple[str, str]]) -> None:
+        """Says who runs where; all processes take part."""
+        if self.is_main:
+            logger.info("%d processes: %s", self.world_size, _listed(places))
+
+    def _named(self, rank: int) -> str:
+        """A process, in an error."""
+        return f"rank {rank}"
+
+    def _whereabouts(self) -> tuple[str, str]:
+        """The machine of this process and its device, with a GPU's own number."""
+        if self.device.type != "cuda":
+            return socket.gethostname(), str(self.device)
+        properties = torch.cuda.get_device_properties(self.device)
+        return socket.gethostname(), f"{properties.name} {getattr(properties, 'uuid', self.device)}"
+
+    # Model and step
+
+    def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
+        if self.world_size == 1:
+            return super().prepare(model)
+        if self.sync_batch_norm:
+            if self.device.type != "cuda":
+                raise ValueError(
+                    f"sync_batch_norm=True needs NVIDIA GPUs (torch.nn.SyncBatchNorm), but this is {self.device}"
+                )
+            model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        model = super().prepare(model)
+        self.check_same({f"parameter {name}": _described(value) for name, value in model.named_parameters()})
+        replica = Replica(model, self._wrap)
+        with self._watched():
+            self._take_from_main(list(model.parameters()) + replica.buffers_of_module())
+        self._replicas = [each for each in self._replicas if each.module is not model] + [replica]
+        return replica
+
+    def _wrap(self, module: torch.nn.Module) -> DistributedDataParallel:
+        devices = [self.device] if self.device.type == "cuda" else None
+        # The weights are the same already, and buffers are sent after each step instead of before each forward pass.
+        options = self.options | {_SYNC_BUFFERS: False}
+        wrapped = DistributedDataParallel(module, device_ids=devices, init_sync=False, **options)
+        if self.gradient_compression == "bf16":
+            # Not torch's hook by its own name, under which it is refused on gloo, which can send bfloat16 as well.
+            wrapped.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
+        return wrapped
+
+    def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model.module if isinstance(model, Replica) else model
+
+    def to_device(self, batch: Any) -> Any:
+        if self._session is not None:
+            self._session.heartbeat.calls += 1
+        return super().to_device(batch)
+
+    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        return model.no_sync() if isinstance(model, Replica) else super().no_sync(model)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if not any(replica.called for replica in self._replicas) and self._replicas:
+            raise ValueError(
+                "the loss was computed without calling the model itself, so that processes would not exchange its "
+                "gradients; in compute_loss call model(...), not a method of it or its parts"
+            )
+        with self._watched():
+            # DistributedDataParallel divides the sum of the gradients by the number of processes.
+            super().backward(loss if self.world_size == 1 else loss * self.world_size)
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        nonfinite: str = "ignore",
+    ) -> GradientNorms | None:
+        norms = super().step(optimizer, max_norm, max_value, nonfinite)
+        buffers = [buffer for replica in self._replicas for buffer in replica.buffers_of_module()]
+        if buffers:
+            with self._watched():
+                self._take_from_main(buffers)
+        for replica in self._replicas:
+            replica.called = False
+        if self._session is not None:
+            self._session.heartbeat.steps += 1
+        return norms
+
+    def _take_from_main(self, tensors: Sequence[torch.Tensor]) -> None:
+        for work in [dist.broadcast(tensor.detach(), 0, async_op=True) for tensor in tensors]:
+            assert work is not None
+            work.wait()
+
+    # Collectives
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        if self.world_size == 1:
+            return tensor
+        tensor = tensor.detach().clone()
+        with self._watched():
+            dist.all_reduce(tensor, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
+        return tensor
+
+    def sum_numbers(self, numbers: Sequence[int]) -> Sequence[int]:
+        if self.world_size == 1:
+            return numbers
+        # Gathered, since gloo takes less than half the time for that than for reducing; on the host, since nobody
+        # shall wait for a GPU.
+        parts = self._all_gather(torch.tensor(numbers, dtype=torch.int64))
+        return [sum(column) for column in zip(*(part.tolist() for part in parts), strict=True)]
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.world_size == 1:
+            return tensor
+        tensor = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
+        lengths = [int(part) for part in self._all_gather(torch.tensor([tensor.shape[0]]))]
+        padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
+        padded[: tensor.shape[0]] = tensor
+        # As bytes: not every backend knows every dtype.
+        parts = self._all_gather(padded.reshape(-1).view(torch.uint8))
+        rows = [part.view(tensor.dtype).reshape(padded.shape) for part in parts]
+        return torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
+
+    def gather_object(self, value: T) -> list[T]:
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        with self._watched():
+            dist.all_gather_object(values, value)
+        return values
+
+    def gather_to_main(self, value: T) -> list[T]:
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size if self.is_main else []
+        with self._watched():
+            dist.gather_object(None if self.is_main else value, values or None)
+        return [value, *values[1:]] if self.is_main else []
+
+    def broadcast(self, value: T) -> T:
+        if self.world_size == 1:
+            return value
+        values = [value]
+        with self._watched():
+            dist.broadcast_object_list(values, 0)
+        return values[0]
+
+    def barrier(self) -> None:
+        self.sum_numbers([0])
+
+    def on_main(self, function: Callable[[], T]) -> T:
+        if self.world_size == 1:
+            return function()
+        outcome: tuple[T | None, BaseException | None] = (None, None)
+        if self.is_main:
+            try:
+                outcome = (function(), None)
+            except BaseException as error:  # the others must not wait for ever
+                self.broadcast((None, _portable(error)))
+                raise
+        value, raised = self.broadcast(outcome)
+        if raised is not None:
+            raise raised
+        return cast("T", value)
+
+    def check_same(self, facts: Mapping[str, Any]) -> None:
+        if self.world_size == 1:
+            return
+        main, *others = self.gather_object(dict(facts))
+        for rank, other in enumerate(others, start=1):
+            for name in [*main, *other]:
+                ours, theirs = main.get(name, "nothing"), other.get(name, "nothing")
+                if ours != theirs:
+                    raise ValueError(
+                        f"{name} differs: {theirs!r} on {self._named(rank)}, {ours!r} on {self._named(0)}; start every "
+                        "process with the same script, arguments and versions"
+                    )
+
+    @property
+    def leaving(self) -> bool:
+        return self._leaving or (self._session is not None and self._session.heartbeat.leaving)
+
+    def announce_leaving(self) -> None:
+        super().announce_leaving()
+        if self._session is not None:
+            self._session.heartbeat.announce_leaving()
+
+    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        with self._watched():
+            dist.all_gather(parts, tensor)
+        return parts
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Something in which this process may wait for others: where it fails, the error says for whom."""
+        session = self._session
+        if session is None:
+            assert self.world_size == 1, "setup() comes first"
+            yield
+            return
+        session.heartbeat.calls += 1
+        try:
+            yield
+        except RuntimeError as error:
+            if not failed_to_communicate(error):
+                raise
+            raise LostProcessError(session.heartbeat.explain(error)) from error
+
+
+class Replica(torch.nn.Module):
+    """What the loop calls: the user's module, whose gradients are summed over all processes in the backward pass.
+
+    DistributedDataParallel sees the parameters that need a gradient when it is made. It is made at the first forward
+    pass, and anew when others are frozen or unfrozen. Without gradients, in an evaluation, the module is called by
+    itself, and no process waits for another.
+
+    Args:
+        module: On the device, with the same weights on all processes.
+        wrap: Makes the DistributedDataParallel.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, wrap: Callable[[torch.nn.Module], DistributedDataParallel]
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.module = module
+        self.called = False  # with gradients, since the last optimizer step
+        self._wrap = wrap
+        self._named = list(module.named_parameters())
+        self._trained: list[bool] = []
+        # In a tuple, or it would be a submodule and the parameters would be there twice.
+        self._synchronized: tuple[DistributedDataParallel | None] = (None,)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._synchronized_module() if torch.is_grad_enabled() else None
+        if module is None:
+            return self.module(*args, **kwargs)
+        self.called = True
+        try:
+            return module(*args, **kwargs)
+        except RuntimeError as error:
+            if (sentence := self._without_gradient(error)) is None:
+                raise
+            raise ValueError(sentence) from error
+
+    def __getattr__(self, name: str) -> Any:
+        """What the user's module has (its `config`) can be read here too."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of a backward pass whose gradients stay on this process."""
+        module = self._synchronized_module()
+        return contextlib.nullcontext() if module is None else module.no_sync()
+
+    def buffers_of_module(self) -> list[torch.Tensor]:
+        """Buffers that have elements; they may be replaced in a forward pass, so they are looked up each time."""
+        return [buffer for buffer in self.module.buffers() if buffer.numel()]
+
+    def _synchronized_module(self) -> DistributedDataParallel | None:
+        """None where no parameter needs a gradient."""
+        trained = [parameter.requires_grad for _, parameter in self._named]
+        if trained != self._trained:
+            self._trained = trained
+            self._synchronized = (None,)  # first of all: two of them would both send
+            self._synchronized = (self._wrap(self.module) if any(trained) else None,)
+        return self._synchronized[0]
+
+    def _without_gradient(self, error: RuntimeError) -> str | None:
+        """What torch's "Expected to have finished reduction" means; None for another error."""
+        if "Expected to have finished reduction in the prior iteration" not in str(error):
+            return None
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        trained = [name for name, parameter in self._named if parameter.requires_grad]
+        names = [trained[int(number)] for number in found[1].split()] if found else ["some parameters"]
+        return (
+            f"{', '.join(names)} took no part in the loss of the step before; freeze what is not used, or set "
+            "strategy=DDP(find_unused_parameters=True)"
+        )
+
+
+def shut_down() -> None:
+    """Leaves the other processes in good order; called by itself when the process ends."""
+    Session.leave()
+
+
+multiprocessing.util.Finalize(None, shut_down, exitpriority=10)  # at the end of a multiprocessing child too
+
+
+def _own_gpu(place: environment.Place) -> torch.device:
+    """One GPU a process. A launcher may show each process only its own, which is then number 0."""
+    count = torch.cuda.device_count()
+    if place.local_rank >= count > 1:
+        raise ValueError(
+            f"{place.local_world_size} processes on this machine are more than its {count} GPUs; start at most "
+            f"{count}, or train on the CPU (use_cpu=True, launch --cpu)"
+        )
+    return torch.device("cuda", min(place.local_rank, count - 1))
+
+
+def _check_own_gpus(places: list[tuple[str, str]]) -> None:
+    for rank, place in enumerate(places):
+        first = places.index(place)
+        if first != rank and not place[1].startswith("cpu"):
+            raise ValueError(
+                f"ranks {first} and {rank} on {place[0]} share one GPU ({place[1]}): more processes than GPUs; start "
+                "fewer, or train on the CPU (use_cpu=True, launch --cpu)"
+            )
+
+
+def _listed(places: list[tuple[str, str]]) -> str:
+    """Who runs where: "node1: ranks 0-1 (cpu); node2: …"."""
+    hosts: dict[str, list[int]] = {}
+    for rank, (host, _) in enumerate(places):
+        hosts.setdefault(host, []).append(rank)
+    return "; ".join(
+        f"{host}: rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} "
+        f"({', '.join(dict.fromkeys(places[rank][1] for rank in ranks))})"
+        for host, ranks in hosts.items()
+    )
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error itself, or its text where it cannot be sent to another process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever its __reduce__ does
+        return RuntimeError(f"on rank 0: {type(error).__name__}: {error}")
+    return error

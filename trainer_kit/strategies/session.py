@@ -1,0 +1,129 @@
+"""`Session`: this process among those of its run, from the rendezvous to the end of the process."""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # its stub names fewer
+
+from trainer_kit.environment import Place
+from trainer_kit.strategies.heartbeat import Heartbeat
+
+logger = logging.getLogger("trainer_kit")
+
+JOIN_SECONDS = 300.0
+"""How long the processes wait for one another at the start."""
+
+
+class Session:
+    """The process group and the heartbeat beside it: one a process, through all its trainings.
+
+    Attributes:
+        heartbeat: Watches over the other processes.
+    """
+
+    current: Session | None = None
+
+    def __init__(self, heartbeat: Heartbeat, owns_group: bool) -> None:
+        self.heartbeat = heartbeat
+        self.owns_group = owns_group
+        self.failed = False
+
+    @classmethod
+    def join(cls, place: Place, device: torch.device, timeout: float, patience: float) -> Session:
+        """Meets the other processes, or goes on with them where they have met before.
+
+        Raises:
+            ValueError: If they cannot meet.
+        """
+        if cls.current is not None:
+            return cls.current
+        owns_group = not dist.is_initialized()
+        if owns_group:
+            store = _meet(place)
+            _wait_for_all(store, place)
+            # On a GPU machine the host's own tensors go by gloo: nothing on the host waits for the GPU.
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=timedelta(seconds=timeout),
+                device_id=device if device.type == "cuda" else None,
+            )
+        # A connection of its own: the group's may be in use by a main thread that waits.
+        watch = PrefixStore(f"heartbeat/{place.restarts}", _connect(place, serves=False))
+        cls.current = cls(Heartbeat(watch, place.rank, place.world_size, patience=patience), owns_group)
+        cls.current.heartbeat.start()
+        return cls.current
+
+    @classmethod
+    def leave(cls) -> None:
+        """Ends the heartbeat, and the group where no process is lost."""
+        session, cls.current = cls.current, None
+        if session is None:
+            return
+        session.heartbeat.stop()
+        if session.owns_group and dist.is_initialized() and not session.failed:
+            dist.destroy_process_group()
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tells the others by what this process ends."""
+        self.failed = True
+        self.heartbeat.report_failure(error)
+
+
+def failed_to_communicate(error: RuntimeError) -> bool:
+    """Whether an error comes from a collective, not from the user's own code (gloo raises plain RuntimeErrors)."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error) or "application timeout" in str(error)
+
+
+def _meet(place: Place) -> Store:
+    """The store through which the processes find one another; torchrun's agent keeps one, else rank 0 does."""
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = _connect(place, serves=place.rank == 0 and not agent_serves)
+    return PrefixStore(f"trainer_kit/{place.restarts}", store)
+
+
+def _wait_for_all(store: Store, place: Place) -> None:
+    """Waits until all processes have come; a backend would wait for them without a word, and for longer."""
+    keys = [f"arrived-{rank}" for rank in range(place.world_size)]
+    store.set(keys[place.rank], "")
+    try:
+        store.wait(keys, timedelta(seconds=JOIN_SECONDS))
+    except dist.DistStoreError as error:
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        raise ValueError(
+            f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {place.world_size} did not come to "
+            f"{place.address}:{place.port} within {JOIN_SECONDS:.0f} s; start all of them, with the same MASTER_ADDR, "
+            "MASTER_PORT and WORLD_SIZE"
+        ) from error
+    except dist.DistNetworkError as error:
+        raise ValueError(f"rank 0 at {place.address}:{place.port} ended before all processes had come") from error
+
+
+def _connect(place: Place, serves: bool) -> TCPStore:
+    where = f"{place.address}:{place.port}"
+    try:
+        return TCPStore(
+            place.address,
+            place.port,
+            is_master=serves,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=JOIN_SECONDS),
+        )
+    except dist.DistNetworkError as error:
+        if serves:
+            raise ValueError(
+                f"the port {place.port} of this machine cannot be used for the rendezvous ({error}); set MASTER_PORT "
+                "(launch --master-port) to a free one"
+            ) from error
+        raise ValueError(
+            f"rank {place.rank} found nobody at {where} within {JOIN_SECONDS:.0f} s; start rank 0 first, and check "
+            "MASTER_ADDR and MASTER_PORT (launch --master-addr --master-port)"
+        ) from error
