@@ -56,7 +56,7 @@ class Preemption(Callback):
                 self._handlers[number] = handler
                 signal.signal(number, self._on_signal)
 
-    def on_train_end(self, run: Run) -> None:
+    def on_exit(self, run: Run) -> None:
         self._restore()
         if self.requeue and run.requests.exit_code == 143 and run.strategy.is_main:
             _requeue()

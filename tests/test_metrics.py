@@ -100,6 +100,7 @@ class Scores(TorchMetric):
     def __init__(self) -> None:
         super().__init__()
         self.add_state("rows", [], dist_reduce_fx=None)
+        self.add_state("none", [], dist_reduce_fx="cat")
         self.add_state("spans", [], dist_reduce_fx=lambda values: [torch.cat(values)])
         self.add_state("least", torch.tensor(math.inf, dtype=torch.float64), dist_reduce_fx="min")
         self.add_state("seen", torch.tensor(0), dist_reduce_fx=lambda values: values.sum(0))
@@ -161,6 +162,30 @@ def test_torchmetrics_are_joined_as_if_there_was_one_process(
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+class Labels(TorchMetric):
+    """How many labels are at least so large."""
+
+    full_state_update = False
+    number: torch.Tensor
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least = least
+        self.add_state("number", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, predictions: torch.Tensor, labels: torch.Tensor) -> None:
+        self.number = self.number + (labels >= self.least).sum()
+
+    def compute(self) -> torch.Tensor:
+        return self.number
+
+
+def test_collections_may_share_states_on_some_processes_only() -> None:
+    """They do where the first batch shows no difference: here, where no label is 0."""
+    batches = [(torch.zeros(2), torch.tensor(labels)) for labels in ([0, 2], [1, 2], [0, 1], [2, 1])]
+    assert joined(lambda: MetricCollection({"all": Labels(0), "some": Labels(1)}), batches, 2) == {"all": 8, "some": 6}
+
+
 def test_a_metric_joins_with_others_no_more_than_once() -> None:
     """Afterwards each has its own states, and torchmetrics its own ways."""
     metric = MulticlassAccuracy(CLASSES, average="micro")
@@ -189,14 +214,20 @@ class Mean:
 
 
 class Mergeable(Mean):
-    device = torch.device("meta")
+    """On a device, as far as can be seen."""
+
+    device = torch.device("cpu")
 
     def to(self, device: torch.device) -> None:
         self.device = device
 
+    def update(self, predictions: torch.Tensor, labels: torch.Tensor) -> None:
+        super().update(predictions, labels)
+        self.device = torch.device("meta")
+
     def merge_state(self, others: Iterable[Mergeable]) -> None:
         for other in others:
-            assert other.device == torch.device("cpu")
+            assert other.device == torch.device("cpu")  # the main process may not have the other's
             self.values += other.values
 
 

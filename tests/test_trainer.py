@@ -140,7 +140,7 @@ def test_hooks_come_in_the_documented_order(tmp_path: Path) -> None:
     step = ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"]
     evaluation = ["on_evaluate_begin", "on_evaluate_end", "on_evaluate"]
     epoch = ["on_epoch_begin", *step, *step, "on_epoch_end", "on_log", *evaluation, "on_save"]
-    assert calls == ["on_init_end", "on_train_begin", *epoch, *epoch, "on_log", "on_train_end"]
+    assert calls == ["on_init_end", "on_train_begin", *epoch, *epoch, "on_log", "on_train_end", "on_exit"]
 
 
 def test_callbacks_are_called_by_priority_then_in_order(tmp_path: Path) -> None:

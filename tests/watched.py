@@ -86,6 +86,7 @@ def leaves_while_others_work(member: Member) -> None:
     member.train(5)
     if member.rank != 0:
         time.sleep(2 * PATIENCE)
+        assert member.heartbeat._beats < 100  # its thread rests between them
 
 
 def exits_without_a_word(member: Member) -> None:

@@ -77,6 +77,9 @@ class Callback:
     def on_train_end(self, run: Run) -> None:
         """Training is over; requests made here are still served."""
 
+    def on_exit(self, run: Run) -> None:
+        """The last of all: what was asked for is done. An error has `on_exception` instead."""
+
     def on_exception(self, run: Run, error: BaseException) -> None:
         """Training ends by `error`, which is raised on after this."""
 

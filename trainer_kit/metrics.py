@@ -135,11 +135,7 @@ def _is_of_torchmetrics(metric: Metric) -> bool:
 def _parts(metric: Any) -> list[Any]:
     """The metrics that one of torchmetrics is made of (a collection, a wrapper, a sum), itself included, in order."""
     torchmetrics = sys.modules["torchmetrics"]
-    modules = list(metric.modules())
-    for collection in modules:
-        if isinstance(collection, torchmetrics.MetricCollection):
-            collection.values(copy_state=False)  # only the first of a group is updated; now the others have its state
-    return [module for module in modules if isinstance(module, torchmetrics.Metric)]
+    return [module for module in metric.modules() if isinstance(module, torchmetrics.Metric)]
 
 
 def _holders(metric: Any) -> list[Any]:

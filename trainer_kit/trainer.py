@@ -98,6 +98,7 @@ class Trainer:
                 save:      on_save
                 stop
         on_train_end                                          what is asked for here is done too
+        on_exit
         on_exception                                          instead, where something raised
 
     Args:
@@ -214,6 +215,7 @@ class Trainer:
             exit_code = self._agreement.due.exit_code
             if self.args.load_best_model_at_end and exit_code is None:
                 self._checkpoints.load_best()
+            self.events.emit("on_exit", run)
         except BaseException as error:
             self.events.emit_exception(run, error)
             run.strategy.teardown(error)

@@ -67,6 +67,15 @@ def test_prepare_gives_back_the_same_order() -> None:
     assert isinstance(accelerator.prepare(loader()), PreparedLoader)
 
 
+def test_each_scheduler_follows_its_own_optimizer() -> None:
+    accelerator = Accelerator(cpu=True)
+    optimizers = [torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1) for _ in range(2)]
+    schedulers = [StepLR(optimizer, 1) for optimizer in optimizers]
+    *prepared, first, second = accelerator.prepare(*schedulers, *optimizers)
+    assert [each.optimizers for each in prepared] == [[first], [second]]
+    assert accelerator.prepare(StepLR(second, 1)).optimizers == [second]
+
+
 class Scheduler:
     """One of no class that is known."""
 

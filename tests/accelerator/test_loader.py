@@ -132,6 +132,8 @@ def test_what_is_random_in_reading_does_not_depend_on_workers() -> None:
         assert [everything(loader) for _ in range(2)] == passes
     rows = [tuple(row[1:]) for batch in passes[0] for row in batch]
     assert len(set(rows)) == len(rows)
+    unshuffled = prepared()
+    assert everything(unshuffled) != everything(unshuffled)  # each epoch has its own
 
 
 def test_persistent_workers_after_a_broken_pass() -> None:
@@ -392,3 +394,9 @@ def test_a_loop_in_a_loop() -> None:
             assert accelerator.flow.loaders == [outer, inner]
     assert synced == [False, False, True, True]  # the last batch ends a step
     assert not accelerator.flow.loaders
+    synced = []
+    for _ in outer:
+        for _ in inner:
+            with accelerator.accumulate(model):
+                synced.append(accelerator.sync_gradients)
+    assert synced == [False, False, True, True] * 4  # that of the inner loader

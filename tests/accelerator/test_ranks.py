@@ -119,6 +119,19 @@ def test_gradients_are_those_of_one_process_with_the_same_global_batch(world_siz
         assert list(itertools.chain(*dealt)) == alone["order"][step]
 
 
+def unseeded() -> list[int]:
+    set_seed(torch.initial_seed() % 1000, device_specific=True)
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Numbers(12), batch_size=2, shuffle=True))
+    return [index for indices, _ in loader for index in accelerator.gather(indices).tolist()]
+
+
+def test_processes_with_other_seeds_see_one_order() -> None:
+    main, other = on_ranks(2, unseeded)
+    assert main == other != list(range(12))
+    assert sorted(main) == list(range(12))
+
+
 def test_split_batches() -> None:
     alone = train(6, 1, 12)
     together = on_ranks(2, train, 6, 1, 12, split_batches=True)

@@ -47,14 +47,14 @@ def test_the_first_signal_asks_to_save_and_stop(
     assert run.strategy.leaving
     (sentence,) = capfd.readouterr().err.strip().splitlines()
     assert sentence.startswith(f"{name}: will finish this step, save a checkpoint and leave")
-    callback.on_train_end(run)
+    callback.on_exit(run)
 
 
 def test_nothing_is_saved_where_saving_is_off(make_run: Callable[..., Run], capfd: pytest.CaptureFixture[str]) -> None:
     run, callback = make_run(save_strategy="no"), Preemption()
     callback.on_train_begin(run)
     signal.raise_signal(signal.SIGINT)
-    callback.on_train_end(run)
+    callback.on_exit(run)
     assert run.requests == Requests(exit_code=130)
     assert "without a checkpoint" in capfd.readouterr().err
 
@@ -83,7 +83,7 @@ def test_a_second_signal_of_another_kind_does_what_it_did_before(run: Run) -> No
         signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.parametrize("how", ["on_train_end", "on_exception"])
+@pytest.mark.parametrize("how", ["on_exit", "on_exception"])
 def test_the_old_handlers_come_back(run: Run, handlers: dict[str, Any], how: str) -> None:
     callback = Preemption()
     for _ in range(2):  # a second training takes them again
@@ -100,7 +100,7 @@ def test_an_ignored_signal_stays_ignored(run: Run) -> None:
         callback = Preemption()
         callback.on_train_begin(run)
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-        callback.on_train_end(run)
+        callback.on_exit(run)
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
@@ -113,7 +113,7 @@ def test_another_thread_takes_no_signals(run: Run, handlers: dict[str, Any]) -> 
         try:
             callback = Preemption()
             callback.on_train_begin(run)
-            callback.on_train_end(run)
+            callback.on_exit(run)
         except BaseException as error:
             errors.append(error)
 
@@ -149,7 +149,7 @@ def test_a_slurm_job_is_requeued_when_asked_to(
     callback = Preemption(requeue=requeue)
     with caplog.at_level("INFO", "trainer_kit"):
         callback.on_train_begin(run)
-        callback.on_train_end(run)
+        callback.on_exit(run)
     assert (tmp_path / "called").exists() == (said is not None)
     if said is not None:
         assert (tmp_path / "called").read_text() == "requeue 31\n"

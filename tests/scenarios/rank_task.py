@@ -76,6 +76,9 @@ class Journal(Callback):
     def on_step_end(self, run: Run) -> None:
         self.write(run, "step")
 
+    def on_log(self, run: Run, record: dict[str, Any]) -> None:
+        self.write(run, "logged")
+
     def on_evaluate_begin(self, run: Run) -> None:
         self.write(run, "evaluating")
 
@@ -153,12 +156,13 @@ def options(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that a step, an evaluation and a save last")
+    parser.add_argument("--save-steps", type=int, default=5)
     parser.add_argument("--until", type=int, default=-1, help="the step to stop after")
     parser.add_argument("--trouble", nargs=3, metavar=("HOW", "RANK", "STEP"))
     parser.add_argument("--stubborn", action="store_true")
     parser.add_argument("--by-itself", action="store_true", help="resume only where the launcher has started it anew")
-    parser.add_argument("--heartbeat", type=float, default=30.0)
-    parser.add_argument("--ddp-timeout", type=float, default=1800.0)
+    parser.add_argument("--heartbeat", type=float, help="seconds, instead of the default")
+    parser.add_argument("--ddp-timeout", type=float, help="seconds, instead of the default")
     return parser.parse_args(words)
 
 
@@ -177,15 +181,17 @@ def train(words: list[str], *callbacks: Callback, **changes: Any) -> dict[str, A
     arguments: dict[str, Any] = {
         "num_train_epochs": given.epochs, "per_device_train_batch_size": given.batch_size,
         "gradient_accumulation_steps": given.accumulation, "dataloader_num_workers": given.workers,
-        "save_total_limit": None, "save_steps": 5, "eval_steps": 7,
+        "save_total_limit": None, "save_steps": given.save_steps, "eval_steps": 7,
     }  # fmt: skip
+    limits = {"heartbeat_timeout": given.heartbeat, "ddp_timeout": given.ddp_timeout}
+    limits = {name: seconds for name, seconds in limits.items() if seconds is not None}
     exact = given.model == "exact"
     trainer = task.make_trainer(
         given.output_dir,
         *listeners,
         dataset=Numbered() if exact else None,
         model=Exact() if exact else None,
-        strategy=DDP(device="cpu", heartbeat_timeout=given.heartbeat, ddp_timeout=given.ddp_timeout),
+        strategy=DDP(device="cpu", **limits) if limits else None,
         **(arguments | ({"eval_strategy": "no"} if exact else {}) | changes),
     )
     run = trainer.run
@@ -193,7 +199,10 @@ def train(words: list[str], *callbacks: Callback, **changes: Any) -> dict[str, A
     run.eval_dataset = SlowToRead(10, given.pause)
     output = trainer.train(resume_from_checkpoint=None if given.by_itself else True)
     parameters = torch.nn.utils.parameters_to_vector(run.model.parameters()).tolist()
-    result = {"digest": task.digest(trainer), "loss": output.training_loss, "parameters": parameters}
+    result = {
+        "digest": task.digest(trainer), "loss": output.training_loss, "parameters": parameters,
+        "skipped_steps": run.state.skipped_steps,
+    }  # fmt: skip
     journal.write(run, "end", **result)
     return result
 

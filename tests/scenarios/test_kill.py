@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -97,6 +98,23 @@ def test_signal_finishes_the_step_saves_and_leaves(
     assert left == code, err
     last = max(map(last_step, marked.iterdir()))
     assert (tmp_path / "run" / f"checkpoint-{last}" / "manifest.json").is_file()
+    left, out, err = finish(start(tmp_path / "run"))
+    assert left == 0, err
+    assert out.strip() == expected
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_the_workers_too_finishes_the_step(tmp_path: Path, expected: str, number: signal.Signals) -> None:
+    """As some schedulers do."""
+    marked = marks(tmp_path / "marks")
+    command = [sys.executable, str(TASK), str(tmp_path / "run"), "--marks", str(marked), "--workers", "2"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    wait_for_step(marked, 5, process)
+    os.killpg(process.pid, number)
+    left, _, err = finish(process)
+    assert left == 143, err
     left, out, err = finish(start(tmp_path / "run"))
     assert left == 0, err
     assert out.strip() == expected

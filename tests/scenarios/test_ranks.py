@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -14,77 +16,92 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
 import torch
-from ranks import RankFailed, free_port, on_ranks, try_on_ranks
+from ranks import free_port, on_ranks, try_on_ranks
 from scenarios import rank_task, task
+from torch.distributed import HashStore
 
 from trainer_kit import Callback, NonFiniteError, Run
 from trainer_kit.callbacks import read_log
 from trainer_kit.checkpoint import find_checkpoints, verify
 from trainer_kit.strategies.ddp import DDP
+from trainer_kit.strategies.heartbeat import Heartbeat
 
 pytestmark = [pytest.mark.scenario, pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")]
 
-TASK = rank_task.__file__
-LAUNCH = ["-c", "import sys; from trainer_kit.cli.main import main; sys.exit(main())", "launch", "--cpu"]
+TASK = Path(rank_task.__file__)
+LAUNCHER = ("-c", "import sys; from trainer_kit.cli.main import main; sys.exit(main())", "launch", "--cpu")
 LIMIT = 100
-SAVE_STEPS, EVAL_STEPS = 5, 7  # of the task
+EPOCHS, STEPS = 40, 160  # on two ranks
+SAVE_STEPS = 5
+PAUSE = 0.02  # seconds
 
 
 class Job:
-    """Processes of a command of this Python; all carry a mark by which they are found."""
+    """A command of this Python with all its processes, which carry a mark by which they are found."""
 
     def __init__(self, folder: Path, *words: str | Path, **environment: str) -> None:
-        self.name = uuid.uuid4().hex
-        self.mark = f"TRAINER_KIT_TEST_{self.name}"
-        self.files = [folder / f"{self.name}.{kind}" for kind in ("out", "err")]
+        self.mark = f"TEST_{uuid.uuid4().hex}"
+        self.out, self.err = (folder / f"{self.mark}.{kind}" for kind in ("out", "err"))
         settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), self.mark: "", **environment}
-        with open(self.files[0], "wb") as out, open(self.files[1], "wb") as err:
+        with open(self.out, "wb") as out, open(self.err, "wb") as err:  # not pipes, which fill up
             self.process = subprocess.Popen(
                 [sys.executable, *map(str, words)],
                 stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=os.environ | settings, start_new_session=True,
             )  # fmt: skip
 
-    def err(self) -> str:
-        return self.files[1].read_text()
-
     def wait_until(self, ready: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + LIMIT
         while not ready():
             if self.process.poll() is not None or time.monotonic() > end:
-                raise AssertionError(f"{what} never came: {self.err()}")
+                raise AssertionError(f"{what} never came: {self.err.read_text()}")
             time.sleep(0.001)
 
-    def finish(self, within: float = LIMIT) -> int:
+    def finish(self) -> tuple[int, str]:
+        """Waits for the end, after which nothing may run; the exit code, and what was written to stderr."""
         try:
-            return self.process.wait(within)
+            code = self.process.wait(LIMIT)
         except subprocess.TimeoutExpired as error:
-            raise AssertionError(f"no end within {within} s: {self.err()}") from error
+            raise AssertionError(f"no end within {LIMIT} s: {self.err.read_text()}") from error
+        self.ended = time.time()
+        _, alive = psutil.wait_procs(self.processes(), timeout=10)
+        assert not alive, [process.cmdline() for process in alive]
+        return code, self.err.read_text()
 
-    def left_behind(self) -> list[psutil.Process]:
-        """What still runs of it."""
-        return [process for process in psutil.process_iter() if self._has_mark(process)]
+    def seconds_since(self, moment: float) -> float:
+        """From a moment of the clock to the end."""
+        return self.ended - moment
 
-    def _has_mark(self, process: psutil.Process) -> bool:
+    def processes(self) -> list[psutil.Process]:
+        """All that run now."""
+        return [process for process in psutil.process_iter() if self._is_own(process)]
+
+    def _is_own(self, process: psutil.Process) -> bool:
         try:
-            return process.status() != psutil.STATUS_ZOMBIE and self.mark in process.environ()
+            return self.mark in process.environ()
         except psutil.Error:
             return False
 
     def end(self) -> None:
-        for process in self.left_behind():
+        for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self.process.kill()
         self.process.wait()
 
 
+class Ending(NamedTuple):
+    """What must be the same, to the bit, for two runs that ended at the same step."""
+
+    digests: tuple[str, ...]
+    figures: list[tuple[Any, ...]]
+
+
 class Place:
-    """A training in a folder of its own, started again and again; every start has a journal of its own."""
+    """A training in a folder of its own, started again and again; each start has a journal of its own."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -92,15 +109,9 @@ class Place:
         self.jobs: list[Job] = []
         self.starts = 0
 
-    @property
-    def journal(self) -> Path:
-        """The folder of the newest start."""
-        return self.folder / f"start-{self.starts}"
-
     def words(self, *options: object) -> list[str]:
         """The arguments of the script for another start."""
         self.starts += 1
-        self.journal.mkdir()
         return [str(self.output_dir), str(self.journal), *map(str, options)]
 
     def start(self, *words: str | Path, **environment: str) -> Job:
@@ -108,13 +119,19 @@ class Place:
         return self.jobs[-1]
 
     def launch(self, ranks: int, *options: object, restarts: int = 0) -> Job:
-        """Starts the script through our launcher."""
+        """Starts the script with `trainer-kit launch`."""
         settings = ["--num-processes", str(ranks), "--max-restarts", str(restarts), "--log-dir", self.folder / "logs"]
-        return self.start(*LAUNCH, *settings, TASK, *self.words(*options))
+        return self.start(*LAUNCHER, *settings, TASK, *self.words(*options))
 
-    def resume(self, ranks: int, *options: object) -> list[dict[str, Any]]:
-        """Starts it on processes that stand ready, to the end; what each rank ended with."""
-        return list(on_ranks(ranks, rank_task.train, self.words(*options)))
+    def run(self, ranks: int, *options: object) -> list[dict[str, Any]]:
+        """The same on processes that stand ready, to the end; what each rank ended with."""
+        words = self.words(*options)
+        return [rank_task.train(words)] if ranks == 1 else list(on_ranks(ranks, rank_task.train, words))
+
+    @property
+    def journal(self) -> Path:
+        """The folder of the newest start's journal."""
+        return self.folder / f"journal-{self.starts}"
 
     def events(self, rank: int, *kinds: str) -> list[dict[str, Any]]:
         """What a rank of the newest start has written down so far."""
@@ -122,12 +139,9 @@ class Place:
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [event for event in map(json.loads, lines) if not kinds or event["event"] in kinds]
 
-    def last_step(self, rank: int = 0) -> int:
-        """The last step of a rank in the newest start."""
-        return int(self.events(rank)[-1]["step"])
-
-    def digests(self, ranks: int) -> set[str]:
-        return {self.events(rank, "end")[0]["digest"] for rank in range(ranks)}
+    def steps(self, rank: int, kind: str) -> list[int]:
+        """The steps at which a rank of the newest start did something."""
+        return [event["step"] for event in self.events(rank, kind)]
 
     def checkpoints(self) -> set[int]:
         """The steps of all checkpoints, each of which is whole."""
@@ -135,6 +149,18 @@ class Place:
         for checkpoint in found:
             verify(checkpoint)
         return {int(checkpoint.name.rpartition("-")[2]) for checkpoint in found}
+
+    def figures(self) -> list[tuple[Any, ...]]:
+        """All that was logged and evaluated, but for the times."""
+        names = ("loss", "grad_norm", "eval_loss", "learning_rate")
+        records = [record for record in read_log(self.output_dir / "log.jsonl") if record["event"] in ("log", "evaluate")]
+        return [(record["event"], record["step"], *(record.get(name) for name in names)) for record in records]
+
+    def ending(self, ranks: int = 2) -> Ending:
+        """How the newest start ended, in which all ranks have the same weights."""
+        digests = tuple(self.events(rank, "end")[0]["digest"] for rank in range(ranks))
+        assert len(set(digests)) == 1
+        return Ending(digests, self.figures())
 
 
 @pytest.fixture
@@ -146,41 +172,25 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """The digest of a run on two ranks that nothing disturbs, by its options."""
-    known: dict[tuple[object, ...], str] = {}
-
-    def digest(*options: object) -> str:
-        if options not in known:
-            first, second = Place(tmp_path_factory.mktemp("straight")).resume(2, *options)
-            assert first["digest"] == second["digest"]
-            known[options] = first["digest"]
-        return known[options]
-
-    return digest
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Ending:
+    """How a run on two ranks ends that nothing disturbs."""
+    place = Place(tmp_path_factory.mktemp("straight"))
+    place.run(2, "--epochs", EPOCHS)
+    assert place.steps(0, "step")[-1] == STEPS
+    return place.ending()
 
 
-def figures(output_dir: Path) -> list[tuple[Any, ...]]:
-    """All that was logged and evaluated, but for the times."""
-    names = ("loss", "grad_norm", "eval_loss", "learning_rate")
-    records = [record for record in read_log(output_dir / "log.jsonl") if record["event"] in ("log", "evaluate")]
-    return [(record["event"], record["step"], *(record.get(name) for name in names)) for record in records]
-
-
-# Two and three ranks
+# Layouts
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_two_runs_of_one_layout_end_with_the_same_bits(tmp_path: Path, place: Place, ranks: int) -> None:
-    job = place.launch(ranks)
-    assert job.finish() == 0, job.err()
-    other = Place(tmp_path / "other")
-    other.folder.mkdir()
-    others = other.resume(ranks)
-    assert {result["digest"] for result in others} == place.digests(ranks)
-    assert len(place.digests(ranks)) == 1
-    assert figures(place.output_dir) == figures(other.output_dir)
-    assert {event for event, *_ in figures(place.output_dir)} == {"log", "evaluate"}
+def test_two_runs_of_one_layout_end_with_the_same_bits(tmp_path_factory: Any, place: Place, ranks: int) -> None:
+    code, err = place.launch(ranks, "--epochs", 6).finish()
+    assert code == 0, err
+    other = Place(tmp_path_factory.mktemp("other"))
+    other.run(ranks, "--epochs", 6)
+    assert other.ending(ranks) == place.ending(ranks)
+    assert {event for event, *_ in place.figures()} == {"log", "evaluate"}
 
 
 @pytest.mark.parametrize(
@@ -192,59 +202,248 @@ def test_two_runs_of_one_layout_end_with_the_same_bits(tmp_path: Path, place: Pl
     ids=["same steps", "other steps"],
 )
 def test_a_resume_with_another_layout_sees_each_sample_once(
-    place: Place, layouts: list[tuple[int, int, int]], alone: int | None
+    tmp_path_factory: Any, place: Place, layouts: list[tuple[int, int, int]], alone: int | None
 ) -> None:
-    epochs, step = 3, 0
-    task_options = ("--model", "exact", "--epochs", epochs)
+    epochs = 3
+    options = ("--model", "exact", "--epochs", epochs)
     counted: list[int] = []
     for ranks, batch_size, accumulation in layouts:
-        step = step + 7 if ranks < 3 else -1
-        layout = ("--batch-size", batch_size, "--accumulation", accumulation, "--until", step)
-        results = place.run(ranks, *task_options, *layout)
-        first, *others = [place.events(rank, "counted") for rank in range(ranks)]
-        for other in others:
-            assert [event["numbers"] for event in other] == [event["numbers"] for event in first]
-        counted += [number for event in first for number in event["numbers"]]
-    assert [sorted(counted[start : start + task.SAMPLES]) for start in range(0, len(counted), task.SAMPLES)] == [
-        list(range(task.SAMPLES))
-    ] * epochs
+        until = place.steps(0, "step")[-1] + 7 if counted else 7
+        layout = ("--batch-size", batch_size, "--accumulation", accumulation)
+        results = place.run(ranks, *options, *layout, *(("--until", until) if ranks < 3 else ()))
+        first, *others = [[event["numbers"] for event in place.events(rank, "counted")] for rank in range(ranks)]
+        assert all(other == first for other in others)
+        counted += [number for numbers in first for number in numbers]
+    by_epoch = [counted[start : start + task.SAMPLES] for start in range(0, len(counted), task.SAMPLES)]
+    assert [sorted(numbers) for numbers in by_epoch] == [list(range(task.SAMPLES))] * epochs
     if alone is not None:
-        other_place = place.beside()
-        (expected,) = other_place.run(1, *task_options, "--batch-size", alone, "--accumulation", 1)
+        other = Place(tmp_path_factory.mktemp("alone"))
+        (expected,) = other.run(1, *options, "--batch-size", alone, "--accumulation", 1)
         for result in results:
             assert result["parameters"] == pytest.approx(expected["parameters"], rel=0, abs=1e-9)
             assert result["loss"] == pytest.approx(expected["loss"], rel=0, abs=1e-9)
-        for ours, theirs in zip(figures(place.output_dir), figures(other_place.output_dir), strict=True):
+        for ours, theirs in zip(place.figures(), other.figures(), strict=True):
             assert ours[:2] == theirs[:2]
-            assert ours[2:5] == pytest.approx(theirs[2:5], rel=0, abs=1e-9)
+            assert ours[2:4] == pytest.approx(theirs[2:4], rel=0, abs=1e-9)
 
 
-# Signals to one rank
+# Signals
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
 def test_a_signal_to_one_rank_saves_once_and_ends_all(
-    place: Place, straight: Straight, number: signal.Signals, workers: int
+    place: Place, straight: Ending, number: signal.Signals, workers: int
 ) -> None:
-    """Five times at random moments, 20 in all; each start goes on from what the one before has left."""
+    """Five times at random moments, so that it is 20 times in all; each start goes on from where the last one left."""
     options = ("--epochs", EPOCHS, "--workers", workers)
     chance = random.Random(f"{number} {workers}")
-    moments = ["step", "step", "evaluating", "saving", chance.choice(["evaluating", "saving"])]
-    for moment in chance.sample(moments, len(moments)):
-        before, begin, rank = place.checkpoints(), max([0, *place.checkpoints()]), chance.randrange(2)
+    for moment in chance.sample(["step", "step", "evaluating", "saving", chance.choice(["evaluating", "saving"])], 5):
+        before = place.checkpoints()
+        begin = max(before, default=0)
         job = place.launch(2, *options, "--pause", PAUSE)
         wanted = begin + chance.randint(2, 9)
-        job.wait_until(lambda: any(e["step"] >= wanted for e in place.events(0, moment)), f"{moment} {wanted}")  # noqa: B023
-        time.sleep(chance.random() * PAUSE * 4)
-        os.kill(place.pid(rank), number)
-        assert job.finish() == 143, job.err()
-        last = place.last_step(0)
-        assert place.last_step(1) == last >= wanted
-        regular = set(range(begin - begin % SAVE_STEPS + SAVE_STEPS, last, SAVE_STEPS))
-        assert place.checkpoints() - before == (regular | {last}) - before
-        assert f"left at step {last} of {place.total_steps}" in job.err()
-    results = place.run(2, *options)
-    assert {result["digest"] for result in results} == {straight("--epochs", EPOCHS)}
-    assert figures(place.output_dir) == straight.figures("--epochs", EPOCHS)
+        job.wait_until(lambda: max(place.steps(0, moment), default=0) >= wanted, f"{moment} {wanted}")  # noqa: B023
+        time.sleep(chance.random() * 4 * PAUSE)
+        os.kill(place.events(chance.randrange(2), "begin")[0]["pid"], number)
+        code, err = job.finish()
+        assert code == 143, err
+        assert place.steps(0, "begin") == place.steps(1, "begin") == [begin]
+        last = place.steps(0, "step")[-1]
+        assert place.steps(1, "step")[-1] == last
+        assert f"left at step {last} of {STEPS}; the newest checkpoint is " in err
+        regular = range(begin - begin % SAVE_STEPS + SAVE_STEPS, last + 1, SAVE_STEPS)
+        assert place.checkpoints() == before | {*regular, last}
+    place.run(2, *options)
+    assert place.ending() == straight
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_sigterm_to_the_launcher_saves_and_ends_all(place: Place, workers: int) -> None:
+    """Five times, and before training begins; steps are as fast as can be."""
+    options = ("--epochs", 100_000, "--save-steps", 1000, "--workers", workers)
+    chance = random.Random(workers)
+    for _ in range(5):
+        begin = max(place.checkpoints(), default=0)
+        job = place.launch(2, *options)
+        wanted = begin + chance.randint(1, 30)
+        job.wait_until(lambda: max(place.steps(1, "step"), default=0) >= wanted, f"step {wanted}")  # noqa: B023
+        time.sleep(chance.random() * 0.1)
+        job.process.send_signal(signal.SIGTERM)
+        code, err = job.finish()
+        assert code == 143, err
+        assert place.steps(0, "begin") == place.steps(1, "begin") == [begin]
+        last = place.steps(0, "step")[-1]
+        assert place.steps(1, "step")[-1] == max(place.checkpoints()) == last
+    before = place.checkpoints()
+    job = place.launch(2, *options)
+    time.sleep(chance.random() * 3)
+    job.process.send_signal(signal.SIGTERM)
+    code, err = job.finish()
+    assert code == 143, err
+    assert place.checkpoints() >= before
+
+
+def test_ctrl_c_saves_and_ends_all(place: Place, straight: Ending) -> None:
+    job = place.launch(2, "--epochs", EPOCHS, "--pause", PAUSE)
+    job.wait_until(lambda: 8 in place.steps(0, "step"), "step 8")
+    os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does
+    code, err = job.finish()
+    assert code == 130, err
+    assert max(place.checkpoints()) == place.steps(0, "step")[-1] == place.steps(1, "step")[-1]
+    place.run(2, "--epochs", EPOCHS)
+    assert place.ending() == straight
+
+
+# Failures
+
+FAILS_AT = 12
+PATIENCE = ("--heartbeat", 5)
+
+
+@pytest.mark.parametrize(
+    ("how", "rank", "options", "code", "last", "within"),
+    [
+        ("raise", 0, (), 1, r"rank 0 on \S+ failed with exit code 1:\nTraceback .*\nArithmeticError: told to fail", 10),
+        ("raise", 1, (), 1, r"rank 1 on \S+ failed with exit code 1:\nTraceback .*\nArithmeticError: told to fail", 10),
+        ("exit", 0, (), 3, r"rank 0 on \S+ left with exit code 3", 10),
+        ("exit", 1, (), 3, r"rank 1 on \S+ left with exit code 3", 10),
+        ("kill", 0, ("--workers", 2), 137, r"rank 0 on \S+ was killed by SIGKILL \(.*\)", 10),
+        ("kill", 1, (), 137, r"rank 1 on \S+ was killed by SIGKILL \(.*\)", 10),
+        ("stop", 0, PATIENCE, 1, r".*LostProcessError: rank 0 \(.*\) has not answered for \d+ s \(it is stopped\);.*", 20),
+        ("stop", 1, PATIENCE, 1, r".*LostProcessError: rank 1 \(.*\) has not answered for \d+ s \(it is stopped\);.*", 20),
+        (
+            "sleep", 1, (*PATIENCE, "--ddp-timeout", 10), 1,
+            r".*LostProcessError: rank 1 \(.*\) has been for \d+ s in _fail \(scenarios/rank_task.py:\d+\);.*", 30,
+        ),
+    ],
+)  # fmt: skip
+def test_a_rank_that_fails_ends_all_and_is_named(
+    place: Place, straight: Ending, how: str, rank: int, options: tuple[Any, ...], code: int, last: str, within: float
+) -> None:
+    job = place.launch(2, "--epochs", EPOCHS, "--trouble", how, rank, FAILS_AT, *options)
+    left, err = job.finish()
+    assert left == code, err
+    assert re.fullmatch(last, err.rpartition("trainer-kit launch: ")[2].strip(), re.DOTALL), err
+    assert job.seconds_since(place.events(rank, "trouble")[0]["time"]) < within
+    waited = re.search(rf"^rank {rank} \(.*\) has been for \d+ s in _fail .*, while rank \d \(.*\) has been", err, re.M)
+    assert bool(waited) == (how == "sleep"), err
+    assert place.checkpoints() == {5, 10}
+    place.run(2, "--epochs", EPOCHS)
+    assert place.ending() == straight
+
+
+def test_a_frozen_rank_is_found_within_a_minute_by_default() -> None:
+    patience = inspect.signature(DDP).parameters["heartbeat_timeout"].default
+    interval = Heartbeat(HashStore(), 0, 2, patience=patience).interval
+    # Beats are written, read, put on the board and judged once an interval, at worst one after the other.
+    assert patience + 4 * interval < 60 - 10  # the launcher's part
+
+
+# Restarts
+
+
+def test_a_rank_that_dies_once_is_started_anew_and_goes_on(place: Place, straight: Ending) -> None:
+    code, err = place.launch(
+        2, "--epochs", EPOCHS, "--by-itself", "--trouble", "kill", 1, FAILS_AT, restarts=2
+    ).finish()  # fmt: skip
+    assert code == 0, err
+    assert re.search(r"rank 1 on \S+ was killed by SIGKILL .*; restart 1 of 2, from the checkpoint of step 10\n", err)
+    assert place.steps(0, "begin") == place.steps(1, "begin") == [0, 10]
+    assert place.ending() == straight
+
+
+def test_a_rank_that_always_fails_is_not_started_for_ever(place: Place) -> None:
+    trouble = ("--trouble", "raise", 1, FAILS_AT, "--stubborn")
+    code, err = place.launch(2, "--epochs", EPOCHS, "--by-itself", *trouble, restarts=5).finish()
+    assert code == 1, err
+    assert "not started anew: no checkpoint is newer than that of step 10 since the last start" in err
+    assert place.steps(0, "begin") == place.steps(1, "begin") == [0, 10]
+    assert err.rstrip().endswith("\nArithmeticError: told to fail")
+
+
+# Other launchers
+
+
+def test_torchrun_trains_the_same(place: Place, straight: Ending) -> None:
+    settings = ("--nproc-per-node", "2", "--master-port", str(free_port()))
+    code, err = place.start("-m", "torch.distributed.run", *settings, TASK, *place.words("--epochs", EPOCHS)).finish()
+    assert code == 0, err
+    assert place.ending() == straight
+
+
+def test_slurm_trains_the_same(place: Place, straight: Ending) -> None:
+    words = place.words("--epochs", EPOCHS)
+    job = {
+        "SLURM_JOB_ID": str(free_port()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost",
+    }  # fmt: skip
+    places = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+    for each in [place.start(TASK, *words, **job, **variables) for variables in places]:
+        code, err = each.finish()
+        assert code == 0, err
+    assert place.ending() == straight
+
+
+# What one process alone wants or sees
+
+
+class Ask(Callback):
+    """Asks for something on one process only."""
+
+    def __init__(self, what: str, rank: int, step: int) -> None:
+        self.what, self.rank, self.step = what, rank, step
+
+    def on_step_end(self, run: Run) -> None:
+        if run.strategy.rank == self.rank and run.state.step == self.step:
+            setattr(run.requests, self.what, True)
+
+
+def train_and_ask(words: list[str], what: str, rank: int, step: int) -> None:
+    rank_task.train(words, Ask(what, rank, step))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("what", "event"), [("log", "logged"), ("evaluate", "evaluating"), ("save", "saved"), ("stop", "step")]
+)
+def test_what_one_process_asks_for_all_do_after_that_step(place: Place, what: str, event: str, rank: int) -> None:
+    on_ranks(2, train_and_ask, place.words(), what, rank, 4)
+    for steps in (place.steps(0, event), place.steps(1, event)):
+        assert (steps[-1] if what == "stop" else steps[0]) == (3 if what == "log" else 4) or steps[:2] == [3, 4]
+    assert {4} <= place.checkpoints() if what in ("save", "stop") else not {4} & place.checkpoints()
+
+
+class Spoil(Callback):
+    """Makes the loss of one process NaN in one step."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+
+    def on_train_begin(self, run: Run) -> None:
+        if run.strategy.rank == self.rank:
+            run.model.register_forward_hook(
+                lambda model, inputs, output: output | {"loss": output["loss"] * torch.nan}
+                if run.state.step == self.step
+                else None
+            )
+
+
+def train_and_spoil(words: list[str], nonfinite: str) -> dict[str, Any]:
+    return rank_task.train(words, Spoil(1, 4), nonfinite=nonfinite)
+
+
+def test_a_step_that_is_not_finite_on_one_process_is_left_out_on_all(place: Place) -> None:
+    results = on_ranks(2, train_and_spoil, place.words("--model", "exact"), "skip")
+    assert [result["skipped_steps"] for result in results] == [1, 1]
+    assert results[0]["parameters"] == results[1]["parameters"]
+    assert all(map(math.isfinite, [*results[0]["parameters"], results[0]["loss"]]))
+    assert place.steps(0, "step") == place.steps(1, "step") == list(range(1, 25))
+
+
+def test_a_step_that_is_not_finite_on_one_process_stops_all(place: Place) -> None:
+    for failed in try_on_ranks(2, train_and_spoil, place.words("--model", "exact"), "stop"):
+        assert isinstance(failed.error, NonFiniteError)
+        assert str(failed.error).startswith("step 5 is not finite: loss nan")

@@ -198,8 +198,9 @@ def test_a_process_that_left_in_good_order_is_missed_where_it_is_waited_for(run:
     assert sentence.endswith(", after 5 steps")
 
 
-def test_a_process_that_left_in_good_order_is_not_missed_by_others(run: Run) -> None:
-    run.start(2, watched.leaves_while_others_work, first_serves=True)
+@pytest.mark.parametrize("first_serves", [False, True])
+def test_a_process_that_left_in_good_order_is_not_missed_by_others(run: Run, first_serves: bool) -> None:
+    run.start(2, watched.leaves_while_others_work, first_serves=first_serves)
     for rank in range(2):
         assert run.exit_code(rank) == 0
         assert run.errors(rank) == ""

@@ -6,6 +6,7 @@ import dataclasses
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,10 @@ from trainer_kit.data.order import (
     steps_between,
 )
 from trainer_kit.loss import Counts, count
+
+
+_LAST_SECONDS = 20
+"""How long a worker goes on after SIGTERM."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -212,7 +217,7 @@ def from_workers(dataset: Any, reading: Reading, sampler: Iterable[Any] | None =
         num_workers=reading.workers,
         collate_fn=_as_is,
         pin_memory=reading.pin_memory,
-        worker_init_fn=_ignore_interrupts,
+        worker_init_fn=_outlive_signals,
         generator=torch.Generator().manual_seed(reading.seed),
     )
     try:
@@ -228,9 +233,21 @@ def _as_is(item: Any) -> Any:
     return item
 
 
-def _ignore_interrupts(_: int) -> None:
-    """Ctrl-C reaches the workers too; the main process finishes the step and needs their data for it."""
+def _outlive_signals(_: int) -> None:
+    """Ctrl-C and a scheduler's signals reach the workers too; the main process finishes the step and needs their data.
+
+    SIGTERM is also how a worker that hangs is ended: for that it has a few seconds.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "SIGUSR1"):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if hasattr(signal, "alarm"):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, _end_soon)
+
+
+def _end_soon(number: int, frame: FrameType | None) -> None:
+    signal.alarm(_LAST_SECONDS)
 
 
 def sample_lengths(dataset: Any) -> np.ndarray:

@@ -194,7 +194,7 @@ class Agent(LocalElasticAgent):
         failures = [
             read_failure(worker.global_rank, code, context.error_files[rank], context.stderrs[rank])
             for worker, (rank, code) in zip(self._worker_group.workers, sorted(codes.items()), strict=True)
-            if self._is_failed(rank)
+            if self._is_failed(rank) or (code is None and os.path.exists(context.error_files[rank]))
         ]
         self._close(signal.SIGTERM)
         if any(map(self._was_told, codes.values())):
@@ -207,6 +207,14 @@ class Agent(LocalElasticAgent):
 
     def _close(self, number: signal.Signals) -> None:
         self._context.close(number, _END_SECONDS)
+
+    def _shutdown(self, *args: Any, **options: Any) -> None:
+        super()._shutdown(*args, **options)
+        if isinstance(self._pcontext, SubprocessContext):  # torch closes only the files of ranks that it had to end
+            for handler in self._pcontext.subprocess_handlers.values():
+                for file in (handler._stdout, handler._stderr):
+                    if file is not None:
+                        file.close()
 
     # Restarts
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer_kit.launch.failures import write_failure
+from trainer_kit.launch.failures import LEAVING, write_failure
 
 # What a forked process has from its parent's handlers must not stay.
 _SIGNALS: dict[str, Any] = {"SIGINT": signal.default_int_handler, "SIGTERM": signal.SIG_DFL, "SIGUSR1": signal.SIG_DFL}
@@ -49,15 +49,25 @@ class Function:
         try:
             if hasattr(signal, "pthread_sigmask"):
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the agent has blocked it
-            self._keep(self.function(*self.args))
+            self._keep(self._called())
         except KeyboardInterrupt:
             raise SystemExit(130) from None
+        except SystemExit as error:
+            if error.code not in LEAVING:
+                write_failure(error, own_files=_OWN_FILES)
+            raise
         except BaseException as error:
             write_failure(error, own_files=_OWN_FILES)
             sys.stdout.flush()
-            if isinstance(error, SystemExit):
-                raise
             raise SystemExit(1) from None
+
+    def _called(self) -> Any:
+        try:
+            return self.function(*self.args)
+        except SystemExit as error:
+            if error.code in (0, None):
+                return None
+            raise
 
     def _keep(self, value: Any) -> None:
         path = value_file(os.environ["TORCHELASTIC_ERROR_FILE"])

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from trainer_kit import environment
 from trainer_kit.launch.config import LaunchConfig, count_gpus
 from trainer_kit.launch.kernel import check_child, obstacle_to_fork, readable, wait_for_output
-from trainer_kit.launch.processes import _environment, run_processes
+from trainer_kit.launch.processes import run_processes, set_variables
 from trainer_kit.launch.sending import PlainStreams, Sent, name_of
 
 
@@ -78,7 +78,7 @@ def notebook_launcher(
     where = f"{'one' if total == 1 else total} {'GPU' if gpus else 'CPU'}{'s' if total > 1 else ''}"
     if total == 1 and not max_restarts:
         _say(f"Launching training on {where}.")
-        with _environment({environment.MIXED_PRECISION: mixed_precision}):
+        with set_variables({environment.MIXED_PRECISION: mixed_precision}):
             return function(*args)  # its errors are shown as a cell's own
     with _brief_errors():
         return _launch(config, function, args, gpus, where)

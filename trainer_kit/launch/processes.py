@@ -87,7 +87,7 @@ def run_processes(
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trainer_kit_")))
         settings = {**variables(config), environment.PROGRESS_FILE: str(scratch / "progress")}
-        stack.enter_context(_environment(settings))
+        stack.enter_context(set_variables(settings))
         stack.enter_context(_quiet_torch())
         signals = stack.enter_context(_signals())
         stack.enter_context(_in_own_words(signals))
@@ -218,7 +218,7 @@ def _signals() -> Iterator[deque[int]]:
 
 
 @contextlib.contextmanager
-def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+def set_variables(settings: Mapping[str, str]) -> Iterator[None]:
     """Sets variables for the processes that are started meanwhile."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)

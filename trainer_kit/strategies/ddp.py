@@ -120,7 +120,7 @@ class DDP(SingleDevice):
 
     def teardown(self, error: BaseException | None = None) -> None:
         super().teardown(error)
-        if self._session is not None and error is not None and not isinstance(error, SystemExit):
+        if self._session is not None and error is not None:
             self._session.report_failure(error)
 
     def _report(self, places: list[tuple[str, str]]) -> None:

@@ -18,6 +18,9 @@ logger = logging.getLogger("trainer_kit")
 JOIN_SECONDS = 300.0
 """How long the processes wait for one another at the start."""
 
+SLOW_SECONDS = 60.0
+"""After which a process that others wait for is named in a warning; earlier where the wait itself is to end soon."""
+
 
 class Session:
     """The process group and the heartbeat beside it: one a process, through all its trainings.
@@ -58,7 +61,9 @@ class Session:
             )
         # A connection of its own: the group's may be in use by a main thread that waits.
         watch = PrefixStore(f"heartbeat/{place.restarts}", _connect(place, serves=False))
-        cls.current = cls(Heartbeat(watch, place.rank, place.world_size, patience=patience), owns_group)
+        slow = min(SLOW_SECONDS, timeout / 4)
+        heartbeat = Heartbeat(watch, place.rank, place.world_size, patience=patience, slow=slow)
+        cls.current = cls(heartbeat, owns_group)
         cls.current.heartbeat.start()
         return cls.current
 

@@ -1,11 +1,11 @@
 """Several processes: the Trainer against a plain DistributedDataParallel loop, on gloo or nccl.
 
-`python benchmarks/ddp.py` starts two processes with torchrun that train the same transformer both ways, turn by turn:
+`python benchmarks/ddp_loop.py` starts two processes with torchrun that train the same transformer both ways in turn:
 AdamW with a linear schedule, clipping to 1.0, a log every 50 steps. It prints the time of a step, the ratio of the
 throughputs, and the collectives of a step beside the gradients' own.
 
-`python benchmarks/ddp.py --start` measures from the command to the end of the first step: `torchrun` with the plain
-loop against `trainer-kit launch` with the Trainer.
+`python benchmarks/ddp_loop.py --start` measures from the command to the end of the first step: `torchrun` with the
+plain loop against `trainer-kit launch` with the Trainer.
 """
 
 from __future__ import annotations

@@ -1,0 +1,430 @@
+"""Starting processes, watching them, and what a user is told of their ends."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import launched
+import pytest
+
+from trainer_kit.launch.config import LaunchConfig
+from trainer_kit.launch.processes import Logs, ProcessesLeft, ProcessFailed, planned, run_processes
+
+RUNNER = ("-m", "trainer_kit.launch.script")
+SCRIPT = launched.__file__
+
+
+def run(function: Callable[..., Any] | str, *args: Any, count: int = 2, **options: Any) -> dict[int, Any]:
+    """Runs a function in forked processes, or a command, with what is said left out."""
+    logs, method = options.pop("logs", None), options.pop("start_method", "fork")
+    say = options.pop("say", lambda sentence: None)
+    config = LaunchConfig(num_processes=count, cpu=True, monitor_interval=0.05, **options)
+    return run_processes(config, function, args, start_method=method, logs=logs, say=say)
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_a_function_gets_its_place_and_its_values_come_back(start_method: str) -> None:
+    value = {"a": [1.5, None]}
+    values = run(launched.place, value, "$$a ${local_rank}", start_method=start_method, mixed_precision="bf16")
+    assert values == {
+        rank: (str(rank), str(rank), "2", "bf16", "1", value, "$$a ${local_rank}") for rank in range(2)
+    }  # fmt: skip
+
+
+def test_a_command_gets_its_arguments_as_they_are(tmp_path: Path) -> None:
+    words = ["$$a", "${local_rank}", "--", "-x", ""]
+    code = "import os, sys; open(sys.argv[1] + os.environ['RANK'], 'w').write(repr(sys.argv[2:]))"
+    assert run(sys.executable, "-c", code, f"{tmp_path}/", *words) == {0: None, 1: None}
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [repr(words)] * 2
+
+
+def test_one_process_goes_the_same_way() -> None:
+    assert run(launched.place, count=1) == {0: ("0", "0", "1", "no", "1")}
+
+
+def test_everything_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINER_KIT_USE_CPU", "0")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    logger = logging.getLogger("torch.distributed.elastic")
+    facts: list[Callable[[], Any]] = [
+        lambda: dict(os.environ),
+        lambda: [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
+        lambda: (logger.propagate, logger.handlers),
+    ]
+    before = [fact() for fact in facts]
+    assert run(os.getenv, "OMP_NUM_THREADS") == dict.fromkeys(range(2), str(max(1, (os.cpu_count() or 1) // 2)))
+    with pytest.raises(ProcessFailed):
+        run(launched.unpicklable)
+    assert [fact() for fact in facts] == before
+
+
+# Failures
+
+
+@pytest.mark.parametrize(
+    ("how", "exit_code", "message"),
+    [
+        ("raises", 1, "failed with exit code 1:"),
+        ("raises with rank 0", 1, "failed with exit code 1:"),
+        ("raises and hangs", None, "failed and had to be ended:"),
+        ("exits", 3, "left with exit code 3; the last that it wrote:\n  not today"),
+        ("is gone", 4, "left with exit code 4"),
+        ("is gone with rank 0", 4, "left with exit code 4"),
+        ("is killed", -9, "was killed by SIGKILL (probably the memory of its host ran out)"),
+        ("is killed with rank 0", -9, "was killed by SIGKILL (probably the memory of its host ran out)"),
+        ("crashes", -11, "was killed by SIGSEGV"),
+        ("is told to end", -15, "was killed by SIGTERM"),
+    ],
+)
+def test_the_first_failure_ends_the_run(how: str, exit_code: int | None, message: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    with pytest.raises(ProcessFailed) as caught:
+        if how == "raises and hangs":  # in a forked process threads are not waited for
+            run(sys.executable, *RUNNER, SCRIPT, "end", how, str(tmp_path), say=said.append)
+        else:
+            run(launched.end, how, str(tmp_path), say=said.append)
+    ended, error = time.time(), caught.value
+    assert (error.rank, error.exit_code) == (1, exit_code)
+    assert message in str(error)
+    if how.startswith("raises"):
+        assert str(error).endswith(error.traceback.rstrip())
+        assert error.traceback.endswith("\nValueError: boom\n")
+        assert set(re.findall('File "(.*?)"', error.traceback)) == {SCRIPT}  # no file of ours or of torch's
+    if how.endswith("with rank 0"):
+        assert said[0] == "rank 0 failed with exit code 1 after that: ConnectionError: rank 1 is gone"
+    assert ended - (tmp_path / "pid").stat().st_mtime < 10
+
+
+def test_a_rank_that_is_done_waits_for_the_others(tmp_path: Path) -> None:
+    assert run(launched.end, "returns", str(tmp_path)) == {0: "done", 1: "done"}
+
+
+def test_leaving_with_0_is_no_failure(tmp_path: Path) -> None:
+    assert run(sys.exit, 0) == {0: None, 1: None}
+
+
+def test_a_value_that_cannot_be_sent_back() -> None:
+    with pytest.raises(ProcessFailed, match="TypeError: the value that unpicklable returned cannot be sent back"):
+        run(launched.unpicklable)
+
+
+def test_ranks_that_do_not_listen_are_killed(tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib, signal, sys, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    while not (pid := pathlib.Path(sys.argv[1])).exists():\n"
+        "        time.sleep(0.01)\n"
+        "    sys.exit(3)\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))\n"
+        "time.sleep(120)"
+    )
+    begin = time.monotonic()
+    with pytest.raises(ProcessFailed, match="rank 1 .* left with exit code 3"):
+        run(sys.executable, "-c", code, str(tmp_path / "pid"))
+    assert time.monotonic() - begin < 10
+    assert not is_alive((tmp_path / "pid").read_text())
+
+
+# Output
+
+
+def test_the_first_rank_has_the_terminal_and_others_have_files(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+    code = "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
+    run(sys.executable, "-c", code, logs=Logs(tmp_path), say=said.append, count=3)
+    assert tuple(capfd.readouterr()) == ("out 0\n", "err 0\n")
+    files = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert files == {f"rank-{rank}.{end[:3]}": f"{end} {rank}\n" for rank in (1, 2) for end in ("out", "err")}
+    assert said == [f"the output of ranks 1, 2 is in {tmp_path}"]
+
+
+def test_with_a_prefix_all_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
+    run(sys.executable, "-c", code, logs=Logs(tmp_path, prefix=True))
+    out, err = capsys.readouterr()
+    assert sorted(out.splitlines()) == ["[rank 0] out 0", "[rank 1] out 1"]
+    assert sorted(err.splitlines()) == ["[rank 0] err 0", "[rank 1] err 1"]
+
+
+def test_a_temporary_folder_stays_only_with_something_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run(launched.place)
+    assert list(tmp_path.iterdir()) == []
+    said: list[str] = []
+    run(print, "hello", say=said.append)
+    (folder,) = tmp_path.iterdir()
+    assert said == [f"the output of rank 1 is in {folder}"]
+    assert (folder / "rank-1.out").read_text() == "hello\n"
+
+
+# Restarts
+
+
+@pytest.mark.parametrize(
+    ("steps", "sentences"),
+    [
+        ([10, 20, 30], ["restart 1 of 3, from the checkpoint of step 10", "restart 2 of 3, from the checkpoint of step 20"]),
+        ([0, 20, 30], ["restart 1 of 3", "restart 2 of 3, from the checkpoint of step 20"]),
+    ],
+)  # fmt: skip
+def test_a_run_that_gets_on_is_started_anew(steps: list[int], sentences: list[str], tmp_path: Path) -> None:
+    said: list[str] = []
+    assert run(launched.try_again, str(tmp_path), steps, max_restarts=3, say=said.append) == {0: 2, 1: 2}
+    for number, sentence in enumerate(sentences):
+        assert said[number].endswith(f"failed with exit code 1 (ValueError: failure {number}); {sentence}")
+
+
+@pytest.mark.parametrize(
+    ("steps", "sentence"),
+    [
+        ([0, 0, 30], "not started anew: no checkpoint was written since the last start"),
+        ([10, 10, 30], "not started anew: no checkpoint is newer than that of step 10"),
+        ([10, 20, 30, 40], None),
+    ],
+)
+def test_a_run_that_gets_nowhere_is_not(steps: list[int], sentence: str | None, tmp_path: Path) -> None:
+    said: list[str] = []
+    with pytest.raises(ProcessFailed) as caught:
+        run(launched.try_again, str(tmp_path), steps, max_restarts=2, say=said.append)
+    restarts = 1 if sentence else 2
+    assert f"ValueError: failure {restarts}" in caught.value.traceback
+    assert sum("; restart" in one for one in said) == restarts
+    assert sentence is None or any(one.startswith(sentence) for one in said)
+
+
+def test_each_start_has_files_of_its_own(tmp_path: Path) -> None:
+    run(launched.try_again, str(tmp_path), [1, 2], max_restarts=1, logs=Logs(tmp_path / "logs"))
+    assert (tmp_path / "logs" / "rank-1.out").read_text() == "start 0\n"
+    assert (tmp_path / "logs" / "restart-1" / "rank-1.out").read_text() == "start 1\n"
+
+
+@pytest.mark.scenario
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_a_restart_meets_anew(backend: Any, tmp_path: Path) -> None:
+    """The second process group must not find the addresses of the first."""
+    code = (
+        "import os, sys, time, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(120)\n"
+        "dist.destroy_process_group()\n"
+    )
+    assert run(sys.executable, "-c", code, max_restarts=1, rdzv_backend=backend) == {0: None, 1: None}
+
+
+# Signals
+
+
+@contextlib.contextmanager
+def signalled(folder: Path, *numbers: int, pause: float = 0.3) -> Iterator[None]:
+    """Sends signals to this process as soon as both ranks wait for them."""
+
+    def send() -> None:
+        deadline = time.monotonic() + 60
+        while len(list(folder.glob("ready-*"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(pause)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    yield
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("number", "passed_on", "exit_code"),
+    [
+        (signal.SIGTERM, "SIGTERM", 143),
+        (signal.SIGUSR1, "SIGUSR1", 143),
+        (signal.SIGHUP, "SIGTERM", 143),
+        (signal.SIGINT, "SIGINT", 130),
+    ],
+)
+@pytest.mark.parametrize("kind", ["function", "command"])
+def test_a_signal_is_passed_on_once(kind: str, number: int, passed_on: str, exit_code: int, tmp_path: Path) -> None:
+    with signalled(tmp_path, number), pytest.raises(ProcessesLeft) as caught:
+        if kind == "function":
+            run(launched.leave, str(tmp_path), max_restarts=3)
+        else:
+            run(sys.executable, SCRIPT, "leave", str(tmp_path), max_restarts=3)
+    assert caught.value.exit_code == exit_code
+    assert [(tmp_path / f"signals-{rank}").read_text() for rank in range(2)] == [f"{passed_on}\n"] * 2
+
+
+def test_ranks_have_the_time_that_they_need(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    with signalled(tmp_path, signal.SIGTERM), pytest.raises(ProcessesLeft):
+        run(launched.leave, str(tmp_path), 8.0)
+    assert time.monotonic() - begin > 8  # longer than a rank has after a failure
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    with signalled(tmp_path, signal.SIGINT, signal.SIGINT), pytest.raises(ProcessesLeft) as caught:
+        run(launched.leave, str(tmp_path), 60.0)
+    assert caught.value.exit_code == 130
+    assert time.monotonic() - begin < 10
+    assert not any(is_alive(path.read_text()) for path in tmp_path.glob("ready-*"))
+
+
+def test_ranks_that_know_no_signals_die_of_it(tmp_path: Path) -> None:
+    code = "import os, sys, time; open(sys.argv[1] + os.environ['RANK'], 'w'); time.sleep(120)"
+    with signalled(tmp_path, signal.SIGTERM), pytest.raises(ProcessesLeft) as caught:
+        run(sys.executable, "-c", code, f"{tmp_path}/ready-")
+    assert caught.value.exit_code == 143
+
+
+def test_ranks_that_leave_by_themselves_are_not_started_anew(tmp_path: Path) -> None:
+    def tell() -> None:
+        while not (tmp_path / "ready-1").exists() or not (tmp_path / "ready-1").read_text():
+            time.sleep(0.01)
+        for path in (tmp_path / "ready-0", tmp_path / "ready-1"):
+            os.kill(int(path.read_text()), signal.SIGTERM)
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    with pytest.raises(ProcessesLeft) as caught:
+        run(launched.leave, str(tmp_path), max_restarts=3)
+    thread.join()
+    assert caught.value.exit_code == 143
+
+
+def test_a_failure_after_a_signal_is_a_failure(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys, time\n"
+        "def on_signal(*_):\n"
+        "    if os.environ['RANK'] == '1': raise OSError('disk full')\n"
+        "    time.sleep(120)\n"
+        "signal.signal(signal.SIGTERM, on_signal)\n"
+        "open(sys.argv[1] + os.environ['RANK'], 'w')\n"
+        "time.sleep(120)"
+    )
+    with signalled(tmp_path, signal.SIGTERM), pytest.raises(ProcessFailed, match=r"(?s)rank 1.*OSError: disk full"):
+        run(sys.executable, "-c", code, f"{tmp_path}/ready-")
+
+
+# Machines
+
+
+def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer_kit.launch.config.count_gpus", lambda: 2)
+    with pytest.raises(ValueError, match=r"num_processes=3, but this machine has 2 GPUs; use at most 2, or cpu=True"):
+        run_processes(LaunchConfig(num_processes=3), launched.place)
+
+
+def test_a_master_that_nobody_answers() -> None:
+    config = LaunchConfig(num_nodes=2, node_rank=1, master_port=free_port(), start_timeout=0.5, cpu=True)
+    with pytest.raises(TimeoutError, match=r"machine 0 at 127.0.0.1:\d+ \(--node-rank 0\) did not answer within 0.5 s"):
+        run_processes(config, launched.place)
+
+
+def test_the_user_hears_who_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer_kit.launch.machines._PATIENCE_SECONDS", 0.2)
+    said: list[str] = []
+    config = LaunchConfig(num_nodes=2, master_port=free_port(), start_timeout=0.5, cpu=True)
+    with pytest.raises(TimeoutError, match=r"machine 1 of 2 \(--node-rank 1\) did not answer"):
+        run_processes(config, launched.place, say=said.append)
+    assert said == ["waiting for machine 1 of 2 (--node-rank 1), up to 0.5 s"]
+
+
+def test_a_master_address_that_leads_elsewhere() -> None:
+    config = LaunchConfig(num_nodes=2, master_addr="nowhere.invalid", master_port=free_port(), cpu=True)
+    with pytest.raises(OSError, match="master_addr='nowhere.invalid' does not lead to this machine"):
+        run_processes(config, launched.place)
+
+
+def test_what_answers_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer_kit.launch.machines._CONNECT_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        config = LaunchConfig(num_nodes=2, node_rank=1, master_port=server.getsockname()[1], cpu=True)
+        with pytest.raises(TimeoutError, match="is not the launcher of machine 0"):
+            run_processes(config, launched.place)
+
+
+def test_a_port_in_use() -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(OSError, match=f"master_port={port} is in use on this machine"):
+            run(launched.place, master_port=port)
+
+
+def test_a_signal_while_waiting_for_machines() -> None:
+    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    with pytest.raises(ProcessesLeft) as caught:
+        run_processes(LaunchConfig(num_nodes=2, master_port=free_port(), cpu=True), launched.place)
+    assert caught.value.exit_code == 143
+
+
+@pytest.mark.scenario
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_two_launchers_restart_together_and_end_together(backend: str) -> None:
+    """Two "machines" of one process each: the failure of the second ends both, and both say whose it was."""
+    options = f"num_processes=2, num_nodes=2, master_port={free_port()}, max_restarts=2, rdzv_backend={backend!r}"
+    code = (
+        "import sys, launched\n"
+        "from trainer_kit.launch.config import LaunchConfig\n"
+        "from trainer_kit.launch.processes import run_processes\n"
+        f"words = [sys.executable, [*{RUNNER}, launched.__file__, 'machine']]\n"
+        f"run_processes(LaunchConfig(node_rank=int(sys.argv[1]), {options}), *words, say=print)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    machines = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(number)],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [machine.communicate(timeout=120)[0] for machine in machines]
+    finally:
+        for machine in machines:
+            machine.kill()
+    for output in outputs:
+        assert "restart" in output, output
+        assert "ValueError: failure 1" in output, output
+        assert output.count("ValueError: failure 0") == 1, output
+
+
+# What would be started
+
+
+def test_planned_lists_each_rank() -> None:
+    config = LaunchConfig(num_processes=4, num_nodes=2, node_rank=1, cpu=True, master_addr="host")
+    first, second = planned(config, ["python", "train.py", "a b"])
+    assert first.startswith("RANK=2 LOCAL_RANK=0 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 MASTER_ADDR=host MASTER_PORT=29500 ")
+    assert second.startswith("RANK=3 LOCAL_RANK=1 ")
+    assert first.endswith(" python train.py 'a b'")
+
+
+def free_port() -> int:
+    """A port that nobody uses."""
+    return random.randint(20000, 32000)
+
+
+def is_alive(pid: str) -> bool:
+    """Whether a process with this number runs (one that has ended and nobody has asked after does not)."""
+    try:
+        return ") Z " not in Path("/proc", pid, "stat").read_text()
+    except FileNotFoundError:
+        return False
