@@ -397,6 +397,8 @@ class Trainer:
 
     def _count(self, window: Window) -> None:
         state = self.run.state
+        if window.epoch > state.epoch:  # of an epoch that was resumed under another layout no whole batch was left
+            state.epoch, state.position = window.epoch, 0
         state.step += 1
         state.samples += window.stop - state.position
         state.tokens += window.tokens

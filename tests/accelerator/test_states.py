@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainer_kit import load_checkpoint_in_model
 from trainer_kit.accelerator import Accelerator, ProjectConfiguration, set_seed
 from trainer_kit.checkpoint import verify
+from trainer_kit.strategies.single import SingleDevice
 
 
 class Augmented(Dataset[Any]):
@@ -106,6 +108,23 @@ def test_resuming_with_workers_and_mixed_precision(workers: int, precision: str,
     assert resumed.result() == whole.result()
     if precision == "fp16":
         assert resumed.result()[3]["_growth_tracker"] == 9  # one a step
+
+
+@pytest.mark.parametrize("save_at", [4, 5, 6])
+def test_batches_that_are_copied_ahead_of_their_use(
+    save_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As GPUs get them: what was read beyond the checkpoint is read again."""
+
+    def copied_ahead(_: SingleDevice, batches: Any) -> Iterator[Any]:
+        waiting: list[Any] = []
+        for item in batches:
+            yield from waiting
+            waiting = [item]
+        yield from waiting
+
+    monkeypatch.setattr(SingleDevice, "prepare_loader", copied_ahead)
+    test_resuming_is_bitwise_equal(save_at, "plain", tmp_path)
 
 
 def test_saved_between_epochs_and_from_within_the_same_program(tmp_path: Path) -> None:

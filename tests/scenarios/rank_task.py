@@ -68,10 +68,8 @@ class Journal(Callback):
     def on_pre_optimizer_step(self, run: Run) -> None:
         if isinstance(run.model, Exact):
             assert run.model.seen.grad is not None
-            shares = run.model.seen.grad
-            numbers = shares.nonzero().flatten().tolist()
-            assert torch.allclose(shares[numbers], torch.full((len(numbers),), 1 / len(numbers), dtype=shares.dtype))
-            self.write(run, "counted", numbers=numbers)
+            numbers = run.model.seen.grad.nonzero().flatten().tolist()
+            self.write(run, "counted", numbers=numbers, shares=run.model.seen.grad[numbers].tolist())
 
     def on_step_end(self, run: Run) -> None:
         self.write(run, "step")

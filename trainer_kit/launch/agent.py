@@ -89,6 +89,16 @@ class Agent(LocalElasticAgent):
         super()._rendezvous(worker_group)
         assert worker_group.store is not None
         self._machines.join(worker_group.store)
+        # A machine that came later has counted fewer restarts, but the ranks of all must be told the same.
+        allowed = worker_group.spec.max_restarts
+        machines = worker_group.group_rank, worker_group.group_world_size
+        self._remaining_restarts = allowed - self._machines.most(allowed - self._remaining_restarts, *machines)
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if self.failed is None:
+            self._say("a machine has come anew; restart with it")
+        self.failed = None
+        super()._restart_workers(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self.signals:

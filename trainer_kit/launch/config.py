@@ -42,7 +42,8 @@ class LaunchConfig:
         master_port: Its port for the rendezvous; 0 for a free one, and for 29500 where there are several machines.
         max_restarts: How often the processes may be started anew after one has failed. After the first time that
             happens only if the run has written a newer checkpoint in between.
-        rdzv_backend: How machines find one another: "static" by their `node_rank`, "c10d" as they come.
+        rdzv_backend: How machines find one another: "static" by their `node_rank`, "c10d" as they come (there
+            `node_rank` need not be given).
         rdzv_id: Name of the run, the same on all machines; None for "trainer_kit".
         mixed_precision: For runs whose arguments leave it at "no".
         cpu: Whether to train on the CPU though there are GPUs.

@@ -22,6 +22,7 @@ from typing import NamedTuple
 LEAVING = (143, 130)
 
 _RUNPY = (runpy.__file__, "<frozen runpy>")
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _TAIL_LINES = 15
 
 # A rank dies of these by its own fault or by the system's, never because another rank died before.
@@ -119,7 +120,7 @@ def write_failure(error: BaseException, own_files: Collection[str]) -> Traceback
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         is_exit = isinstance(error, SystemExit)
-        lines = [] if is_exit else traceback.format_exception(type(error), error, trace)
+        lines = [] if is_exit else _formatted(error, trace)
         now = time.time()
         extra = {"py_callstack": "".join(lines), "timestamp": str(int(now)), "time": now}
         summary = "".join(traceback.format_exception_only(type(error), error)).strip()
@@ -129,6 +130,17 @@ def write_failure(error: BaseException, own_files: Collection[str]) -> Traceback
         unfinished.write_text(json.dumps({"message": message}), encoding="utf-8")
         unfinished.replace(path)
     return trace
+
+
+def _formatted(error: BaseException, trace: TracebackType | None) -> list[str]:
+    """The traceback; what this package refuses with a sentence ends at the user's own line."""
+    shown = traceback.TracebackException(type(error), error, trace)
+    frames = shown.stack
+    if frames and frames[-1].filename.startswith(_PACKAGE) and (frames[-1].line or "").startswith("raise "):
+        own = (_PACKAGE, "<string>")  # the second is what dataclasses make
+        users = [number for number, frame in enumerate(frames) if not frame.filename.startswith(own)]
+        del frames[users[-1] + 1 if users else 1 :]
+    return list(shown.format())
 
 
 def read_failure(rank: int, exit_code: int | None, error_file: str, stderr_file: str) -> Failure:

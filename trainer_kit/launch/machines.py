@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -34,6 +35,7 @@ _ATTEMPT_SECONDS = 2.0
 _CONNECT_SECONDS = 10.0
 _NEWS_SECONDS = 1.0
 _PARTING_SECONDS = 5.0
+_FAILED, _HEARD = "trainer_kit/failed", "trainer_kit/heard"
 
 
 class News(NamedTuple):
@@ -53,24 +55,29 @@ class Machines:
 
     def __init__(self, config: LaunchConfig) -> None:
         self._config = config
+        self._keeps_store = _keeps_store(config)
         self._next_look = 0.0
-        self._round = -1
         self._store: Store | None = None
 
     def join(self, store: Store) -> None:
-        """Takes the store of a new rendezvous."""
+        """Takes the store of a new rendezvous, which holds nothing yet."""
         self._store = store
-        self._round += 1
 
     def leave(self) -> None:
         """Lets go of the store of the last rendezvous."""
         self._store = None
 
+    def most(self, number: int, place: int, machines: int) -> int:
+        """The greatest of the numbers that the machines give; this is the one in `place` of so many."""
+        store = self._reach()
+        store.set(f"trainer_kit/number-{place}", str(number))
+        return max(int(store.get(f"trainer_kit/number-{other}")) for other in range(machines))
+
     def announce(self, failure: ProcessFailed, goes_on: bool) -> None:
         """Tells the other machines that a rank of this one failed, unless another was faster."""
         if self._is_reachable():
             values = [failure.message, failure.rank, failure.exit_code, failure.traceback, goes_on]
-            self._reach().compare_set(self._key("failed"), "", json.dumps(values))
+            self._reach().compare_set(_FAILED, "", json.dumps(values))
             self._part()
 
     def news(self) -> News | None:
@@ -78,34 +85,30 @@ class Machines:
         if self._config.num_nodes == 1 or time.monotonic() < self._next_look:
             return None
         self._next_look = time.monotonic() + _NEWS_SECONDS
-        if not self._is_reachable() or not self._reach().check([self._key("failed")]):
+        if not self._is_reachable() or not self._reach().check([_FAILED]):
             return None
-        message, rank, exit_code, traceback, goes_on = json.loads(self._reach().get(self._key("failed")))
+        message, rank, exit_code, traceback, goes_on = json.loads(self._reach().get(_FAILED))
         self._part()
         return News(ProcessFailed(message, rank, exit_code, traceback), goes_on)
 
     def _part(self) -> None:
         """The machine that keeps the store waits until the others have read it."""
-        store = self._reach()
-        store.set(self._key(f"heard-{self._config.node_rank}"), "yes")
-        keys = [self._key(f"heard-{number}") for number in range(self._config.num_nodes)]
-        deadline = time.monotonic() + _PARTING_SECONDS
-        while self._config.node_rank == 0 and not store.check(keys) and time.monotonic() < deadline:
+        store, deadline = self._reach(), time.monotonic() + _PARTING_SECONDS
+        heard = store.add(_HEARD, 1)
+        while self._keeps_store and heard < self._config.num_nodes and time.monotonic() < deadline:
             time.sleep(0.05)
+            heard = store.add(_HEARD, 0)
 
     def _is_reachable(self) -> bool:
         """Whether the store answers; asking the store itself might block for long."""
         config = self._config
         if config.num_nodes == 1:
             return False
-        return config.node_rank == 0 or _address_towards(config.master_addr, config.port) is not None
+        return self._keeps_store or _address_towards(config.master_addr, config.port) is not None
 
     def _reach(self) -> Store:
         assert self._store is not None
         return self._store
-
-    def _key(self, name: str) -> str:
-        return f"trainer_kit/{self._round}/{name}"
 
 
 class StaticRendezvous(StaticTCPRendezvous):
@@ -152,12 +155,8 @@ class StaticRendezvous(StaticTCPRendezvous):
         try:
             store = self._tcp_store("127.0.0.1", is_master=True)
         except RuntimeError as error:
-            if errno.errorcode[errno.EADDRINUSE] not in str(error):
-                raise
-            raise OSError(
-                f"master_port={self.master_port} is in use on this machine; end the other run, or choose another port "
-                "(0 takes a free one where there is only one machine)"
-            ) from error
+            _refuse_used_port(error, self.master_port)
+            raise
         if self.world_size > 1 and _address_towards(self.master_addr, store.port) is None:
             raise OSError(
                 f"master_addr={self.master_addr!r} does not lead to this machine, which has node_rank=0; give the "
@@ -263,7 +262,7 @@ def make_rendezvous(
     """
     if config.rdzv_backend == "static":
         return StaticRendezvous(config, say, is_stopped)
-    is_host = config.num_nodes == 1 or _is_own(config.master_addr)
+    is_host = _keeps_store(config)
     address: str | None = config.master_addr
     if not is_host:
         whom = f"the first machine at {config.master_addr}:{config.port}"
@@ -280,12 +279,24 @@ def make_rendezvous(
         local_addr=address,
         is_host=str(is_host),
     )
-    backend, store = create_backend(parameters)
+    try:
+        backend, store = create_backend(parameters)
+    except RendezvousConnectionError as error:
+        _refuse_used_port(error.__cause__, config.port)
+        raise
     handler: ElasticRendezvous = ElasticRendezvous.from_backend(
         config.run_id, store, backend, config.num_nodes, config.num_nodes, address,
         RendezvousTimeout(join=timedelta(seconds=config.start_timeout)),
     )  # fmt: skip
     return handler
+
+
+def _refuse_used_port(error: BaseException | None, port: int) -> None:
+    if errno.errorcode[errno.EADDRINUSE] in str(error):
+        raise OSError(
+            f"master_port={port} is in use on this machine; end the other run, or choose another port (0 takes a free "
+            "one where there is only one machine)"
+        ) from error
 
 
 def _address_towards(address: str, port: int) -> str | None:
@@ -295,6 +306,12 @@ def _address_towards(address: str, port: int) -> str | None:
             return str(connection.getsockname()[0])
     except OSError:
         return None
+
+
+def _keeps_store(config: LaunchConfig) -> bool:
+    """Whether the machines meet at a store of this one; where all have come as number 0, its address tells."""
+    is_first = config.node_rank == 0
+    return is_first and (config.rdzv_backend == "static" or config.num_nodes == 1 or _is_own(config.master_addr))
 
 
 def _is_own(address: str) -> bool:
