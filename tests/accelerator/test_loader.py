@@ -170,6 +170,18 @@ def test_goes_on_in_the_middle_of_a_pass(dataset: Any, workers: int, style: str)
     assert everything(other) == following
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_that_have_worked_before_a_load(persistent: bool) -> None:
+    options = {"shuffle": True, "num_workers": 1, "persistent_workers": persistent}
+    loader = prepared(**options)
+    state = copy.deepcopy(loader.state_dict())
+    first = everything(loader)
+    other = prepared(seed=7, **options)
+    assert everything(other) != first
+    other.load_state_dict(state)
+    assert everything(other) == first
+
+
 def left(loader: PreparedLoader, skip: int | None = None) -> list[int]:
     """The samples of the next pass after a save and a load."""
     other = prepared(shuffle=True)

@@ -152,7 +152,7 @@ def evaluated(length: int, batch_size: int, **options: Any) -> dict[str, Any]:
     else:
         given = DataLoader(Numbers(length), batch_size=batch_size, **options)
     loader = accelerator.prepare(given)
-    tensors, objects, plain, scalars, sizes = [], [], [], [], []
+    tensors, objects, plain, scalars, sizes, lasts = [], [], [], [], [], []
     for batch in loader:
         indices = batch if isinstance(batch, torch.Tensor) else batch[0]
         indices = indices.reshape(-1)
@@ -167,10 +167,11 @@ def evaluated(length: int, batch_size: int, **options: Any) -> dict[str, Any]:
         assert pairs.tolist() == [index for index in whole["indices"].tolist() for _ in range(2)]
         plain += accelerator.gather(indices).tolist()
         scalars.append(len(accelerator.gather_for_metrics(indices.sum())))
+        lasts.append(loader.gave_last)
     after = accelerator.gather_for_metrics(torch.tensor([accelerator.process_index])).tolist()
     return {
         "tensors": tensors, "objects": objects, "plain": plain, "scalars": scalars, "after": after,
-        "length": len(loader) if kind == "plain" else None, "sizes": sizes, "epoch": loader.epoch,
+        "length": len(loader) if kind == "plain" else None, "sizes": sizes, "epoch": loader.epoch, "lasts": lasts,
     }  # fmt: skip
 
 
@@ -202,6 +203,7 @@ def test_gather_for_metrics_gives_each_sample_once(world_size: int) -> None:
             assert repeated == [index % length for index in range(len(repeated))]
             assert result["after"] == list(range(world_size))  # no loader is being read
             assert result["epoch"] == 1
+            assert result["lasts"] == [False] * (result["length"] - 1) + [True]
 
 
 @pytest.mark.parametrize(
@@ -222,13 +224,35 @@ def test_gather_for_metrics_with_other_loaders(options: dict[str, Any]) -> None:
             assert result["objects"] == [f"sample {index}" for index in range(length)]
 
 
+class Noise(Numbers):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tensor(index), torch.rand(1)
+
+
+def augmented(workers: int) -> list[Any]:
+    set_seed(2)
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Noise(12), batch_size=3, shuffle=True, num_workers=workers))
+    return [
+        pair for batch in loader for pair in zip(*(accelerator.gather(each).tolist() for each in batch), strict=True)
+    ]
+
+
+def test_what_is_random_in_reading_does_not_depend_on_the_number_of_processes() -> None:
+    alone = augmented(0)
+    assert len({noise[0] for _, noise in alone}) == 12
+    for workers in (0, 1):
+        assert on_ranks(2, augmented, workers) == [alone, alone]
+
+
 def test_drop_last_leaves_out_a_round_that_is_not_full() -> None:
     for result in on_ranks(2, evaluated, 17, 4, drop_last=True):
         assert result["tensors"] == list(range(16))
         assert result["length"] == 2
-    for result in on_ranks(2, evaluated, 15, 4, drop_last=True):
-        assert result["tensors"] == list(range(8))
-        assert result["length"] == 1
+    for result in on_ranks(2, evaluated, 23, 4, drop_last=True):
+        assert result["tensors"] == list(range(16))
+        assert result["length"] == 2
+        assert result["lasts"] == [False, True]
 
 
 def test_split_batches_repeats_only_at_the_end() -> None:

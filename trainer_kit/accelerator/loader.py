@@ -27,14 +27,14 @@ class Job(NamedTuple):
 
     Attributes:
         epoch: Number of the pass.
-        number: Number of the batch among those of all processes: from it follows what is random in reading.
+        seed: From it follows what is random in reading.
         indices: What the sampler gave.
         real: How many of them are no repeats.
         last: Whether it is the pass's last.
     """
 
     epoch: int
-    number: int
+    seed: int
     indices: list[Any]
     real: int
     last: bool
@@ -51,20 +51,19 @@ class Dealt:
 
 
 class Reader(Dataset[Any]):
-    """Reads and collates jobs; what is random in that is a function of (seed, epoch, number), in any process."""
+    """Reads and collates jobs, each with its own randomness, in any process."""
 
-    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+    def __init__(self, loader: DataLoader[Any]) -> None:
         self.dataset: Any = loader.dataset
         self.collate = loader.collate_fn
         self.in_batches = loader.batch_sampler is not None
-        self.seed = seed
         self.epoch: int | None = None
 
     def __getitem__(self, job: Job) -> tuple[int, int, bool, Any]:
         if job.epoch != self.epoch:
             self.epoch = job.epoch
             set_epoch(self.dataset, job.epoch)
-        seed_generators(mix(self.seed, job.epoch, job.number))
+        seed_generators(job.seed)
         if self.in_batches:
             return len(job.indices), job.real, job.last, self.collate(self._samples(job.indices))
         batch = self.collate(self.dataset[job.indices[0]])
@@ -269,8 +268,7 @@ class PreparedLoader:
         jobs = self._jobs(epoch, position)
         if self.loader.num_workers:
             return (Dealt(*each) for each in self._by_workers(jobs))
-        reader = Reader(self.loader, self._seed)
-        return (Dealt(*each) for each in self._apart(map(reader.__getitem__, jobs)))
+        return (Dealt(*each) for each in self._apart(map(Reader(self.loader).__getitem__, jobs)))
 
     def _apart(self, items: Iterator[Any]) -> Iterator[Any]:
         """What is read here leaves the global generators alone."""
@@ -283,9 +281,9 @@ class PreparedLoader:
 
     def _by_workers(self, jobs: Iterator[Job]) -> Iterator[Any]:
         loader = self.loader
-        if self._workers is None or not loader.persistent_workers:
+        if self._workers is None:
             self._workers = DataLoader(
-                Reader(loader, self._seed),
+                Reader(loader),
                 batch_size=None,
                 sampler=_Jobs(jobs),
                 collate_fn=_as_is,
@@ -311,7 +309,9 @@ class PreparedLoader:
             if number < position:
                 continue
             indices, real = self._share(batches, cycle(first), last)
-            yield Job(epoch, number * self._world + self._rank, indices, real, last)
+            # The same for the n-th batch of all processes together, whatever their number.
+            seed = mix(self._seed, epoch, number * self._world + self._rank)
+            yield Job(epoch, seed, indices, real, last)
 
     def _batches(self, epoch: int) -> Iterator[list[Any]]:
         """The batches of all processes, as the user's samplers give them."""
@@ -381,7 +381,7 @@ class PreparedLoader:
 
 
 class _Jobs:
-    """What the workers are to read in this pass; persistent workers get another list in each."""
+    """What the workers are to read: other jobs in each pass."""
 
     def __init__(self, jobs: Iterator[Job]) -> None:
         self.jobs = jobs

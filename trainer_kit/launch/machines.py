@@ -10,6 +10,7 @@ import json
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -127,7 +128,7 @@ class StaticRendezvous(StaticTCPRendezvous):
         address, seconds = config.master_addr, int(config.start_timeout) + 1
         super().__init__(address, config.port, config.node_rank, config.num_nodes, config.run_id, seconds)
         self._waiting = Waiting(config.start_timeout, say, is_stopped)
-        self._round = -1
+        self._start = b""
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meets the other machines.
@@ -137,7 +138,6 @@ class StaticRendezvous(StaticTCPRendezvous):
             ValueError: If two machines have the same number.
         """
         self._store = None
-        self._round += 1
         store = self._listen() if self.rank == 0 else self._connect()
         self._store = store
         if store.add(f"arrived-{self.rank}", 1) > 1:
@@ -163,7 +163,7 @@ class StaticRendezvous(StaticTCPRendezvous):
                 "address by which the other machines reach it"
             )
         store.set_timeout(self.timeout)
-        store.set("round", str(self._round))
+        store.set("start", uuid.uuid4().hex)
         return store
 
     def _connect(self) -> TCPStore:
@@ -174,7 +174,8 @@ class StaticRendezvous(StaticTCPRendezvous):
                 return False
             with contextlib.suppress(RuntimeError):  # the store of the last start may just be closing
                 store = self._answering_store()
-                if int(store.get("round")) == self._round:
+                if (start := store.get("start")) != self._start:
+                    self._start = start
                     stores.append(store)
             return bool(stores)
 

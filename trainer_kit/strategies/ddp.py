@@ -25,11 +25,13 @@ from trainer_kit.strategies.session import Session, failed_to_communicate
 from trainer_kit.strategies.single import SingleDevice
 
 T = TypeVar("T")
-_SYNC_BUFFERS = next(  # renamed in torch 2.13
-    name
-    for name in ("forward_sync_buffers", "broadcast_buffers")
-    if name in inspect.signature(DistributedDataParallel).parameters
-)
+_PARAMETERS = inspect.signature(DistributedDataParallel).parameters
+# Weights are sent in `prepare`, and buffers after each step. (Some names are newer than the oldest torch that we take.)
+_SENDS_BY_ITSELF: dict[str, Any] = {
+    name: False
+    for name in ("init_sync", "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers")
+    if name in _PARAMETERS
+}
 logger = logging.getLogger("trainer_kit")
 
 
@@ -160,9 +162,7 @@ class DDP(SingleDevice):
 
     def _wrap(self, module: torch.nn.Module) -> DistributedDataParallel:
         devices = [self.device] if self.device.type == "cuda" else None
-        # The weights are the same already, and buffers are sent after each step instead of before each forward pass.
-        options = self.options | {_SYNC_BUFFERS: False}
-        wrapped = DistributedDataParallel(module, device_ids=devices, init_sync=False, **options)
+        wrapped = DistributedDataParallel(module, device_ids=devices, **self.options, **_SENDS_BY_ITSELF)
         if self.gradient_compression == "bf16":
             # Not torch's hook by its own name, under which it is refused on gloo, which can send bfloat16 as well.
             wrapped.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
