@@ -43,6 +43,11 @@ def test_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert place().has_several_machines
 
 
+def test_a_requeued_job_that_uses_a_launcher_is_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "1"})
+    assert place().restarts == 1
+
+
 def test_slurms_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, SLURM)
     assert place() == Place(4, 5, 0, 1, 2, "gpu07", 15000 + 31003 % 15000, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from trainer_kit.data.loader import Window
 from trainer_kit.run import Run
 from trainer_kit.state import Requests
 
+_FLAGS = ("log", "evaluate", "save", "stop")
 _PACKAGES = ("trainer_kit", "torch", "transformers", "numpy")
 
 
@@ -29,11 +31,13 @@ class Agreement:
 
     Attributes:
         due: What is to be done, the same on all processes.
+        disagreement: What is wrong where the processes have not all read the same window; None where they have.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.due = Requests()
+        self.disagreement: str | None = None
 
     def reach(self, window: Window | None = None) -> bool:
         """Takes up what any process asked for, and sums the counts of the next step's `window`, in one reduction.
@@ -45,11 +49,16 @@ class Agreement:
         asked = run.requests
         leaves = asked.exit_code is not None and due.exit_code is None  # never cleared: a signal may set it right now
         flags = [asked.log, asked.evaluate, asked.save, asked.stop, leaves]
-        asked.log = asked.evaluate = asked.save = asked.stop = False
-        sums = run.strategy.sum_numbers([*flags, *(window.numbers() if window is not None else (0, 0, 0, 0))])
+        for name, flag in zip(_FLAGS, flags, strict=False):
+            if flag:
+                setattr(asked, name, False)
+        here = (1, window.stop, int(window.closes_epoch)) if window is not None else (0, 0, 0)
+        sums = run.strategy.sum_numbers([*flags, *here, *(window.numbers() if window is not None else (0, 0, 0, 0))])
         if window is not None:
-            window.set_numbers(sums[len(flags) :], run.strategy.all_reduce)
-        if not any(sums[: len(flags)]):
+            self.disagreement = _disagreement(here, sums[5:8], run.strategy.world_size)
+            if self.disagreement is None:
+                window.set_numbers(sums[8:], run.strategy.all_reduce)
+        if not any(sums[:5]):
             return due.log or due.evaluate or due.save or due.stop
         due.log, due.evaluate = due.log or bool(sums[0]), due.evaluate or bool(sums[1])
         due.save, due.stop = due.save or bool(sums[2]), due.stop or bool(sums[3])
@@ -62,12 +71,26 @@ class Agreement:
         return True
 
 
+def _disagreement(here: tuple[int, int, int], sums: Sequence[int], processes: int) -> str | None:
+    """Whether all processes have a next window, which ends at the same place."""
+    if sums[0] < processes:
+        return "another process of this run could not read its data; its own error says why"
+    if [number * processes for number in here] != [*sums]:
+        return (
+            "train_dataset does not give all processes the same samples; it must not divide itself by rank: each "
+            "process takes its share of the whole"
+        )
+    return None
+
+
 def check_same_start(run: Run) -> None:
-    """Compares versions, script, arguments and data over the processes of a run.
+    """Compares versions, script, arguments and data over the processes of a run, where there are several.
 
     Raises:
         ValueError: Naming the first process and the first of these that differs.
     """
+    if run.strategy.world_size == 1:
+        return
     facts: dict[str, Any] = {"the version of Python": platform.python_version()}
     facts |= {f"the version of {name}": _version(name) for name in _PACKAGES}
     facts["the script"] = _script()

@@ -61,7 +61,7 @@ def place() -> Place:
     Raises:
         ValueError: If a launcher's variable is missing or holds no whole number, naming it.
     """
-    restarts = _number("TORCHELASTIC_RESTART_COUNT", default=_number("SLURM_RESTART_COUNT", default=0))
+    restarts = sum(_number(name, default=0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     for name, read in _LAUNCHERS.items():
         if name in os.environ:
             world_size = _number(name, least=1)

@@ -100,7 +100,7 @@ class Evaluator:
 
         Args:
             batches: This process's batches on the host with their counts, dealt out in turn: its k-th is number
-                k * world_size + rank of the dataset's. Those that count no sample are passed over.
+                k * world_size + rank of the dataset's.
             prefix: Before each metric's name: "eval" gives "eval_loss".
             keep: Return predictions and labels (host memory grows with the dataset on every process, with
                 `compute_metrics` alone on the main one).
@@ -146,8 +146,6 @@ class Evaluator:
         # The user's own module, since compute_loss may call that one instead of what it is given.
         with evaluating(run.model), torch.no_grad(), _captured(run.model) as captured:
             for host_batch, counts in batches:
-                if counts.samples == 0:
-                    continue
                 batch = strategy.to_device(host_batch)
                 with_loss = labels_of(batch) is not None or not keep
                 if with_loss and loss.shifts is None:

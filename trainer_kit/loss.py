@@ -253,7 +253,7 @@ class Loss:
             context: Makes the context of a forward pass.
         """
         labels = labels_of(batch)
-        if labels is None:
+        if labels is None or not _is_whole(labels):
             return batch
         if self._pairs is None:
             self._look(batch, context)

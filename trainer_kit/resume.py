@@ -162,8 +162,9 @@ class Checkpoints:
 
     def load_best(self) -> None:
         """Puts the best checkpoint's weights into the model; a warning where there is none."""
-        best, strategy = self.best, self.run.strategy
-        if best is None or not strategy.on_main(best.is_dir):
+        strategy = self.run.strategy
+        best, is_there = strategy.on_main(lambda: (self.best, self.best is not None and self.best.is_dir()))
+        if best is None or not is_there:
             why = "no evaluation gave a best one" if best is None else f"the best checkpoint, {best}, is not there"
             warnings.warn(f"load_best_model_at_end=True, but {why}: the model stays as it is", stacklevel=4)
             return

@@ -29,6 +29,7 @@ from trainer_kit.data.build import (
     writable_folder,
 )
 from trainer_kit.data.collate import Collator, default_collator
+from trainer_kit.data.fetch import DataError
 from trainer_kit.data.loader import MicroBatch, Window
 from trainer_kit.data.order import mix
 from trainer_kit.evaluation import EvalPrediction, EvaluationInterrupted, Evaluator, PredictionOutput
@@ -177,6 +178,8 @@ class Trainer:
         self._micro_batches: Iterator[MicroBatch] = iter(())
         self._ahead: MicroBatch | Exception | None = None  # the first micro-batch of the next step
         self._agreement = Agreement(self.run)
+        self._began = False
+        self._saved_step: int | None = None  # of the newest checkpoint of this start
         self._loss: Loss = None  # type: ignore[assignment]  # made by _prepare()
         self.events.emit("on_init_end", self.run)
 
@@ -212,10 +215,12 @@ class Trainer:
             self.events.emit("on_train_end", run)
             self._agreement.reach()
             self._serve()
-            exit_code = self._agreement.due.exit_code
-            if self.args.load_best_model_at_end and exit_code is None:
+            if self.args.load_best_model_at_end and self._agreement.due.exit_code is None:
                 self._checkpoints.load_best()
+            self._agreement.reach()  # a signal that came meanwhile
             self.events.emit("on_exit", run)
+            self._agreement.reach()
+            exit_code = self._agreement.due.exit_code
         except BaseException as error:
             self.events.emit_exception(run, error)
             run.strategy.teardown(error)
@@ -241,12 +246,10 @@ class Trainer:
             raise ValueError("train() is called again, but lr_scheduler has run its course; give a function instead")
         run.state, run.requests, run.data_seconds = TrainState(), Requests(), 0.0
         self._checkpoints, self._figures, self._stopping = Checkpoints(run, self.events), Figures(run), False
-        self._agreement = Agreement(run)
-        run.strategy.setup()
-        check_same_start(run)
+        self._agreement, self._saved_step = Agreement(run), None
+        self._prepare()
         run.strategy.on_main(lambda: remove_stale_staging(writable_folder(args.output_dir)))
         run.strategy.announce_output(Path(args.output_dir))
-        self._prepare()
         if args.gradient_checkpointing:
             _recompute_activations(run.model)
         if args.torch_compile:
@@ -256,7 +259,10 @@ class Trainer:
         run.optimizer = self.optimizer or make_optimizer(run.model, args)
         check_optimizer(run.optimizer, run.model)
         loader = make_train_loader(run, self._reading)
-        self._checkpoints.find(resume if resume is not None else run.strategy.restarts > 0)
+        if resume is None and not self._began:
+            resume = run.strategy.restarts > 0
+        self._began = True
+        self._checkpoints.find(run.strategy.broadcast(resume))
         run.state.enter_epochs_of(loader.epoch_length)
         run.total_steps = total_steps(run, loader)
         run.lr_scheduler = self._make_scheduler(run.optimizer)
@@ -275,6 +281,7 @@ class Trainer:
         """Brings strategy, model and loss together."""
         run = self.run
         run.strategy.setup()
+        check_same_start(run)
         self._loss = Loss(run.strategy.prepare(run.model), run.model, self.compute_loss)
         self._reading = make_reading(self.args, run.strategy, self.collate)
 
@@ -300,7 +307,7 @@ class Trainer:
             if not epoch_open:
                 emit("on_epoch_begin", run)
                 epoch_open = True
-                self._agreement.reach(self._next_window())
+                self._look_ahead()
             window = self._step()
             emit("on_step_end", run)
             self._ask_by_step()
@@ -313,13 +320,13 @@ class Trainer:
             if ends and args.logging_strategy != "no":
                 run.requests.log = True
             # An epoch's first window is fetched after on_epoch_begin, which may change the dataset.
-            if self._agreement.reach(self._next_window() if epoch_open and not ends else None):
+            if self._look_ahead() if epoch_open and not ends else self._agreement.reach():
                 self._serve()
             elif len(self._figures) >= _UNREAD:
                 self._read_figures()
 
-    def _next_window(self) -> Window | None:
-        """The counts of the next step, whose first micro-batch is fetched here.
+    def _look_ahead(self) -> bool:
+        """Fetches the first micro-batch of the next step, whose counts all processes sum, and agrees on what is due.
 
         An error of the dataset is raised when that step comes: until then, what was done can be saved.
         """
@@ -329,7 +336,10 @@ class Trainer:
         except Exception as error:
             self._ahead = error
         self.run.data_seconds += time.perf_counter() - begin
-        return self._ahead.window if isinstance(self._ahead, MicroBatch) else None
+        is_due = self._agreement.reach(self._ahead.window if isinstance(self._ahead, MicroBatch) else None)
+        if self._agreement.disagreement is not None and not isinstance(self._ahead, Exception):
+            self._ahead = DataError(self._agreement.disagreement)
+        return is_due
 
     def _next_micro_batch(self) -> MicroBatch:
         micro, self._ahead = self._ahead, None
@@ -445,7 +455,8 @@ class Trainer:
             reach()
         if due.save:
             due.save = False
-            self._save()
+            if due.exit_code is None or self._saved_step != run.state.step:  # leaving asks for one that may be there
+                self._save()
             reach()
         if due.stop:
             due.stop, self._stopping = False, True
@@ -576,6 +587,7 @@ class Trainer:
         if not safe_serialization:
             raise ValueError("safe_serialization=False would write a pickle; only safetensors are written")
         run = self.run
+        run.strategy.setup()
         state = run.strategy.model_state(run.model if self._loss is None else self._loss.model)
         folder, size = Path(output_dir or self.args.output_dir), max_shard_size or self.args.max_shard_size
         run.strategy.on_main(lambda: save_model_folder(folder, state, run.model, run.processing_class, size))
@@ -584,11 +596,14 @@ class Trainer:
         run = self.run
         state = run.strategy.model_state(self._loss.model)
         directory = self._checkpoints.save(state, evaluation_is_due=self._agreement.due.evaluate)
+        self._saved_step = run.state.step
         self.events.emit("on_save", run, directory)
 
 
 def _summed(strategy: Strategy, count: Any) -> Any:
     """The count over all processes of a loss that counts for itself."""
+    if isinstance(count, int):
+        return strategy.sum_numbers([count])[0]
     return strategy.all_reduce(count) if isinstance(count, torch.Tensor) else sum(strategy.gather_object(count))
 
 

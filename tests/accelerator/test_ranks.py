@@ -233,9 +233,8 @@ def augmented(workers: int) -> list[Any]:
     set_seed(2)
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(Noise(12), batch_size=3, shuffle=True, num_workers=workers))
-    return [
-        pair for batch in loader for pair in zip(*(accelerator.gather(each).tolist() for each in batch), strict=True)
-    ]
+    batches = [[accelerator.gather(column).tolist() for column in batch] for batch in loader]
+    return [pair for batch in batches for pair in zip(*batch, strict=True)]
 
 
 def test_what_is_random_in_reading_does_not_depend_on_the_number_of_processes() -> None:
@@ -331,7 +330,7 @@ def talk(folder: str) -> dict[str, Any]:
         "scalars": accelerator.gather(torch.tensor(float(rank))).tolist(),
         "uneven": accelerator.gather(torch.full((rank + 1,), rank)).tolist(),
         "sum": accelerator.reduce(torch.tensor([1.0, rank]), "sum", scale=2.0).tolist(),
-        "mean": accelerator.reduce([torch.tensor(float(rank))])[0].tolist(),
+        "mean": accelerator.reduce([torch.tensor(float(rank))], "mean")[0].tolist(),
         "none": accelerator.reduce(torch.tensor(float(rank)), "none").tolist(),
         "only": [
             accelerator.on_main_process(lambda: "main")(),
@@ -350,7 +349,7 @@ def test_what_the_processes_do_together(tmp_path: Path) -> None:
         assert result["scalars"] == [0.0, 1.0]
         assert result["uneven"] == [0, 1, 1]
         assert result["sum"] == [4.0, 2.0]
-        assert result["mean"] == 1.0
+        assert result["mean"] == 0.5
         assert result["untouched"] == 3
     assert (main["none"], other["none"]) == (0.0, 1.0)
     assert main["padded"] == [[-1.0, 1.0]] * 2

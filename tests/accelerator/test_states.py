@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -125,6 +127,15 @@ def test_batches_that_are_copied_ahead_of_their_use(
 
     monkeypatch.setattr(SingleDevice, "prepare_loader", copied_ahead)
     test_resuming_is_bitwise_equal(save_at, "plain", tmp_path)
+
+
+def test_all_generators_go_on(tmp_path: Path) -> None:
+    """What the loop itself draws, from whichever generator."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_state(tmp_path / "state")
+    drawn = [(random.random(), np.random.rand(), np.random.normal(), float(torch.rand(()))) for _ in range(2)]
+    accelerator.load_state(tmp_path / "state")
+    assert [(random.random(), np.random.rand(), np.random.normal(), float(torch.rand(()))) for _ in range(2)] == drawn
 
 
 def test_saved_between_epochs_and_from_within_the_same_program(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -60,3 +61,14 @@ def test_env_says_how_to_see_the_driver(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setitem(sys.modules, "pynvml", None)  # makes the import fail
     assert "trainer_kit[gpu]" in dict(facts())["gpu driver"]
+
+
+def test_env_shows_the_saved_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert dict(facts())["configuration"] == "none saved"
+    path = trainer_kit.write_basic_config()
+    assert dict(facts())["configuration"] == f"{path}: all defaults"
+    trainer_kit.write_basic_config(mixed_precision="bf16")
+    assert dict(facts())["configuration"] == f"{path}: mixed_precision=bf16"
+    path.write_text("processes: 2")
+    assert "has no field 'processes'" in dict(facts())["configuration"]

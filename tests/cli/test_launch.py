@@ -202,12 +202,12 @@ def test_the_first_failure_ends_the_run_and_is_shown_last(rank_0: str, tmp_path:
     assert done.returncode == 1
     *before, report = done.stderr.split("trainer-kit launch: ")
     assert re.fullmatch(
-        r"rank 1 on \S+ failed with exit code 1:\nTraceback \(most recent call last\):\n"
+        r"rank 1 on \S+ failed (with exit code 1|and had to be ended):\nTraceback \(most recent call last\):\n"
         r'  File "\S+train.py", line 11, in <module>\n    main\(\)\n'
         r'(  File "\S+train.py", line \d+, in main\n    raise ValueError\("boom"\)\n)ValueError: boom\n',
         report,
     ), report
-    known = ("rank 0 failed with exit code 1 after that: ", "the output of rank 1 is in ")
+    known = ("rank 0 failed after that: ", "the output of rank 1 is in ")
     assert [text for text in before if text and not text.startswith(known)] == []
 
 

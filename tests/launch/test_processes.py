@@ -103,7 +103,7 @@ def test_the_first_failure_ends_the_run(how: str, exit_code: int | None, message
         assert error.traceback.endswith("\nValueError: boom\n")
         assert set(re.findall('File "(.*?)"', error.traceback)) == {SCRIPT}  # no file of ours or of torch's
     if how.endswith("with rank 0"):
-        assert said[0] == "rank 0 failed with exit code 1 after that: ConnectionError: rank 1 is gone"
+        assert said[0] == "rank 0 failed after that: ConnectionError: rank 1 is gone"
     assert ended - (tmp_path / "pid").stat().st_mtime < 10
 
 

@@ -316,8 +316,8 @@ PATIENCE = ("--heartbeat", 5)
         ("exit", 1, (), 3, r"rank 1 on \S+ left with exit code 3", 10),
         ("kill", 0, ("--workers", 2), 137, r"rank 0 on \S+ was killed by SIGKILL \(.*\)", 10),
         ("kill", 1, (), 137, r"rank 1 on \S+ was killed by SIGKILL \(.*\)", 10),
-        ("stop", 0, PATIENCE, 1, r".*LostProcessError: rank 0 \(.*\) has not answered for \d+ s \(it is stopped\);.*", 20),
-        ("stop", 1, PATIENCE, 1, r".*LostProcessError: rank 1 \(.*\) has not answered for \d+ s \(it is stopped\);.*", 20),
+        ("stop", 0, PATIENCE, 1, r".*LostProcessError: rank 0 \(.*\) has not answered .* \(it is stopped\);.*", 20),
+        ("stop", 1, PATIENCE, 1, r".*LostProcessError: rank 1 \(.*\) has not answered .* \(it is stopped\);.*", 20),
         (
             "sleep", 1, (*PATIENCE, "--ddp-timeout", 10), 1,
             r".*LostProcessError: rank 1 \(.*\) has been for \d+ s in _fail \(scenarios/rank_task.py:\d+\);.*", 30,
@@ -351,9 +351,8 @@ def test_a_frozen_rank_is_found_within_a_minute_by_default() -> None:
 
 
 def test_a_rank_that_dies_once_is_started_anew_and_goes_on(place: Place, straight: Ending) -> None:
-    code, err = place.launch(
-        2, "--epochs", EPOCHS, "--by-itself", "--trouble", "kill", 1, FAILS_AT, restarts=2
-    ).finish()  # fmt: skip
+    trouble = ("--trouble", "kill", 1, FAILS_AT)
+    code, err = place.launch(2, "--epochs", EPOCHS, "--by-itself", *trouble, restarts=2).finish()
     assert code == 0, err
     assert re.search(r"rank 1 on \S+ was killed by SIGKILL .*; restart 1 of 2, from the checkpoint of step 10\n", err)
     assert place.steps(0, "begin") == place.steps(1, "begin") == [0, 10]
@@ -413,9 +412,14 @@ def train_and_ask(words: list[str], what: str, rank: int, step: int) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("what", "event", "steps"),
-    [("log", "logged", [3, 4, 6]), ("evaluate", "evaluating", [4]), ("save", "saved", [4, 5]), ("stop", "step", [1, 2, 3, 4])],
+    [
+        ("log", "logged", [3, 4, 6]),
+        ("evaluate", "evaluating", [4]),
+        ("save", "saved", [4, 5]),
+        ("stop", "step", [1, 2, 3, 4]),
+    ],
     ids=["log", "evaluate", "save", "stop"],
-)  # fmt: skip
+)
 def test_what_one_process_asks_for_all_do_after_that_step(
     place: Place, what: str, event: str, steps: list[int], rank: int
 ) -> None:
@@ -432,11 +436,10 @@ class Spoil(Callback):
 
     def on_train_begin(self, run: Run) -> None:
         if run.strategy.rank == self.rank:
-            run.model.register_forward_hook(
-                lambda model, inputs, output: output | {"loss": output["loss"] * torch.nan}
-                if run.state.step == self.step
-                else None
-            )
+            run.model.register_forward_hook(lambda model, inputs, output: self._spoilt(run, output))
+
+    def _spoilt(self, run: Run, output: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return output | {"loss": output["loss"] * torch.nan} if run.state.step == self.step else output
 
 
 def train_and_spoil(words: list[str], nonfinite: str) -> dict[str, Any]:

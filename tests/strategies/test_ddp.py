@@ -41,7 +41,11 @@ def texts(length: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(3)
     rows = [torch.randint(0, 11, (1 + 3 * index % 7,), generator=generator) for index in range(length)]
     return [
-        {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": torch.full_like(row, -100) if index % 4 == 2 else row.where(row > 1, -100)}
+        {
+            "input_ids": row,
+            "attention_mask": torch.ones_like(row),
+            "labels": torch.full_like(row, -100) if index % 4 == 2 else row.where(row > 1, -100),
+        }
         for index, row in enumerate(rows)
     ]
 
@@ -242,6 +246,203 @@ def test_a_loss_that_goes_round_the_model_is_refused(tmp_path: Path) -> None:
         assert "in compute_loss call model(...)" in str(result.error)
 
 
+class Odd(Branches):
+    """Buffers of many kinds, and a cache that is each process's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank = own_rank()
+        self.register_buffer("small", torch.tensor([rank], dtype=torch.int16))
+        self.register_buffer("flag", torch.tensor(rank == 0))
+        self.register_buffer("eight", torch.full((3,), float(rank)).to(torch.float8_e5m2))
+        self.register_buffer("complex", torch.full((2,), complex(rank, 1)))
+        self.register_buffer("turned", torch.arange(6.0).reshape(2, 3).t() + rank)
+        self.register_buffer("cache", torch.zeros(rank + 1), persistent=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.cache = torch.zeros(len(self.cache) + 1)
+        self.small = self.small + 1  # replaced, not changed
+        return super().forward(x, y)
+
+
+def train_odd(folder: str) -> tuple[int, dict[str, Any]]:
+    trainer = Trainer(Odd(), quiet(folder), points(), strategy=DDP(device="cpu", find_unused_parameters=True))
+    trainer.train()
+    state = {name: value.to(torch.complex64).tolist() for name, value in trainer.run.model.state_dict().items()}
+    return len(trainer.run.model.cache), state  # type: ignore[arg-type]
+
+
+def test_buffers_of_any_kind_are_the_main_ones_and_caches_are_left_alone(tmp_path: Path) -> None:
+    (first_cache, first), (second_cache, second) = on_ranks(2, train_odd, str(tmp_path))
+    assert first == second
+    assert second["small"] == [6]
+    assert second_cache == first_cache + 1
+
+
+class Growing(Branches):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.seen = torch.zeros(len(self.seen) + 1)
+        return super().forward(x, y)
+
+
+def train_growing(folder: str) -> None:
+    Trainer(
+        Growing(), quiet(folder), points(), strategy=DDP(device="cpu", find_unused_parameters=True)
+    ).train()  # fmt: skip
+
+
+def test_a_kept_buffer_that_grows_is_refused(tmp_path: Path) -> None:
+    for result in try_on_ranks(2, train_growing, str(tmp_path)):
+        assert "the buffer seen had the shape [1] and now has [2]" in str(result.error)
+
+
+def train_with_a_strange_parameter(folder: str) -> None:
+    model, weight = Branches(), nn.Parameter(torch.ones(1))
+    model.both = True
+    optimizer = torch.optim.SGD([*model.parameters(), weight], lr=0.1)
+    Trainer(model, quiet(folder), points(), optimizer=optimizer).train()
+
+
+def test_parameters_that_are_not_the_models_are_refused(tmp_path: Path) -> None:
+    for result in try_on_ranks(2, train_with_a_strange_parameter, str(tmp_path)):
+        assert "the optimizer has 1 parameters that are not the model's" in str(result.error)
+
+
+def test_a_static_graph_accumulates_too(tmp_path: Path) -> None:
+    alone = train_tokens(str(tmp_path), 8, 4, 2, "mean")
+    for each in on_ranks(2, train_tokens, str(tmp_path), 8, 2, 2, "mean", static_graph=True):
+        torch.testing.assert_close(each["weights"], alone["weights"], rtol=0, atol=1e-12)
+
+
+class Signed(nn.Module):
+    """A loss of labels that may be negative, whose gradient is not finite where they are 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (-labels * self.weight.square()).log().mean()
+
+
+def train_signed(folder: str) -> float:
+    data = [{"x": torch.ones(1), "labels": torch.tensor(-1.0 - index)} for index in range(5)]
+    return Trainer(Signed(), quiet(folder, max_steps=4, learning_rate=0.01), data).train().training_loss
+
+
+def test_a_stand_in_keeps_labels_that_are_no_numbers_of_classes(tmp_path: Path) -> None:
+    first, second = on_ranks(2, train_signed, str(tmp_path))
+    assert first == second
+    assert np.isfinite(first)
+
+
+class Share(torch.utils.data.IterableDataset[Any]):
+    """Divides itself by rank, as it must not: the ranks get other numbers of samples."""
+
+    def __iter__(self) -> Any:
+        return iter(points(8 * (1 + own_rank())))
+
+
+def train_shares(folder: str) -> None:
+    strategy = DDP(device="cpu", find_unused_parameters=True)
+    Trainer(Branches(), quiet(folder, max_steps=20), Share(), strategy=strategy).train()
+
+
+def test_a_stream_that_divides_itself_by_rank_is_refused(tmp_path: Path) -> None:
+    for result in try_on_ranks(2, train_shares, str(tmp_path)):
+        assert "train_dataset does not give all processes the same samples" in str(result.error)
+
+
+class Broken(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if own_rank() == 1 and index == 7:
+            raise OSError("the file is gone")
+        return points()[index]
+
+
+def train_broken(folder: str) -> None:
+    strategy = DDP(device="cpu", find_unused_parameters=True)
+    Trainer(Branches(), quiet(folder), Broken(), strategy=strategy).train()
+
+
+def test_data_that_one_rank_cannot_read_ends_all(tmp_path: Path) -> None:
+    first, second = try_on_ranks(2, train_broken, str(tmp_path))
+    assert "another process of this run could not read its data" in str(first.error)
+    assert "the file is gone" in str(second.error)
+
+
+def train_again(folder: str) -> list[str]:
+    """An error, then a signal, both caught by the program, which goes on."""
+
+    class Wrong(Callback):
+        def on_step_end(self, run: Run) -> None:
+            if run.state.step == 3:
+                raise KeyError("mine")
+
+    class Leave(Callback):
+        def on_step_end(self, run: Run) -> None:
+            if run.state.step == 3 and run.strategy.rank == 1:
+                run.requests.exit_code = 143
+                run.strategy.announce_leaving()
+
+    ends = []
+    for callbacks in ([Wrong()], [Leave()], []):
+        strategy = DDP(device="cpu", find_unused_parameters=True)
+        args = quiet(folder, eval_strategy="steps", eval_steps=2, save_strategy="no")
+        trainer = Trainer(Branches(), args, points(), points(4), callbacks=callbacks, strategy=strategy)
+        try:
+            trainer.train()
+        except (RuntimeError, SystemExit) as error:
+            ends.append(f"{type(error).__name__} {trainer.run.state.step}")
+        else:
+            ends.append(f"ended {trainer.run.state.step}")
+        ends.append("evaluated" if "eval_loss" in trainer.evaluate() else "")
+    return ends
+
+
+def test_a_program_that_catches_the_end_of_a_training_can_train_again(tmp_path: Path) -> None:
+    expected = ["CallbackError 3", "evaluated", "SystemExit 3", "evaluated", "ended 6", "evaluated"]
+    for ends in on_ranks(2, train_again, str(tmp_path)):
+        assert ends == expected
+
+
+def resume_as_only_the_main_process_asks(folder: str) -> int:
+    strategy = DDP(device="cpu", find_unused_parameters=True)
+    args = quiet(folder, save_strategy="steps", save_steps=3, max_steps=3)
+    Trainer(Branches(), args, points(), strategy=strategy).train()
+    args = quiet(folder, save_strategy="steps", save_steps=3)
+    trainer = Trainer(Branches(), args, points(), strategy=strategy)
+    steps: list[int] = []
+
+    class First(Callback):
+        def on_train_begin(self, run: Run) -> None:
+            steps.append(run.state.step)
+
+    trainer = Trainer(Branches(), args, points(), strategy=strategy, callbacks=[First()])
+    trainer.train(resume_from_checkpoint=own_rank() == 0)
+    return steps[0]
+
+
+def test_the_main_process_says_where_to_resume(tmp_path: Path) -> None:
+    assert on_ranks(2, resume_as_only_the_main_process_asks, str(tmp_path)) == [3, 3]
+
+
+def save_untrained(folder: str) -> bool:
+    Trainer(Branches(), quiet(folder), points()).save_model(f"{folder}/model")
+    return (Path(folder) / "model" / "model.safetensors").is_file()
+
+
+def test_a_model_can_be_saved_before_it_is_trained(tmp_path: Path) -> None:
+    assert on_ranks(2, save_untrained, str(tmp_path)) == [True, True]
+
+
 # Collectives
 
 
@@ -331,7 +532,9 @@ def other_models() -> None:
 
 def test_another_model_on_a_rank_is_named() -> None:
     for result in try_on_ranks(2, other_models):
-        assert "parameter weight differs: '[5, 4] float32' on rank 1, '[4, 4] float32' on rank 0" in str(result.error)
+        assert "parameter weight differs: '[5, 4] torch.float32' on rank 1, '[4, 4] torch.float32' on rank 0" in str(
+            result.error
+        )
 
 
 # Alone

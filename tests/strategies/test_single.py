@@ -12,7 +12,6 @@ from torch import nn
 from trainer_kit import Callback, Run, SingleDevice, Trainer, TrainingArguments
 from trainer_kit.precision import Precision
 from trainer_kit.strategies import choose_strategy
-from trainer_kit.strategies.base import Strategy
 
 on_cuda = [
     pytest.mark.gpu,

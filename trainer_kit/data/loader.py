@@ -20,12 +20,13 @@ from trainer_kit.data.order import (
     Slot,
     epoch_length,
     evaluation_slots,
+    mix,
     permutation,
     slots,
     steps_between,
 )
 from trainer_kit.loss import Counts, count
-
+from trainer_kit.strategies.base import seed_generators
 
 _LAST_SECONDS = 20
 """How long a worker goes on after SIGTERM."""
@@ -135,7 +136,7 @@ class TrainLoader:
         self.dataset = dataset
         self.layout = layout
         self.reading = reading
-        self.lengths = sample_lengths(dataset) if group_by_length else None
+        self.lengths = sample_lengths(dataset, reading.seed) if group_by_length else None
         self.epoch_length = epoch_length(len(dataset), layout, drop_last)
         if self.epoch_length == 0:
             raise ValueError(no_batch(len(dataset), layout))
@@ -177,9 +178,9 @@ def no_batch(length: int, layout: Layout) -> str:
 
 
 def evaluation_batches(dataset: Any, layout: Layout, reading: Reading) -> Iterator[tuple[Any, Counts]]:
-    """The batches of an evaluation in the dataset's order; a process that has run out gets a stand-in that counts 0."""
-    for slot, batch in _fetched(dataset, evaluation_slots(len(dataset), layout), reading):
-        yield batch, _counts(slot, batch)
+    """This process's batches of an evaluation, in the dataset's order."""
+    for _, batch in _fetched(dataset, evaluation_slots(len(dataset), layout), reading):
+        yield batch, count(batch)
 
 
 def _counted(fetched: list[tuple[Slot, Any]]) -> Iterator[MicroBatch]:
@@ -250,10 +251,11 @@ def _end_soon(number: int, frame: FrameType | None) -> None:
     signal.alarm(_LAST_SECONDS)
 
 
-def sample_lengths(dataset: Any) -> np.ndarray:
+def sample_lengths(dataset: Any, seed: int = 0) -> np.ndarray:
     """The length of each sample, shape [samples]: the dataset's column `length`, else that of its `input_ids`.
 
-    Without the column every sample is read once.
+    Without the column every sample is read once, with randomness that follows from `seed`: all processes, and a
+    resumed run, find the same lengths.
 
     Raises:
         ValueError: If samples have neither.
@@ -262,11 +264,16 @@ def sample_lengths(dataset: Any) -> np.ndarray:
     if columns is not None and "length" in columns:
         return np.asarray(dataset["length"])
     try:
-        return np.array([len(dataset[index]["input_ids"]) for index in range(len(dataset))])
+        return np.array([_length_of(dataset, index, seed) for index in range(len(dataset))])
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(
             "group_by_length=True needs samples that are dicts with 'input_ids', or a dataset with the column 'length'"
         ) from error
+
+
+def _length_of(dataset: Any, index: int, seed: int) -> int:
+    seed_generators(mix(seed, index))
+    return len(dataset[index]["input_ids"])
 
 
 def is_iterable(dataset: Any) -> bool:

@@ -144,6 +144,6 @@ def slots(order: torch.Tensor, epoch: int, position: int, layout: Layout) -> Ite
 
 
 def evaluation_slots(length: int, layout: Layout) -> Iterator[Slot]:
-    """This process's batches of an evaluation, in the dataset's order; processes that run out get stand-ins."""
+    """This process's batches of an evaluation, in the dataset's order; some processes may have one less than others."""
     single = layout._replace(accumulation=1)
-    return slots(torch.arange(length), -1, 0, single)
+    return (slot for slot in slots(torch.arange(length), -1, 0, single) if slot.counted)

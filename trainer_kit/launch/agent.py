@@ -212,7 +212,8 @@ class Agent(LocalElasticAgent):
         first, *others = sorted(failures, key=lambda failure: failure.time)
         for failure in others:
             error = failure.error.partition("\n")[0]
-            self._say(f"rank {failure.rank} {failure.ending} after that{f': {error}' if error else ''}")
+            ending = f"failed after that: {error}" if error else f"{failure.ending} after that"
+            self._say(f"rank {failure.rank} {ending}")
         return first
 
     def _close(self, number: signal.Signals) -> None:

@@ -289,10 +289,12 @@ class GradientNorms(NamedTuple):
 def generators_kept(device: torch.device) -> Iterator[None]:
     """Leaves the generators of the host, and of a CUDA device, as they were before."""
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-    random.setstate(python)
-    np.random.set_state(numpy)
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def gradient_norms(parameters: list[torch.Tensor], grads: list[torch.Tensor]) -> GradientNorms:

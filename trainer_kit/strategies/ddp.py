@@ -7,8 +7,8 @@ import inspect
 import logging
 import multiprocessing.util
 import pickle
-import re
 import socket
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, cast
 
@@ -21,6 +21,7 @@ from trainer_kit import environment
 from trainer_kit.precision import Precision
 from trainer_kit.strategies.base import GradientNorms
 from trainer_kit.strategies.heartbeat import LostProcessError
+from trainer_kit.strategies.replica import Replica, take_from_main
 from trainer_kit.strategies.session import Session, failed_to_communicate
 from trainer_kit.strategies.single import SingleDevice
 
@@ -101,6 +102,7 @@ class DDP(SingleDevice):
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
         self._replicas: list[Replica] = []
+        self._checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._session: Session | None = None
 
     # The run's beginning and end
@@ -113,7 +115,10 @@ class DDP(SingleDevice):
                 would share a GPU.
         """
         super().setup()
-        if self.world_size == 1 or self._session is not None:
+        if self.world_size == 1:
+            return
+        if self._session is not None:
+            self._session.recover()
             return
         self._session = Session.join(self.place, self.device, self.ddp_timeout, self.heartbeat_timeout)
         places = self.gather_object(self._whereabouts())
@@ -122,8 +127,8 @@ class DDP(SingleDevice):
 
     def teardown(self, error: BaseException | None = None) -> None:
         super().teardown(error)
-        if self._session is not None and error is not None:
-            self._session.report_failure(error)
+        if self._session is not None:
+            self._session.end_training(error)
 
     def _report(self, places: list[tuple[str, str]]) -> None:
         """Says who runs where; all processes take part."""
@@ -153,10 +158,10 @@ class DDP(SingleDevice):
                 )
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
         model = super().prepare(model)
-        self.check_same({f"parameter {name}": _described(value) for name, value in model.named_parameters()})
         replica = Replica(model, self._wrap)
+        self.check_same(replica.shapes())
         with self._watched():
-            self._take_from_main(list(model.parameters()) + replica.buffers_of_module())
+            take_from_main([*model.parameters(), *replica.buffers_to_share()])
         self._replicas = [each for each in self._replicas if each.module is not model] + [replica]
         return replica
 
@@ -177,7 +182,10 @@ class DDP(SingleDevice):
         return super().to_device(batch)
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-        return model.no_sync() if isinstance(model, Replica) else super().no_sync(model)
+        # torch's static graph does not know it: there every micro-batch sends its gradients, which adds up to the same.
+        if isinstance(model, Replica) and not self.options["static_graph"]:
+            return model.no_sync()
+        return super().no_sync(model)
 
     def backward(self, loss: torch.Tensor) -> None:
         if not any(replica.called for replica in self._replicas) and self._replicas:
@@ -196,21 +204,29 @@ class DDP(SingleDevice):
         max_value: float | None = None,
         nonfinite: str = "ignore",
     ) -> GradientNorms | None:
+        if self._session is None:
+            return super().step(optimizer, max_norm, max_value, nonfinite)
+        self._check_optimizer(optimizer)
         norms = super().step(optimizer, max_norm, max_value, nonfinite)
-        buffers = [buffer for replica in self._replicas for buffer in replica.buffers_of_module()]
+        buffers = [buffer for replica in self._replicas for buffer in replica.buffers_to_share()]
         if buffers:
             with self._watched():
-                self._take_from_main(buffers)
-        for replica in self._replicas:
-            replica.called = False
-        if self._session is not None:
-            self._session.heartbeat.steps += 1
+                take_from_main(buffers)
+        self._session.heartbeat.steps += 1
         return norms
 
-    def _take_from_main(self, tensors: Sequence[torch.Tensor]) -> None:
-        for work in [dist.broadcast(tensor.detach(), 0, async_op=True) for tensor in tensors]:
-            assert work is not None
-            work.wait()
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuses parameters whose gradients no process would send."""
+        if optimizer in self._checked:
+            return
+        known = {id(parameter) for replica in self._replicas for parameter in replica.module.parameters()}
+        strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        if self._replicas and strangers:
+            raise ValueError(
+                f"the optimizer has {len(strangers)} parameters that are not the model's, so that processes would not "
+                "exchange their gradients; make what they belong to (a loss with weights) a part of the model"
+            )
+        self._checked.add(optimizer)
 
     # Collectives
 
@@ -276,6 +292,7 @@ class DDP(SingleDevice):
         if self.is_main:
             try:
                 outcome = (function(), None)
+                pickle.dumps(outcome[0])
             except BaseException as error:  # the others must not wait for ever
                 self.broadcast((None, _portable(error)))
                 raise
@@ -329,80 +346,6 @@ class DDP(SingleDevice):
             raise LostProcessError(session.heartbeat.explain(error)) from error
 
 
-class Replica(torch.nn.Module):
-    """What the loop calls: the user's module, whose gradients are summed over all processes in the backward pass.
-
-    DistributedDataParallel sees the parameters that need a gradient when it is made. It is made at the first forward
-    pass, and anew when others are frozen or unfrozen. Without gradients, in an evaluation, the module is called by
-    itself, and no process waits for another.
-
-    Args:
-        module: On the device, with the same weights on all processes.
-        wrap: Makes the DistributedDataParallel.
-    """
-
-    def __init__(
-        self, module: torch.nn.Module, wrap: Callable[[torch.nn.Module], DistributedDataParallel]
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.module = module
-        self.called = False  # with gradients, since the last optimizer step
-        self._wrap = wrap
-        self._named = list(module.named_parameters())
-        self._trained: list[bool] = []
-        # In a tuple, or it would be a submodule and the parameters would be there twice.
-        self._synchronized: tuple[DistributedDataParallel | None] = (None,)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._synchronized_module() if torch.is_grad_enabled() else None
-        if module is None:
-            return self.module(*args, **kwargs)
-        self.called = True
-        try:
-            return module(*args, **kwargs)
-        except RuntimeError as error:
-            if (sentence := self._without_gradient(error)) is None:
-                raise
-            raise ValueError(sentence) from error
-
-    def __getattr__(self, name: str) -> Any:
-        """What the user's module has (its `config`) can be read here too."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
-        """The context of a backward pass whose gradients stay on this process."""
-        module = self._synchronized_module()
-        return contextlib.nullcontext() if module is None else module.no_sync()
-
-    def buffers_of_module(self) -> list[torch.Tensor]:
-        """Buffers that have elements; they may be replaced in a forward pass, so they are looked up each time."""
-        return [buffer for buffer in self.module.buffers() if buffer.numel()]
-
-    def _synchronized_module(self) -> DistributedDataParallel | None:
-        """None where no parameter needs a gradient."""
-        trained = [parameter.requires_grad for _, parameter in self._named]
-        if trained != self._trained:
-            self._trained = trained
-            self._synchronized = (None,)  # first of all: two of them would both send
-            self._synchronized = (self._wrap(self.module) if any(trained) else None,)
-        return self._synchronized[0]
-
-    def _without_gradient(self, error: RuntimeError) -> str | None:
-        """What torch's "Expected to have finished reduction" means; None for another error."""
-        if "Expected to have finished reduction in the prior iteration" not in str(error):
-            return None
-        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        trained = [name for name, parameter in self._named if parameter.requires_grad]
-        names = [trained[int(number)] for number in found[1].split()] if found else ["some parameters"]
-        return (
-            f"{', '.join(names)} took no part in the loss of the step before; freeze what is not used, or set "
-            "strategy=DDP(find_unused_parameters=True)"
-        )
-
-
 def shut_down() -> None:
     """Leaves the other processes in good order; called by itself when the process ends."""
     Session.leave()
@@ -442,10 +385,6 @@ def _listed(places: list[tuple[str, str]]) -> str:
         f"({', '.join(dict.fromkeys(places[rank][1] for rank in ranks))})"
         for host, ranks in hosts.items()
     )
-
-
-def _described(tensor: torch.Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _portable(error: BaseException) -> BaseException:

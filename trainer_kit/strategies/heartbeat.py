@@ -67,6 +67,7 @@ class Heartbeat:
         self.interval, self.patience, self.slow = min(interval, patience / 4), patience, slow
         self.calls = self.steps = 0
         self.leaving = False
+        self._round = 0  # a process that lives on may train again
         self._store = store
         self._roster = Roster(rank, patience)
         self._threads: list[threading.Thread] = []
@@ -122,6 +123,17 @@ class Heartbeat:
         self.leaving = self._announces = True
         self._wishes.put(None)
 
+    def next_round(self) -> None:
+        """A training is over: who announced that it leaves meant that one. All processes call it as often."""
+        self._round += 1
+        self.leaving = self._announces = False
+
+    def take_back_failure(self) -> None:
+        """The error that this process reported was caught: it goes on."""
+        self._error, self._follows = "", False
+        if self._runs_here():
+            self._publish()
+
     def report_failure(self, error: BaseException) -> None:
         """Tells the others by which error this process ends."""
         self._follows = isinstance(error, LostProcessError)
@@ -174,7 +186,7 @@ class Heartbeat:
         store, roster = self._store, self._roster
         store.set(_key(self.rank), json.dumps(self._beat()))
         if self._announces:
-            store.set("leaving", "yes")
+            store.set("leaving", str(self._round))
             self._announces = False
         ranks = range(self.world_size if self.rank == 0 or self._urgent else 1)
         keys = ["leaving", "board", *map(_key, ranks)]
@@ -186,7 +198,7 @@ class Heartbeat:
         if time.monotonic() - roster.answered > 2 * self.interval:
             roster.forgiven = time.monotonic()  # this process was stopped, or the store was: nobody else is to blame
         roster.take_in(dict(zip(ranks, beats, strict=True)), board)
-        self.leaving = self.leaving or bool(leaving)
+        self.leaving = self.leaving or leaving.decode() == str(self._round)
         if self.rank == 0:
             if self._board != (board_now := roster.board()):
                 store.set("board", board_now)

@@ -77,10 +77,18 @@ class Session:
         if session.owns_group and dist.is_initialized() and not session.failed:
             dist.destroy_process_group()
 
-    def report_failure(self, error: BaseException) -> None:
-        """Tells the others by what this process ends."""
-        self.failed = True
-        self.heartbeat.report_failure(error)
+    def end_training(self, error: BaseException | None) -> None:
+        """A training is over, which may have been told to leave; tells the others of the error that ended it."""
+        self.heartbeat.next_round()
+        if error is not None and not isinstance(error, SystemExit):
+            self.failed = True
+            self.heartbeat.report_failure(error)
+
+    def recover(self) -> None:
+        """The program has caught the error that ended the last training, and goes on."""
+        if self.failed:
+            self.failed = False
+            self.heartbeat.take_back_failure()
 
 
 def failed_to_communicate(error: RuntimeError) -> bool:

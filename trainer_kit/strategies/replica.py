@@ -1,0 +1,151 @@
+"""`Replica`: one process's copy of a model that is trained on several."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+_PIECE = 64 * 2**20
+"""Bytes that are sent at once."""
+
+
+class Replica(torch.nn.Module):
+    """What the loop calls: the user's module, whose gradients are summed over all processes in the backward pass.
+
+    DistributedDataParallel sees the parameters that need a gradient when it is made. It is made at the first forward
+    pass, and anew when others are frozen or unfrozen. Without gradients, in an evaluation, the module is called by
+    itself, and no process waits for another.
+
+    Args:
+        module: On the device, with the same weights on all processes.
+        wrap: Makes the DistributedDataParallel.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, wrap: Callable[[torch.nn.Module], DistributedDataParallel]
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.module = module
+        self.called = False
+        self._wrap = wrap
+        self._named = list(module.named_parameters())
+        self._shared = _kept_buffers(module)
+        self._trained: list[bool] = []
+        # In a tuple, or it would be a submodule and the parameters would be there twice.
+        self._synchronized: tuple[DistributedDataParallel | None] = (None,)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._synchronized_module() if torch.is_grad_enabled() else None
+        if module is None:
+            return self.module(*args, **kwargs)
+        self.called = True
+        try:
+            return module(*args, **kwargs)
+        except RuntimeError as error:
+            if (sentence := self._without_gradient(error)) is None:
+                raise
+            raise ValueError(sentence) from error
+
+    def __getattr__(self, name: str) -> Any:
+        """What the user's module has (its `config`) can be read here too."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of a backward pass whose gradients stay on this process."""
+        module = self._synchronized_module()
+        return contextlib.nullcontext() if module is None else module.no_sync()
+
+    def shapes(self) -> dict[str, str]:
+        """Shape and dtype of parameters and buffers by name, which must be the same on all processes."""
+        named = [("parameter", name, value) for name, value in self._named]
+        named += [("buffer", name, getattr(owner, last)) for name, owner, last, _ in self._shared]
+        return {f"{role} {name}": f"{list(value.shape)} {value.dtype}" for role, name, value in named}
+
+    def buffers_to_share(self) -> list[torch.Tensor]:
+        """The buffers that a checkpoint keeps (a batch norm's statistics); caches are each process's own.
+
+        Raises:
+            ValueError: If one has another shape than in the beginning.
+        """
+        buffers = []
+        for name, owner, last, shape in self._shared:
+            buffer = getattr(owner, last)
+            if buffer.shape != shape:
+                raise ValueError(
+                    f"the buffer {name} had the shape {list(shape)} and now has {list(buffer.shape)}, so that "
+                    "processes cannot share it; register it with persistent=False if it is a cache"
+                )
+            buffers.append(buffer)
+        return buffers
+
+    def _synchronized_module(self) -> DistributedDataParallel | None:
+        """None where no parameter needs a gradient."""
+        trained = [parameter.requires_grad for _, parameter in self._named]
+        if trained != self._trained:
+            self._trained = trained
+            self._synchronized = (None,)  # first of all: two of them would both send
+            self._synchronized = (self._wrap(self.module) if any(trained) else None,)
+        return self._synchronized[0]
+
+    def _without_gradient(self, error: RuntimeError) -> str | None:
+        """What torch's "Expected to have finished reduction" means; None for another error."""
+        if "Expected to have finished reduction in the prior iteration" not in str(error):
+            return None
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        trained = [name for name, parameter in self._named if parameter.requires_grad]
+        names = [trained[int(number)] for number in found[1].split()] if found else ["some parameters"]
+        return (
+            f"{', '.join(names)} took no part in the loss of the step before; freeze what is not used, or set "
+            "strategy=DDP(find_unused_parameters=True)"
+        )
+
+
+def _kept_buffers(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str, torch.Size]]:
+    """Name, owner, name in the owner, and shape of each buffer that `state_dict` has."""
+    kept, found = module.state_dict().keys(), []
+    for name, buffer in module.named_buffers():
+        if name in kept and buffer.numel():
+            path, _, last = name.rpartition(".")
+            found.append((name, module.get_submodule(path), last, buffer.shape))
+    return found
+
+
+def take_from_main(tensors: Sequence[torch.Tensor]) -> None:
+    """Gives all processes the main process's values; shapes and dtypes are the same on all.
+
+    Many small tensors are sent as one, and as bytes, since not every backend knows every dtype.
+    """
+    for piece in _pieces(tensors):
+        packed = torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in piece])
+        dist.broadcast(packed, 0)
+        if dist.get_rank() == 0:
+            continue
+        sizes = [tensor.numel() * tensor.element_size() for tensor in piece]
+        with torch.no_grad():
+            for tensor, values in zip(piece, packed.split(sizes), strict=True):
+                # Cloned, since a view as another dtype needs an even start.
+                tensor.copy_(values.clone().view(tensor.dtype).reshape(tensor.shape))
+
+
+def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    piece: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        if piece and size + tensor.numel() * tensor.element_size() > _PIECE:
+            yield piece
+            piece, size = [], 0
+        piece.append(tensor)
+        size += tensor.numel() * tensor.element_size()
+    if piece:
+        yield piece
