@@ -226,7 +226,9 @@ def test_a_restart_meets_anew(backend: Any, tmp_path: Path) -> None:
         "    sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(120)\n"
         "dist.destroy_process_group()\n"
     )
-    assert run(sys.executable, "-c", code, max_restarts=1, rdzv_backend=backend) == {0: None, 1: None}
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    assert run(sys.executable, *RUNNER, str(script), max_restarts=1, rdzv_backend=backend) == {0: None, 1: None}
 
 
 # Signals

@@ -95,8 +95,12 @@ class Agent(LocalElasticAgent):
         self._remaining_restarts = allowed - self._machines.most(allowed - self._remaining_restarts, *machines)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if self.failed is None:
-            self._say("a machine has come anew; restart with it")
+        if self.failed is None:  # torch saw another machine come before we read why
+            news = self._machines.news(at_once=True)
+            self.failed = news and news.failure
+            self._say(
+                f"{self._summary() if self.failed else 'a machine has come anew'}; restart with the other machines"
+            )
         self.failed = None
         super()._restart_workers(worker_group)
 

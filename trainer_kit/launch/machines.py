@@ -81,9 +81,13 @@ class Machines:
             self._reach().compare_set(_FAILED, "", json.dumps(values))
             self._part()
 
-    def news(self) -> News | None:
-        """What another machine announced since the rendezvous; None where there is nothing, or nobody to ask."""
-        if self._config.num_nodes == 1 or time.monotonic() < self._next_look:
+    def news(self, at_once: bool = False) -> News | None:
+        """What another machine announced since the rendezvous; None where there is nothing, or nobody to ask.
+
+        Args:
+            at_once: Look also if the last look was a moment ago.
+        """
+        if self._config.num_nodes == 1 or (time.monotonic() < self._next_look and not at_once):
             return None
         self._next_look = time.monotonic() + _NEWS_SECONDS
         if not self._is_reachable() or not self._reach().check([_FAILED]):

@@ -36,6 +36,7 @@ __all__ = ["Logs", "ProcessFailed", "ProcessesLeft", "planned", "run_processes"]
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")  # Windows has not all of them
 _STOP_SECONDS = 2.0  # for the agent to hear of a signal before the processes are started
+_ABANDON_SECONDS = 10.0  # for the agent to end the processes
 _TORCH_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing")
 
 
@@ -165,9 +166,14 @@ def _run(agent: Agent) -> None:
     # A daemon, because torch may be waiting for other machines where nothing can reach it.
     threading.Thread(target=target, name="trainer_kit agent", daemon=True).start()
     give_up_at = math.inf
-    while not concurrent.futures.wait([future], timeout=0.2).done and time.monotonic() < give_up_at:
-        if agent.signals and not agent.has_started and give_up_at == math.inf:
-            give_up_at = time.monotonic() + _STOP_SECONDS
+    try:
+        while not concurrent.futures.wait([future], timeout=0.2).done and time.monotonic() < give_up_at:
+            if agent.signals and not agent.has_started and give_up_at == math.inf:
+                give_up_at = time.monotonic() + _STOP_SECONDS
+    except BaseException:  # a signal handler of the program's own raised: nothing may go on without this thread
+        agent.signals.extend([signal.SIGTERM, signal.SIGTERM])
+        concurrent.futures.wait([future], timeout=_ABANDON_SECONDS)
+        raise
     if not future.done():
         raise InterruptedError
     result = future.result()
