@@ -27,7 +27,6 @@ from trainer_kit.checkpoint import (
 )
 from trainer_kit.checkpoint.export import save_pretrained_files
 from trainer_kit.run import Run
-from trainer_kit.state import Stateful
 
 logger = logging.getLogger("trainer_kit")
 
@@ -219,7 +218,7 @@ def check_stateful(run: Run) -> None:
     for name, entry in run.stateful.items():
         if name in OWN_STATES:
             raise ValueError(f"run.stateful[{name!r}] uses a name of the run itself; choose another than {OWN_STATES}")
-        if not isinstance(entry, Stateful):
+        if not (hasattr(entry, "state_dict") and hasattr(entry, "load_state_dict")):
             raise TypeError(f"run.stateful[{name!r}] is a {type(entry).__name__} without state_dict or load_state_dict")
 
 

@@ -587,7 +587,8 @@ class Trainer:
         if not safe_serialization:
             raise ValueError("safe_serialization=False would write a pickle; only safetensors are written")
         run = self.run
-        run.strategy.setup()
+        if self._loss is None:
+            run.strategy.setup()
         state = run.strategy.model_state(run.model if self._loss is None else self._loss.model)
         folder, size = Path(output_dir or self.args.output_dir), max_shard_size or self.args.max_shard_size
         run.strategy.on_main(lambda: save_model_folder(folder, state, run.model, run.processing_class, size))

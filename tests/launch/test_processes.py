@@ -224,7 +224,7 @@ def test_a_restart_meets_anew(backend: Any, tmp_path: Path) -> None:
         "dist.all_reduce(torch.ones(1))\n"
         "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
         "    sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(120)\n"
-        "dist.destroy_process_group()\n"
+        "os._exit(0)  # torch 2.6 may hang in destroy_process_group()\n"
     )
     script = tmp_path / "train.py"
     script.write_text(code)
@@ -322,6 +322,21 @@ def test_a_failure_after_a_signal_is_a_failure(tmp_path: Path) -> None:
     )
     with signalled(tmp_path, signal.SIGTERM), pytest.raises(ProcessFailed, match=r"(?s)rank 1.*OSError: disk full"):
         run(sys.executable, "-c", code, f"{tmp_path}/ready-")
+
+
+def test_nothing_goes_on_without_the_caller(tmp_path: Path) -> None:
+    """The program's own handler of a signal raises while it waits for the ranks."""
+
+    def on_alarm(*_: object) -> None:
+        raise TimeoutError("enough")
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    try:
+        with signalled(tmp_path, signal.SIGALRM), pytest.raises(TimeoutError, match="enough"):
+            run(launched.leave, str(tmp_path), 60.0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not any(is_alive(path.read_text()) for path in tmp_path.glob("ready-*"))
 
 
 # Machines

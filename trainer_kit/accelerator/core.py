@@ -237,6 +237,7 @@ class Accelerator(Tracking):
     def free_memory(self, *objects: Any) -> list[None]:
         """Lets go of everything that was prepared, and of cached memory; gives back a None for each object."""
         self._prepared.clear()
+        self.strategy.forget_models()
         gc.collect()
         if self.device.type != "cpu":
             torch.get_device_module(self.device).empty_cache()

@@ -32,7 +32,6 @@ from trainer_kit.checkpoint import (
 from trainer_kit.checkpoint.export import save_pretrained_files
 from trainer_kit.checkpoint.format import Manifest, list_files
 from trainer_kit.checkpoint.reader import recover_replaced
-from trainer_kit.state import Stateful
 from trainer_kit.strategies.base import Strategy
 
 logger = logging.getLogger("trainer_kit")
@@ -231,7 +230,7 @@ class States:
             each.load_state_dict(saved)
         if self.strategy.precision is not None:
             self.strategy.precision.load_state_dict(read_state(source, "precision") or {})
-        for loader, saved in zip(prepared.loaders, read_state(source, "loaders") or [], strict=True):
+        for loader, saved in zip(prepared.loaders, read_state(source, "loaders") or [], strict=False):
             loader.load_state_dict(saved)
         self.run_id, self.flow.steps, self.flow.batches = state["run_id"], state["steps"], state["batches"]
         self._restore_gradients(read_state(source, "gradients") or {})
@@ -268,7 +267,7 @@ def check_stateful(objects: Iterable[Any]) -> None:
         TypeError: If an object lacks `state_dict` or `load_state_dict`.
     """
     for each in objects:
-        if isinstance(each, type) or not isinstance(each, Stateful):
+        if isinstance(each, type) or not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
             raise TypeError(
                 f"register_for_checkpointing() got {each!r}, which has no state_dict() or load_state_dict(); only "
                 "objects that have both can be kept"
@@ -286,7 +285,11 @@ def _number(path: Path) -> int:
 
 def _check_counts(saved: dict[str, int], now: dict[str, int], directory: Path) -> None:
     for kind, count in saved.items():
-        if count != now[kind]:
+        if kind == "loaders" and count < now[kind]:
+            logger.info("%s holds the state of %d loaders: those prepared after them begin anew", directory, count)
+        elif kind != "models" and count and not now[kind]:
+            logger.info("the state of %d %s in %s is left out, since none is prepared", count, kind, directory)
+        elif count != now[kind]:
             raise ValueError(
                 f"{directory} holds the state of {count} {kind}, but {now[kind]} are prepared; prepare() the same "
                 "objects in the same order before load_state()"

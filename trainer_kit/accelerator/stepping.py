@@ -109,10 +109,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 raise ValueError("step(closure) cannot be left out where fp16 overflows; use bf16, or step()")
             self._flow.steps += 1
             return self.optimizer.step(closure)
-        before = scaler.get_scale() if scaler is not None else 0.0
         self._strategy.step(self.optimizer)
-        # The scaler halves its scale exactly where it left out the step.
-        self.step_was_skipped = scaler is not None and scaler.get_scale() < before
+        self.step_was_skipped = precision is not None and precision.has_overflowed(self.optimizer)
         self._flow.steps += 1
         return None
 
@@ -137,6 +135,13 @@ class PreparedScheduler:
         if name == "scheduler":  # a copy that is being made
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state_dict)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Steps as the user's scheduler does, with the same arguments."""

@@ -98,9 +98,8 @@ class Agent(LocalElasticAgent):
         if self.failed is None:  # torch saw another machine come before we read why
             news = self._machines.news(at_once=True)
             self.failed = news and news.failure
-            self._say(
-                f"{self._summary() if self.failed else 'a machine has come anew'}; restart with the other machines"
-            )
+            reason = self._summary() if self.failed else "a machine has come anew"
+            self._say(f"{reason}; restart with the other machines")
         self.failed = None
         super()._restart_workers(worker_group)
 

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from trainer_kit import environment
 from trainer_kit.fields import Rule, check_names, check_values, load_fields, save_fields
 
 DEFAULT_PORT = 29500
@@ -59,8 +60,10 @@ class LaunchConfig:
     max_restarts: _Number = 0
     rdzv_backend: Literal["static", "c10d"] = "static"
     rdzv_id: _Word | None = None
-    mixed_precision: Literal["no", "fp16", "bf16"] = "no"
-    cpu: bool = False
+    mixed_precision: Literal["no", "fp16", "bf16"] = dataclasses.field(
+        default_factory=environment.mixed_precision  # type: ignore[arg-type]  # checked like any other value
+    )
+    cpu: bool = dataclasses.field(default_factory=environment.use_cpu)
     monitor_interval: _Seconds = 0.1
     start_timeout: _Seconds = 600.0
 

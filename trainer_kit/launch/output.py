@@ -21,6 +21,7 @@ class OutputFiles(LogsSpecs):
         self.folder = folder
         self.scratch = scratch
         self.prefix = prefix
+        self._files: set[str] = set()
 
     @property
     def root_log_dir(self) -> str:
@@ -41,12 +42,11 @@ class OutputFiles(LogsSpecs):
             if self.prefix:
                 files.tee_stdouts[local_rank] = files.stdouts[local_rank]
                 files.tee_stderrs[local_rank] = files.stderrs[local_rank]
+            self._files |= {files.stdouts[local_rank], files.stderrs[local_rank]} - {""}
             error_file = self.scratch / f"{name}-{attempt}.error.json"
             files.error_files[local_rank] = variables["TORCHELASTIC_ERROR_FILE"] = str(error_file)
         return files
 
     def written(self) -> list[Path]:
         """The files in which there is something."""
-        return sorted(
-            path for end in ("out", "err") for path in self.folder.rglob(f"rank-*.{end}") if path.stat().st_size
-        )
+        return sorted(path for path in map(Path, self._files) if path.exists() and path.stat().st_size)

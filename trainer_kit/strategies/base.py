@@ -43,7 +43,6 @@ class Strategy:
     def __init__(self, precision: Precision | None = None) -> None:
         self.precision = precision
         self._leaving = False
-        self._unscaled: list[torch.optim.Optimizer] = []
 
     @property
     def is_main(self) -> bool:
@@ -75,7 +74,6 @@ class Strategy:
         if self.precision is None:
             self.precision = Precision()
         self.precision.setup(self.device)
-        self._unscaled.clear()
 
     def teardown(self, error: BaseException | None = None) -> None:
         """Gives back what `setup` took; `error` is what ended the run, None where it ended in good order."""
@@ -99,6 +97,9 @@ class Strategy:
         if empty is not None:
             raise ValueError(f"{empty} is on the meta device, without a value; make or load the model on a real device")
         return model.to(self.device)
+
+    def forget_models(self) -> None:
+        """Lets go of all models that were prepared."""
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """The user's own module under what `prepare` returned."""
@@ -127,16 +128,12 @@ class Strategy:
     def backward(self, loss: torch.Tensor) -> None:
         """Backpropagates this process's share of the step's loss; gradients add up to the sum over all processes."""
         assert self.precision is not None, "setup() comes first"
-        if self.precision.scaler is not None:
-            loss = self.precision.scaler.scale(loss)
-        loss.backward()
+        self.precision.scaled(loss).backward()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes fp16's scale out of the gradients, for whoever looks at them before `step`; once a step."""
         assert self.precision is not None, "setup() comes first"
-        if self.precision.scaler is not None and not any(each is optimizer for each in self._unscaled):
-            self.precision.scaler.unscale_(optimizer)
-            self._unscaled.append(optimizer)
+        self.precision.unscale(optimizer)
 
     def step(
         self,
@@ -158,7 +155,6 @@ class Strategy:
             The gradients' norms before clipping; None where neither `max_norm` nor `nonfinite` asks for them.
         """
         assert self.precision is not None, "setup() comes first"
-        scaler = self.precision.scaler
         self.unscale(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         grads = [_values(parameter) for parameter in parameters]
@@ -171,10 +167,8 @@ class Strategy:
         if max_value:
             torch._foreach_clamp_min_(grads, -max_value)
             torch._foreach_clamp_max_(grads, max_value)
-        if scaler is not None:
-            scaler.step(optimizer)
-            scaler.update()
-            self._unscaled.clear()
+        if self.scales_gradients:
+            self.precision.step(optimizer)
         elif norms is not None and nonfinite == "skip":
             step_if_finite(optimizer, norms.total)
         else:

@@ -102,7 +102,7 @@ class DDP(SingleDevice):
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
         self._replicas: list[Replica] = []
-        self._checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._trained: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Replica]] = weakref.WeakKeyDictionary()
         self._session: Session | None = None
 
     # The run's beginning and end
@@ -165,6 +165,10 @@ class DDP(SingleDevice):
         self._replicas = [each for each in self._replicas if each.module is not model] + [replica]
         return replica
 
+    def forget_models(self) -> None:
+        self._replicas = []
+        self._trained.clear()
+
     def _wrap(self, module: torch.nn.Module) -> DistributedDataParallel:
         devices = [self.device] if self.device.type == "cuda" else None
         wrapped = DistributedDataParallel(module, device_ids=devices, **self.options, **_SENDS_BY_ITSELF)
@@ -191,7 +195,7 @@ class DDP(SingleDevice):
         if not any(replica.called for replica in self._replicas) and self._replicas:
             raise ValueError(
                 "the loss was computed without calling the model itself, so that processes would not exchange its "
-                "gradients; in compute_loss call model(...), not a method of it or its parts"
+                "gradients; call model(...), in compute_loss too, not a method of it or its parts"
             )
         with self._watched():
             # DistributedDataParallel divides the sum of the gradients by the number of processes.
@@ -208,7 +212,8 @@ class DDP(SingleDevice):
             return super().step(optimizer, max_norm, max_value, nonfinite)
         self._check_optimizer(optimizer)
         norms = super().step(optimizer, max_norm, max_value, nonfinite)
-        buffers = [buffer for replica in self._replicas for buffer in replica.buffers_to_share()]
+        # Of what it trains alone: another model's graph may still need its buffers (GANs).
+        buffers = [buffer for replica in self._trained[optimizer] for buffer in replica.buffers_to_share()]
         if buffers:
             with self._watched():
                 take_from_main(buffers)
@@ -217,16 +222,18 @@ class DDP(SingleDevice):
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuses parameters whose gradients no process would send."""
-        if optimizer in self._checked:
+        if optimizer in self._trained:
             return
-        known = {id(parameter) for replica in self._replicas for parameter in replica.module.parameters()}
-        strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        known = {id(parameter): replica for replica in self._replicas for parameter in replica.module.parameters()}
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        strangers = [parameter for parameter in own if id(parameter) not in known]
         if self._replicas and strangers:
             raise ValueError(
                 f"the optimizer has {len(strangers)} parameters that are not the model's, so that processes would not "
                 "exchange their gradients; make what they belong to (a loss with weights) a part of the model"
             )
-        self._checked.add(optimizer)
+        trained = {id(known[id(parameter)]) for parameter in own if id(parameter) in known}
+        self._trained[optimizer] = [replica for replica in self._replicas if id(replica) in trained]
 
     # Collectives
 

@@ -105,7 +105,8 @@ class Replica(torch.nn.Module):
         names = [trained[int(number)] for number in found[1].split()] if found else ["some parameters"]
         return (
             f"{', '.join(names)} took no part in the loss of the step before; freeze what is not used, or set "
-            "strategy=DDP(find_unused_parameters=True)"
+            "strategy=DDP(find_unused_parameters=True) (for an Accelerator: kwargs_handlers="
+            "[DistributedDataParallelKwargs(find_unused_parameters=True)])"
         )
 
 

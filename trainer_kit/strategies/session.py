@@ -78,9 +78,12 @@ class Session:
             dist.destroy_process_group()
 
     def end_training(self, error: BaseException | None) -> None:
-        """A training is over, which may have been told to leave; tells the others of the error that ended it."""
+        """A training is over, which may have been told to leave; tells the others of the error that ended it.
+
+        A SystemExit is one too: the others wait for a process that exits in the middle of a training.
+        """
         self.heartbeat.next_round()
-        if error is not None and not isinstance(error, SystemExit):
+        if error is not None:
             self.failed = True
             self.heartbeat.report_failure(error)
 
