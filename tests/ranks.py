@@ -146,7 +146,7 @@ def _serve(port: int) -> None:
         os.environ.update(environment)
         try:
             result: tuple[Any, ...] = ("returned", _function(module, home, name)(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001  # it is raised in the test
+        except BaseException as error:  # it is raised in the test
             result = ("raised", error, traceback.format_exc())
         ddp.shut_down()
         if dist.is_initialized():  # a process that failed leaves its group as it is

@@ -182,7 +182,7 @@ def main():
     if dist.get_rank() == 1:
         open("failed", "w").close()
         raise ValueError("boom")
-    WAITS(torch.ones(1))
+    WAIT
 
 main()
 """
@@ -192,8 +192,8 @@ main()
 @pytest.mark.parametrize("rank_0", ["in a collective", "asleep"])
 def test_the_first_failure_ends_the_run_and_is_shown_last(rank_0: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    waits = "dist.all_reduce(" if rank_0 == "in a collective" else "time.sleep(120 * "
-    script.write_text(FAILING.replace("WAITS(", waits))
+    wait = "dist.all_reduce(torch.ones(1))" if rank_0 == "in a collective" else "time.sleep(120)"
+    script.write_text(FAILING.replace("WAIT", wait))
     done = subprocess.run(
         [*LAUNCH, "--cpu", "--num-processes", "2", str(script)],
         cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
