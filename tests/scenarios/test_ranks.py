@@ -31,7 +31,11 @@ from trainer_kit.checkpoint import find_checkpoints, verify
 from trainer_kit.strategies.ddp import DDP
 from trainer_kit.strategies.heartbeat import Heartbeat
 
-pytestmark = [pytest.mark.scenario, pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")]
+pytestmark = [
+    pytest.mark.scenario,
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals"),
+]
 
 TASK = Path(rank_task.__file__)
 LAUNCHER = ("-c", "import sys; from trainer_kit.cli.main import main; sys.exit(main())", "launch", "--cpu")

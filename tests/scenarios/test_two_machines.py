@@ -17,7 +17,7 @@ from scenarios.machines import ADDRESSES, HOSTS, Command, Ended, Machines, finis
 from trainer_kit.checkpoint import find_checkpoints, verify
 
 PREVENTED = why_not()
-pytestmark = [pytest.mark.scenario, pytest.mark.skipif(PREVENTED is not None, reason=str(PREVENTED))]
+pytestmark = [pytest.mark.scenario, pytest.mark.slow, pytest.mark.skipif(PREVENTED is not None, reason=str(PREVENTED))]
 
 TASK = Path(machine_task.__file__)
 PORT = "29517"

@@ -19,7 +19,11 @@ import torch.distributed as dist
 import watched
 from ranks import free_port
 
-pytestmark = [pytest.mark.scenario, pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")]
+pytestmark = [
+    pytest.mark.scenario,
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals"),
+]
 
 LIMIT = 90
 

@@ -26,7 +26,7 @@ _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _TAIL_LINES = 15
 
 # A rank dies of these by its own fault or by the system's, never because another rank died before.
-_FATAL = tuple(-getattr(signal, name) for name in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"))
+_FATAL = tuple(-getattr(signal, name, 0) for name in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"))
 
 
 class ProcessFailed(RuntimeError):
