@@ -34,6 +34,9 @@ def end(how: str, folder: str) -> str:
     elif how.endswith("with rank 0"):
         _wait_for_the_end_of_rank_1(Path(folder, "pid"))
         raise ConnectionError("rank 1 is gone")
+    elif how == "is killed slowly":
+        wait_for(Path(folder, "pid"))
+        raise ConnectionError("rank 1 is gone")
     time.sleep(120 if how != "returns" else 0)
     return "done"
 
@@ -49,7 +52,9 @@ def _end(how: str) -> None:
         sys.exit(3)
     if how == "is gone":
         os._exit(4)
-    if how == "is killed":
+    if how == "is killed slowly":  # its connections are closed, but the system still frees its memory
+        time.sleep(0.5)
+    if how.startswith("is killed"):
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "crashes":
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -57,9 +62,16 @@ def _end(how: str) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _wait_for_the_end_of_rank_1(file: Path) -> None:
-    while not file.exists() or not file.read_text():
+def wait_for(*files: Path) -> None:
+    """Until there is something in all of them."""
+    deadline = time.monotonic() + 60
+    while not all(file.exists() and file.stat().st_size for file in files):
+        assert time.monotonic() < deadline, files
         time.sleep(0.01)
+
+
+def _wait_for_the_end_of_rank_1(file: Path) -> None:
+    wait_for(file)
     stat = Path("/proc", file.read_text(), "stat")
     while stat.exists() and ") Z " not in stat.read_text():
         time.sleep(0.001)
@@ -81,17 +93,22 @@ def leave(folder: str, seconds: float = 0.2) -> None:
         time.sleep(0.01)
 
 
+def leave_on_rank_1() -> None:
+    if rank() == 1:
+        sys.exit(143)
+
+
 def try_again(folder: str, steps: list[int]) -> int:
     """Fails at each start but that of the last step; each start gets to a step and reports it (0: it does not)."""
     number = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     print("start", number)
     if steps[number] and rank() == 0:
         Path(os.environ["TRAINER_KIT_PROGRESS_FILE"]).write_text(str(steps[number]))
-        Path(folder, f"reported-{number}").touch()
+        Path(folder, f"reported-{number}").write_text("yes")
     if number == len(steps) - 1:
         return number
-    while steps[number] and not Path(folder, f"reported-{number}").exists():
-        time.sleep(0.01)
+    if steps[number]:
+        wait_for(Path(folder, f"reported-{number}"))
     if rank() == 1:
         raise ValueError(f"failure {number}")
     time.sleep(120)

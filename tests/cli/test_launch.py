@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import random
 import re
 import select
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import launched
 import pytest
+from launched import wait_for
 
 from trainer_kit.cli import main as cli
 from trainer_kit.cli.launch import read_config
@@ -223,6 +225,31 @@ def test_the_exit_code_is_that_of_the_rank(
     assert capsys.readouterr().err.startswith("trainer-kit launch: rank 1 on ") == (code in (77, 137, 3))
 
 
+@pytest.mark.scenario
+def test_a_machine_that_comes_back_is_taken_in(tmp_path: Path) -> None:
+    """The launcher of one of two "machines" is killed; started again, it meets the other, and all ranks start anew."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "count = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "open(os.path.join(sys.argv[1], f'start-{os.environ[\"RANK\"]}-{count}'), 'w').write('yes')\n"
+        "time.sleep(120 if count == '0' else 0)\n"
+    )
+    port = str(random.randint(20000, 32000))
+    machines = ["--cpu", "--num-processes", "2", "--num-nodes", "2", "--rdzv-backend", "c10d", "--master-port"]
+    words = [*LAUNCH, *machines, port, "--node-rank"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*words, "0", str(script), str(tmp_path)], stderr=pipe, text=True) as first:
+        with subprocess.Popen([*words, "1", str(script), str(tmp_path)]) as second:
+            wait_for(tmp_path / "start-0-0", tmp_path / "start-1-0")
+            second.kill()
+        again = subprocess.run([*words, "1", str(script), str(tmp_path)], timeout=120, check=False)
+        _, said = first.communicate(timeout=120)
+    assert (first.returncode, again.returncode) == (0, 0)
+    assert "a machine has come anew; restart with the other machines" in said
+    assert sorted(path.name for path in tmp_path.glob("start-*-1")) == ["start-0-1", "start-1-1"]
+
+
 # Signals
 
 
@@ -285,11 +312,3 @@ def read_all(terminal: int) -> str:
                 break
     os.close(terminal)
     return shown.decode()
-
-
-def wait_for(*paths: Path) -> None:
-    """Until all the files have something in them."""
-    deadline = time.monotonic() + 60
-    while not all(path.exists() and path.stat().st_size for path in paths):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

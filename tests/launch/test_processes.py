@@ -55,6 +55,11 @@ def test_one_process_goes_the_same_way() -> None:
     assert run(launched.place, count=1) == {0: ("0", "0", "1", "no", "1")}
 
 
+def test_a_function_has_a_session_of_its_own() -> None:
+    """Otherwise Ctrl-C in a terminal would reach it twice."""
+    assert len({os.getsid(0), *run(os.getsid, 0).values()}) == 3
+
+
 def test_everything_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINER_KIT_USE_CPU", "0")
     monkeypatch.delenv("OMP_NUM_THREADS")
@@ -85,6 +90,7 @@ def test_everything_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> 
         ("is gone with rank 0", 4, "left with exit code 4"),
         ("is killed", -9, "was killed by SIGKILL (probably the memory of its host ran out)"),
         ("is killed with rank 0", -9, "was killed by SIGKILL (probably the memory of its host ran out)"),
+        ("is killed slowly", -9, "was killed by SIGKILL"),
         ("crashes", -11, "was killed by SIGSEGV"),
         ("is told to end", -15, "was killed by SIGTERM"),
     ],
@@ -109,6 +115,12 @@ def test_the_first_failure_ends_the_run(how: str, exit_code: int | None, message
 
 def test_a_rank_that_is_done_waits_for_the_others(tmp_path: Path) -> None:
     assert run(launched.end, "returns", str(tmp_path)) == {0: "done", 1: "done"}
+
+
+def test_leaving_counts_though_others_have_returned() -> None:
+    with pytest.raises(ProcessesLeft) as caught:
+        run(launched.leave_on_rank_1, max_restarts=3)
+    assert caught.value.exit_code == 143
 
 
 def test_leaving_with_0_is_no_failure(tmp_path: Path) -> None:
@@ -239,9 +251,7 @@ def signalled(folder: Path, *numbers: int, pause: float = 0.3) -> Iterator[None]
     """Sends signals to this process as soon as both ranks wait for them."""
 
     def send() -> None:
-        deadline = time.monotonic() + 60
-        while len(list(folder.glob("ready-*"))) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        launched.wait_for(folder / "ready-0", folder / "ready-1")
         for number in numbers:
             os.kill(os.getpid(), number)
             time.sleep(pause)
@@ -288,7 +298,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_ranks_that_know_no_signals_die_of_it(tmp_path: Path) -> None:
-    code = "import os, sys, time; open(sys.argv[1] + os.environ['RANK'], 'w'); time.sleep(120)"
+    code = "import os, sys, time; open(sys.argv[1] + os.environ['RANK'], 'w').write('yes'); time.sleep(120)"
     with signalled(tmp_path, signal.SIGTERM), pytest.raises(ProcessesLeft) as caught:
         run(sys.executable, "-c", code, f"{tmp_path}/ready-")
     assert caught.value.exit_code == 143
@@ -296,9 +306,9 @@ def test_ranks_that_know_no_signals_die_of_it(tmp_path: Path) -> None:
 
 def test_ranks_that_leave_by_themselves_are_not_started_anew(tmp_path: Path) -> None:
     def tell() -> None:
-        while not (tmp_path / "ready-1").exists() or not (tmp_path / "ready-1").read_text():
-            time.sleep(0.01)
-        for path in (tmp_path / "ready-0", tmp_path / "ready-1"):
+        paths = tmp_path / "ready-0", tmp_path / "ready-1"
+        launched.wait_for(*paths)
+        for path in paths:
             os.kill(int(path.read_text()), signal.SIGTERM)
             time.sleep(0.3)
 
@@ -317,7 +327,7 @@ def test_a_failure_after_a_signal_is_a_failure(tmp_path: Path) -> None:
         "    if os.environ['RANK'] == '1': raise OSError('disk full')\n"
         "    time.sleep(120)\n"
         "signal.signal(signal.SIGTERM, on_signal)\n"
-        "open(sys.argv[1] + os.environ['RANK'], 'w')\n"
+        "open(sys.argv[1] + os.environ['RANK'], 'w').write('yes')\n"
         "time.sleep(120)"
     )
     with signalled(tmp_path, signal.SIGTERM), pytest.raises(ProcessFailed, match=r"(?s)rank 1.*OSError: disk full"):

@@ -98,6 +98,7 @@ class Agent(LocalElasticAgent):
         if self.failed is None:  # torch saw another machine come before we read why
             news = self._machines.news(at_once=True)
             self.failed = news and news.failure
+            self._remaining_restarts -= 1  # the ranks must know that they start anew
             reason = self._summary() if self.failed else "a machine has come anew"
             self._say(f"{reason}; restart with the other machines")
         self.failed = None
@@ -133,7 +134,6 @@ class Agent(LocalElasticAgent):
         if None in endings:
             return RunResult(state=WorkerState.HEALTHY)
         if any(endings):
-            self._close(signal.SIGTERM)  # functions that have returned wait for the others
             self.exit_code = self._leaving_code(endings)
             super()._exit_barrier()  # type: ignore[no-untyped-call]
             return self._end(goes_on=False)
@@ -251,7 +251,7 @@ class Agent(LocalElasticAgent):
         """Whether the ranks shall be started anew, and says why or why not."""
         assert self.failed is not None
         allowed = self._worker_group.spec.max_restarts
-        if not self._remaining_restarts:
+        if self._remaining_restarts <= 0:
             return False
         number, step = allowed - self._remaining_restarts + 1, self._step()
         if number > 1 and (step is None or (self._step_at_start is not None and step <= self._step_at_start)):

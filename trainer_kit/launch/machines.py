@@ -215,7 +215,6 @@ class ElasticRendezvous(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meets the other machines."""
-        self._shared_tcp_store_server = None
         self._bootstrap_store_info = None
         return super().next_rendezvous()
 
