@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import random
@@ -238,11 +239,17 @@ def test_a_machine_that_comes_back_is_taken_in(tmp_path: Path) -> None:
     port = str(random.randint(20000, 32000))
     machines = ["--cpu", "--num-processes", "2", "--num-nodes", "2", "--rdzv-backend", "c10d", "--master-port"]
     words = [*LAUNCH, *machines, port, "--node-rank"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen([*words, "0", str(script), str(tmp_path)], stderr=pipe, text=True) as first:
-        with subprocess.Popen([*words, "1", str(script), str(tmp_path)]) as second:
-            wait_for(tmp_path / "start-0-0", tmp_path / "start-1-0")
-            second.kill()
+    with contextlib.ExitStack() as stack:
+        first, second = (
+            stack.enter_context(
+                subprocess.Popen([*words, number, str(script), str(tmp_path)], stderr=subprocess.PIPE, text=True)
+            )
+            for number in "01"
+        )
+        stack.callback(first.kill)
+        stack.callback(second.kill)
+        wait_for(tmp_path / "start-0-0", tmp_path / "start-1-0")
+        second.kill()
         again = subprocess.run([*words, "1", str(script), str(tmp_path)], timeout=120, check=False)
         _, said = first.communicate(timeout=120)
     assert (first.returncode, again.returncode) == (0, 0)

@@ -83,7 +83,7 @@ def test_a_failure_is_one_line_and_the_traceback(
 ) -> None:
     def fail(*_: object) -> None:
         raise ProcessFailed(
-            "rank 1 on host failed with exit code 1:", 1, 1, "Trace\nRuntimeError: saving: OSError: full\n"
+            "rank 1 on host failed with exit code 1", 1, 1, "Trace\nRuntimeError: saving: OSError: full\n"
         )
 
     monkeypatch.setattr("trainer_kit.launch.processes.run_processes", fail)

@@ -232,9 +232,11 @@ def test_a_restart_meets_anew(backend: Any, tmp_path: Path) -> None:
     """The second process group must not find the addresses of the first."""
     code = (
         "import os, sys, time, torch, torch.distributed as dist\n"
+        "is_first = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"
+        "time.sleep(0 if is_first else int(os.environ['RANK']))  # rank 0 looks before rank 1 has come\n"
         "dist.init_process_group('gloo')\n"
         "dist.all_reduce(torch.ones(1))\n"
-        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "if is_first:\n"
         "    sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(120)\n"
         "os._exit(0)  # torch 2.6 may hang in destroy_process_group()\n"
     )

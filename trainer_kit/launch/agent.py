@@ -265,9 +265,8 @@ class Agent(LocalElasticAgent):
     def _summary(self) -> str:
         """The failure in one line."""
         assert self.failed is not None
-        reason = self.failed.message.rstrip(":").partition("\n")[0]
         error = self.failed.traceback.strip().rpartition("\n")[2]
-        return f"{reason} ({error})" if error else reason
+        return f"{self.failed.message} ({error})" if error else self.failed.message
 
     def _step(self) -> int | None:
         """The step of the newest checkpoint, which the ranks report."""

@@ -33,19 +33,22 @@ class ProcessFailed(RuntimeError):
     """A process of a run failed, and with it the run.
 
     Attributes:
-        message: What happened to which rank, in one sentence.
+        message: What happened to which rank.
         rank: The first rank that failed.
         exit_code: Its exit code, minus the signal's number where a signal ended it; None if it had to be ended after
             its error.
         traceback: Its own traceback; empty where it left none.
+        tail: The last lines that it wrote to its file of errors, where it left no traceback.
     """
 
-    def __init__(self, message: str, rank: int, exit_code: int | None, traceback: str = "") -> None:
-        super().__init__(f"{message}\n{traceback}".rstrip())
+    def __init__(self, message: str, rank: int, exit_code: int | None, traceback: str = "", tail: str = "") -> None:
+        details = f":\n{traceback}" if traceback else f"; the last that it wrote:\n{tail}" if tail else ""
+        super().__init__(f"{message}{details}".rstrip())
         self.message = message
         self.rank = rank
         self.exit_code = exit_code
         self.traceback = traceback
+        self.tail = tail
 
 
 class ProcessesLeft(RuntimeError):
@@ -97,11 +100,7 @@ class Failure(NamedTuple):
     def report(self) -> ProcessFailed:
         """The exception that tells a user of it."""
         message = f"rank {self.rank} on {socket.gethostname()} {self.ending}"
-        if self.traceback:
-            return ProcessFailed(f"{message}:", self.rank, self.exit_code, self.traceback)
-        if self.tail:
-            message += "; the last that it wrote:\n" + self.tail
-        return ProcessFailed(message, self.rank, self.exit_code)
+        return ProcessFailed(message, self.rank, self.exit_code, self.traceback, self.tail)
 
 
 def write_failure(error: BaseException, own_files: Collection[str]) -> TracebackType | None:

@@ -77,8 +77,8 @@ class Machines:
     def announce(self, failure: ProcessFailed, goes_on: bool) -> None:
         """Tells the other machines that a rank of this one failed, unless another was faster."""
         if self._is_reachable():
-            values = [failure.message, failure.rank, failure.exit_code, failure.traceback, goes_on]
-            self._reach().compare_set(_FAILED, "", json.dumps(values))
+            facts = [failure.message, failure.rank, failure.exit_code, failure.traceback, failure.tail]
+            self._reach().compare_set(_FAILED, "", json.dumps([facts, goes_on]))
             self._part()
 
     def news(self, at_once: bool = False) -> News | None:
@@ -92,9 +92,9 @@ class Machines:
         self._next_look = time.monotonic() + _NEWS_SECONDS
         if not self._is_reachable() or not self._reach().check([_FAILED]):
             return None
-        message, rank, exit_code, traceback, goes_on = json.loads(self._reach().get(_FAILED))
+        facts, goes_on = json.loads(self._reach().get(_FAILED))
         self._part()
-        return News(ProcessFailed(message, rank, exit_code, traceback), goes_on)
+        return News(ProcessFailed(*facts), goes_on)
 
     def _part(self) -> None:
         """The machine that keeps the store waits until the others have read it."""
