@@ -39,6 +39,7 @@ def main() -> None:
         raise
     except BaseException as error:
         error.__traceback__ = write_failure(error, own_files=[__file__])
+        sys.last_value = error  # as the interpreter does: what is called at its end may ask for it
         if not _is_shown_by_launcher(error):
             sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)

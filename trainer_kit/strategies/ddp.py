@@ -9,6 +9,7 @@ import multiprocessing.util
 import pickle
 import socket
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, cast
 
@@ -33,6 +34,8 @@ _SENDS_BY_ITSELF: dict[str, Any] = {
     for name in ("init_sync", "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers")
     if name in _PARAMETERS
 }
+# Kept, so that the last ones are not freed by a thread of the group while the process ends: see `shut_down`.
+_recent_numbers: deque[list[torch.Tensor]] = deque(maxlen=8)
 logger = logging.getLogger("trainer_kit")
 
 
@@ -250,7 +253,9 @@ class DDP(SingleDevice):
             return numbers
         # Gathered, since gloo takes less than half the time for that than for reducing; on the host, since nobody
         # shall wait for a GPU.
-        parts = self._all_gather(torch.tensor(numbers, dtype=torch.int64))
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        parts = self._all_gather(tensor)
+        _recent_numbers.append([tensor, *parts])
         return [sum(column) for column in zip(*(part.tolist() for part in parts), strict=True)]
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -355,6 +360,10 @@ class DDP(SingleDevice):
 
 def shut_down() -> None:
     """Leaves the other processes in good order; called by itself when the process ends."""
+    # A group that nobody keeps waits for its own threads. These free a collective's tensors a moment after its end, for
+    # which they want Python: where that is ending at the time, the process aborts.
+    for replica in list(Replica.alive):
+        replica.let_go()
     Session.leave()
 
 

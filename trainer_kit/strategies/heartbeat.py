@@ -51,6 +51,7 @@ class Heartbeat:
         calls: Progress: the strategy adds 1 for each of its calls.
         steps: Optimizer steps of this start; the strategy counts.
         leaving: Whether some process has announced that it leaves.
+        error: What this process has told the others of the error by which it ends; empty without one.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Heartbeat:
         # What the beats say.
         self._beats = self._exchanged = 0
         self._announces = self._left = self._follows = self._heard = self._urgent = self._hung_up = False
-        self._error = ""
+        self.error = ""
         # What this process is doing.
         self._where = Where()
         self._failed_in: Where | None = None
@@ -108,7 +109,7 @@ class Heartbeat:
             return
         self._excused = True
         error = _uncaught_error()
-        if error is not None and error is not self._error_before and not self._error:
+        if error is not None and error is not self._error_before and not self.error:
             self.report_failure(error)
         self._left = True
         self._let_others_hear()
@@ -130,7 +131,7 @@ class Heartbeat:
 
     def take_back_failure(self) -> None:
         """The error that this process reported was caught: it goes on."""
-        self._error, self._follows = "", False
+        self.error, self._follows = "", False
         if self._runs_here():
             self._publish()
 
@@ -138,7 +139,7 @@ class Heartbeat:
         """Tells the others by which error this process ends."""
         self._follows = isinstance(error, LostProcessError)
         text = str(error).partition(f"; rank {self.rank} (this process)")[0]
-        self._error = text if self._follows else f"{type(error).__name__}: {text[:1000]}".rstrip(": ")
+        self.error = text if self._follows else f"{type(error).__name__}: {text[:1000]}".rstrip(": ")
         if self._runs_here():
             self._publish()
 
@@ -215,7 +216,7 @@ class Heartbeat:
     def _beat(self) -> Beat:
         where, idle = self._where, time.monotonic() - self._moved
         return Beat(
-            self._beats, *machine(), self._process, where.place, where.waits, idle, self._left, self._error,
+            self._beats, *machine(), self._process, where.place, where.waits, idle, self._left, self.error,
             self._follows, self._heard,
         )  # fmt: skip
 
@@ -275,7 +276,7 @@ class Heartbeat:
         return self._sentence(ripe) if ripe else None
 
     def _end(self, sentence: str) -> None:
-        self._error, self._follows = sentence.partition(f"; rank {self.rank} (this process)")[0], True
+        self.error, self._follows = sentence.partition(f"; rank {self.rank} (this process)")[0], True
         self._left = True
         self._publish()
         self._let_others_hear()

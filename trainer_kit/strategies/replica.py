@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,12 @@ class Replica(torch.nn.Module):
     Args:
         module: On the device, with the same weights on all processes.
         wrap: Makes the DistributedDataParallel.
+
+    Attributes:
+        alive: All there are.
     """
+
+    alive: ClassVar[weakref.WeakSet[Replica]] = weakref.WeakSet()
 
     def __init__(
         self, module: torch.nn.Module, wrap: Callable[[torch.nn.Module], DistributedDataParallel]
@@ -39,6 +45,7 @@ class Replica(torch.nn.Module):
         self._trained: list[bool] = []
         # In a tuple, or it would be a submodule and the parameters would be there twice.
         self._synchronized: tuple[DistributedDataParallel | None] = (None,)
+        self.alive.add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         module = self._synchronized_module() if torch.is_grad_enabled() else None
@@ -86,6 +93,10 @@ class Replica(torch.nn.Module):
                 )
             buffers.append(buffer)
         return buffers
+
+    def let_go(self) -> None:
+        """Gives up the DistributedDataParallel, which keeps the process group."""
+        self._trained, self._synchronized = [], (None,)
 
     def _synchronized_module(self) -> DistributedDataParallel | None:
         """None where no parameter needs a gradient."""

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # first of all: imported later, it would keep the group as a default for ever
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # its stub names fewer
 
 from trainer_kit.environment import Place
@@ -34,7 +35,6 @@ class Session:
     def __init__(self, heartbeat: Heartbeat, owns_group: bool) -> None:
         self.heartbeat = heartbeat
         self.owns_group = owns_group
-        self.failed = False
 
     @classmethod
     def join(cls, place: Place, device: torch.device, timeout: float, patience: float) -> Session:
@@ -74,7 +74,7 @@ class Session:
         if session is None:
             return
         session.heartbeat.stop()
-        if session.owns_group and dist.is_initialized() and not session.failed:
+        if session.owns_group and dist.is_initialized() and not session.heartbeat.error:
             dist.destroy_process_group()
 
     def end_training(self, error: BaseException | None) -> None:
@@ -84,13 +84,11 @@ class Session:
         """
         self.heartbeat.next_round()
         if error is not None:
-            self.failed = True
             self.heartbeat.report_failure(error)
 
     def recover(self) -> None:
         """The program has caught the error that ended the last training, and goes on."""
-        if self.failed:
-            self.failed = False
+        if self.heartbeat.error:
             self.heartbeat.take_back_failure()
 
 
