@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trainer_kit.callback import Callback
 
     from .checkpointing import Checkpointing
+    from .compilation import Compilation
     from .console import Console
     from .early_stopping import EarlyStopping
     from .ema import EMA
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EMA",
     "Checkpointing",
+    "Compilation",
     "Console",
     "EarlyStopping",
     "Freezing",
@@ -58,6 +60,7 @@ __all__ = [
 # imported above: the module has the same name, and would take the function's place if it were imported later.)
 _MODULES = {
     "Checkpointing": "checkpointing",
+    "Compilation": "compilation",
     "Console": "console",
     "EMA": "ema",
     "EarlyStopping": "early_stopping",
@@ -88,17 +91,18 @@ def __dir__() -> list[str]:
 def default_callbacks(args: TrainingArguments, own: Sequence[Callback] = ()) -> list[Callback]:
     """The callbacks of every run, new instances.
 
-    Checkpoints, clean leaving on signals, memory and throughput always; a progress bar on a terminal or in a notebook,
-    plain lines elsewhere and with `args.disable_tqdm` (neither with that and a `log_level` of "error"); the writers
-    that `args.report_to` names. One of the user's `own` callbacks takes the place of a default of its class; bar and
-    lines take each other's.
+    Checkpoints, clean leaving on signals, compilations, memory and throughput always; a progress bar on a terminal or
+    in a notebook, plain lines elsewhere and with `args.disable_tqdm` (neither with that and a `log_level` of "error");
+    the writers that `args.report_to` names. One of the user's `own` callbacks takes the place of a default of its
+    class; bar and lines take each other's.
     """
     from .checkpointing import Checkpointing
+    from .compilation import Compilation
     from .memory import Memory
     from .preemption import Preemption
     from .throughput import Throughput
 
-    callbacks: list[Callback] = [Checkpointing(), Preemption(), Memory(), Throughput()]
+    callbacks: list[Callback] = [Checkpointing(), Preemption(), Compilation(), Memory(), Throughput()]
     quiet = args.disable_tqdm and args.log_level in ("error", "critical")
     if not quiet and not any(type(each).__name__ in ("Progress", "Console") for each in own):
         callbacks.append(_display(args))

@@ -6,7 +6,10 @@ import datetime
 from collections.abc import Collection, Mapping
 from typing import Any
 
-HIDDEN = frozenset({"steps_per_second", "data_wait", "memory_gib", "reserved_memory_gib", "peak_memory_gib"})
+HIDDEN = frozenset(
+    {"steps_per_second", "data_wait", "memory_gib", "reserved_memory_gib", "peak_memory_gib"}
+    | {f"{compiler}/{figure}" for compiler in ("xla", "compile") for figure in ("compiles", "compile_seconds")}
+)
 """What a record holds beside what fits into a line; the writers of files have it all."""
 
 _SHORT_NAMES = {"learning_rate": "lr", "samples_per_second": "samples/s", "tokens_per_second": "tokens/s"}

@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import tqdm
@@ -30,7 +31,8 @@ class Progress(Callback):
     """Shows a bar of optimizer steps, from where a resumed run goes on, with the figures of the last record.
 
     The bar moves with every step, its figures change when a record is due. Metrics of evaluations and what is logged
-    meanwhile appear above it.
+    meanwhile appear above it. Where steps are compiled, it says so in those that always are: the first of this start,
+    and under XLA the second too.
     """
 
     priority = 100
@@ -38,9 +40,14 @@ class Progress(Callback):
     def __init__(self) -> None:
         self._bar: tqdm.tqdm[Any] | None = None
         self._redirected = contextlib.ExitStack()
+        self._compiling_steps = 0  # still to come
+        self._compiles_evaluation = False
 
     def on_train_begin(self, run: Run) -> None:
         self._close()
+        # Under XLA the second step is another computation: it goes on from a state that the first one made.
+        self._compiling_steps = 2 if run.strategy.static_shapes else int(run.args.torch_compile)
+        self._compiles_evaluation = self._compiling_steps > 0
         if run.strategy.is_main:
             bar = _bar_class()
             self._bar = bar(
@@ -52,10 +59,19 @@ class Progress(Callback):
                 file=sys.stderr,
             )
             self._redirected.enter_context(logging_redirect_tqdm(_console_loggers(), tqdm_class=bar))
+            self._redirected.enter_context(_warnings_above(bar))
+
+    def on_step_begin(self, run: Run) -> None:
+        if self._bar is not None and self._compiling_steps:
+            self._bar.set_description(f"compiling (step {run.state.step + 1})")
 
     def on_step_end(self, run: Run) -> None:
-        if self._bar is not None:
-            self._bar.update()
+        if self._bar is None:
+            return
+        self._bar.update()
+        if self._compiling_steps:
+            self._compiling_steps -= 1
+            self._bar.set_description("train")
 
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
         if self._bar is None:
@@ -67,7 +83,8 @@ class Progress(Callback):
 
     def on_evaluate_begin(self, run: Run) -> None:
         if self._bar is not None:
-            self._bar.set_description("evaluate")
+            self._bar.set_description("evaluate (compiling first)" if self._compiles_evaluation else "evaluate")
+            self._compiles_evaluation = False
 
     def on_evaluate_end(self, run: Run) -> None:
         if self._bar is not None:
@@ -100,6 +117,22 @@ def _bar_class() -> type[tqdm.tqdm[Any]]:
 
         return auto
     return tqdm.tqdm
+
+
+@contextlib.contextmanager
+def _warnings_above(bar: type[tqdm.tqdm[Any]]) -> Iterator[None]:
+    """Lets Python's warnings, which know nothing of bars, begin on a line of their own."""
+    show = warnings.showwarning
+
+    def show_above(*details: Any, **more: Any) -> None:
+        with bar.external_write_mode(file=sys.stderr):
+            show(*details, **more)
+
+    warnings.showwarning = show_above
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
 
 
 def _console_loggers() -> list[logging.Logger]:

@@ -19,7 +19,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import Subset, TensorDataset, random_split
 
-from trainer_kit import EvalPrediction, Trainer, TrainingArguments
+from trainer_kit import EvalPrediction, Strategy, Trainer, TrainingArguments
+from trainer_kit.callbacks.formatting import number
 
 
 class DigitReader(nn.Module):
@@ -59,7 +60,7 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float(np.mean(prediction.predictions.argmax(axis=1) == prediction.label_ids))}
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, float]:
+def main(argv: Sequence[str] | None = None, strategy: Strategy | None = None) -> dict[str, float]:
     """Trains, tests and prints the figures; returns the test's metrics and the training's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", default="runs/digits", help="checkpoints and logs (%(default)s)")
@@ -84,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         load_best_model_at_end=True,
         metric_for_best_model="accuracy",
     )
-    trainer = Trainer(DigitReader(), args, train_set, validation_set, compute_metrics=accuracy)
+    model = DigitReader()
+    trainer = Trainer(model, args, train_set, validation_set, compute_metrics=accuracy, strategy=strategy)
     trained = trainer.train(resume_from_checkpoint=options.resume)
     tested = trainer.predict(test_set)
 
@@ -92,7 +94,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     print(f"\n{tested.metrics['test_accuracy']:.2%} of {len(test_set)} digits that it had never seen are read right")
     print(
         f"{trained.global_step} steps in {figures['train_runtime']:.1f} s, "
-        f"{figures['train_samples_per_second']:,.0f} samples/s, {figures['peak_memory_gib']:.2f} GiB at the peak"
+        f"{figures['train_samples_per_second']:,.0f} samples/s, "
+        f"peak memory in GiB: {number(figures['peak_memory_gib'])}"
     )
     print(f"curves:       tensorboard --logdir {args.log_dir}")
     print(f"checkpoints:  {args.output_dir}, the best is checkpoint-{trainer.run.state.best_step}")

@@ -23,8 +23,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from trainer_kit import Trainer, TrainingArguments
+from trainer_kit import Strategy, Trainer, TrainingArguments
 from trainer_kit.callbacks import read_log
+from trainer_kit.callbacks.formatting import number
 
 CONTEXT = 96
 """Tokens that the model sees at once, about 320 characters."""
@@ -101,7 +102,7 @@ def plot(curves: Mapping[str, Sequence[tuple[int, float]]], width: int = 60, hei
     return "\n".join([*lines, f"{'':>6} +{'-' * (width + 1)} step {last}"])
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def main(argv: Sequence[str] | None = None, strategy: Strategy | None = None) -> dict[str, Any]:
     """Trains, shows the curve and writes a text; returns the figures, the curve and the text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", default="runs/language_model", help="checkpoints and logs (%(default)s)")
@@ -135,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     trainer = Trainer(
         model, args, RandomCuts(ids), [{"input_ids": piece, "labels": piece} for piece in pieces],
-        processing_class=tokenizer,
+        processing_class=tokenizer, strategy=strategy,
     )  # fmt: skip
     trained = trainer.train(resume_from_checkpoint=options.resume)
     loss = trainer.evaluate()["eval_loss"]
@@ -143,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     records = read_log(Path(args.output_dir) / "log.jsonl")
     curve = [(record["step"], record["loss"]) for record in records if "loss" in record]
     held_out_curve = [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
-    sample = write(model, tokenizer, options.prompt, 10 if options.short else 150)
+    sample = write(model.cpu(), tokenizer, options.prompt, 10 if options.short else 150)
     bits = loss * (len(held_out_ids) - 1) / math.log(2) / len(held_out.encode())
     figures = trained.metrics
     print(f"\nloss per token: * training, o held out\n{plot({'*': curve, 'o': held_out_curve})}")
@@ -152,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     speed = figures["train_samples_per_second"] * CONTEXT
     print(
         f"{trained.global_step} steps in {figures['train_runtime']:.0f} s, {speed:,.0f} tokens/s, "
-        f"{figures['peak_memory_gib']:.2f} GiB at the peak"
+        f"peak memory in GiB: {number(figures['peak_memory_gib'])}"
     )
     print(f"curves:       tensorboard --logdir {args.log_dir}")
     print(f'the model:    GPT2LMHeadModel.from_pretrained("{args.output_dir}/checkpoint-{trained.global_step}")')

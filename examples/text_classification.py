@@ -25,6 +25,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from trainer_kit import EvalPrediction, Trainer, TrainingArguments
+from trainer_kit.callbacks.formatting import number
 
 Texts = list[tuple[str, str]]
 """Texts with the names of their classes."""
@@ -163,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         print(f"  {text!r} is {answer}")
     print(
         f"{trained.global_step} steps in {figures['train_runtime']:.0f} s, "
-        f"{figures['train_samples_per_second']:.0f} texts/s, {figures['peak_memory_gib']:.2f} GiB at the peak"
+        f"{figures['train_samples_per_second']:.0f} texts/s, peak memory in GiB: {number(figures['peak_memory_gib'])}"
     )
     print(f"curves:       tensorboard --logdir {args.log_dir}")
     print(f'the model:    pipeline("text-classification", "{args.output_dir}/model")   # of transformers')

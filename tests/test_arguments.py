@@ -51,6 +51,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "metric_for_best_model": [""],
     "dataloader_num_workers": [-1],
     "pad_to_multiple_of": [0],
+    "pad_to_lengths": [[], [64, 0]],
     "report_to": ["wandb", ["tensorboard", "wandb"], ["all", "jsonl"], ["none", "jsonl"]],
     "logging_dir": [""],
     "log_level": ["loud"],
@@ -98,6 +99,7 @@ WRONG_TYPES: dict[str, list[Any]] = {
     "dataloader_pin_memory": [1],
     "group_by_length": [1],
     "pad_to_multiple_of": [8.0],
+    "pad_to_lengths": [64, [64.5]],
     "report_to": [None, 3, [3]],
     "logging_dir": [3],
     "disable_tqdm": [None],
@@ -154,6 +156,7 @@ def test_the_message_says_what_is_allowed(name: str, value: Any, allowed: str) -
         ({"load_best_model_at_end": True, "save_strategy": "no", "eval_strategy": "epoch"}, "save_strategy='no'"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end=True needs .* eval_strategy='no'"),
         ({"save_strategy": "best"}, "save_strategy='best' needs .* eval_strategy='no'"),
+        ({"pad_to_lengths": [64], "pad_to_multiple_of": 8}, "pad_to_multiple_of=8 contradict each other"),
     ],
 )
 def test_values_that_contradict_each_other_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from static_shapes import STATIC, Static, WithOperands
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import IterableDataset
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from trainer_kit import EvalPrediction, Run, Trainer, TrainingArguments
-from trainer_kit.evaluation import EvaluationInterrupted
+from trainer_kit import Callback, EvalPrediction, Run, SingleDevice, Trainer, TrainingArguments
+from trainer_kit.evaluation import EvaluationInterrupted, PredictionOutput
 
 CLASSES = 4
 
@@ -47,7 +48,7 @@ def samples(length: int = 37, labels: bool = True) -> list[dict[str, torch.Tenso
 
 
 def make_trainer(tmp_path: Any, model: nn.Module | None = None, **given: Any) -> Trainer:
-    names = set(TrainingArguments().to_dict())
+    names = set(TrainingArguments().to_dict()) - {"strategy"}
     values: dict[str, Any] = {
         "output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "disable_tqdm": True, "log_level": "error",
         "save_strategy": "no", "per_device_eval_batch_size": 8,
@@ -365,8 +366,6 @@ def test_half_precision_losses_are_summed_in_full(tmp_path: Any) -> None:
 
 
 def test_callbacks_hear_of_evaluations(tmp_path: Any) -> None:
-    from trainer_kit import Callback
-
     heard: list[Any] = []
 
     class Listener(Callback):
@@ -388,3 +387,115 @@ def test_callbacks_hear_of_evaluations(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="empty"):
         trainer.evaluate([])
     assert heard == ["begin", "end", "eval_loss", "begin", "end", "test_loss", "begin", "end"]
+
+
+# Static shapes
+
+
+class Plain(Classifier):
+    """In float64, so that rounding tells nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+
+def exact_samples(length: int, labels: bool = True) -> list[dict[str, torch.Tensor]]:
+    return [each | {"x": each["x"].double()} for each in samples(length, labels)]
+
+
+def static_and_single(strategy: SingleDevice, batch_size: int, tmp_path: Any = "unused", **given: Any) -> list[Trainer]:
+    """Two Trainers that evaluate batches of one size."""
+    return [
+        make_trainer(
+            tmp_path, Plain(), strategy=each, per_device_eval_batch_size=batch_size // each.devices,
+            metrics={"streamed": MulticlassAccuracy(CLASSES, average="micro")}, compute_metrics=accuracy, **given,
+        )
+        for each in (strategy, SingleDevice("cpu"))
+    ]  # fmt: skip
+
+
+def check_same(found: PredictionOutput, expected: PredictionOutput) -> None:
+    np.testing.assert_allclose(found.predictions, expected.predictions, rtol=1e-12)
+    np.testing.assert_equal(found.label_ids, expected.label_ids)
+    names = {"test_loss", "test_accuracy", "test_streamed"} & expected.metrics.keys()
+    assert names == {"test_loss", "test_accuracy", "test_streamed"} & found.metrics.keys()
+    assert {name: found.metrics[name] for name in names} == pytest.approx({n: expected.metrics[n] for n in names})
+
+
+@pytest.mark.parametrize("kind", STATIC)
+@settings(deadline=None, max_examples=12)
+@given(st.integers(1, 30), st.integers(1, 8))
+@example(13, 4)
+def test_static_shapes_change_nothing_in_what_is_found(kind: str, length: int, batch_size: int) -> None:
+    strategy = STATIC[kind]()
+    size = batch_size * strategy.devices
+    static, single = static_and_single(strategy, size)
+    check_same(static.predict(exact_samples(length)), single.predict(exact_samples(length)))
+    assert static.evaluate(exact_samples(length))["eval_loss"] == pytest.approx(
+        single.evaluate(exact_samples(length))["eval_loss"], rel=1e-12
+    )
+    assert strategy.sizes("evaluation") == [size]
+
+
+def test_predictions_without_labels_are_always_filled_up_and_cut(tmp_path: Any) -> None:
+    def compute_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        raise AssertionError("nobody asked for a loss")
+
+    strategy = Static()
+    dataset = exact_samples(13, labels=False)
+    trainer = make_trainer(tmp_path, Plain(), strategy=strategy, compute_loss=compute_loss)
+    found = trainer.predict(dataset).predictions
+    np.testing.assert_allclose(found, make_trainer(tmp_path, Plain()).predict(dataset).predictions, rtol=1e-12)
+    assert strategy.sizes("evaluation") == [8]
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_a_loss_that_cannot_be_filled_up_is_exact_too(tmp_path: Any, pair: bool) -> None:
+    def compute_loss(model: nn.Module, batch: Any) -> Any:
+        losses = F.cross_entropy(model(**{"x": batch["x"]})["logits"], batch["labels"], reduction="none")
+        return (losses.sum(), torch.tensor(len(losses))) if pair else losses.mean()
+
+    strategy = WithOperands()
+    static, single = static_and_single(strategy, 4, tmp_path, compute_loss=compute_loss)
+    check_same(static.predict(exact_samples(13)), single.predict(exact_samples(13)))
+    assert strategy.sizes("evaluation") == [4, 1]
+
+
+def test_static_evaluation_works_on_the_host_while_the_device_goes_on(tmp_path: Any) -> None:
+    happened: list[Any] = []
+
+    class Dispatching(Static):
+        def dispatch(self) -> None:
+            happened.append("dispatched")
+
+    class Counting(MeanMetric):
+        def update(self, predictions: torch.Tensor, labels: torch.Tensor) -> None:
+            happened.append(len(predictions))
+            assert len(predictions) == len(labels)
+            super().update(predictions.double().mean())
+
+    make_trainer(tmp_path, Plain(), strategy=Dispatching(), metrics=Counting()).evaluate(exact_samples(19))
+    assert happened == ["dispatched", "dispatched", 8, "dispatched", 8, 3]
+
+
+def test_a_static_evaluation_within_training_is_filled_up_as_the_training_is(tmp_path: Any) -> None:
+    def losses(strategy: SingleDevice) -> list[float]:
+        found = []
+
+        class Noting(Callback):
+            def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+                found.append(metrics["eval_loss"])
+
+        model = Plain()
+        model.dropout = model.frozen = nn.Identity()
+        make_trainer(
+            tmp_path, model, train_dataset=exact_samples(10), eval_dataset=exact_samples(11), num_train_epochs=3,
+            eval_strategy="epoch", per_device_train_batch_size=4, per_device_eval_batch_size=4, learning_rate=0.1,
+            strategy=strategy, callbacks=[Noting()],
+        ).train()  # fmt: skip
+        return found
+
+    strategy = Static()
+    assert losses(strategy) == pytest.approx(losses(SingleDevice("cpu")), rel=1e-9)
+    assert strategy.sizes("training") == strategy.sizes("evaluation") == [4]

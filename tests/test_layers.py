@@ -17,7 +17,7 @@ LAYERS = (
     {"fields", "environment"},
     {"arguments", "state", "precision", "trees"},
     {"strategies", "optim", "loss", "checkpoint"},
-    {"run"},
+    {"run", "inspection"},
     {"data", "figures", "metrics"},
     {"callback", "evaluation", "agreement"},
     {"callbacks", "resume"},

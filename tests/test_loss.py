@@ -1,228 +1,45 @@
-"""The loss contract: gradients and losses are those of all samples in one batch, however they are cut up.
-
-Everything here is in float64, so that what differs at all differs by far more than rounding does.
-"""
+"""The loss contract: gradients and losses are those of all samples in one batch, however they are cut up."""
 
 from __future__ import annotations
 
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from loss_cases import (
+    CASES,
+    EXACT,
+    VOCABULARY,
+    Points,
+    Tokenizer,
+    Tokens,
+    bert_config,
+    gradient,
+    made,
+    make_trainer,
+    points,
+    reference,
+    summed,
+    tokens_with_labels,
+)
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from transformers import (
-    BatchEncoding,
-    BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import BatchEncoding, BertForSequenceClassification
 
-from trainer_kit import Callback, Run, Trainer, TrainingArguments
 from trainer_kit import loss as loss_module
 from trainer_kit.data.collate import PadCollator
 from trainer_kit.data.order import permutation
-from trainer_kit.loss import Counts, Loss, count, found_loss, labels_of
-
-VOCABULARY = 11
-EXACT = {"rtol": 1e-9, "atol": 1e-12}
+from trainer_kit.loss import Counts, Loss, count, found_loss, labels_of, scale_gradients, weighed
 
 relaxed = settings(
     deadline=None, max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
-
-
-class Tokenizer:
-    pad_token_id = 0
-    padding_side = "right"
-
-
-class Recorder(Callback):
-    """Keeps each step's gradient, all parameters in one vector, and its loss."""
-
-    def __init__(self) -> None:
-        self.gradients: list[torch.Tensor] = []
-        self.losses: list[float] = []
-
-    def on_pre_optimizer_step(self, run: Run) -> None:
-        self.gradients.append(gradient(run.model))
-
-    def on_step_end(self, run: Run) -> None:
-        assert run.last_loss is not None
-        self.losses.append(run.last_loss.item())
-
-
-def gradient(model: nn.Module) -> torch.Tensor:
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
-
-
-def make_trainer(model: nn.Module, folder: str, samples: Any, **given: Any) -> tuple[Trainer, Recorder]:
-    """A Trainer that goes through the samples once without changing the model."""
-    keywords = {
-        name: given.pop(name)
-        for name in ("compute_loss", "data_collator", "processing_class", "metrics")
-        if name in given
-    }
-    values: dict[str, Any] = {
-        "output_dir": folder, "num_train_epochs": 1, "learning_rate": 0.0, "optim": "sgd", "max_grad_norm": 0.0,
-        "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "log_level": "error",
-    }  # fmt: skip
-    recorder = Recorder()
-    args = TrainingArguments(**(values | given))
-    return Trainer(model, args, samples, samples, callbacks=[recorder], **keywords), recorder
-
-
-class Reference(NamedTuple):
-    """The mean loss over all items and its gradient, of all samples at once."""
-
-    loss: float
-    gradient: torch.Tensor
-    items: int
-
-
-def reference(model: nn.Module, total: Callable[[], tuple[torch.Tensor, int]]) -> Reference:
-    model.eval()
-    model.zero_grad()
-    summed, items = total()
-    if items:
-        (summed / items).backward()
-    found = Reference(summed.item() / items if items else float("nan"), gradient(model), items)
-    model.zero_grad()
-    return found
-
-
-# Models, samples for them, and the sum of the loss over all items of a batch
-
-
-class Case(NamedTuple):
-    model: Callable[[], nn.Module]
-    sample: Callable[[list[int], list[bool]], dict[str, Any]]
-    """From tokens, and which of them have a label."""
-    total: Callable[[nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, int]]
-    exact: float = 1e-9
-
-
-def summed(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
-    flat = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-    return F.cross_entropy(*flat, reduction="sum"), int((labels != -100).sum())
-
-
-def without_labels(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: column for name, column in batch.items() if name != "labels"}
-
-
-def tokens_with_labels(tokens: list[int], labelled: list[bool]) -> dict[str, Any]:
-    return {"input_ids": tokens, "labels": [t if keep else -100 for t, keep in zip(tokens, labelled, strict=True)]}
-
-
-def gpt2() -> nn.Module:
-    sizes = {"n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
-    drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=1, attn_implementation="eager", **sizes, **drop)
-    )
-
-
-def gpt2_total(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-    logits = model(**without_labels(batch)).logits
-    return summed(logits[:, :-1], batch["labels"][:, 1:])
-
-
-def bert_config() -> BertConfig:
-    return BertConfig(
-        vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
-        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3,
-        attn_implementation="eager",
-    )  # fmt: skip
-
-
-def logits_total(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-    return summed(model(**without_labels(batch)).logits, batch["labels"])
-
-
-def one_label(tokens: list[int], labelled: list[bool]) -> dict[str, Any]:
-    return {"input_ids": tokens, "labels": tokens[0] % 3 if labelled[0] else -100}
-
-
-def t5() -> nn.Module:
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=VOCABULARY, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0.0,
-            decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
-        )
-    )  # fmt: skip
-
-
-def t5_total(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-    shifted = model._shift_right(batch["labels"])
-    return summed(model(**without_labels(batch), decoder_input_ids=shifted).logits, batch["labels"])
-
-
-class Tokens(nn.Module):
-    """A plain module whose loss is a mean over tokens; `shift` predicts the next token."""
-
-    def __init__(self, shift: bool = False) -> None:
-        super().__init__()
-        self.shift = shift
-        self.embedding = nn.Embedding(VOCABULARY, 6)
-        self.head = nn.Linear(6, VOCABULARY)
-
-    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.embedding(input_ids)))
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = self.logits(input_ids)
-        if self.shift:
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1))
-
-
-class MaskedTokens(Tokens):
-    """Writes the mean itself: where no label counts, the gradient of its 0/0 is NaN."""
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        mask = labels != -100
-        losses = F.cross_entropy(self.logits(input_ids).transpose(1, 2), labels.clamp(min=0), reduction="none")
-        return (losses * mask).sum() / mask.sum()
-
-
-def tokens_total(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-    logits, labels = model.logits(batch["input_ids"]), batch["labels"]
-    return summed(logits[:, :-1], labels[:, 1:]) if model.shift else summed(logits, labels)
-
-
-CASES = {
-    "gpt2": Case(gpt2, tokens_with_labels, gpt2_total, exact=1e-6),  # takes its loss in float32
-    "bert-classes": Case(lambda: BertForSequenceClassification(bert_config()), one_label, logits_total),
-    "bert-masked": Case(lambda: BertForMaskedLM(bert_config()), tokens_with_labels, logits_total),
-    "t5": Case(t5, tokens_with_labels, t5_total),
-    "plain": Case(Tokens, tokens_with_labels, tokens_total),
-    "plain-masked": Case(MaskedTokens, tokens_with_labels, tokens_total),
-    "plain-shifted": Case(lambda: Tokens(shift=True), tokens_with_labels, tokens_total),
-}
-_made: dict[str, nn.Module] = {}
-
-
-def made(case: str) -> nn.Module:
-    """The case's model with weights large enough to tell labels apart; made once, since nothing changes it."""
-    if case not in _made:
-        torch.manual_seed(0)
-        model = CASES[case].model().double()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-        _made[case] = model
-    return _made[case]
-
 
 rows = st.lists(st.tuples(st.integers(2, VOCABULARY - 1), st.booleans()), min_size=1, max_size=9)
 datasets = st.lists(rows, min_size=1, max_size=14)
@@ -277,22 +94,6 @@ def test_eval_loss_does_not_depend_on_the_batch_size(case: str, tmp_path: Any) -
 
 
 # What compute_loss may return
-
-
-class Points(nn.Module):
-    def __init__(self, classes: int = 3) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.layer = nn.Linear(4, classes, dtype=torch.float64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
-
-
-def points(labels: list[Any], dtype: torch.dtype = torch.int64) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(len(labels), 4, generator=generator, dtype=torch.float64)
-    return [{"x": each, "labels": torch.tensor(label, dtype=dtype)} for each, label in zip(x, labels, strict=True)]
 
 
 def mean(model: nn.Module, batch: Any) -> Any:
@@ -446,122 +247,6 @@ def test_compute_loss_always_gets_batches_of_their_own_kind(tmp_path: Any, kind:
     torch.testing.assert_close(recorder.gradients[0], expected.gradient, **EXACT)
 
 
-# Learning whether a model shifts its labels
-
-
-def context() -> Any:
-    return torch.autocast("cpu", enabled=False)
-
-
-def inspected(model: nn.Module, batch: Any, compute_loss: Any = None) -> bool | None:
-    return Loss(model, model, compute_loss).inspect(batch, context)
-
-
-@pytest.mark.parametrize(("case", "shifts"), [
-    ("gpt2", True), ("bert-masked", False), ("t5", False), ("plain", False), ("plain-shifted", True),
-])  # fmt: skip
-@pytest.mark.parametrize(
-    "labels", [[[4, 3, 2], [3, 4, 5]], [[4, 4, 4], [4, 4, 4]], [[4, 3, -100], [3, -100, -100]], [[-100, 4, 4]] * 2,
-               [[2, -100, -100]] * 2, [[-100, -100, 5]] * 2, [[7], [8]], [[0, 0, 0]] * 2]
-)  # fmt: skip
-def test_whether_a_model_shifts_is_seen_in_any_batch_with_a_label(
-    case: str, shifts: bool, labels: list[list[int]]
-) -> None:
-    model, label_tensor = made(case).train(), torch.tensor(labels)
-    batch = {
-        "input_ids": label_tensor.clamp(min=2),
-        "attention_mask": torch.ones_like(label_tensor),
-        "labels": label_tensor,
-    }
-    assert inspected(model, batch) is shifts
-    assert all(module.training for module in model.modules())
-    assert batch["labels"].tolist() == labels
-
-
-@pytest.mark.parametrize("case", ["gpt2", "plain"])
-def test_a_batch_without_any_label_tells_nothing(case: str) -> None:
-    labels = torch.full((2, 3), -100)
-    batch = {"input_ids": labels.clamp(min=2), "attention_mask": torch.ones_like(labels), "labels": labels}
-    assert inspected(made(case), batch) is None
-
-
-class KnowsNo100(nn.Module):
-    """As many tutorials write it: 0 is padding and is left out, and the labels are embedded too."""
-
-    def __init__(self, shift: bool) -> None:
-        super().__init__()
-        self.shift = shift
-        self.embedding = nn.Embedding(VOCABULARY, 6)
-        self.head = nn.Linear(6, VOCABULARY)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        assert int(labels.min()) >= 0
-        assert int(labels.max()) <= 9
-        logits = self.head(self.embedding(input_ids) + 0 * self.embedding(labels))
-        if self.shift:
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)
-
-
-@pytest.mark.parametrize("shift", [False, True])
-@pytest.mark.parametrize("labels", [[[4, 3, 2], [3, 9, 0]], [[4, 3], [3, 0]], [[5, 6, 5], [5, 5, 5]]])
-def test_a_model_that_knows_no_100_is_never_given_one(shift: bool, labels: list[list[int]]) -> None:
-    torch.manual_seed(0)
-    batch = {"input_ids": torch.tensor(labels), "labels": torch.tensor(labels)}
-    assert inspected(KnowsNo100(shift), batch) is shift
-
-
-def test_labels_that_the_loss_does_not_need_empty_no_batch_and_are_looked_at_no_more(tmp_path: Any) -> None:
-    looked = []
-
-    class Reconstruction(Points):
-        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            looked.append(not self.training)
-            return (self.layer(x) - x).square().mean()
-
-    for width in (1, 3):
-        samples = [
-            sample | {"labels": torch.full((width,), index % 3)} for index, sample in enumerate(points([0] * 40))
-        ]
-        trainer, recorder = make_trainer(Reconstruction(4), str(tmp_path), samples, per_device_train_batch_size=2)
-        trainer.train()
-        assert all(gradient.abs().max() > 0 for gradient in recorder.gradients)
-        assert not any(looked[-10:])
-        assert sum(looked) <= 30
-        looked.clear()
-
-
-@pytest.mark.parametrize("shape", [(3, 4), (3, 2, 4), (3, 1)])
-def test_whole_numbers_that_are_no_tokens_are_no_shift(shape: tuple[int, ...]) -> None:
-    class Several(nn.Module):
-        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return F.binary_cross_entropy_with_logits(x, labels.double())
-
-    torch.manual_seed(0)
-    batch = {"x": torch.randn(shape).double(), "labels": torch.randint(0, 2, shape)}
-    assert inspected(Several(), batch) is False
-
-
-def test_the_loss_is_looked_at_only_once(tmp_path: Any) -> None:
-    calls = []
-
-    class Watched(Tokens):
-        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            calls.append(self.training)
-            return super().forward(input_ids, attention_mask, labels)
-
-    samples = [{"input_ids": [2, 3, 4], "labels": [2, 3, 4]} for _ in range(12)]
-    trainer, _ = make_trainer(
-        Watched(), str(tmp_path), samples, processing_class=Tokenizer(), per_device_train_batch_size=2
-    )
-    trainer.train()
-    assert calls.count(True) == 6
-    assert calls.count(False) <= 2
-    calls.clear()
-    trainer.evaluate()
-    assert len(calls) == 6
-
-
 # Counting
 
 
@@ -712,3 +397,26 @@ def test_counts_on_a_device_give_the_same(case: str, tmp_path: Any, monkeypatch:
     monkeypatch.setattr(loss_module, "_count_labels", lambda labels: (labels != -100).sum())
     for found, wanted in zip(gradients(), expected, strict=True):
         torch.testing.assert_close(found, wanted, **EXACT)
+
+
+@settings(parent=relaxed, max_examples=50)
+@given(st.integers(0, 9), st.integers(0, 9), st.floats(-5, 5))
+def test_counts_as_operands_weigh_as_numbers_do(items: int, others: int, value: float) -> None:
+    total, mean_loss = items + others, torch.tensor(value, dtype=torch.float64)
+    expected = weighed(mean_loss, items, total)
+    torch.testing.assert_close(weighed(mean_loss, torch.tensor(items), torch.tensor(total)), expected, **EXACT)
+    divided, grads = mean_loss / 7, []
+    for divisor, of in ((7, total), (torch.tensor(7), torch.tensor(total)), (7, torch.tensor(total))):
+        parameter = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        parameter.grad = torch.full((2,), value, dtype=torch.float64) / 7
+        loss = scale_gradients(torch.optim.SGD([parameter]), divided, divisor, of)
+        grads.append(torch.stack([*parameter.grad, loss]))
+    torch.testing.assert_close(grads[1:], [grads[0]] * 2, **EXACT)
+
+
+def test_a_batch_without_labels_takes_the_way_of_all_where_counts_are_operands() -> None:
+    model, labels = Points(), torch.tensor([-100, 1, -100])
+    loss, batch = Loss(model, model, None), {"x": torch.ones(3, 4, dtype=torch.float64), "labels": labels}
+    assert loss.weightless(batch, torch.tensor(1), nullcontext)["labels"].tolist() == [-100, 1, -100]
+    assert loss.weightless(batch, torch.tensor(0), nullcontext)["labels"].tolist() == [0, 1, 0]
+    assert labels.tolist() == [-100, 1, -100]

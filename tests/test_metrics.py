@@ -265,3 +265,12 @@ def test_metrics_get_names() -> None:
         metrics_by_name([one, MulticlassAccuracy(4)])
     with pytest.raises(TypeError, match=r"metrics\['function'\] is a function without update, compute, reset"):
         metrics_by_name([joined])
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_metrics_count_where_their_batches_are(static: bool) -> None:
+    strategy = Strategy()
+    strategy.device, strategy.static_shapes = torch.device("meta"), static
+    metric = MeanMetric()
+    begin_metrics({"mean": metric}, strategy)
+    assert metric.device.type == ("cpu" if static else "meta")

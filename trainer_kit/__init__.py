@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from trainer_kit.strategies.ddp import DDP
     from trainer_kit.strategies.multinode import MultiNode
     from trainer_kit.strategies.single import SingleDevice
+    from trainer_kit.strategies.xla import XLA
     from trainer_kit.trainer import Trainer, TrainOutput
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "DDP",
+    "XLA",
     "Accelerator",
     "Callback",
     "CallbackError",
@@ -78,6 +80,7 @@ _HOMES = {
     "TrainState": "state",
     "Trainer": "trainer",
     "TrainingArguments": "arguments",
+    "XLA": "strategies.xla",
     "load_checkpoint_in_model": "checkpoint",
     "notebook_launcher": "launch.notebook",
     "set_seed": "accelerator",

@@ -17,6 +17,7 @@ from trainer_kit.run import Run
 from trainer_kit.state import Requests
 
 _FLAGS = ("log", "evaluate", "save", "stop")
+_TOLD_TO_LEAVE = 143  # on hosts that do not hear which signal another one got
 _PACKAGES = ("trainer_kit", "torch", "transformers", "numpy")
 
 
@@ -64,7 +65,7 @@ class Agreement:
         due.save, due.stop = due.save or bool(sums[2]), due.stop or bool(sums[3])
         if sums[4]:
             codes = run.strategy.gather_object(asked.exit_code if leaves else None)
-            due.exit_code = next(code for code in codes if code is not None)
+            due.exit_code = next((code for code in codes if code is not None), _TOLD_TO_LEAVE)
             run.requests.exit_code = due.exit_code
             due.stop = True
             due.save = due.save or run.args.save_strategy != "no"
@@ -89,7 +90,7 @@ def check_same_start(run: Run) -> None:
     Raises:
         ValueError: Naming the first process and the first of these that differs.
     """
-    if run.strategy.world_size == 1:
+    if run.strategy.is_alone:
         return
     facts: dict[str, Any] = {"the version of Python": platform.python_version()}
     facts |= {f"the version of {name}": _version(name) for name in _PACKAGES}

@@ -80,6 +80,9 @@ _Beta = Annotated[float, Rule("a number of at least 0 and below 1", lambda value
 _Ratio = Annotated[float, Rule("a number from 0 to 1", lambda value: 0 <= value <= 1)]
 _Folder = Annotated[str, Rule("the path of a folder", bool)]
 _Name = Annotated[str, Rule("a name that is not empty", bool)]
+_Lengths = Annotated[
+    list[int], Rule("a list of whole numbers of at least 1", lambda value: bool(value) and min(value) >= 1)
+]
 _Numbers = Annotated[dict[str, Any], Rule("a dict of finite numbers by name", _is_dict_of_numbers)]
 _Size = Annotated[int | str, Rule("a number of bytes of at least 1, or a string such as '5GB' or '200MiB'", _is_size)]
 _Reporters = Annotated[
@@ -159,14 +162,16 @@ class TrainingArguments:
         dataloader_pin_memory: Puts batches into page-locked memory, from which a GPU copies faster.
         group_by_length: Puts samples of about the same length into a batch, which saves padding.
         pad_to_multiple_of: Pads sequences to a multiple of this many tokens; None: to the longest of the batch.
+        pad_to_lengths: Pads sequences to the smallest of these lengths that fits the batch's longest; None: as
+            `pad_to_multiple_of` says, or to the next power of two where each new shape costs a compilation (TPU).
         report_to: Where records are written: a list of "tensorboard" and "jsonl", "all", or "none".
         logging_dir: Folder of TensorBoard's files; None: `output_dir`/logs.
         disable_tqdm: Shows no progress bar.
         log_level: "debug", "info", "warning", "error" or "critical".
         use_cpu: Trains on the CPU even where there is an accelerator. Default: what the launcher was told, else False.
         strategy: Which hardware to use: "auto" reads what the launcher left in the environment, "single" takes one
-            device, "ddp" the processes of one machine, "multinode" those of several. For their settings give the
-            Trainer `strategy=DDP(...)` instead.
+            device, "ddp" the processes of one machine, "multinode" those of several, "xla" all TPU devices. For their
+            settings give the Trainer `strategy=DDP(...)` instead.
         nonfinite: What to do when a loss or a gradient is not finite: "stop" training, "skip" the step (where the
             gradient is not), or "ignore" it.
 
@@ -218,12 +223,13 @@ class TrainingArguments:
     dataloader_pin_memory: bool = True
     group_by_length: bool = False
     pad_to_multiple_of: _Count | None = None
+    pad_to_lengths: _Lengths | None = None
     report_to: _Reporters = dataclasses.field(default_factory=lambda: list(REPORTERS))
     logging_dir: _Folder | None = None
     disable_tqdm: bool = False
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
     use_cpu: bool = dataclasses.field(default_factory=environment.use_cpu)
-    strategy: Literal["auto", "single", "ddp", "multinode"] = "auto"
+    strategy: Literal["auto", "single", "ddp", "multinode", "xla"] = "auto"
     nonfinite: Literal["stop", "skip", "ignore"] = "stop"
 
     def __post_init__(self) -> None:
@@ -241,6 +247,11 @@ class TrainingArguments:
         if self.eval_strategy == "no" and (self.load_best_model_at_end or self.save_strategy == "best"):
             raise ValueError(
                 f"{needs_metric} needs evaluations, but eval_strategy='no'; set eval_strategy to 'steps' or 'epoch'"
+            )
+        if self.pad_to_lengths is not None and self.pad_to_multiple_of is not None:
+            raise ValueError(
+                f"pad_to_lengths={self.pad_to_lengths} and pad_to_multiple_of={self.pad_to_multiple_of} contradict "
+                "each other; set one of them"
             )
         if not isinstance(self.report_to, str) and len(self.report_to) > 1 and {"all", "none"} & {*self.report_to}:
             raise ValueError(f"report_to={self.report_to!r} is not allowed; 'all' and 'none' must stand alone")

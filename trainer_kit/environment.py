@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 # What torch, its libraries and its backends are set up with.
 _SETTING_PREFIXES = (
-    "CUDA_", "GLOO_", "MASTER_", "MKL_", "NCCL_", "OMPI_COMM_", "OMP_", "PJRT_", "PYTORCH_", "SLURM_STEP_", "TORCH_",
-    "TPU_", "TRAINER_KIT_", "XLA_",
+    "CUDA_", "GLOO_", "LIBTPU_", "MASTER_", "MEGASCALE_", "MKL_", "NCCL_", "OMPI_COMM_", "OMP_", "PJRT_", "PYTORCH_",
+    "SLURM_STEP_", "TORCH_", "TPU_", "TRAINER_KIT_", "XLA_",
 )  # fmt: skip
 _SETTINGS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "SLURM_PROCID", "SLURM_LOCALID",
-    "SLURM_NODEID", "HF_HOME", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM",
+    "SLURM_NODEID", "CPU_NUM_DEVICES", "HF_HOME", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM",
 )  # fmt: skip
 
 # What `trainer-kit launch` and `notebook_launcher` tell the processes that they start.
 MIXED_PRECISION = "TRAINER_KIT_MIXED_PRECISION"
 USE_CPU = "TRAINER_KIT_USE_CPU"
+USE_TPU = "TRAINER_KIT_USE_TPU"
 PROGRESS_FILE = "TRAINER_KIT_PROGRESS_FILE"
 DEBUG = ("TRAINER_KIT_DEBUG", "ACCELERATE_DEBUG_MODE")
+
+# How TPU chips show themselves on the PCI bus, and how many devices XLA sees in one of each kind: v2 and v3 have two
+# cores a chip. The numbers are those of torch_xla/_internal/tpu.py.
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+_GOOGLE = "0x1ae0"
+_DEVICES_OF_CHIP = {
+    "0x0027": 2, "0x0056": 1, "0x005e": 1, "0x0062": 1, "0x0063": 1, "0x006f": 1, "0x0076": 1,
+}  # fmt: skip
+
+# What XLA can drive for us. Others that PJRT_DEVICE may name have something better (CUDA) or were never tried.
+XLA_DEVICE_TYPES = ("TPU", "CPU")
+
+
+ONE_TPU_CHIP = {"TPU_VISIBLE_CHIPS": "0", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_PROCESS_BOUNDS": "1,1,1"}
+"""What keeps a process to the first TPU chip of its machine."""
 
 
 class Place(NamedTuple):
@@ -56,18 +75,22 @@ class Place(NamedTuple):
 def place() -> Place:
     """This process among those that a launcher started: torchrun, SLURM's srun or Open MPI's mpirun.
 
-    A process that nobody started beside others is rank 0 of 1.
+    On a TPU of several hosts, where there is one process on each, it is this host among those that GKE or the TPU VM's
+    metadata name. Any other process that nobody started beside others is rank 0 of 1.
 
     Raises:
-        ValueError: If a launcher's variable is missing or holds no whole number, naming it.
+        ValueError: If a launcher's variable is missing, holds no whole number, or contradicts another, naming it.
     """
     restarts = sum(_number(name, default=0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    place = Place()
     for name, read in _LAUNCHERS.items():
         if name in os.environ:
             world_size = _number(name, least=1)
             place = read(world_size) if world_size > 1 else Place()
-            return place._replace(restarts=restarts)
-    return Place(restarts=restarts)
+            break
+    if place.world_size == 1:
+        place = tpu_host()
+    return place._replace(restarts=restarts)
 
 
 def _of_torchrun(world_size: int) -> Place:
@@ -111,6 +134,56 @@ def _of_open_mpi(world_size: int) -> Place:
     port = _number("MASTER_PORT", default=15000 + int("".join(re.findall(r"\d", job)) or 0) % 15000)
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     return Place(rank, world_size, _number("OMPI_COMM_WORLD_LOCAL_RANK"), local, rank // local, address, port)
+
+
+def tpu_host() -> Place:
+    """This host among those of a TPU slice, one process on each; rank 0 of 1 where it is alone or has no TPU.
+
+    Raises:
+        ValueError: If the variables that name the hosts contradict one another.
+    """
+    is_one_chip = os.environ.get("TPU_PROCESS_BOUNDS") == ONE_TPU_CHIP["TPU_PROCESS_BOUNDS"]
+    if is_one_chip or xla_device_type() != "TPU":
+        return Place()
+    hosts = [host for host in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
+    if hosts or "TPU_SKIP_MDS_QUERY" in os.environ or not _tpu_chips():
+        rank = _number("TPU_WORKER_ID") if len(hosts) > 1 else 0
+    else:
+        # "name:number:address" each
+        hosts = [entry.split(":")[2] for entry in _metadata("worker-network-endpoints").split(",") if entry]
+        rank = int(_metadata("agent-worker-number") or 0)
+    if len(hosts) < 2:
+        return Place()
+    _check_tpu_hosts(len(hosts), rank)
+    return Place(rank, len(hosts), 0, 1, rank, hosts[0], _number("MASTER_PORT", default=29500))
+
+
+def _check_tpu_hosts(hosts: int, rank: int) -> None:
+    addresses, slices = os.environ.get("TPU_PROCESS_ADDRESSES"), _number("MEGASCALE_NUM_SLICES", default=1, least=1)
+    if rank >= hosts:
+        raise ValueError(f"TPU_WORKER_ID={rank}, but there are {hosts} TPU hosts; the first has the number 0")
+    if addresses is not None and len(addresses.split(",")) != hosts:
+        raise ValueError(
+            f"TPU_PROCESS_ADDRESSES names {len(addresses.split(','))} processes for {hosts} TPU hosts, but one process "
+            "drives all devices of its host; name one for each host, or unset it"
+        )
+    if slices > 1:
+        raise ValueError(f"MEGASCALE_NUM_SLICES={slices} joins TPU slices, but a run takes one slice; start it on one")
+
+
+@functools.cache
+def _metadata(name: str) -> str:
+    """What Google's metadata server says of this machine; empty where it does not answer."""
+    import urllib.request  # takes its time
+
+    server = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
+    address = f"http://{server}/computeMetadata/v1/instance/attributes/{name}"
+    directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with directly.open(urllib.request.Request(address, headers={"Metadata-Flavor": "Google"}), timeout=3) as answer:
+            return str(answer.read().decode())
+    except OSError:
+        return ""
 
 
 # In this order: torchrun may itself be a task of SLURM.
@@ -169,6 +242,89 @@ def mixed_precision() -> str:
 def use_cpu() -> bool:
     """Whether the launcher was told to train on the CPU."""
     return os.environ.get(USE_CPU, "") in ("1", "true", "yes")
+
+
+def use_tpu() -> bool:
+    """Whether the launcher was told to train on XLA's devices (`--tpu`)."""
+    return os.environ.get(USE_TPU, "") in ("1", "true", "yes")
+
+
+def xla_device_type() -> str | None:
+    """Which devices XLA would drive for strategy "auto", found without torch_xla; None: do not take XLA.
+
+    "TPU" where PJRT_DEVICE names it, or is not set and there is a TPU on this machine's PCI bus, or the launcher was
+    told `--tpu`. "CPU", which is XLA's own CPU client for trying a script without a TPU, where PJRT_DEVICE names it; a
+    GPU goes before it, because torch_xla itself sets PJRT_DEVICE=CPU when any package imports it and there is no TPU.
+    None for PJRT_DEVICE=CUDA, because torch drives GPUs by itself, where the launcher was told to use the CPU, where
+    nothing names a device, and where torch_xla is not installed.
+    """
+    if use_cpu() or not has_torch_xla():
+        return None
+    named = pjrt_device()
+    if named is None:
+        return "TPU" if use_tpu() or _tpu_chips() else None
+    if named not in XLA_DEVICE_TYPES or (named == "CPU" and not use_tpu() and _has_gpu()):
+        return None
+    return named
+
+
+def has_torch_xla() -> bool:
+    """Whether torch_xla is installed; it is not imported."""
+    return importlib.util.find_spec("torch_xla") is not None
+
+
+def pjrt_device() -> str | None:
+    """The type of device that PJRT_DEVICE names, such as "TPU"; None where it is not set."""
+    return os.environ.get("PJRT_DEVICE", "").partition("_")[0] or None
+
+
+def xla_devices(device_type: str) -> int:
+    """XLA's devices of this machine, counted without starting its runtime; 0 where no TPU is found.
+
+    Args:
+        device_type: "TPU" or "CPU".
+
+    Raises:
+        ValueError: If CPU_NUM_DEVICES holds no positive whole number.
+    """
+    if device_type == "CPU":
+        return _number("CPU_NUM_DEVICES", default=1, least=1)
+    chips, visible = _tpu_chips(), os.environ.get("TPU_VISIBLE_CHIPS", "")
+    return sum(chips[: len(visible.split(","))] if visible else chips)
+
+
+def _tpu_chips() -> list[int]:
+    """XLA's devices in each TPU chip of this machine."""
+    googles = [vendor.parent for vendor in _PCI_DEVICES.glob("*/vendor") if vendor.read_text().strip() == _GOOGLE]
+    numbers = [(folder / "device").read_text().strip() for folder in googles]
+    return [_DEVICES_OF_CHIP[number] for number in numbers if number in _DEVICES_OF_CHIP]
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.device_count() > 0  # unlike is_available() it does not start the driver
+
+
+def check_drives_machine_alone() -> None:
+    """Makes sure that no other process was started for the XLA devices of this machine.
+
+    Raises:
+        ValueError: If a launcher such as torchrun started several: each would train by itself on what it got. Also if
+            it started one on each of several machines that only a TPU could join.
+    """
+    here = place()
+    if here.local_world_size > 1:
+        raise ValueError(
+            f"a launcher started {here.local_world_size} processes on this machine, but one process drives all of its "
+            "XLA devices, and each of these would train alone; start the script with `trainer-kit launch --tpu "
+            "script.py` or plainly with `python script.py`"
+        )
+    if here.has_several_machines and pjrt_device() == "CPU":
+        raise ValueError(
+            f"a launcher started processes on {here.world_size} machines, but XLA joins machines on TPUs alone, and "
+            "with PJRT_DEVICE=CPU each would train alone; start the script on one machine"
+        )
 
 
 def debug() -> bool:

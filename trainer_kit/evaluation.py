@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import zip_longest
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from trainer_kit.data.order import mix
-from trainer_kit.loss import IGNORED, Counts, Loss, evaluating, found_loss, labels_of, shape_of
-from trainer_kit.metrics import Metric, begin_metrics, gather_metrics, joined_result
+from trainer_kit.data.padding import Padding, pad_rows, trim_rows
+from trainer_kit.inspection import Inspection
+from trainer_kit.loss import IGNORED, Counts, evaluating, found_loss, labels_of, samples_of, shape_of
+from trainer_kit.metrics import MeanLoss, Metric, begin_metrics, gather_metrics, joined_mean, joined_result
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.trees import map_tensors, tensors
-
-_FOLD = 64
-"""Batches between two readings of the losses from the device, so that memory stays flat."""
 
 
 class EvalPrediction(NamedTuple):
@@ -70,6 +70,22 @@ class _Tally(NamedTuple):
     interrupted: bool
 
 
+class _Outcome(NamedTuple):
+    """What a forward pass gave.
+
+    Attributes:
+        predictions: None where nobody wants them.
+        labels: On the host if shapes are static.
+        rows: Samples that the model was given.
+        samples: The batch's own among them.
+    """
+
+    predictions: Any
+    labels: torch.Tensor | None
+    rows: int
+    samples: int
+
+
 class Evaluator:
     """Runs a model over a dataset's batches.
 
@@ -77,7 +93,7 @@ class Evaluator:
 
     Args:
         run: Its strategy and model are prepared.
-        loss: The loss contract of the run.
+        inspection: Of the run's loss.
         metrics: Streaming metrics by name.
         compute_metrics: Gets an `EvalPrediction` of the whole dataset, returns a dict of numbers. It is called on the
             main process alone.
@@ -86,12 +102,13 @@ class Evaluator:
     def __init__(
         self,
         run: Run,
-        loss: Loss,
+        inspection: Inspection,
         metrics: Mapping[str, Metric],
         compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None,
     ) -> None:
         self.run = run
-        self.loss = loss
+        self.inspection = inspection
+        self.loss = inspection.loss
         self.metrics = metrics
         self.compute_metrics = compute_metrics
 
@@ -124,7 +141,7 @@ class Evaluator:
         others = gather_metrics(self.metrics, strategy, own.samples > 0) if scored and self.metrics else []
 
         def figures() -> dict[str, Any]:
-            mean = _mean([tally.loss for tally in tallies])
+            mean = joined_mean([tally.loss for tally in tallies])
             found = {} if mean is None else {"loss": mean}
             if scored:
                 found |= self._scores(EvalPrediction(predictions, labels), others)
@@ -141,25 +158,85 @@ class Evaluator:
 
     def _run(self, batches: Iterable[tuple[Any, Counts]], collected: _Collected | None, keep: bool) -> _Tally:
         """This process's batches."""
-        run, strategy, loss = self.run, self.run.strategy, self.loss
-        mean, samples, steps, interrupted = _Mean(), 0, 0, False
+        run, strategy = self.run, self.run.strategy
+        mean, samples, steps, interrupted = MeanLoss(strategy), 0, 0, False
         # The user's own module, since compute_loss may call that one instead of what it is given.
         with evaluating(run.model), torch.no_grad(), _captured(run.model) as captured:
-            for host_batch, counts in batches:
-                batch = strategy.to_device(host_batch)
-                with_loss = labels_of(batch) is not None or not keep
-                if with_loss and loss.shifts is None:
-                    loss.inspect(batch, strategy.autocast)
-                # A model that draws in evaluation too gives the same after a restart, and with any number of workers
-                # or processes.
-                strategy.seed(mix(run.args.seed, -1, steps * strategy.world_size + strategy.rank))
-                self._batch(batch, counts, mean, collected, captured, with_loss)
-                samples += counts.samples
+            padding = Padding(self.inspection, strategy, run.args.eval_batch_size * strategy.devices)
+            predicts = bool(self.metrics) or collected is not None
+            outcomes = map(partial(self._forward, padding, mean, captured, keep, predicts), itertools.count(), batches)
+            for outcome in _one_behind(outcomes) if strategy.static_shapes else outcomes:
+                self._take(outcome, collected)
+                samples += outcome.samples
                 steps += 1
+                del outcome  # its predictions would stay on the device during the next forward pass
                 interrupted = run.requests.exit_code is not None or strategy.leaving
                 if interrupted:
                     break
-        return _Tally(samples, steps, mean.sums(), loss.shifts, interrupted)
+        return _Tally(samples, steps, mean.sums(), self.loss.shifts, interrupted)
+
+    def _forward(
+        self,
+        padding: Padding,
+        mean: MeanLoss,
+        captured: list[Any],
+        keep: bool,
+        predicts: bool,
+        number: int,
+        item: tuple[Any, Counts],
+    ) -> _Outcome:
+        """One forward pass, without waiting for the device; the loss goes into `mean`."""
+        strategy, (host_batch, counts) = self.run.strategy, item
+        with_loss = labels_of(host_batch) is not None or not keep
+        fills = padding.wants(host_batch, with_loss)
+        batch = strategy.to_device(pad_rows(host_batch, padding.rows) if fills else host_batch)
+        if with_loss:
+            batch = padding.settled(batch, host_batch if fills else None)
+            if self.loss.shifts is None:
+                self.inspection.shift(batch)
+        # A model that draws in evaluation too gives the same after a restart, and with any number of workers or
+        # processes.
+        strategy.seed(mix(self.run.args.seed, -1, number * strategy.world_size + strategy.rank))
+        output = self._output(batch, counts, mean, captured, with_loss, predicts)
+        predictions = strategy.whole(_predictions(output)) if predicts else None
+        del output  # what is alive is computed
+        strategy.dispatch()
+        labels = labels_of(host_batch if strategy.static_shapes else batch)
+        if self.metrics and with_loss and labels is None:
+            raise ValueError(f"metrics need labels, but the batch is {shape_of(batch)}; call theirs 'labels'")
+        return _Outcome(predictions, labels, samples_of(batch), counts.samples)
+
+    def _output(
+        self, batch: Any, counts: Counts, mean: MeanLoss, captured: list[Any], with_loss: bool, predicts: bool
+    ) -> Any:
+        """The model's output."""
+        loss = self.loss
+        value: torch.Tensor | None
+        with self.run.strategy.autocast():
+            if loss.compute_loss is not None and with_loss:
+                value, items = loss(batch)
+                output = captured[-1] if captured else None
+            else:
+                output = loss.output(batch)
+                value, items = found_loss(output), None
+        captured.clear()
+        if value is None and not predicts:
+            loss(batch)  # says what is missing
+        if value is not None:
+            mean.add(value, items, loss.items(counts))
+        return output
+
+    def _take(self, outcome: _Outcome, collected: _Collected | None) -> None:
+        """Counts and keeps what a batch gave."""
+        if outcome.predictions is None:
+            return
+        predictions, labels, rows, samples = outcome
+        if self.run.strategy.static_shapes:  # cutting and counting on the device would be computations of their own
+            predictions = trim_rows(map_tensors(torch.Tensor.cpu, predictions), rows, samples)
+        for metric in self.metrics.values() if labels is not None else ():
+            metric.update(predictions, labels)
+        if collected is not None:
+            collected.add(predictions, labels)
 
     def _agreed(self, own: _Tally) -> list[_Tally]:
         """All processes' tallies, on all of them, before anything larger is gathered."""
@@ -171,38 +248,6 @@ class Evaluator:
         # A process whose batches did not tell, or that had none, learns it from the others.
         self.loss.shifts = next((tally.shifts for tally in tallies if tally.shifts is not None), None)
         return tallies
-
-    def _batch(
-        self,
-        batch: Any,
-        counts: Counts,
-        mean: _Mean,
-        collected: _Collected | None,
-        captured: list[Any],
-        with_loss: bool,
-    ) -> None:
-        loss, labels = self.loss, labels_of(batch)
-        value: torch.Tensor | None
-        with self.run.strategy.autocast():
-            if loss.compute_loss is not None and with_loss:
-                value, items = loss(batch)
-                output = captured[-1] if captured else None
-            else:
-                output = loss.output(batch)
-                value, items = found_loss(output), None
-        captured.clear()
-        if value is None and not self.metrics and collected is None:
-            loss(batch)  # says what is missing
-        if value is not None:
-            mean.add(value, items, loss.items(counts))
-        if self.metrics or collected is not None:
-            predictions = _predictions(output)
-            for metric in self.metrics.values() if with_loss else ():
-                if labels is None:
-                    raise ValueError(f"metrics need labels, but the batch is {shape_of(batch)}; call theirs 'labels'")
-                metric.update(predictions, labels)
-            if collected is not None:
-                collected.add(predictions, labels)
 
     def _scores(self, prediction: EvalPrediction, others: list[dict[str, Any]]) -> dict[str, Any]:
         """What the metrics say, on the main process."""
@@ -222,45 +267,15 @@ def _prefixed(prefix: str, name: str) -> str:
     return name if not prefix or name.startswith(f"{prefix}_") else f"{prefix}_{name}"
 
 
-class _Mean:
-    """The mean over items, summed in float64 on the host."""
-
-    def __init__(self) -> None:
-        self.total = 0.0
-        self.items = 0.0
-        self.waiting: list[tuple[torch.Tensor, Any, bool]] = []
-        self.any = False
-
-    def add(self, value: torch.Tensor, count: Any, items: Any) -> None:
-        """`value` is a mean over `items`, or with a `count` the sum over so many."""
-        self.any = True
-        self.waiting.append((value.detach(), items if count is None else count, count is None))
-        if len(self.waiting) >= _FOLD:
-            self._fold()
-
-    def _fold(self) -> None:
-        values = torch.stack([value.float() if value.dtype.itemsize < 4 else value for value, _, _ in self.waiting])
-        for value, (_, count, is_mean) in zip(values.tolist(), self.waiting, strict=True):
-            count = float(count)
-            if count:
-                self.total += value * count if is_mean else value
-                self.items += count
-        self.waiting = []
-
-    def sums(self) -> tuple[float, float] | None:
-        """The sum of the losses and the number of items; None where no batch had a loss."""
-        if self.waiting:
-            self._fold()
-        return (self.total, self.items) if self.any else None
-
-
-def _mean(sums: list[tuple[float, float] | None]) -> float | None:
-    """None where no process had a loss; NaN where no item counted."""
-    known = [each for each in sums if each is not None]
-    items = sum(count for _, count in known)
-    if not items:
-        return float("nan") if known else None
-    return sum(total for total, _ in known) / items
+def _one_behind(outcomes: Iterator[_Outcome]) -> Iterator[_Outcome]:
+    """Each outcome once the next is on its way, so that the device need not wait while the host counts."""
+    waiting = None
+    for outcome in outcomes:
+        if waiting is not None:
+            yield waiting
+        waiting = outcome
+    if waiting is not None:
+        yield waiting
 
 
 class _Collected:
@@ -276,7 +291,9 @@ class _Collected:
         """Predictions and labels of all processes in the dataset's order: everywhere, or on the main process alone."""
         shares = strategy.gather_object(self.blocks) if everywhere else strategy.gather_to_main(self.blocks)
         self.blocks = []
-        blocks = [block for row in zip_longest(*shares) for block in row if block is not None]  # dealt out in turn
+        blocks = [
+            block for row in itertools.zip_longest(*shares) for block in row if block is not None
+        ]  # dealt out in turn
         if not blocks:
             return None, None
         labels = [label for _, label in blocks if label is not None]

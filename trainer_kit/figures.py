@@ -54,19 +54,14 @@ class History:
     def read(self, strategy: Strategy) -> list[StepFigures]:
         """The figures since the last reading; waits for the device once. Losses are summed over all processes."""
         waiting, self._waiting = self._waiting, []
-        losses = strategy.all_reduce(torch.stack([loss for _, loss, _ in waiting])).tolist() if waiting else []
-        totals = iter(_numbers([norms.total for _, _, norms in waiting if norms is not None]))
+        losses = strategy.read([loss for _, loss, _ in waiting], summed=True)
+        totals = iter(strategy.read([norms.total for _, _, norms in waiting if norms is not None]))
         figures = []
         for (step, _, norms), loss in zip(waiting, losses, strict=True):
             total = None if norms is None else next(totals)
             bad = None if norms is None or total is None or math.isfinite(total) else _first_bad(norms)
             figures.append(StepFigures(step, loss, total, bad))
         return figures
-
-
-def _numbers(scalars: list[torch.Tensor]) -> list[float]:
-    numbers: list[float] = torch.stack(scalars).tolist() if scalars else []
-    return numbers
 
 
 def _first_bad(norms: GradientNorms) -> torch.Tensor | None:

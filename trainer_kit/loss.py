@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import math
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from numbers import Real
 from typing import Any, NamedTuple
@@ -22,9 +20,6 @@ from trainer_kit.trees import tensors
 
 IGNORED = -100
 """The label that counts for nothing (`ignore_index` of torch's cross_entropy)."""
-
-_TRIES = 10
-"""Batches that a model is looked at which does not show whether it shifts its labels."""
 
 ComputeLoss = Callable[[torch.nn.Module, Any], Any]
 
@@ -55,20 +50,29 @@ def count(batch: Any) -> Counts:
     Raises:
         ValueError: If the batch holds no tensor to count samples by.
     """
+    samples = samples_of(batch)
+    labels = labels_of(batch)
+    if labels is None or not is_whole(labels):
+        plain = shifted = samples
+    else:
+        plain = _count_labels(labels)
+        shifted = _count_labels(labels[..., 1:]) if labels.ndim > 1 else plain
+    return Counts(samples, _count_tokens(batch), plain, shifted)
+
+
+def samples_of(batch: Any) -> int:
+    """How many samples a batch holds: the first dimension of its first tensor.
+
+    Raises:
+        ValueError: If there is none.
+    """
     first = next(tensors(batch), None)
     if first is None or first.ndim == 0:
         raise ValueError(
             f"a batch is {shape_of(batch)}: its samples cannot be counted; data_collator must return tensors whose "
             "first dimension is the samples"
         )
-    samples = first.shape[0]
-    labels = labels_of(batch)
-    if labels is None or not _is_whole(labels):
-        plain = shifted = samples
-    else:
-        plain = _count_labels(labels)
-        shifted = _count_labels(labels[..., 1:]) if labels.ndim > 1 else plain
-    return Counts(samples, _count_tokens(batch), plain, shifted)
+    return first.shape[0]
 
 
 def labels_of(batch: Any) -> torch.Tensor | None:
@@ -84,7 +88,8 @@ def labels_of(batch: Any) -> torch.Tensor | None:
     return labels if isinstance(labels, torch.Tensor) else None
 
 
-def _is_whole(labels: torch.Tensor) -> bool:
+def is_whole(labels: torch.Tensor) -> bool:
+    """Whether labels are whole numbers, which are items where they are not -100."""
     return labels.dtype in (torch.int64, torch.int32, torch.int16, torch.int8) and labels.ndim > 0
 
 
@@ -126,8 +131,7 @@ class Loss:
         self.module = module
         self.compute_loss = compute_loss
         self.shifts: bool | None = None
-        self._pairs: bool | None = None if compute_loss is not None else False
-        self._tries = 0
+        self.pairs: bool | None = None if compute_loss is not None else False
 
     def __call__(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """The loss of one batch.
@@ -150,9 +154,9 @@ class Loss:
             if loss is None:
                 raise ValueError(self._without_loss(batch, result))
             return self._trainable(loss), None
-        self._pairs = isinstance(result, tuple) and len(result) == 2
-        loss, items = result if self._pairs else (result, None)
-        if not _is_scalar(loss) or (self._pairs and not (_is_scalar(items) or isinstance(items, Real))):
+        self.pairs = isinstance(result, tuple) and len(result) == 2
+        loss, items = result if self.pairs else (result, None)
+        if not _is_scalar(loss) or (self.pairs and not (_is_scalar(items) or isinstance(items, Real))):
             raise ValueError(
                 f"compute_loss returned {_described(result)}; it must return the mean loss as a scalar tensor, or "
                 "(loss_sum, count), a scalar tensor and a number"
@@ -171,75 +175,15 @@ class Loss:
         """How many items a batch or window with these counts has for this model (a number, or a scalar tensor)."""
         return counts.shifted if self.shifts else counts.labels
 
-    def inspect(self, batch: Any, context: Callable[[], Any]) -> bool | None:
-        """Learns from the first batch whether the model takes its columns and whether it shifts its labels.
-
-        A model that predicts the next token leaves the first label of each row out of its mean. That is found by
-        forward passes, without gradient and in evaluation mode. Class names tell less (`GPT2LMHeadModel` shifts, T5
-        does not).
-
-        Args:
-            batch: The first batch, on the device.
-            context: Makes the context of a forward pass (autocast).
-
-        Returns:
-            Whether it shifts; None where this batch cannot tell, since none of its labels counts for anything.
-
-        Raises:
-            ValueError: If the model cannot be called with such a batch, naming the columns that it does not take.
-        """
-        if self.compute_loss is None:
-            self._check_columns(batch)
-        labels = labels_of(batch)
-        if labels is None or not _is_whole(labels) or labels.ndim < 2:
-            self.shifts = False
-            return self.shifts
-        valid = labels[labels != IGNORED]
-        if valid.numel() == 0:
-            return None
-        if valid.numel() < labels.numel():
-            # -100 is known here. Where only the first labels count, the loss of such a model is the mean of nothing.
-            only_first = torch.full_like(labels, IGNORED)
-            only_first[..., 0] = valid[0]
-            self.shifts = _is_nothing(float(self._look(batch, context, only_first)))
-        else:
-            self.shifts = self._ignores_first(batch, context, labels)
-            self._tries += 1
-        if self._pairs or (self.shifts is None and self._tries >= _TRIES):
-            self.shifts = False
-        return self.shifts
-
     def settle(self, found: Iterable[bool | None]) -> bool | None:
-        """Takes what `inspect` found on any of the processes, so that all count alike."""
+        """Takes what `Inspection.shift` found on any of the processes, so that all count alike."""
         self.shifts = next((each for each in found if each is not None), None)
         return self.shifts
 
-    def _ignores_first(self, batch: Any, context: Callable[[], Any], labels: torch.Tensor) -> bool | None:
-        """Whether the first labels change nothing though the last ones do; None where neither do.
-
-        For batches whose labels all count: the model may know no -100, and an index out of range ends a process on
-        CUDA. So only values are used that the labels hold (or 0 and 1).
-        """
-        low, high = labels.min(), labels.max()
-        if low == high:
-            high = (low == 0).to(low.dtype)
-
-        def changed(place: int) -> float:
-            other = labels.clone()
-            other[..., place] = torch.where(labels[..., place] == low, high, low)
-            return float(self._look(batch, context, other))
-
-        loss = float(self._look(batch, context, labels))
-        if _is_nothing(loss):
-            return labels.shape[-1] == 1
-        if changed(0) != loss:
-            return False
-        return True if changed(-1) != loss else None
-
-    def _look(self, batch: Any, context: Callable[[], Any], labels: torch.Tensor | None = None) -> torch.Tensor:
-        """The loss of the batch (with these labels); leaves no trace in the model."""
+    def look(self, batch: Any, context: Callable[[], Any]) -> torch.Tensor:
+        """The loss of a batch without gradient, in evaluation mode; leaves no trace in the model."""
         with evaluating(self.model), torch.no_grad(), context():
-            return self(batch if labels is None else _with_labels(batch, labels))[0]
+            return self(batch)[0]
 
     def weightless(self, batch: Any, items: Any, context: Callable[[], Any]) -> Any:
         """A batch in which no label counts, with labels that do: its mean would be 0/0.
@@ -253,14 +197,14 @@ class Loss:
             context: Makes the context of a forward pass.
         """
         labels = labels_of(batch)
-        if labels is None or not _is_whole(labels):
+        if labels is None or not is_whole(labels):
             return batch
-        if self._pairs is None:
-            self._look(batch, context)
-        if self._pairs:
+        if self.pairs is None:
+            self.look(batch, context)
+        if self.pairs:
             return batch
         valid = labels.clamp(min=0)
-        return _with_labels(batch, valid if isinstance(items, int) else torch.where(items == 0, valid, labels))
+        return with_labels(batch, valid if isinstance(items, int) else torch.where(items == 0, valid, labels))
 
     def output(self, batch: Any) -> Any:
         """The model's output alone: without columns that only `compute_loss` reads."""
@@ -268,42 +212,6 @@ class Loss:
             known = columns_of(self.module)
             batch = {key: value for key, value in batch.items() if known is None or key in known}
         return call(self.model, batch)
-
-    def _warn_of_swallowed_columns(self, batch: Mapping[Any, Any]) -> None:
-        """A `forward` with **kwargs takes a misspelt column without a word; a wrapper names none of them itself."""
-        parameters = inspect.signature(self.module.forward).parameters
-        # Without the labels there is no loss, which is said elsewhere.
-        unknown = [str(key) for key in batch if key not in parameters and key not in ("labels", "label")]
-        if unknown and len(unknown) < len(batch):
-            warnings.warn(
-                f"{type(self.module).__name__}.forward has no parameter for the column{'s' * (len(unknown) > 1)} "
-                f"{', '.join(unknown)} and takes what it does not know as **kwargs; if that is a mistake, rename or "
-                "remove them in the dataset or data_collator",
-                stacklevel=2,
-            )
-
-    def _check_columns(self, batch: Any) -> None:
-        known = columns_of(self.module)
-        if known is None and isinstance(batch, Mapping):
-            self._warn_of_swallowed_columns(batch)
-        unknown = [str(key) for key in batch if key not in known] if known and isinstance(batch, Mapping) else []
-        if known and unknown:
-            raise ValueError(
-                f"the batch has the column{'s' * (len(unknown) > 1)} {', '.join(unknown)}, which "
-                f"{type(self.module).__name__}.forward does not take (it takes {', '.join(known)}); rename or remove "
-                "them in the dataset or data_collator, or give compute_loss="
-            )
-        signature = inspect.signature(self.module.forward)
-        try:
-            if isinstance(batch, Mapping):
-                signature.bind(**batch)
-            else:
-                signature.bind(*(batch if isinstance(batch, (tuple, list)) else (batch,)))
-        except TypeError as error:
-            raise ValueError(
-                f"{type(self.module).__name__}.forward{signature} cannot be called with a batch, which is "
-                f"{shape_of(batch)}: {error}; change the dataset or data_collator, or give compute_loss="
-            ) from error
 
     def _without_loss(self, batch: Any, output: Any) -> str:
         columns = ""
@@ -411,7 +319,7 @@ def _outside_the_classes(error: IndexError) -> str | None:
     return f"the labels hold {target[1]}, outside {classes}; labels count from 0, {IGNORED} is left out"
 
 
-def _with_labels(batch: Any, labels: torch.Tensor) -> Any:
+def with_labels(batch: Any, labels: torch.Tensor) -> Any:
     """The batch, of its own kind, with other labels."""
     if isinstance(batch, Mapping):
         name = "labels" if batch.get("labels") is not None else "label"
@@ -430,10 +338,6 @@ def _exact(loss: torch.Tensor) -> torch.dtype:
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim == 0
-
-
-def _is_nothing(loss: float) -> bool:
-    return math.isnan(loss) or loss == 0.0
 
 
 def _described(value: Any) -> str:

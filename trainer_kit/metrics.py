@@ -1,4 +1,4 @@
-"""Streaming metrics: by name, and joined over processes at the end of an evaluation."""
+"""Streaming metrics by name, and the mean loss, joined over processes at the end of an evaluation."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ import torch
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.trees import map_tensors, tensors
 
+_FOLD = 64
+"""Batches between two readings of the losses from the device, so that memory stays flat."""
+
 
 class Metric(Protocol):
     """A streaming metric (torchmetrics' protocol): its memory does not grow with the dataset.
@@ -27,6 +30,51 @@ class Metric(Protocol):
     def compute(self) -> Any: ...
 
     def reset(self) -> Any: ...
+
+
+class MeanLoss:
+    """The mean loss over the items of all batches, summed in float64 on the host."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.total = 0.0
+        self.items = 0.0
+        self.waiting: list[tuple[torch.Tensor, Any, bool]] = []
+        self.any = False
+
+    def add(self, value: torch.Tensor, count: Any, items: Any) -> None:
+        """`value` is a mean over `items`, or with a `count` the sum over so many."""
+        self.any = True
+        value = value.detach()
+        value = value.float() if value.dtype.itemsize < 4 else value
+        self.waiting.append((value, items if count is None else count, count is None))
+        if len(self.waiting) >= _FOLD:
+            self._fold()
+
+    def _fold(self) -> None:
+        values = self.strategy.read([value for value, _, _ in self.waiting])
+        on_device = iter(self.strategy.read([count for _, count, _ in self.waiting if isinstance(count, torch.Tensor)]))
+        for value, (_, count, is_mean) in zip(values, self.waiting, strict=True):
+            count = next(on_device) if isinstance(count, torch.Tensor) else float(count)
+            if count:
+                self.total += value * count if is_mean else value
+                self.items += count
+        self.waiting = []
+
+    def sums(self) -> tuple[float, float] | None:
+        """The sum of the losses and the number of items; None where no batch had a loss."""
+        if self.waiting:
+            self._fold()
+        return (self.total, self.items) if self.any else None
+
+
+def joined_mean(sums: list[tuple[float, float] | None]) -> float | None:
+    """The mean loss from all processes' sums; None where no process had a loss, NaN where no item counted."""
+    known = [each for each in sums if each is not None]
+    items = sum(count for _, count in known)
+    if not items:
+        return float("nan") if known else None
+    return sum(total for total, _ in known) / items
 
 
 def metrics_by_name(metrics: Any) -> dict[str, Metric]:
@@ -67,7 +115,8 @@ def begin_metrics(metrics: Mapping[str, Metric], strategy: Strategy) -> None:
         if strategy.world_size > 1 and not _is_of_torchmetrics(metric):
             _check_joinable(name, metric, strategy.world_size)
         if hasattr(metric, "to"):
-            metric.to(strategy.device)
+            # Where shapes are static, metrics count on the host.
+            metric.to(torch.device("cpu") if strategy.static_shapes else strategy.device)
 
 
 def _check_joinable(name: str, metric: Metric, processes: int) -> None:

@@ -36,6 +36,9 @@ OWN_STATES = ("trainer", "optimizer", "lr_scheduler", "precision", "callbacks", 
 _IN_THE_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 """Arguments whose value the checkpoint's optimizer brings along."""
 
+_BY_DEVICE = ("capturable", "foreach", "fused")
+"""Options of torch's optimizers that fit the device of this start, not the one that the checkpoint was made on."""
+
 
 class Checkpoints:
     """The checkpoints of one training, through all its starts.
@@ -47,7 +50,7 @@ class Checkpoints:
     Attributes:
         run_id: The same for all starts that resume one another; only checkpoints that carry it are removed.
         data_state: Where an iterable dataset stands after the last step; None for others and between epochs.
-        shifts_labels: What `Loss.inspect` found.
+        shifts_labels: What `Inspection.shift` found.
         resumed_from: The checkpoint that this start goes on from; None at the beginning.
         committed: This training's checkpoints, oldest first.
     """
@@ -303,6 +306,8 @@ def _restore_optimizer(run: Run, directory: Path) -> None:
             "the same parameters frozen and the same weight_decay, or start anew with "
             "load_checkpoint_in_model(model, checkpoint)"
         )
+    for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        group.update({name: own[name] for name in _BY_DEVICE if name in own})
     optimizer.load_state_dict(saved)
     scheduler.load_state_dict(read_state(directory, "lr_scheduler"))
     if isinstance(scheduler, LambdaLR):  # else the next step would have the rate of the former length

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import math
 import time
@@ -32,8 +31,10 @@ from trainer_kit.data.collate import Collator, default_collator
 from trainer_kit.data.fetch import DataError
 from trainer_kit.data.loader import MicroBatch, Window
 from trainer_kit.data.order import mix
+from trainer_kit.data.padding import Padding
 from trainer_kit.evaluation import EvalPrediction, EvaluationInterrupted, Evaluator, PredictionOutput
 from trainer_kit.figures import Figures
+from trainer_kit.inspection import Inspection
 from trainer_kit.loss import (
     ComputeLoss,
     Loss,
@@ -159,7 +160,9 @@ class Trainer:
         if args.eval_strategy != "no" and eval_dataset is None:
             warnings.warn(f"eval_strategy={args.eval_strategy!r} has no effect without eval_dataset", stacklevel=2)
         takes_mask = compute_loss is not None or takes_column(model, "attention_mask")
-        self.collate = data_collator or default_collator(processing_class, args.pad_to_multiple_of, takes_mask)
+        self.collate = data_collator or default_collator(
+            processing_class, args.pad_to_multiple_of, takes_mask, args.pad_to_lengths, strategy.static_shapes
+        )
         self.compute_loss = compute_loss
         self.compute_metrics = compute_metrics
         self.metrics = metrics_by_name(metrics)
@@ -251,12 +254,12 @@ class Trainer:
         run.strategy.on_main(lambda: remove_stale_staging(writable_folder(args.output_dir)))
         run.strategy.announce_output(Path(args.output_dir))
         if args.gradient_checkpointing:
-            _recompute_activations(run.model)
+            run.strategy.recompute_activations(run.model)
         if args.torch_compile:
-            run.model.compile()
+            run.strategy.compile(run.model)
         run.model.train()
         run.model.zero_grad()  # of a training that broke off, or of the user's own
-        run.optimizer = self.optimizer or make_optimizer(run.model, args)
+        run.optimizer = run.strategy.prepare_optimizer(self.optimizer or make_optimizer(run.model, args))
         check_optimizer(run.optimizer, run.model)
         loader = make_train_loader(run, self._reading)
         if resume is None and not self._began:
@@ -275,7 +278,8 @@ class Trainer:
                 "nothing is left to do: step %d is reached, training ends at %d", state.step, run.total_steps
             )
         micro_batches = loader.micro_batches(state.epoch, state.position, steps, self._checkpoints.data_state)
-        self._micro_batches = run.strategy.prepare_loader(micro_batches)
+        self._padding = Padding(self._inspection, run.strategy, loader.layout.batch_size, training=True)
+        self._micro_batches = run.strategy.prepare_loader(self._padding.filled(micro_batches))
 
     def _prepare(self) -> None:
         """Brings strategy, model and loss together."""
@@ -283,6 +287,7 @@ class Trainer:
         run.strategy.setup()
         check_same_start(run)
         self._loss = Loss(run.strategy.prepare(run.model), run.model, self.compute_loss)
+        self._inspection = Inspection(self._loss, run.strategy)
         self._reading = make_reading(self.args, run.strategy, self.collate)
 
     def _make_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -361,11 +366,14 @@ class Trainer:
             window = micro.window
             if micro.number == 0:
                 emit("on_step_begin", run)
-            batch = run.batch = strategy.to_device(micro.batch)
+            batch = run.batch = self._padding.settled(strategy.to_device(micro.batch), micro.unfilled)
             if loss.shifts is None:
-                loss.inspect(batch, strategy.autocast)
+                self._inspection.shift(batch)
                 self._checkpoints.shifts_labels = loss.settle(strategy.gather_object(loss.shifts))
-            items = loss.items(micro.counts)
+            items, total = loss.items(micro.counts), loss.items(window)
+            # A step's only micro-batch has the weight 1, whatever it counts.
+            if not (micro.number == 0 and micro.last and isinstance(items, int) and items):
+                items, total = strategy.operand(items), strategy.operand(total)
             if not (isinstance(items, int) and items):
                 batch = loss.weightless(batch, items, strategy.autocast)
             strategy.seed(mix(args.seed, window.epoch, micro.start))
@@ -374,7 +382,7 @@ class Trainer:
                     value, count = loss(batch)
                 if count is not None and not micro.counts.samples:  # a stand-in
                     value, count = value * 0, count * 0
-                share = value / window.samples if count is not None else weighed(value, items, loss.items(window))
+                share = weighed(value, items, total) if count is None else value / strategy.operand(window.samples)
                 strategy.backward(share)
             share = share.detach()
             run.last_loss = share if run.last_loss is None else run.last_loss + share
@@ -384,7 +392,7 @@ class Trainer:
                 break
             emit("on_substep_end", run)
         if pair_count is not None:
-            in_all = _summed(strategy, pair_count)
+            in_all = strategy.operand(_summed(strategy, pair_count))
             run.last_loss = scale_gradients(run.optimizer, run.last_loss, window.samples, in_all)
         emit("on_pre_optimizer_step", run)
         run.last_norms = strategy.step(run.optimizer, args.max_grad_norm, args.max_grad_value, args.nonfinite)
@@ -559,7 +567,7 @@ class Trainer:
 
     def _run_evaluator(self, dataset: Any, prefix: str, keep: bool = False) -> PredictionOutput:
         run = self.run
-        evaluator = Evaluator(run, self._loss, self.metrics, self.compute_metrics)
+        evaluator = Evaluator(run, self._inspection, self.metrics, self.compute_metrics)
         try:
             self.events.emit("on_evaluate_begin", run)
             return evaluator(make_evaluation_batches(run, dataset, self._reading), prefix, keep)
@@ -606,19 +614,6 @@ def _summed(strategy: Strategy, count: Any) -> Any:
     if isinstance(count, int):
         return strategy.sum_numbers([count])[0]
     return strategy.all_reduce(count) if isinstance(count, torch.Tensor) else sum(strategy.gather_object(count))
-
-
-def _recompute_activations(model: torch.nn.Module) -> None:
-    """Turns on the model's own activation checkpointing (transformers 5 renamed the method)."""
-    for name in ("activation_checkpointing", "gradient_checkpointing"):
-        if enable := getattr(model, f"{name}_enable", None):
-            keyword = f"{name}_kwargs"
-            enable(**({keyword: {"use_reentrant": False}} if keyword in inspect.signature(enable).parameters else {}))
-            return
-    raise ValueError(
-        f"gradient_checkpointing=True, but {type(model).__name__} has no gradient_checkpointing_enable(); use "
-        "torch.utils.checkpoint in its forward"
-    )
 
 
 def _show_log(level: str) -> None:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -120,6 +122,62 @@ def test_the_bar_says_when_it_evaluates(make_run: Callable[..., Run], screen: Sc
     callback.on_evaluate_end(run)
     callback.on_train_end(run)
     assert screen.lines()[-2].startswith("train:")
+
+
+def descriptions(run: Run, callback: Progress, screen: Screen, take_step: Any, steps: int) -> list[str]:
+    """What the bar is called within each step."""
+    found = []
+    for _ in range(steps):
+        callback.on_step_begin(run)
+        found.append(screen.lines()[-1].partition(":")[0])
+        take_step(run)
+        callback.on_step_end(run)
+    assert screen.lines()[-1].startswith("train:")
+    return found
+
+
+@pytest.mark.parametrize("step", [0, 7])
+def test_the_bar_says_that_the_first_steps_of_a_start_are_compiled(
+    make_run: Callable[..., Run], screen: Screen, take_step: Any, step: int
+) -> None:
+    run, callback = make_run(), Progress()
+    run.strategy.static_shapes = True
+    run.state.step = step
+    callback.on_train_begin(run)
+    shown = descriptions(run, callback, screen, take_step, 3)
+    assert shown == [f"compiling (step {step + 1})", f"compiling (step {step + 2})", "train"]
+    callback.on_evaluate_begin(run)
+    assert screen.lines()[-1].startswith("evaluate (compiling first):")
+    callback.on_evaluate_end(run)
+    callback.on_evaluate_begin(run)
+    assert screen.lines()[-1].startswith("evaluate:")
+    callback.on_train_end(run)
+
+
+@pytest.mark.parametrize(("compiles", "first"), [(True, "compiling (step 1)"), (False, "train")])
+def test_with_torch_compile_it_is_the_first_step(
+    make_run: Callable[..., Run], screen: Screen, take_step: Any, compiles: bool, first: str
+) -> None:
+    run, callback = make_run(torch_compile=compiles), Progress()
+    callback.on_train_begin(run)
+    assert descriptions(run, callback, screen, take_step, 2) == [first, "train"]
+    callback.on_train_end(run)
+
+
+def test_a_warning_stands_above_the_bar(
+    make_run: Callable[..., Run], screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def show(message: Warning | str, *details: Any, **more: Any) -> None:
+        sys.stderr.write(f"{message}\n")
+
+    monkeypatch.setattr(warnings, "showwarning", show)
+    run, callback = make_run(), Progress()
+    callback.on_train_begin(run)
+    warnings.showwarning("take care", UserWarning, "file.py", 1)
+    callback.on_train_end(run)
+    assert warnings.showwarning is show
+    assert screen.lines()[0] == "take care"
+    assert screen.lines()[1].startswith("train:")
 
 
 def test_an_evaluation_without_training_has_its_line(make_run: Callable[..., Run], screen: Screen) -> None:

@@ -20,6 +20,7 @@ from launched import wait_for
 
 from trainer_kit.cli import main as cli
 from trainer_kit.cli.launch import read_config
+from trainer_kit.environment import Place
 from trainer_kit.launch.config import LaunchConfig
 
 LAUNCH = [sys.executable, "-m", "trainer_kit", "launch"]
@@ -100,6 +101,34 @@ def test_a_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     for line in (first, second):
         assert "TRAINER_KIT_MIXED_PRECISION=bf16 TRAINER_KIT_USE_CPU=1" in line
         assert line.endswith(f"{sys.executable} -m trainer_kit.launch.script {script} --dry-run 'a b' -- -m")
+
+
+def test_a_dry_run_on_a_tpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("trainer_kit.environment.has_torch_xla", lambda: True)
+    monkeypatch.setattr("trainer_kit.environment.xla_devices", lambda device_type: 8)
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    script = tmp_path / "train.py"
+    script.touch()
+    assert launch("--tpu", "--num-processes", "8", "--dry-run", str(script)) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 ")
+    assert "TRAINER_KIT_USE_TPU=1 PJRT_DEVICE=TPU " in line
+    assert launch("--tpu", "--cpu", "--dry-run", str(script)) == 1
+    assert "cpu=True (--cpu) and tpu=True (--tpu) contradict each other" in capsys.readouterr().err
+    assert launch("--tpu", "--num-processes", "3", "--dry-run", str(script)) == 1
+    assert "num_processes=3 is not allowed; it counts XLA devices, which one process drives" in capsys.readouterr().err
+
+
+def test_a_tpu_is_used_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer_kit.environment.xla_device_type", lambda: "TPU")
+    monkeypatch.setattr("trainer_kit.environment.tpu_host", lambda: Place(2, 4, 0, 1, 2, "host-a"))
+    hosts = {"num_nodes": 4, "node_rank": 2, "master_addr": "host-a"}
+    assert configured() == configured("--tpu") == LaunchConfig(tpu=True, **hosts)
+    assert configured("--num-processes", "1") == LaunchConfig(tpu=True, num_processes=1)
+    assert configured("--num-nodes", "2") == LaunchConfig(tpu=True, num_nodes=2)
+    assert configured("--cpu") == LaunchConfig(cpu=True)
 
 
 def test_a_module_and_its_arguments(capfd: pytest.CaptureFixture[str]) -> None:

@@ -93,6 +93,13 @@ def test_a_failure_is_one_line_and_the_traceback(
     assert shown.err.startswith("trainer-kit test: rank 1 on host failed with exit code 1:\nTrace\n")
 
 
+def test_a_tpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[LaunchConfig] = []
+    monkeypatch.setattr("trainer_kit.launch.processes.run_processes", lambda config, *_: asked.append(config))
+    assert main(["test", "--tpu"]) == main(["test"]) == 0
+    assert [config.tpu for config in asked] == [True, False]
+
+
 def test_a_signal_is_no_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def leave(*_: object) -> None:
         raise ProcessesLeft(143)

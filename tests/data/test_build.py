@@ -95,6 +95,15 @@ def test_evaluation_uses_its_own_batch_size(kind: Any) -> None:
     assert [counts.samples for _, counts in make_evaluation_batches(run, kind(rows(7)), READING)] == [5, 2]
 
 
+@pytest.mark.parametrize("kind", [list, iter])
+def test_a_batch_has_samples_for_each_device(kind: Any) -> None:
+    run = make_run(kind(rows(14)), per_device_train_batch_size=2, max_steps=2)
+    run.strategy.devices = 3
+    loader = make_train_loader(run, READING)
+    assert [micro.counts.samples for micro in loader.micro_batches(0, 0, 2)] == [6, 6]
+    assert [counts.samples for _, counts in make_evaluation_batches(run, kind(rows(14)), READING)] == [6, 6, 2]
+
+
 def test_reading_follows_the_arguments() -> None:
     class Pinning(Strategy):
         @property

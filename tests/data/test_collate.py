@@ -120,6 +120,37 @@ def test_padding_to_a_multiple(multiple: int | None, length: int) -> None:
     assert batch["input_ids"].shape == batch["attention_mask"].shape == (2, length)
 
 
+@pytest.mark.parametrize(("longest", "length"), [(1, 4), (4, 4), (5, 10), (10, 10)])
+def test_padding_to_one_of_some_lengths(longest: int, length: int) -> None:
+    collate = default_collator(tokenizer(), pad_to_lengths=[10, 4], static_shapes=True)
+    batch = collate([{"input_ids": [1] * longest, "labels": 1}, {"input_ids": [1], "labels": 0}])
+    assert batch["input_ids"].shape == batch["attention_mask"].shape == (2, length)
+    assert batch["labels"].tolist() == [1, 0]
+
+
+def test_a_sample_beyond_all_lengths_is_refused() -> None:
+    collate = default_collator(tokenizer(), pad_to_lengths=[4, 10])
+    with pytest.raises(ValueError, match=r"^a sample's column 'input_ids' has a length of 11, above the largest of "
+                       r"pad_to_lengths=\[4, 10\]; add a larger one"):  # fmt: skip
+        collate([{"input_ids": [1] * 11}])
+
+
+@pytest.mark.parametrize(
+    ("longest", "limit", "length"),
+    [(1, None, 32), (32, None, 32), (33, None, 64), (700, None, 1024), (700, 10**30, 1024), (700, 768, 768),
+     (33, 768, 64), (7, 20, 20), (20, 20, 20), (21, 20, 32), (40, 20, 64)],
+)  # fmt: skip
+def test_static_shapes_pad_to_powers_of_two(longest: int, limit: int | None, length: int) -> None:
+    given = {} if limit is None else {"model_max_length": limit}
+    collate = default_collator(tokenizer(**given), static_shapes=True)
+    assert collate([{"input_ids": [1] * longest}, {"input_ids": [2]}])["input_ids"].shape == (2, length)
+    assert default_collator(tokenizer(**given), 5, static_shapes=True)([{"input_ids": [1]}])["input_ids"].shape == (
+        1,
+        5,
+    )
+    assert default_collator(tokenizer(**given))([{"input_ids": [1]}])["input_ids"].shape == (1, 1)
+
+
 def test_an_attention_mask_of_the_dataset_is_kept() -> None:
     batch = PadCollator(tokenizer())([{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}])
     assert batch["attention_mask"].tolist() == [[1, 0, 1]]
@@ -190,3 +221,7 @@ def test_which_collator_is_the_default() -> None:
         default_collator(tokenizer(pad_token_id=None))
     with pytest.raises(ValueError, match="pad_to_multiple_of=8 needs a tokenizer"):
         default_collator(None, 8)
+    with pytest.raises(ValueError, match=r"pad_to_lengths=\[8\] needs a tokenizer"):
+        default_collator(None, pad_to_lengths=[8])
+    with pytest.raises(ValueError, match=r"pad_to_multiple_of=8 and pad_to_lengths=\[8\] contradict"):
+        default_collator(tokenizer(), 8, pad_to_lengths=[8])

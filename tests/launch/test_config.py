@@ -150,3 +150,57 @@ def test_write_basic_config_refuses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"use \.json, \.yaml or \.yml"):
         write_basic_config(path=tmp_path / "a.toml")
     assert list(tmp_path.iterdir()) == []
+
+
+# XLA
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> int:
+    """As if there were a TPU with 4 devices."""
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    monkeypatch.setattr("trainer_kit.environment.has_torch_xla", lambda: True)
+    monkeypatch.setattr("trainer_kit.environment.xla_devices", lambda device_type: 4)
+    return 4
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [({}, 4), ({"num_processes": 4}, 4), ({"num_processes": 1}, 1), ({"num_nodes": 2}, 4),
+     ({"num_processes": 8, "num_nodes": 2}, 4)],
+)  # fmt: skip
+def test_one_process_drives_all_devices(
+    values: dict[str, Any], expected: int, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "count_gpus", lambda: 2)
+    config = LaunchConfig(tpu=True, **values)
+    assert (config.local_processes(), config.xla_devices(), config.xla_device_type) == (1, expected, "TPU")
+
+
+@pytest.mark.parametrize("values", [{"num_processes": 3}, {"num_processes": 8}, {"num_processes": 2, "num_nodes": 2}])
+def test_some_of_the_devices_are_refused(values: dict[str, Any], devices: int) -> None:
+    with pytest.raises(
+        ValueError, match=f"num_processes={values['num_processes']} is not allowed; .* this machine has 4: leave"
+    ):
+        LaunchConfig(tpu=True, **values).local_processes()
+
+
+def test_tpu_and_cpu_contradict() -> None:
+    with pytest.raises(ValueError, match=r"cpu=True \(--cpu\) and tpu=True \(--tpu\) contradict each other"):
+        LaunchConfig(cpu=True, tpu=True)
+
+
+def test_tpu_where_the_environment_names_something_else(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PJRT_DEVICE", "CUDA")
+    with pytest.raises(ValueError, match="PJRT_DEVICE='CUDA', but tpu=True"):
+        LaunchConfig(tpu=True).local_processes()
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    assert LaunchConfig(tpu=True).xla_device_type == "CPU"
+    with pytest.raises(ValueError, match="CPU_NUM_DEVICES makes more"):
+        LaunchConfig(tpu=True, num_processes=8).local_processes()
+
+
+def test_tpu_needs_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer_kit.environment.has_torch_xla", lambda: False)
+    with pytest.raises(ImportError, match=r"needs torch_xla; run `pip install 'trainer_kit\[xla\]'`"):
+        LaunchConfig(tpu=True).local_processes()

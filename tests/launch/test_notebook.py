@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -32,6 +33,7 @@ def _no_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
     monkeypatch.setattr("trainer_kit.launch.notebook.count_gpus", lambda: 0)
     monkeypatch.delenv("TRAINER_KIT_DEBUG", raising=False)
     monkeypatch.delenv("ACCELERATE_DEBUG_MODE", raising=False)
+    monkeypatch.setattr(environment, "xla_device_type", lambda: None)
 
 
 @pytest.fixture
@@ -216,15 +218,15 @@ def test_a_child_process_is_tried_first(
     assert "A child process (fork) can use the CPU.\nLaunching training on 2 CPUs.\n" in capfd.readouterr().out
 
 
-def _refuses(gpus: int, answer: Any) -> None:
+def _refuses(devices: list[str], answer: Any) -> None:
     answer.send("RuntimeError: device is busy")
 
 
-def _dies(gpus: int, answer: Any) -> None:
+def _dies(devices: list[str], answer: Any) -> None:
     os._exit(3)
 
 
-def _hangs(gpus: int, answer: Any) -> None:
+def _hangs(devices: list[str], answer: Any) -> None:
     time.sleep(60)
 
 
@@ -240,6 +242,19 @@ def test_a_child_process_that_cannot_compute(
     monkeypatch.setattr(kernel, "_TRIAL_SECONDS", 0.5)
     with pytest.raises(RuntimeError, match=rf"a child process \(fork\) cannot compute here: {words}"):
         notebook_launcher(_nothing, num_processes=2)
+
+
+def test_processes_killed_for_memory(capfd: pytest.CaptureFixture[str]) -> None:
+    def train() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    advice = (
+        r"was killed by SIGKILL .*; if the memory of its host ran out, make the model once in the notebook instead of"
+    )
+    with pytest.raises(
+        ProcessFailed, match=rf"{advice} in each of the 2 processes, and .*_launcher\(train, \(model,\)\)"
+    ):
+        notebook_launcher(train, num_processes=2)
 
 
 SEVERAL_MACHINES = """

@@ -21,7 +21,7 @@ import launched
 import pytest
 
 from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.processes import Logs, ProcessesLeft, ProcessFailed, planned, run_processes
+from trainer_kit.launch.processes import Logs, ProcessesLeft, ProcessFailed, planned, run_processes, variables
 
 RUNNER = ("-m", "trainer_kit.launch.script")
 SCRIPT = launched.__file__
@@ -111,6 +111,20 @@ def test_the_first_failure_ends_the_run(how: str, exit_code: int | None, message
     if how.endswith("with rank 0"):
         assert said[0] == "rank 0 failed after that: ConnectionError: rank 1 is gone"
     assert ended - (tmp_path / "pid").stat().st_mtime < 10
+
+
+@pytest.mark.parametrize(
+    ("number", "tpu", "explained"),
+    [("SIGKILL", False, True), ("SIGSEGV", False, False), ("SIGKILL", True, True), ("SIGSEGV", True, True),
+     ("SIGABRT", True, False)],
+)  # fmt: skip
+def test_a_process_killed_for_memory(number: str, tpu: bool, explained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer_kit.environment.has_torch_xla", lambda: True)
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    config = LaunchConfig(tpu=tpu, cpu=not tpu, monitor_interval=0.05)
+    with pytest.raises(ProcessFailed, match=f"was killed by {number}") as caught:
+        run_processes(config, signal.raise_signal, [signal.Signals[number]], start_method="fork", remedy="buy some")
+    assert ("; if the memory of its host ran out, buy some" in str(caught.value)) == explained
 
 
 def test_a_rank_that_is_done_waits_for_the_others(tmp_path: Path) -> None:
@@ -456,3 +470,25 @@ def is_alive(pid: str) -> bool:
         return ") Z " not in Path("/proc", pid, "stat").read_text()
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "left_out"),
+    [
+        ({}, {"PJRT_DEVICE": "TPU", "TPU_VISIBLE_CHIPS": "0", "TPU_PROCESS_BOUNDS": "1,1,1"}, "CPU_NUM_DEVICES"),
+        ({"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}, {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"},
+         "TPU_VISIBLE_CHIPS"),
+    ],
+)  # fmt: skip
+def test_the_variables_of_xla(
+    device: dict[str, str], settings: dict[str, str], left_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_kit.environment.has_torch_xla", lambda: True)
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    for name, value in device.items():
+        monkeypatch.setenv(name, value)
+    one = variables(LaunchConfig(tpu=True, num_processes=1))
+    assert one.items() >= {**settings, "TRAINER_KIT_USE_TPU": "1", "TRAINER_KIT_USE_CPU": "0"}.items()
+    assert left_out not in one
+    assert not {"TPU_VISIBLE_CHIPS", "CPU_NUM_DEVICES"} & variables(LaunchConfig(tpu=True)).keys()
+    assert "PJRT_DEVICE" not in variables(LaunchConfig(cpu=True))

@@ -62,7 +62,8 @@ class Accelerator(Tracking):
             "no". Their outputs are float32.
         gradient_accumulation_steps: Batches of one optimizer step on each process; see `accumulate`.
         cpu: Trains on the CPU even where there is an accelerator; None: what the launcher was told, else False.
-        downcast_bf16: For TPUs; other devices leave float32 tensors as they are, and this without effect.
+        downcast_bf16: On XLA, see `trainer_kit.strategies.xla.XLA`: prepared models and their batches are cast to
+            bfloat16; outputs are float32. Without effect elsewhere.
         split_batches: See `DataLoaderConfiguration`.
         dataloader_config: The same.
         log_with: "tensorboard", "jsonl" (`log.jsonl`), "all" of these, an object with `log(values, step)`, or a list.
@@ -101,7 +102,8 @@ class Accelerator(Tracking):
             mixed_precision=mixed_precision or environment.mixed_precision(),  # type: ignore[arg-type]  # checked there
             use_cpu=environment.use_cpu() if cpu is None else cpu,
         )
-        super().__init__(choose_strategy(args, **ddp_options(kwargs_handlers)), log_with, project)
+        strategy = choose_strategy(args, downcast_bf16=downcast_bf16, **ddp_options(kwargs_handlers))
+        super().__init__(strategy, log_with, project)
         self.strategy.setup()
         self.device_placement = device_placement
         self.split_batches = split_batches or (dataloader_config is not None and dataloader_config.split_batches)
@@ -158,8 +160,7 @@ class Accelerator(Tracking):
         """
         placement = device_placement if device_placement is not None else [self.device_placement] * len(args)
         made: dict[int, Any] = {}
-        # Schedulers last: they follow the prepared optimizers.
-        for number in sorted(range(len(args)), key=lambda number: _is_scheduler(args[number])):
+        for number in sorted(range(len(args)), key=lambda number: _order(args[number])):
             made[number] = self._prepare_one(args[number], placement[number])
         results = tuple(made[number] for number in range(len(args)))
         return results[0] if len(results) == 1 else results
@@ -184,14 +185,17 @@ class Accelerator(Tracking):
         """Moves a model to the device, in place, and returns what to call instead of it."""
         if any(each is model for each in self._prepared.models):
             return model
-        _compute_in_precision(model, self.autocast, self.mixed_precision)
+        if self.mixed_precision != "no" or getattr(self.strategy, "downcast_bf16", False):
+            _compute_in_precision(model, self.autocast)
         prepared = self.strategy.prepare(model)
         self._prepared.models.append(prepared)
+        for optimizer in self._prepared.optimizers:  # by a call before this one
+            self.strategy.prepare_optimizer(optimizer.optimizer)
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
         """Returns an optimizer that steps only where an optimizer step ends."""
-        prepared = PreparedOptimizer(optimizer, self.strategy, self.flow)
+        prepared = PreparedOptimizer(self.strategy.prepare_optimizer(optimizer), self.strategy, self.flow)
         self._prepared.optimizers.append(prepared)
         return prepared
 
@@ -239,8 +243,7 @@ class Accelerator(Tracking):
         self._prepared.clear()
         self.strategy.forget_models()
         gc.collect()
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).empty_cache()
+        self.strategy.empty_cache()
         return [None] * len(objects)
 
     clear = free_memory
@@ -311,7 +314,7 @@ class Accelerator(Tracking):
         """The parameters, with fp16's scale taken out of their gradients; None where those are not complete."""
         if not self.sync_gradients:
             return None
-        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        chosen = self.strategy.prepared_parameters([parameters] if isinstance(parameters, torch.Tensor) else parameters)
         wanted = {id(parameter) for parameter in chosen}
         for optimizer in self._prepared.optimizers:
             if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]):
@@ -322,10 +325,13 @@ class Accelerator(Tracking):
 
     def get_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The model's tensors under the user's own names; all processes take part."""
-        return self.strategy.model_state(model)
+        self.flow.dispatch()
+        detached: dict[int, torch.Tensor] = {}  # tied ones stay the same object, by which alone XLA tells them
+        state = self.strategy.model_state(model)
+        return {name: detached.setdefault(id(value), value.detach()) for name, value in state.items()}
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """`torch.save` on the main process; the file is there whole or not at all.
+        """`torch.save` on the main process; the file is there whole or not at all, and can be read without XLA.
 
         Args:
             obj: Anything, or with `safe_serialization` a dict of tensors.
@@ -345,7 +351,7 @@ class Accelerator(Tracking):
             return
         temporary = path.with_name(f".{path.name}.tmp")
         try:
-            torch.save(obj, temporary)
+            torch.save(map_tensors(_readable_anywhere, obj), temporary)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -369,7 +375,7 @@ class Accelerator(Tracking):
             ValueError: If `safe_serialization` is False or the size makes no sense.
         """
         _refuse_pickles(safe_serialization)
-        state, module = self.strategy.model_state(model), self.strategy.unwrap(model)
+        state, module = self.get_state_dict(model), self.strategy.unwrap(model)
         self.strategy.on_main(lambda: save_model_folder(Path(save_directory), state, module, None, max_shard_size))
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
@@ -426,12 +432,17 @@ def _is_scheduler(thing: Any) -> bool:
     return all(hasattr(thing, name) for name in names) and not isinstance(thing, kinds)
 
 
-def _compute_in_precision(model: torch.nn.Module, autocast: Callable[[], Any], mode: str) -> None:
+def _order(thing: Any) -> int:
+    """Models come first: moving one may replace the parameters that an optimizer holds. Schedulers follow those."""
+    return 0 if isinstance(thing, torch.nn.Module) else 2 if _is_scheduler(thing) else 1
+
+
+def _compute_in_precision(model: torch.nn.Module, autocast: Callable[[], Any]) -> None:
     """Lets the model's own forward pass compute in mixed precision, with outputs in float32.
 
     A method of the instance, so that what asks for the model's class or attributes, and copies of it, work as before.
     """
-    if mode == "no" or getattr(model.__dict__.get("forward"), "in_precision", False):
+    if getattr(model.__dict__.get("forward"), "in_precision", False):
         return
     inner = model.forward
     function: Any = inner.__func__ if isinstance(inner, types.MethodType) else lambda _, *args, **kw: inner(*args, **kw)
@@ -450,6 +461,11 @@ def _compute_in_precision(model: torch.nn.Module, autocast: Callable[[], Any], m
 
 def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _readable_anywhere(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on XLA could be loaded only where torch_xla is."""
+    return tensor.detach().cpu() if tensor.device.type == "xla" else tensor
 
 
 def _refuse_pickles(safe_serialization: bool) -> None:

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from trainer_kit.accelerator.joining import joined, rows_of
 from trainer_kit.accelerator.stepping import Flow
 from trainer_kit.data.fetch import set_epoch
 from trainer_kit.data.order import mix
 from trainer_kit.strategies.base import Strategy, generators_kept, seed_generators
-from trainer_kit.trees import tensors
 
 logger = logging.getLogger("trainer_kit")
 
@@ -66,8 +66,9 @@ class Reader(Dataset[Any]):
         seed_generators(job.seed)
         if self.in_batches:
             return len(job.indices), job.real, job.last, self.collate(self._samples(job.indices))
-        batch = self.collate(self.dataset[job.indices[0]])
-        return rows_of(batch), rows_of(batch) if job.real else 0, job.last, batch
+        batches = [self.collate(self.dataset[index]) for index in job.indices]
+        rows = [rows_of(batch) for batch in batches]
+        return sum(rows), sum(rows[: job.real]), job.last, joined(batches)
 
     def _samples(self, indices: list[Any]) -> Any:
         if getattr(self.dataset, "__getitems__", None):
@@ -95,11 +96,13 @@ class PreparedLoader:
     """The user's DataLoader, whose batches come in an order f(seed, epoch), each to one process, on its device.
 
     The n-th batch goes to process n modulo their number, so that all of them together see the order that one alone
-    would. Where the last round is not full, samples of the epoch's beginning are repeated, so that all processes have
-    equally many batches; `Accelerator.gather_for_metrics` leaves them out. A DataLoader with `drop_last` leaves out the
-    round instead. What is random in reading a batch is a function of (seed, epoch, batch) too, whatever the workers,
-    and leaves the global generators alone. An own sampler must get its randomness from the global generators, from its
-    `generator`, or from `set_epoch`.
+    would. Where one process drives several devices, one of its batches has as many samples as each of them would get as
+    a process of its own. Where the last round is not full, samples of the epoch's beginning are repeated, so that all
+    have equally many; `Accelerator.gather_for_metrics` leaves them out. A DataLoader with `drop_last` leaves out the
+    round instead. On one device alone nothing is repeated, and the last batch may be short, which costs a compilation
+    where computations are compiled for each shape. What is random in reading a batch is a function of (seed, epoch,
+    batch) too, whatever the workers, and leaves the global generators alone. An own sampler must get its randomness
+    from the global generators, from its `generator`, or from `set_epoch`.
 
     An iterable dataset, or a DataLoader of a class that iterates in a way of its own, is read whole by every process,
     which keeps its share of the batches.
@@ -141,8 +144,10 @@ class PreparedLoader:
         self._flow = flow
         self._seed = seed
         self._placement = device_placement
-        self._world, self._rank = strategy.world_size, strategy.rank
-        self._splits = split_batches and self._world > 1
+        self._devices = strategy.devices
+        self._shares = strategy.world_size * self._devices
+        self._first = strategy.rank * self._devices  # of this process's shares
+        self._splits = split_batches and self._shares > 1
         self._streams = isinstance(loader.dataset, IterableDataset) or type(loader).__iter__ is not DataLoader.__iter__
         samplers = () if self._streams else (loader.batch_sampler, loader.sampler)
         self._samplers = [sampler for sampler in samplers if sampler is not None]
@@ -157,10 +162,11 @@ class PreparedLoader:
                 "a DataLoader has a DistributedSampler, but prepare() spreads its batches over the processes itself; "
                 "give it shuffle=True instead"
             )
-        if self._splits and (self._streams or not self.batch_rows or self.batch_rows % self._world):
+        if self._splits and (self._streams or not self.batch_rows or self.batch_rows % self._shares):
             what = "an iterable dataset" if self._streams else f"batches of {self.batch_rows}"
+            whom = "processes" if self._devices == 1 else "devices"
             raise ValueError(
-                f"split_batches=True cannot split {what} over {self._world} processes; use a dataset with indices and "
+                f"split_batches=True cannot split {what} over {self._shares} {whom}; use a dataset with indices and "
                 "a batch size that they divide"
             )
 
@@ -171,7 +177,7 @@ class PreparedLoader:
 
     def __len__(self) -> int:
         """Batches of each process in one pass."""
-        batches, size = len(self.loader), 1 if self._splits else self._world
+        batches, size = len(self.loader), 1 if self._splits else self._shares
         return batches // size if self._drops else -(-batches // size)
 
     def __iter__(self) -> Iterator[Any]:
@@ -187,7 +193,7 @@ class PreparedLoader:
     def total_batch_size(self) -> int | None:
         """Samples of one batch on all processes together; None where that is not known."""
         rows = self.batch_rows
-        return rows if rows is None or self._splits else rows * self._world
+        return rows if rows is None or self._splits else rows * self._shares
 
     @property
     def total_dataset_length(self) -> int:
@@ -231,12 +237,14 @@ class PreparedLoader:
             logger.info("a loader goes on after batch %d of epoch %d", position, epoch)
         self.epoch, self._position, self._open, self.gave_last = epoch, position, True, False
         dealt = self._streamed(epoch, position) if self._streams else self._read(epoch, position)
+        self._flow.dispatch()
         self._flow.loaders.append(self)
         try:
             for each in self._strategy.prepare_loader(dealt) if self._placement else dealt:
                 self._position += 1
                 self.gave_last, self.rows, self.real = each.last, each.rows, each.real
                 yield self._placed(each)
+                self._flow.dispatch()
             self.epoch, self._position = epoch + 1, 0
         finally:
             self._open = False
@@ -302,7 +310,7 @@ class PreparedLoader:
 
     def _jobs(self, epoch: int, position: int) -> Iterator[Job]:
         first: list[Any] = []
-        rounds = _rounds(self._batches(epoch), 1 if self._splits else self._world, self._drops)
+        rounds = _rounds(self._batches(epoch), 1 if self._splits else self._shares, self._drops)
         for number, (batches, last) in enumerate(rounds):
             if not first:
                 first = [index for batch in batches for index in batch]
@@ -310,7 +318,7 @@ class PreparedLoader:
                 continue
             indices, real = self._share(batches, cycle(first), last)
             # The same for the n-th batch of all processes together, whatever their number.
-            seed = mix(self._seed, epoch, number * self._world + self._rank)
+            seed = mix(self._seed, epoch, number * self._shares + self._first)
             yield Job(epoch, seed, indices, real, last)
 
     def _batches(self, epoch: int) -> Iterator[list[Any]]:
@@ -332,35 +340,36 @@ class PreparedLoader:
 
     def _share(self, batches: list[list[Any]], repeats: Iterator[Any], last: bool) -> tuple[list[Any], int]:
         """This process's part of a round, and how many of it are no repeats; `repeats` complete the last round."""
-        if self._world == 1:
+        if self._shares == 1:
             return batches[0], len(batches[0])
-        rows = self.batch_rows or 0
+        rows, end = self.batch_rows or 0, self._first + self._devices
         if self._splits:
             batch = batches[0]
-            part = -(-max(len(batch), rows if last else 0) // self._world)
-            start = self._rank * part
-            filled = batch + list(islice(repeats, part * self._world - len(batch)))
-            return filled[start : start + part], min(max(len(batch) - start, 0), part)
-        shares = [batches[number] if number < len(batches) else [] for number in range(self._world)]
+            part = -(-max(len(batch), rows if last else 0) // self._shares)
+            filled = batch + list(islice(repeats, part * self._shares - len(batch)))
+            share = filled[self._first * part : end * part]
+            return share, min(max(len(batch) - self._first * part, 0), len(share))
+        shares = [batches[number] if number < len(batches) else [] for number in range(self._shares)]
         wanted = [max(rows if last else 0, len(share), 1) - len(share) for share in shares]
-        before = sum(wanted[: self._rank])  # of the repeats, these are for others
-        share = shares[self._rank]
-        return share + list(islice(repeats, before, before + wanted[self._rank])), len(share)
+        share = [index for each in shares[self._first : end] for index in each]
+        before = sum(wanted[: self._first])  # of the repeats, these are for others
+        return share + list(islice(repeats, before, before + sum(wanted[self._first : end]))), len(share)
 
     # Iterable datasets
 
     def _streamed(self, epoch: int, position: int) -> Iterator[Dealt]:
         first: list[Any] = []
-        rounds = _rounds(self._stream(epoch), self._world, self._drops)
+        shares = range(self._first, self._first + self._devices)
+        rounds = _rounds(self._stream(epoch), self._shares, self._drops)
         for number, (batches, last) in enumerate(rounds):
-            if not first and self._world > 1:
+            if not first and self._shares > 1:
                 first = batches
             if number < position:
                 continue
-            is_real = self._rank < len(batches)
-            batch = batches[self._rank] if is_real else first[self._rank % len(first)]
-            rows = rows_of(batch)
-            yield Dealt(rows, rows if is_real else 0, last, batch)
+            own = [batches[share] if share < len(batches) else first[share % len(first)] for share in shares]
+            rows = [rows_of(batch) for batch in own]
+            real = sum(rows[: max(len(batches) - self._first, 0)])
+            yield Dealt(sum(rows), real, last, joined(own))
 
     def _stream(self, epoch: int) -> Iterator[Any]:
         set_epoch(self.loader.dataset, epoch)
@@ -388,12 +397,6 @@ class _Jobs:
 
     def __iter__(self) -> Iterator[Job]:
         return self.jobs
-
-
-def rows_of(batch: Any) -> int:
-    """The size of the first dimension of a batch; 1 where it holds no tensor that has one."""
-    first = next((tensor for tensor in tensors(batch) if tensor.ndim), None)
-    return 1 if first is None else first.shape[0]
 
 
 def _rounds(batches: Iterator[Any], size: int, drops_last: bool) -> Iterator[tuple[list[Any], bool]]:

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import os
 import random
+import sys
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -139,3 +140,7 @@ def set_seed(seed: int, device_specific: bool = False) -> None:
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.manual_seed(seed)
+    if "torch_xla" in sys.modules:
+        from trainer_kit.strategies.xla import seed_devices
+
+        seed_devices(seed)

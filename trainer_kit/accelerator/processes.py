@@ -27,7 +27,7 @@ class Processes:
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
-        self.flow = Flow()
+        self.flow = Flow(strategy)
         self._triggered = False
 
     # Who this process is
@@ -167,10 +167,13 @@ class Processes:
             input_data: A row (or an element) for each sample of this process's batch.
             use_gather_object: Gathers as Python objects in any case.
         """
+        if self.strategy.static_shapes:
+            self.flow.dispatch()  # what comes before is the same computation, whether a batch holds repeats or not
         loaders = self.flow.loaders
         rows, real = (loaders[-1].rows, loaders[-1].real) if loaders else (0, 0)
         if not use_gather_object and _foreign(input_data) is None:
-            return self.gather(map_tensors(lambda each: _without_repeats(each, rows, real), input_data))
+            devices = self.strategy.devices
+            return self.gather(map_tensors(lambda each: _without_repeats(each, rows, real, devices), input_data))
         if isinstance(input_data, (list, tuple)):
             own = list(input_data)
             own = own[:real] if len(own) == rows else own if real or not loaders else []
@@ -217,6 +220,8 @@ class Processes:
             TypeError: If the tree holds something else than tensors.
         """
         _check_tensors(tensor, "pad_across_processes")
+        if self.num_processes == 1:
+            return tensor
 
         def padded(each: torch.Tensor) -> torch.Tensor:
             if not -each.ndim <= dim < each.ndim:
@@ -261,14 +266,14 @@ def _check_tensors(tree: Any, name: str) -> None:
         )
 
 
-def _without_repeats(tensor: torch.Tensor, rows: int, real: int) -> torch.Tensor:
+def _without_repeats(tensor: torch.Tensor, rows: int, real: int, devices: int) -> torch.Tensor:
     """The part of a batch's results that belongs to its first `real` rows."""
     if real == rows:
         return tensor
     tensor = tensor if tensor.ndim else tensor[None]
     length = tensor.shape[0]
-    if real == 0 or length % rows == 0:
-        return tensor[: length // rows * real]
+    if real == 0 or length * devices % rows == 0:  # a row (or several) for each sample, or for each of one device
+        return tensor[: -(-length * real // rows)]
     if length > 1:  # a single number stands for the batch; no error, since other processes would wait for this one
         warnings.warn(
             f"gather_for_metrics got {length} rows for a batch of {rows} samples, of which {rows - real} are repeats "

@@ -98,6 +98,7 @@ class States:
             ValueError: If there is no folder to write to, or one that holds other things.
         """
         folder = self._folder(output_dir, "save_state()")
+        self.flow.dispatch()  # all that is read now is there then, not computed tensor by tensor
         models = [self.strategy.model_state(model) for model in self.prepared.models]
         states = self._states()
         directory = self.strategy.on_main(lambda: self._commit(folder, output_dir, models, states))
@@ -135,7 +136,7 @@ class States:
             states[name] = each.state_dict()
         for name, each in self._registered():
             states[name] = each.state_dict()
-        for rank, state in enumerate(self.strategy.gather_object(_generators(self.strategy.device))):
+        for rank, state in enumerate(self.strategy.gather_object(_generators(self.strategy))):
             states[f"rng-{rank:05d}"] = state
         return states
 
@@ -237,7 +238,8 @@ class States:
         if (generators := read_state(source, f"rng-{self.strategy.rank:05d}")) is None:
             logger.warning("%s was made by fewer processes: this one's generators stay as they are", directory)
         else:
-            _set_generators(generators, self.strategy.device)
+            _set_generators(generators, self.strategy)
+        self.flow.dispatch()
         logger.info("loaded %s, saved after %d optimizer steps", directory, self.flow.steps)
         return directory
 
@@ -256,7 +258,7 @@ class States:
     def _restore_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
         for name, parameter in self._trained():
             parameter.grad = None
-            if name in gradients and self.strategy.is_main:  # of all processes together: one of them has to have it
+            if name in gradients and self.strategy.rank == 0:  # of all processes together: one of them has to have it
                 parameter.grad = gradients[name].to(parameter.device, parameter.dtype)
 
 
@@ -316,17 +318,18 @@ def _refuse_to_replace(directory: Path) -> None:
         )
 
 
-def _generators(device: torch.device) -> dict[str, Any]:
+def _generators(strategy: Strategy) -> dict[str, Any]:
     """The states of this process's generators."""
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if device.type != "cpu":
-        states["device"] = torch.get_device_module(device).get_rng_state()
-    return states
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": strategy.rng_state(),
+    }
 
 
-def _set_generators(states: dict[str, Any], device: torch.device) -> None:
+def _set_generators(states: dict[str, Any], strategy: Strategy) -> None:
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
-    if device.type != "cpu" and "device" in states:
-        torch.get_device_module(device).set_rng_state(states["device"])
+    strategy.set_rng_state(states.get("device"))

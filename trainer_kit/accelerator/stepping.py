@@ -28,7 +28,10 @@ class Flow:
         loaders: The prepared loaders that are being read, the innermost last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._has_stepped = False  # since the device was let begin last
+        self._has_cleared = False
         self.sync_gradients = True
         self.batches = 0
         self.steps = 0
@@ -41,6 +44,27 @@ class Flow:
         self.sync_gradients = at_the_end or self.batches >= accumulation
         if self.sync_gradients:
             self.batches = 0
+
+    def dispatch(self) -> None:
+        """Lets the device begin with what was recorded."""
+        self._has_stepped = self._has_cleared = False
+        self._strategy.dispatch()
+
+    def has_stepped(self) -> None:
+        """Counts a step. The device begins with it once its gradients are cleared, which are then no results that it
+        would keep; at once in a loop that clears them first, or that reads no loader.
+        """  # noqa: D205
+        self.steps += 1
+        self._has_stepped = True
+        if self._has_cleared or not self.loaders:
+            self.dispatch()
+
+    def has_cleared(self) -> None:
+        """Gradients were cleared."""
+        if self._has_stepped:
+            self.dispatch()
+        else:
+            self._has_cleared = True
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
@@ -93,6 +117,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """Clears the gradients, unless an optimizer step is unfinished."""
         if self._flow.sync_gradients:
             self.optimizer.zero_grad(set_to_none)
+            self._flow.has_cleared()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Takes a step, unless more batches belong to it.
@@ -107,11 +132,16 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             if scaler is not None:
                 raise ValueError("step(closure) cannot be left out where fp16 overflows; use bf16, or step()")
-            self._flow.steps += 1
-            return self.optimizer.step(closure)
+            loss = self.optimizer.step(closure)
+            self._flow.has_stepped()
+            return loss
+        if scaler is not None:
+            # The host is about to ask whether gradients have overflowed.
+            self._strategy.unscale(self.optimizer)
+            self._flow.dispatch()
         self._strategy.step(self.optimizer)
         self.step_was_skipped = precision is not None and precision.has_overflowed(self.optimizer)
-        self._flow.steps += 1
+        self._flow.has_stepped()
         return None
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trainer_kit import environment
 from trainer_kit.launch.config import DEFAULT_PORT, LaunchConfig, count_gpus, default_path, write_basic_config
 
 
@@ -35,16 +36,19 @@ def ask() -> LaunchConfig:
     Raises:
         ValueError: If the answers end before the questions.
     """
-    config, gpus = LaunchConfig(), count_gpus()
+    config, gpus, has_tpu = LaunchConfig(), count_gpus(), environment.xla_device_type() == "TPU"
     config = _ask(config, "num_nodes", "How many machines", _number)
     if config.num_nodes > 1:
         config = _ask(config, "node_rank", "Which of them is this one, counted from 0", _number)
         config = _ask(config, "master_addr", "Name or address of machine 0", str)
         config = _ask(dataclasses.replace(config, master_port=DEFAULT_PORT), "master_port", "Its port", _number)
-    if gpus:
-        config = _ask(config, "cpu", "Train on the CPU though there are GPUs (yes or no)", _yes_or_no)
-    usual = "as many as GPUs" if gpus and not config.cpu else "one a machine"
-    config = _ask(config, "num_processes", "How many processes, on all machines together", _number, usual)
+    if gpus or has_tpu:
+        there = "is a TPU" if has_tpu else "are GPUs"
+        config = _ask(config, "cpu", f"Train on the CPU though there {there} (yes or no)", _yes_or_no)
+    config = dataclasses.replace(config, tpu=has_tpu and not config.cpu)
+    if not config.tpu:  # there one process drives all devices
+        usual = "as many as GPUs" if gpus and not config.cpu else "one a machine"
+        config = _ask(config, "num_processes", "How many processes, on all machines together", _number, usual)
     config = _ask(config, "mixed_precision", "Mixed precision (no, fp16 or bf16)", str)
     return _ask(config, "max_restarts", "How often to start anew after a failure, if the run got on", _number)
 

@@ -40,6 +40,7 @@ def facts() -> list[tuple[str, str]]:
         ("processors", f"{os.cpu_count()} ({platform.machine()})"),
         ("memory", f"{psutil.virtual_memory().total / _GIB:.1f} GiB"),
         *_devices(),
+        ("xla", _xla()),
         *_saved_configuration(),
         *sorted(environment.settings().items()),
     ]
@@ -85,6 +86,15 @@ def _devices() -> list[tuple[str, str]]:
     if torch.backends.mps.is_available():
         return [("gpu 0", "Apple GPU (MPS), shares the machine's memory")]
     return [("gpu", "none that torch can use")]
+
+
+def _xla() -> str:
+    """Which devices strategy "auto" would train on by XLA; its runtime is not started."""
+    kind = environment.xla_device_type()
+    if kind is None:
+        return 'not taken by strategy "auto"'
+    count = environment.xla_devices(kind)
+    return f"{kind}, {count or 'no'} device{'s' * (count != 1)}"
 
 
 def _driver() -> str:

@@ -13,9 +13,12 @@ from trainer_kit.launch.config import LaunchConfig, default_path
 
 RUNNER = "trainer_kit.launch.script"
 
+_REMEDY = "let fewer workers load data, keep less of it in memory, or take a machine with more"
+
 # Option, what it is read as, and its help. The names are those of `LaunchConfig`.
 _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("num-processes", {"type": int, "metavar": "N", "help": "processes on all machines together (default: one a GPU)"}),
+    ("num-processes", {"type": int, "metavar": "N", "help": "processes on all machines together (default: one a GPU); "
+                       "with --tpu devices, all (default) or 1"}),
     ("num-nodes", {"type": int, "metavar": "N", "help": "machines"}),
     ("node-rank", {"type": int, "metavar": "N", "help": "number of this machine, from 0"}),
     ("master-addr", {"metavar": "ADDRESS", "help": "name or address of machine 0"}),
@@ -35,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, settings in _OPTIONS:
         _add(parser, name, settings)
     _add(parser, "cpu", {"action": "store_true", "help": "train on the CPU though there are GPUs"})
+    _add(parser, "tpu", {"action": "store_true", "help": "train on all TPU devices of a machine, by one process"})
     _add(parser, "config", {"metavar": "FILE", "help": f"a file of `trainer-kit config` (default: {default_path()})"})
     _add(
         parser,
@@ -61,7 +65,8 @@ def run(options: argparse.Namespace) -> int:
         print(*planned(config, [sys.executable, *words]), sep="\n")
         return 0
     try:
-        run_processes(config, sys.executable, words, logs=Logs(options.log_dir, options.prefix), say=_say)
+        logs, remedy = Logs(options.log_dir, options.prefix), _REMEDY if config.tpu else ""
+        run_processes(config, sys.executable, words, logs=logs, say=_say, remedy=remedy)
     except ProcessesLeft as error:
         return error.exit_code
     except ProcessFailed as error:
@@ -72,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_config(options: argparse.Namespace) -> LaunchConfig:
-    """The configuration: options before the file, the file before the defaults.
+    """The configuration: options before the file, the file before the defaults; a TPU that is there is used.
 
     Raises:
         TypeError: If the file names an unknown field, or a value has the wrong type.
@@ -83,7 +88,8 @@ def read_config(options: argparse.Namespace) -> LaunchConfig:
     config = LaunchConfig.load(path) if options.config or path.exists() else LaunchConfig()
     fields = [field.name for field in dataclasses.fields(LaunchConfig)]
     given = {name: value for name, value in vars(options).items() if name in fields}
-    return dataclasses.replace(config, **given)
+    config = dataclasses.replace(config, **given)
+    return config if config.cpu else config.with_tpu()
 
 
 def _add(parser: argparse.ArgumentParser, name: str, settings: dict[str, Any]) -> None:

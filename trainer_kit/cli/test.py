@@ -12,6 +12,7 @@ from trainer_kit.launch.config import default_path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the configuration to test."""
     parser.add_argument("--config", metavar="FILE", help=f"a file of `trainer-kit config` (default: {default_path()})")
+    parser.add_argument("--tpu", action="store_true", default=argparse.SUPPRESS, help="test the TPU of this machine")
 
 
 def run(options: argparse.Namespace) -> int:

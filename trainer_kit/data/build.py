@@ -94,4 +94,4 @@ def writable_folder(path: str | Path) -> Path:
 
 
 def _layout(strategy: Strategy, batch_size: int, accumulation: int = 1) -> Layout:
-    return Layout(batch_size, accumulation, strategy.world_size, strategy.rank)
+    return Layout(batch_size * strategy.devices, accumulation, strategy.world_size, strategy.rank)

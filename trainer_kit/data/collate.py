@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -16,8 +17,19 @@ from trainer_kit.loss import IGNORED
 Collator = Callable[[list[Any]], Any]
 
 
+_SHORTEST = 32
+"""The least length that batches are padded to where shapes are to be static."""
+
+_UNLIMITED = 1_000_000
+"""From here on a tokenizer's `model_max_length` means that it knows none."""
+
+
 def default_collator(
-    processing_class: Any = None, pad_to_multiple_of: int | None = None, makes_mask: bool = True
+    processing_class: Any = None,
+    pad_to_multiple_of: int | None = None,
+    makes_mask: bool = True,
+    pad_to_lengths: list[int] | None = None,
+    static_shapes: bool = False,
 ) -> Collator:
     """The collator where the user gives none: padding where there is a tokenizer, else stacking.
 
@@ -25,16 +37,17 @@ def default_collator(
         processing_class: Pads if it is a tokenizer.
         pad_to_multiple_of: See `PadCollator`.
         makes_mask: See `PadCollator`.
+        pad_to_lengths: See `PadCollator`.
+        static_shapes: See `PadCollator`.
 
     Raises:
-        ValueError: If `pad_to_multiple_of` is set without a tokenizer to pad with.
+        ValueError: If `pad_to_multiple_of` or `pad_to_lengths` is set without a tokenizer to pad with.
     """
     if hasattr(processing_class, "pad_token_id"):
-        return PadCollator(processing_class, pad_to_multiple_of, makes_mask)
-    if pad_to_multiple_of is not None:
-        raise ValueError(
-            f"pad_to_multiple_of={pad_to_multiple_of} needs a tokenizer to pad with; give processing_class=tokenizer"
-        )
+        return PadCollator(processing_class, pad_to_multiple_of, makes_mask, pad_to_lengths, static_shapes)
+    for name, value in (("pad_to_multiple_of", pad_to_multiple_of), ("pad_to_lengths", pad_to_lengths)):
+        if value is not None:
+            raise ValueError(f"{name}={value} needs a tokenizer to pad with; give processing_class=tokenizer")
     return stack
 
 
@@ -99,26 +112,41 @@ def _row(value: list[Any]) -> Any:
 
 
 class PadCollator:
-    """Pads each batch to its longest sample.
+    """Pads each batch to its longest sample, or to one of a few lengths.
 
     `input_ids` are filled with the tokenizer's padding token, `attention_mask` with 0, `token_type_ids` with the
     tokenizer's padding type, `labels` with -100 and every other column with 0.
     `label` is renamed `labels`, the name that transformers' models take.
 
     Args:
-        tokenizer: Anything with `pad_token_id` (and `padding_side`, `pad_token_type_id`).
+        tokenizer: Anything with `pad_token_id` (and `padding_side`, `pad_token_type_id`, `model_max_length`).
         pad_to_multiple_of: Rounds the padded length up.
         makes_mask: Makes an `attention_mask` where samples have none; not for a model that takes none.
+        pad_to_lengths: Pads to the smallest of these lengths that fits.
+        static_shapes: Where neither of the two is given, pads to the next power of two, at least 32, but not beyond
+            what the tokenizer says that its model takes.
 
     Raises:
-        ValueError: If the tokenizer has no padding token.
+        ValueError: If the tokenizer has no padding token, or both ways to pad are asked for.
     """
 
-    def __init__(self, tokenizer: Any, pad_to_multiple_of: int | None = None, makes_mask: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        pad_to_multiple_of: int | None = None,
+        makes_mask: bool = True,
+        pad_to_lengths: list[int] | None = None,
+        static_shapes: bool = False,
+    ) -> None:
         if tokenizer.pad_token_id is None:
             raise ValueError(
                 f"the tokenizer {type(tokenizer).__name__} has no padding token; set one, "
                 "for example tokenizer.pad_token = tokenizer.eos_token"
+            )
+        if pad_to_multiple_of is not None and pad_to_lengths is not None:
+            raise ValueError(
+                f"pad_to_multiple_of={pad_to_multiple_of} and pad_to_lengths={pad_to_lengths} contradict each other; "
+                "set one of them"
             )
         self.fill = {
             "input_ids": tokenizer.pad_token_id,
@@ -127,6 +155,9 @@ class PadCollator:
         }
         self.left = getattr(tokenizer, "padding_side", "right") == "left"
         self.multiple = pad_to_multiple_of or 1
+        self.lengths = sorted(pad_to_lengths) if pad_to_lengths is not None else None
+        self.to_powers = static_shapes and pad_to_multiple_of is None and pad_to_lengths is None
+        self.limit = getattr(tokenizer, "model_max_length", None) or _UNLIMITED
         self.makes_mask = makes_mask
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
@@ -134,7 +165,8 @@ class PadCollator:
 
         Raises:
             TypeError: If a sample is no dict.
-            ValueError: If the samples' keys or sizes beyond the first dimension differ.
+            ValueError: If the samples' keys or sizes beyond the first dimension differ, or a sample is longer than
+                the largest of `pad_to_lengths`.
         """
         for sample in samples:
             if not isinstance(sample, Mapping):
@@ -154,24 +186,48 @@ class PadCollator:
     def _column(self, name: str, values: list[Any], tokens: list[int]) -> Any:
         if not isinstance(values[0], (Sequence, np.ndarray, torch.Tensor)) or isinstance(values[0], str):
             return _stack(values, name)
-        try:
+        with _naming(name):
             rows = [torch.as_tensor(value) for value in values]
-            return self._padded(name, rows, tokens) if rows[0].ndim else torch.stack(rows)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"column {name!r} cannot be padded: {error}; rows must be numbers that differ in their first dimension "
-                "only, else give a data_collator"
-            ) from error
-
-    def _padded(self, name: str, rows: list[torch.Tensor], tokens: list[int]) -> torch.Tensor:
-        lengths = [len(row) for row in rows]
+            if not rows[0].ndim:
+                return torch.stack(rows)
+            lengths = [len(row) for row in rows]
         length = max(lengths)
         # Not what has one length for all and none of the tokens', such as the channels of an image.
         if len(set(lengths)) > 1 or lengths == tokens:
-            length = -(-length // self.multiple) * self.multiple
+            length = self._length(name, length)
+        with _naming(name):
+            return self._padded(name, rows, length)
+
+    def _padded(self, name: str, rows: list[torch.Tensor], length: int) -> torch.Tensor:
         dtypes = [row.dtype for row in rows if row.numel()] or [rows[0].dtype]  # an empty list has none
         shape = (len(rows), length, *rows[0].shape[1:])
         padded = torch.full(shape, self.fill.get(name, 0), dtype=reduce(torch.promote_types, dtypes))
         for place, row in zip(padded, rows, strict=True):
             (place[length - len(row) :] if self.left else place[: len(row)])[...] = row
         return padded
+
+    def _length(self, name: str, longest: int) -> int:
+        """What a column is padded to whose longest sample has this length."""
+        if self.to_powers:
+            power = max(_SHORTEST, 1 << (longest - 1).bit_length())
+            return min(power, self.limit) if longest <= self.limit < _UNLIMITED else power
+        if self.lengths is None:
+            return -(-longest // self.multiple) * self.multiple
+        if longest > self.lengths[-1]:
+            raise ValueError(
+                f"a sample's column {name!r} has a length of {longest}, above the largest of "
+                f"pad_to_lengths={self.lengths}; add a larger one, or truncate the samples"
+            )
+        return self.lengths[bisect_left(self.lengths, longest)]
+
+
+@contextlib.contextmanager
+def _naming(column: str) -> Iterator[None]:
+    """Says which column it is that cannot be padded."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"column {column!r} cannot be padded: {error}; rows must be numbers that differ in their first dimension "
+            "only, else give a data_collator"
+        ) from error

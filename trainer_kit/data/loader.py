@@ -88,6 +88,7 @@ class MicroBatch:
         last: Whether it is the step's last.
         start: Position of its first sample in the epoch.
         indices: Dataset indices; empty for iterable datasets.
+        unfilled: The batch without the samples that were added for a static shape; None where none were.
     """
 
     batch: Any
@@ -97,6 +98,7 @@ class MicroBatch:
     last: bool
     start: int
     indices: list[int]
+    unfilled: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

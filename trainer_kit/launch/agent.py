@@ -7,7 +7,7 @@ import pickle
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -47,6 +47,7 @@ class Agent(LocalElasticAgent):
         signals: As above.
         has_started: Whether there are, or were, ranks.
         exit_code: 143 or 130 after the ranks have left; None otherwise.
+        remedies: What to do after a rank ended by a signal, by its exit code.
         failed: The failure that ended the run.
     """
 
@@ -69,6 +70,7 @@ class Agent(LocalElasticAgent):
         self.signals = signals
         self.has_started = False
         self.exit_code: int | None = None
+        self.remedies: Mapping[int, str] = {}
         self.failed: ProcessFailed | None = None
 
     @property
@@ -237,7 +239,7 @@ class Agent(LocalElasticAgent):
         if failure is None:
             self.exit_code = self.exit_code or self._leaving_code([])
             return self._end(goes_on=False)
-        self.failed = failure.report()
+        self.failed = failure.report(self.remedies.get(failure.exit_code or 0, ""))
         goes_on = self._goes_on()
         self._machines.announce(self.failed, goes_on)
         return self._end(goes_on)

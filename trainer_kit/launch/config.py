@@ -36,7 +36,7 @@ class LaunchConfig:
 
     Attributes:
         num_processes: Processes on all machines together, the same number on each; None for one per GPU, or one on a
-            machine without GPUs.
+            machine without GPUs. See also `tpu`.
         num_nodes: Machines.
         node_rank: Number of this machine, from 0.
         master_addr: Name or address of machine 0, as the other machines reach it.
@@ -48,6 +48,8 @@ class LaunchConfig:
         rdzv_id: Name of the run, the same on all machines; None for "trainer_kit".
         mixed_precision: For runs whose arguments leave it at "no".
         cpu: Whether to train on the CPU though there are GPUs.
+        tpu: Whether to train on XLA devices: those that PJRT_DEVICE names, else TPUs. One process drives all devices of
+            its machine; `num_processes` then counts devices, and is all of them or 1 (one chip, where it is a TPU).
         monitor_interval: Seconds between two looks at the processes.
         start_timeout: Seconds to wait for the other machines.
     """
@@ -64,6 +66,7 @@ class LaunchConfig:
         default_factory=environment.mixed_precision  # type: ignore[arg-type]  # checked like any other value
     )
     cpu: bool = dataclasses.field(default_factory=environment.use_cpu)
+    tpu: bool = dataclasses.field(default_factory=environment.use_tpu)
     monitor_interval: _Seconds = 0.1
     start_timeout: _Seconds = 600.0
 
@@ -79,6 +82,8 @@ class LaunchConfig:
                 f"num_processes={self.num_processes} is not allowed with num_nodes={self.num_nodes}; it counts the "
                 "processes of all machines, and each machine starts the same number"
             )
+        if self.cpu and self.tpu:
+            raise ValueError("cpu=True (--cpu) and tpu=True (--tpu) contradict each other; set one of them")
 
     @property
     def port(self) -> int:
@@ -94,8 +99,12 @@ class LaunchConfig:
         """How many processes to start on this machine.
 
         Raises:
-            ValueError: If these are more than its GPUs.
+            ValueError: If these are more than its GPUs, or as `xla_devices` says.
+            ImportError: As `xla_devices` says.
         """
+        if self.tpu:
+            self.xla_devices()  # refuses numbers that cannot be
+            return 1
         gpus = 0 if self.cpu else count_gpus()
         if self.num_processes is None:
             return gpus or 1
@@ -107,6 +116,52 @@ class LaunchConfig:
                 f"GPU{'s' if gpus > 1 else ''}; use at most {gpus * self.num_nodes}, or cpu=True (--cpu)"
             )
         return count
+
+    @property
+    def xla_device_type(self) -> str:
+        """What `tpu` trains on here: "TPU", or "CPU" for XLA's own CPU client.
+
+        Raises:
+            ValueError: If PJRT_DEVICE names anything else.
+        """
+        named = environment.pjrt_device() or "TPU"
+        if named not in environment.XLA_DEVICE_TYPES:
+            raise ValueError(f"PJRT_DEVICE={named!r}, but tpu=True (--tpu) trains on 'TPU' or XLA's 'CPU'; unset it")
+        return named
+
+    def xla_devices(self) -> int:
+        """How many XLA devices the process of this machine drives; 0 where they cannot be counted.
+
+        Raises:
+            ValueError: If `num_processes` is neither 1 nor all of them, or PJRT_DEVICE names no device of ours.
+            ImportError: If torch_xla is not installed.
+        """
+        if not environment.has_torch_xla():
+            raise ImportError("tpu=True (--tpu) needs torch_xla; run `pip install 'trainer_kit[xla]'`")
+        there = environment.xla_devices(self.xla_device_type)
+        if self.num_processes in (None, there * self.num_nodes):
+            return there
+        if self.num_processes == self.num_nodes == 1:
+            return 1
+        more = "; CPU_NUM_DEVICES makes more of them" if self.xla_device_type == "CPU" else ""
+        raise ValueError(
+            f"num_processes={self.num_processes} is not allowed; it counts XLA devices, which one process drives, and "
+            f"this machine has {there}: leave it out for all, or set it to 1 for a single one{more}"
+        )
+
+    def with_tpu(self) -> LaunchConfig:
+        """This, with `tpu` where there is a TPU, and with the machines that a TPU of several has where none are given.
+
+        Raises:
+            ValueError: If the variables of the TPU's machines contradict one another.
+        """
+        tpu = self.tpu or environment.xla_device_type() == "TPU"
+        host = environment.tpu_host()
+        if self.num_nodes > 1 or self.num_processes == 1 or host.world_size == 1:
+            return dataclasses.replace(self, tpu=tpu)
+        return dataclasses.replace(
+            self, tpu=tpu, num_nodes=host.world_size, node_rank=host.node, master_addr=host.address
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """All fields by name."""

@@ -97,9 +97,11 @@ class Failure(NamedTuple):
             return f"was killed by {name}{why}"
         return f"failed with exit code {self.exit_code}" if self.traceback else f"left with exit code {self.exit_code}"
 
-    def report(self) -> ProcessFailed:
-        """The exception that tells a user of it."""
+    def report(self, remedy: str = "") -> ProcessFailed:
+        """The exception that tells a user of it, and what to do if the memory of the host ran out."""
         message = f"rank {self.rank} on {socket.gethostname()} {self.ending}"
+        if remedy:
+            message = f"{message}; if the memory of its host ran out, {remedy}"
         return ProcessFailed(message, self.rank, self.exit_code, self.traceback, self.tail)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import importlib
 import logging
 import multiprocessing
 import os
@@ -11,35 +12,89 @@ import re
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import Any
 
 import torch
 
-# Calls of torch.cuda that do not touch the driver.
-_HARMLESS = {"device_count", "is_initialized", "manual_seed", "manual_seed_all"}
+from trainer_kit.launch.processes import set_variables
+
+# Calls of torch.cuda that do not touch the driver, and of torch_xla that do not start its runtime.
+_HARMLESS = {
+    "cuda": {"device_count", "is_initialized", "manual_seed", "manual_seed_all"},
+    "xla": {"device_type", "initialize_cache", "is_spmd", "set_device_type", "use_spmd"},
+}
 # Classes that take their device as soon as they are made.
 _TAKE_DEVICE = {"Accelerator", "Trainer", "PartialState", "pipeline"}
 # Packages that may touch the driver when they are imported.
 _TOUCH_AT_IMPORT = ("bitsandbytes", "cupy", "flash_attn", "jax", "tensorflow", "torchao", "xformers")
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of cuda.h
+# What the autograd engine says of a device that came after its first backward() (pytorch/xla#4174).
+_UNKNOWN_TO_ENGINE = "device_ready_queues_"
 
 _TRIAL_SECONDS = 120.0
 _OUTPUT_SECONDS = 1.0
 
 
-def obstacle_to_fork() -> str | None:
+def obstacle_to_fork(by_xla: bool = False) -> str | None:
     """Why a forked copy of this process could not train; None where it can.
 
     That the kernel has computed with OpenMP's threads is none: these belong to the thread that used them, and the
     launcher forks from one of its own.
+
+    Args:
+        by_xla: Whether it would train by XLA.
     """
     if sys.platform != "linux":
         return f"forked processes are not safe on {sys.platform}"
+    if by_xla:
+        return _obstacle_to_xla()
     if cuda_in_use():
-        return f"CUDA is already in use in this kernel ({cuda_user()}), and a forked process could not use it"
+        return f"CUDA is already in use in this kernel ({user_of('cuda')}), and a forked process could not use it"
     return None
+
+
+def _obstacle_to_xla() -> str | None:
+    """Why XLA could not compute a gradient in a forked copy of this process.
+
+    A copy tries it, with XLA's own CPU client. PyTorch does not tell: its autograd engine counts devices at the first
+    backward(), and starts no thread for the CPU.
+    """
+    _import_torch_xla()  # here, so that each forked process has it
+    with set_variables({"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}):
+        trouble = _trouble_of_child("fork", ["xla"])
+    if _UNKNOWN_TO_ENGINE in trouble:
+        return (
+            "a backward() has run in this kernel, after which XLA computes no gradients here or in a forked process "
+            "(pytorch/xla#4174)"
+        )
+    return f"a forked process cannot compute by XLA here ({trouble})" if trouble else None
+
+
+def check_xla_is_free() -> None:
+    """Makes sure that XLA's runtime has not been started in this process; asking does not start it.
+
+    Raises:
+        RuntimeError: If it has, with the cell that did it as far as that is known.
+    """
+    module = sys.modules.get("torch_xla")
+    if module is not None and module._XLAC._xla_runtime_is_initialized():
+        raise RuntimeError(
+            f"XLA is already in use in this kernel ({user_of('xla')}), and its devices serve one process only; restart "
+            "the kernel, make the model on the CPU, pass it to notebook_launcher, and use XLA inside the function"
+        )
+
+
+def _import_torch_xla() -> None:
+    try:
+        importlib.import_module("torch_xla")
+    except ImportError as error:
+        raise ImportError(
+            f"torch_xla cannot be imported ({error}); install the version that goes with torch {torch.__version__}: "
+            "pip install 'trainer_kit[xla]'"
+        ) from error
 
 
 def cuda_in_use() -> bool:
@@ -53,21 +108,25 @@ def cuda_in_use() -> bool:
     return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) != _NOT_INITIALIZED
 
 
-def cuda_user() -> str:
-    """Which cell started CUDA and what lies there, as far as the notebook's history and names tell."""
+def user_of(kind: str) -> str:
+    """Which cell started CUDA or XLA and what lies there, as far as the notebook's history and names tell.
+
+    Args:
+        kind: "cuda" or "xla".
+    """
     shell = _shell()
     names: Mapping[str, Any] = shell.user_ns if shell is not None else sys.modules["__main__"].__dict__
     found = []
     for number, source in enumerate(names.get("In", ())):
-        line = _cuda_line(source, names)
+        line = _line_with(kind, source, names)
         if line is not None:
             found.append(f"cell [{number}]: `{line}`")
             break
-    there = [name for name, value in names.items() if not name.startswith("_") and _lies_on_cuda(value)]
+    there = [name for name, value in names.items() if not name.startswith("_") and _lies_on(kind, value)]
     if there:
-        found.append(f"on the GPU: {', '.join(there[:5])}")
+        found.append(f"on the {'GPU' if kind == 'cuda' else 'device'}: {', '.join(there[:5])}")
     if not found:
-        imported = [name for name in _TOUCH_AT_IMPORT if name in sys.modules]
+        imported = [name for name in _TOUCH_AT_IMPORT if name in sys.modules and kind == "cuda"]
         found.append(f"perhaps by importing {' or '.join(imported)}" if imported else "no cell shows by what")
     return "; ".join(found)
 
@@ -77,20 +136,23 @@ def _shell() -> Any:
     return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
 
 
-def _lies_on_cuda(value: Any) -> bool:
+def _lies_on(kind: str, value: Any) -> bool:
     if isinstance(value, torch.nn.Module):
-        return any(tensor.is_cuda for tensor in value.parameters())
-    return isinstance(value, torch.Tensor) and value.is_cuda
+        return any(_lies_on(kind, tensor) for tensor in value.parameters())
+    return isinstance(value, torch.Tensor) and bool(getattr(value, f"is_{kind}"))
 
 
-def _cuda_line(source: str, names: Mapping[str, Any]) -> str | None:
-    """The first line of a cell that uses CUDA when the cell runs; what stands in functions does not run by itself."""
+def _line_with(kind: str, source: str, names: Mapping[str, Any]) -> str | None:
+    """The first line of a cell that uses CUDA or XLA when the cell runs.
+
+    What stands in functions does not run by itself.
+    """
     try:
         tree = ast.parse("\n".join("" if line.startswith(("%", "!")) else line for line in source.splitlines()))
     except SyntaxError:
         return None
     for statement in tree.body:
-        if any(isinstance(node, ast.Call) and _uses_cuda(node, names) for node in _running_nodes(statement)):
+        if any(isinstance(node, ast.Call) and _uses(kind, node, names) for node in _running_nodes(statement)):
             line = ast.unparse(statement).splitlines()[0]
             return line if len(line) <= 80 else line[:77] + "..."
     return None
@@ -103,33 +165,52 @@ def _running_nodes(node: ast.AST) -> Iterator[ast.AST]:
             yield from _running_nodes(child)
 
 
-def _uses_cuda(call: ast.Call, names: Mapping[str, Any]) -> bool:
+def _uses(kind: str, call: ast.Call, names: Mapping[str, Any]) -> bool:
     called = ast.unparse(call.func)
     last = called.rpartition(".")[2]
-    if called.startswith("torch.cuda."):
-        return last not in _HARMLESS
-    if last == "cuda" or last in _TAKE_DEVICE:
+    if _package(called, names) == {"cuda": "torch.cuda", "xla": "torch_xla"}[kind]:
+        return last not in _HARMLESS[kind]
+    if last == kind or last in _TAKE_DEVICE:
         return True
     values = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg in ("device", "device_map"))]
-    return last != "device" and any(_names_cuda(value, names) for value in values)
+    return last != "device" and any(_names_device(kind, value, names) for value in values)
 
 
-def _names_cuda(value: ast.expr, names: Mapping[str, Any]) -> bool:
+def _package(called: str, names: Mapping[str, Any]) -> str:
+    """Whose function is called, as far as it matters: "torch.cuda", "torch_xla" or ""."""
+    if called.startswith("torch.cuda."):
+        return "torch.cuda"
+    known = names.get(called.partition(".")[0])
+    module = known.__name__ if isinstance(known, ModuleType) else getattr(known, "__module__", "")
+    return "torch_xla" if str(module).partition(".")[0] == "torch_xla" else ""
+
+
+def _names_device(kind: str, value: ast.expr, names: Mapping[str, Any]) -> bool:
     if isinstance(value, ast.Name):
         known = names.get(value.id)
-        return isinstance(known, (str, torch.device)) and str(known).startswith("cuda")
-    return isinstance(value, ast.Constant) and isinstance(value.value, str) and value.value.startswith("cuda")
+        return isinstance(known, (str, torch.device)) and str(known).startswith(kind)
+    return isinstance(value, ast.Constant) and isinstance(value.value, str) and value.value.startswith(kind)
 
 
-def check_child(start_method: str, gpus: int) -> None:
-    """Lets a child process use each GPU and compute a gradient.
+def check_child(start_method: str, devices: Sequence[str]) -> None:
+    """Lets a child process compute a gradient on each device.
 
     Raises:
         RuntimeError: If it cannot.
     """
+    trouble = _trouble_of_child(start_method, devices)
+    if trouble:
+        raise RuntimeError(
+            f"a child process ({start_method}) cannot compute here: {trouble}; restart the kernel, and call "
+            "notebook_launcher before anything else uses a device"
+        )
+
+
+def _trouble_of_child(start_method: str, devices: Sequence[str]) -> str:
+    """Why a child process could not compute a gradient on these devices; empty where it could."""
     context: Any = multiprocessing.get_context(start_method)
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_try_devices, args=(gpus, theirs), daemon=True)
+    child = context.Process(target=_try_devices, args=(devices, theirs), daemon=True)
     child.start()
     theirs.close()
     try:
@@ -139,17 +220,17 @@ def check_child(start_method: str, gpus: int) -> None:
         trouble = f"it ended with exit code {child.exitcode}"
     child.kill()
     child.join()
-    if trouble:
-        raise RuntimeError(
-            f"a child process ({start_method}) cannot compute here: {trouble}; restart the kernel, and call "
-            "notebook_launcher before anything else uses a device"
-        )
+    return str(trouble)
 
 
-def _try_devices(gpus: int, answer: Connection) -> None:
+def _try_devices(devices: Sequence[str], answer: Connection) -> None:
     try:
-        for device in [f"cuda:{number}" for number in range(gpus)] or ["cpu"]:
-            torch.ones(1, device=device, requires_grad=True).sum().backward()
+        if "xla" in devices:
+            importlib.import_module("torch_xla")
+        for device in devices:
+            tensor = torch.ones(1, device=device, requires_grad=True)
+            tensor.sum().backward()
+            str(tensor.grad)  # waits for it
         answer.send("")
     except Exception as error:
         answer.send(f"{type(error).__name__}: {error}")

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from trainer_kit import environment
 from trainer_kit.launch.config import LaunchConfig, count_gpus
-from trainer_kit.launch.kernel import check_child, obstacle_to_fork, readable, wait_for_output
-from trainer_kit.launch.processes import run_processes, set_variables
+from trainer_kit.launch.kernel import check_child, check_xla_is_free, obstacle_to_fork, readable, wait_for_output
+from trainer_kit.launch.processes import run_processes, set_variables, variables
 from trainer_kit.launch.sending import PlainStreams, Sent, name_of
 
 
@@ -36,13 +36,17 @@ def notebook_launcher(
     kernel already, a forked process could not use it: then they start afresh, and the function is sent to them with
     the objects that it uses. One process on one machine without restarts is the kernel itself.
 
+    On TPUs (and wherever strategy "auto" takes XLA) one forked process drives all devices, and the kernel never touches
+    them. A model that was made in the notebook, on the CPU, and is given in `args` takes no memory a second time.
+
     What the first process prints is shown; what the others print goes into files, whose folder is named at the end.
     Interrupting the kernel asks the processes to leave, a second time ends them at once.
 
     Args:
         function: What each process runs; a Trainer or Accelerator made in it finds the other processes by itself.
         args: Its arguments.
-        num_processes: Processes on this machine; None for one per GPU, or one on a machine without GPUs.
+        num_processes: Processes on this machine; None for one per GPU, or one on a machine without GPUs. On TPUs it
+            counts devices, all (None) or 1.
         mixed_precision: For runs whose arguments leave it at "no".
         use_port: The port of machine 0 for the rendezvous; "0" for a free one, and for 29500 where there are several
             machines.
@@ -65,7 +69,9 @@ def notebook_launcher(
         ValueError: If an argument makes no sense, if there are not enough GPUs, or if this process is one of several
             already.
         OSError: If a port or an address cannot be used, or another machine does not come.
-        RuntimeError: If TRAINER_KIT_DEBUG is set and a child process cannot use the devices.
+        ImportError: If a package is missing.
+        RuntimeError: If the kernel has used XLA already, which then serves no other process, or if TRAINER_KIT_DEBUG is
+            set and a child process cannot use the devices.
     """
     with _brief_errors():
         config = _config(
@@ -73,15 +79,13 @@ def notebook_launcher(
             num_nodes=num_nodes, node_rank=node_rank, mixed_precision=mixed_precision, rdzv_backend=rdzv_backend,
             rdzv_id=rdzv_id, max_restarts=max_restarts, monitor_interval=monitor_interval,
         )  # fmt: skip
-        total = config.local_processes() * num_nodes
-        gpus = 0 if config.cpu else count_gpus()
-    where = f"{'one' if total == 1 else total} {'GPU' if gpus else 'CPU'}{'s' if total > 1 else ''}"
-    if total == 1 and not max_restarts:
+        where = _where(config)
+    if config.local_processes() * num_nodes == 1 and not max_restarts and not config.tpu:
         _say(f"Launching training on {where}.")
         with set_variables({environment.MIXED_PRECISION: mixed_precision}):
             return function(*args)  # its errors are shown as a cell's own
-    with _brief_errors():
-        return _launch(config, function, args, gpus, where)
+    with _brief_errors(), set_variables(variables(config)):
+        return _launch(config, function, args, where)
 
 
 def _config(
@@ -117,27 +121,61 @@ def _config(
         master_addr=master_addr,
         master_port=int(use_port),
         cpu=environment.use_cpu(),
+        tpu=environment.xla_device_type() is not None,
         **others,
     )
 
 
-def _launch(config: LaunchConfig, function: Callable[..., Any], args: Sequence[Any], gpus: int, where: str) -> Any:
-    obstacle = obstacle_to_fork()
+def _where(config: LaunchConfig) -> str:
+    """What the run trains on, on all machines together: "one CPU", "8 TPU devices"."""
+    if config.tpu:
+        count, thing = config.xla_devices() * config.num_nodes, f"{config.xla_device_type} device"
+    else:
+        count, thing = config.local_processes() * config.num_nodes, "GPU" if _gpus(config) else "CPU"
+    return f"{'one' if count == 1 else count or 'all'} {thing}{'s' if count != 1 else ''}"
+
+
+def _gpus(config: LaunchConfig) -> int:
+    return 0 if config.cpu else count_gpus()
+
+
+def _launch(config: LaunchConfig, function: Callable[..., Any], args: Sequence[Any], where: str) -> Any:
+    if config.tpu:
+        check_xla_is_free()
+    obstacle = obstacle_to_fork(by_xla=config.tpu)
     if obstacle is not None:
         _say(f"{obstacle}; the processes start afresh, and {name_of(function)}() is sent to them.")
     start_method = "fork" if obstacle is None else "spawn"
     sent = Sent(function, args, pickled=obstacle is not None)
     if environment.debug():
-        check_child(start_method, gpus)
-        _say(f"A child process ({start_method}) can use the {f'{gpus} GPUs' if gpus else 'CPU'}.")
+        _try_child(config, start_method)
     _say(f"Launching training on {where}.")
     streams = PlainStreams()
     try:
-        values = run_processes(config, sent, start_method=start_method, say=_say)
+        remedy = _remedy(config, name_of(function))
+        values = run_processes(config, sent, start_method=start_method, say=_say, remedy=remedy)
     finally:
         del streams
         wait_for_output()
     return sent.value(values.get(0))
+
+
+def _try_child(config: LaunchConfig, start_method: str) -> None:
+    gpus = _gpus(config)
+    devices = ["xla"] if config.tpu else [f"cuda:{number}" for number in range(gpus)] or ["cpu"]
+    check_child(start_method, devices)
+    what = f"{config.xla_device_type} by XLA" if config.tpu else f"{gpus} GPUs" if gpus else "CPU"
+    _say(f"A child process ({start_method}) can use the {what}.")
+
+
+def _remedy(config: LaunchConfig, name: str) -> str:
+    """What to do where the memory of the host ran out."""
+    processes = config.local_processes()
+    each = f"each of the {processes} processes" if processes > 1 else f"{name}()"
+    return (
+        f"make the model once in the notebook instead of in {each}, and pass it in as in "
+        f"notebook_launcher({name}, (model,)); or let fewer workers load data"
+    )
 
 
 @contextlib.contextmanager

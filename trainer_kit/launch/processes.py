@@ -61,6 +61,7 @@ def run_processes(
     start_method: str = "spawn",
     logs: Logs | None = None,
     say: Callable[[str], None] | None = None,
+    remedy: str = "",
 ) -> dict[int, Any]:
     """Runs this machine's processes of a run and returns when all have ended.
 
@@ -74,6 +75,7 @@ def run_processes(
         start_method: How processes are started that run a function: "spawn", "fork" or "forkserver".
         logs: Where the ranks write; None for `Logs()`.
         say: Shows a sentence to the user; by default on the standard error stream.
+        remedy: What to do where a process was killed because the memory of its host ran out.
 
     Returns:
         What the function returned, by global rank of this machine's processes; None for a command.
@@ -107,6 +109,9 @@ def run_processes(
             monitor_interval=config.monitor_interval,
         )
         agent = Agent(spec, output, start_method, Machines(config), signals, say)
+        # Where XLA cannot have the memory that it needs, it crashes.
+        deaths = ("SIGKILL", "SIGSEGV") if config.tpu else ("SIGKILL",)
+        agent.remedies = {-getattr(signal, name): remedy for name in deaths if remedy and hasattr(signal, name)}
         _run(agent)
         return agent.values() if is_function else {worker.global_rank: None for worker in agent.workers}
 
@@ -117,8 +122,17 @@ def variables(config: LaunchConfig) -> dict[str, str]:
     Raises:
         ValueError: If the machine has not enough GPUs.
     """
-    settings = {environment.MIXED_PRECISION: config.mixed_precision, environment.USE_CPU: str(int(config.cpu))}
+    settings = {
+        environment.MIXED_PRECISION: config.mixed_precision,
+        environment.USE_CPU: str(int(config.cpu)),
+        environment.USE_TPU: str(int(config.tpu)),
+    }
     processes = config.local_processes()
+    if config.tpu:
+        settings["PJRT_DEVICE"] = config.xla_device_type
+        if config.num_processes == 1:
+            is_tpu = config.xla_device_type == "TPU"
+            settings |= environment.ONE_TPU_CHIP if is_tpu else {"CPU_NUM_DEVICES": "1"}
     if "OMP_NUM_THREADS" not in os.environ and processes > 1:
         # Each rank would otherwise compute with all processors, and they would wait for one another.
         settings["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))

@@ -53,7 +53,8 @@ class SelfTest:
         _expect("what was gathered", gathered, [float(rank) for rank in range(count) for _ in range(rank + 1)])
         _expect("what the main process sent", strategy.broadcast(strategy.rank), 0)
         strategy.barrier()
-        return f"{count} process{'es' * (count > 1)} on {strategy.device.type}"
+        devices = f", {strategy.devices} devices" if strategy.devices > 1 else ""
+        return f"{count} process{'es' * (count > 1)} on {strategy.device.type}{devices}"
 
     def precision(self) -> str:
         """Trains with the chosen precision."""
@@ -99,7 +100,7 @@ class SelfTest:
         )
         torch.manual_seed(args.seed)
         layers = torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1)
-        inputs = torch.randn(8 * _STEPS * self.strategy.world_size, 4)
+        inputs = torch.randn(8 * _STEPS * self.strategy.world_size * self.strategy.devices, 4)
         samples = [{"x": each, "y": each.sum()} for each in inputs]
         return Trainer(torch.nn.Sequential(*layers), args, samples, compute_loss=self._loss)
 

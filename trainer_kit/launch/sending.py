@@ -104,7 +104,7 @@ def _packed(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
         raise TypeError(
             f"{name_of(function)}() cannot be sent to other processes, because {way}, a "
             f"{type(culprit).__module__}.{type(culprit).__qualname__}, cannot be pickled ({error}); make it inside the "
-            "function, or restart the kernel and launch before a GPU is used"
+            "function, or restart the kernel and call notebook_launcher first"
         ) from error
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -16,6 +18,7 @@ import torch
 
 from trainer_kit import environment
 from trainer_kit.precision import Precision
+from trainer_kit.strategies.shapes import ShapeLedger
 from trainer_kit.trees import map_tensors
 
 T = TypeVar("T")
@@ -33,16 +36,28 @@ class Strategy:
         rank: Number of this process among all, from 0.
         local_rank: Number of this process on its machine, from 0.
         world_size: Processes in all.
+        devices: Devices that each of this process's batches is divided over; a batch has so many times
+            `per_device_train_batch_size` samples.
+        static_shapes: Whether each new shape of a batch costs a compilation, so that loaders avoid them.
+        shapes: The shapes of the batches that were fed to the model.
     """
 
     device: torch.device = torch.device("cpu")
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    devices: int = 1
+    static_shapes: bool = False
 
     def __init__(self, precision: Precision | None = None) -> None:
         self.precision = precision
+        self.shapes = ShapeLedger(padded=self.static_shapes)
         self._leaving = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there are no other processes in the run."""
+        return True
 
     @property
     def is_main(self) -> bool:
@@ -87,6 +102,15 @@ class Strategy:
         """
         seed_generators(value)
 
+    def rng_state(self) -> Any:
+        """The state of the device's own generator; None where there is none beside the host's."""
+        return None if self.device.type == "cpu" else torch.get_device_module(self.device).get_rng_state()
+
+    def set_rng_state(self, state: Any) -> None:
+        """Sets it again; one of another kind of device is left out."""
+        if isinstance(state, torch.Tensor) and self.device.type != "cpu":
+            torch.get_device_module(self.device).set_rng_state(state)
+
     def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
         """Moves the model to the device, in place, and returns what the loop calls.
 
@@ -98,8 +122,33 @@ class Strategy:
             raise ValueError(f"{empty} is on the meta device, without a value; make or load the model on a real device")
         return model.to(self.device)
 
+    def recompute_activations(self, model: torch.nn.Module) -> None:
+        """Turns on the model's own activation checkpointing (transformers 5 renamed the method).
+
+        Raises:
+            ValueError: If it has none.
+        """
+        for name in ("activation_checkpointing", "gradient_checkpointing"):
+            if enable := getattr(model, f"{name}_enable", None):
+                keyword, takes = f"{name}_kwargs", inspect.signature(enable).parameters
+                enable(**({keyword: {"use_reentrant": False}} if keyword in takes else {}))
+                return
+        raise ValueError(
+            f"gradient_checkpointing=True, but {type(model).__name__} has no gradient_checkpointing_enable(); use "
+            "torch.utils.checkpoint in its forward"
+        )
+
+    def compile(self, model: torch.nn.Module) -> None:
+        """Has the model compiled by torch.compile when it is called first."""
+        model.compile()
+
     def forget_models(self) -> None:
         """Lets go of all models that were prepared."""
+
+    def empty_cache(self) -> None:
+        """Gives memory that the device keeps for reuse back to it."""
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).empty_cache()
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """The user's own module under what `prepare` returned."""
@@ -110,7 +159,8 @@ class Strategy:
         return iter(windows)
 
     def to_device(self, batch: Any) -> Any:
-        """The batch with its tensors on the device."""
+        """The batch with its tensors on the device; its shapes are recorded."""
+        self.shapes.record(batch)
         return map_tensors(self._move, batch)
 
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -180,6 +230,48 @@ class Strategy:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer for the prepared model; one that was made before `prepare` holds the prepared parameters."""
+        return optimizer
+
+    def prepared_parameters(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters, with those in place of others that `prepare` has replaced."""
+        return list(parameters)
+
+    def operand(self, number: int) -> Any:
+        """A number that a step computes with, in the form in which its value does not change the computation."""
+        return number
+
+    def whole(self, outputs: Any) -> Any:
+        """A model's outputs for the host to read, put together where several devices hold parts of them."""
+        return outputs
+
+    def dispatch(self) -> None:
+        """Lets the device begin with what was recorded so far, where computations are recorded first."""
+
+    def read(self, scalars: Sequence[torch.Tensor], summed: bool = False) -> list[float]:
+        """The values of tensors without dimensions that lie on the device; waits for it once.
+
+        Args:
+            scalars: All of one dtype; as many on all processes where they are to be summed.
+            summed: Sum each over all processes.
+        """
+        if not scalars:
+            return []
+        stacked = torch.stack([*scalars])
+        values: list[float] = (self.all_reduce(stacked) if summed else stacked).tolist()
+        return values
+
+    def compilations(self) -> tuple[int, float]:
+        """How many computations this process has compiled so far, and the seconds that took.
+
+        Here they are those of torch.compile, whose modules are not imported to count nothing.
+        """
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if dynamo is None or not dynamo.counters["stats"]["unique_graphs"]:
+            return 0, 0.0
+        return dynamo.counters["stats"]["unique_graphs"], float(dynamo.calculate_time_spent()["total_wall_time"])
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """The tensor summed ("sum") or its maximum ("max") taken over all processes."""

@@ -12,12 +12,15 @@ from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.single import SingleDevice
 
 
-def choose_strategy(args: TrainingArguments, strategy: Strategy | None = None, **ddp: Any) -> Strategy:
+def choose_strategy(
+    args: TrainingArguments, strategy: Strategy | None = None, *, downcast_bf16: bool = False, **ddp: Any
+) -> Strategy:
     """The strategy for this run: the user's own one, else the one that `args.strategy` and the environment ask for.
 
     Args:
         args: The arguments of the run.
         strategy: The user's own one.
+        downcast_bf16: An argument of `XLA`, where that is chosen.
         ddp: Arguments of `DDP`, where that is chosen.
 
     Raises:
@@ -25,7 +28,7 @@ def choose_strategy(args: TrainingArguments, strategy: Strategy | None = None, *
         ValueError: If a launcher started several processes, but each would train alone.
     """
     if strategy is None:
-        strategy = _by_name(args, ddp)
+        strategy = _by_name(args, downcast_bf16, ddp)
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy={strategy!r} is no Strategy; give an instance such as SingleDevice('cuda:1')")
     if strategy.precision is None:
@@ -33,9 +36,11 @@ def choose_strategy(args: TrainingArguments, strategy: Strategy | None = None, *
     return strategy
 
 
-def _by_name(args: TrainingArguments, ddp: Mapping[str, Any]) -> Strategy:
+def _by_name(args: TrainingArguments, downcast_bf16: bool, ddp: Mapping[str, Any]) -> Strategy:
     place, device = environment.place(), "cpu" if args.use_cpu else None
     name = args.strategy
+    if name == "auto" and not args.use_cpu and environment.xla_device_type() is not None:
+        name = "xla"
     if name == "auto":
         name = "single" if place.world_size == 1 else "multinode" if place.has_several_machines else "ddp"
     # Imported where they are used: torch.distributed takes its time.
@@ -43,6 +48,10 @@ def _by_name(args: TrainingArguments, ddp: Mapping[str, Any]) -> Strategy:
         from trainer_kit.strategies.ddp import DDP
 
         return DDP(device=device, **ddp)
+    if name == "xla":
+        from trainer_kit.strategies.xla import XLA
+
+        return XLA(downcast_bf16=downcast_bf16)
     if name == "multinode":
         from trainer_kit.strategies.multinode import MultiNode
 

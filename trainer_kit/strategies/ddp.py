@@ -6,27 +6,22 @@ import contextlib
 import inspect
 import logging
 import multiprocessing.util
-import pickle
 import socket
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer_kit import environment
 from trainer_kit.precision import Precision
 from trainer_kit.strategies.base import GradientNorms
-from trainer_kit.strategies.heartbeat import LostProcessError
+from trainer_kit.strategies.processes import Processes
 from trainer_kit.strategies.replica import Replica, take_from_main
-from trainer_kit.strategies.session import Session, failed_to_communicate
+from trainer_kit.strategies.session import Session
 from trainer_kit.strategies.single import SingleDevice
 
-T = TypeVar("T")
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters
 # Weights are sent in `prepare`, and buffers after each step. (Some names are newer than the oldest torch that we take.)
 _SENDS_BY_ITSELF: dict[str, Any] = {
@@ -34,12 +29,10 @@ _SENDS_BY_ITSELF: dict[str, Any] = {
     for name in ("init_sync", "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers")
     if name in _PARAMETERS
 }
-# Kept, so that the last ones are not freed by a thread of the group while the process ends: see `shut_down`.
-_recent_numbers: deque[list[torch.Tensor]] = deque(maxlen=8)
 logger = logging.getLogger("trainer_kit")
 
 
-class DDP(SingleDevice):
+class DDP(Processes, SingleDevice):
     """Trains on the processes of one machine that a launcher started; with one process it is a `SingleDevice`.
 
     Gradients are summed over all processes in the backward pass, weights are the main process's at the start, buffers
@@ -91,13 +84,10 @@ class DDP(SingleDevice):
                 raise ValueError(f"{name}={seconds!r} must be a number of seconds above 0")
         if device is None and place.world_size > 1:
             device = _own_gpu(place) if torch.cuda.is_available() else "cpu"
-        super().__init__(device, precision)
+        super().__init__(place, ddp_timeout, heartbeat_timeout, device, precision)
         self.rank, self.local_rank, self.world_size = place.rank, place.local_rank, place.world_size
-        self.place = place
         self.sync_batch_norm = sync_batch_norm
         self.gradient_compression = gradient_compression
-        self.ddp_timeout = ddp_timeout
-        self.heartbeat_timeout = heartbeat_timeout
         self.options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
@@ -106,41 +96,18 @@ class DDP(SingleDevice):
         }
         self._replicas: list[Replica] = []
         self._trained: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Replica]] = weakref.WeakKeyDictionary()
-        self._session: Session | None = None
 
     # The run's beginning and end
 
-    def setup(self) -> None:
-        """Meets the other processes; a process group that the program has made already is used.
-
-        Raises:
-            ValueError: If they cannot meet: nobody answers, a port is in use, processes are missing, or two of them
-                would share a GPU.
-        """
-        super().setup()
-        if self.world_size == 1:
-            return
-        if self._session is not None:
-            self._session.recover()
-            return
-        self._session = Session.join(self.place, self.device, self.ddp_timeout, self.heartbeat_timeout)
+    def _have_met(self) -> None:
         places = self.gather_object(self._whereabouts())
         _check_own_gpus(places)
         self._report(places)
-
-    def teardown(self, error: BaseException | None = None) -> None:
-        super().teardown(error)
-        if self._session is not None:
-            self._session.end_training(error)
 
     def _report(self, places: list[tuple[str, str]]) -> None:
         """Says who runs where; all processes take part."""
         if self.is_main:
             logger.info("%d processes: %s", self.world_size, _listed(places))
-
-    def _named(self, rank: int) -> str:
-        """A process, in an error."""
-        return f"rank {rank}"
 
     def _whereabouts(self) -> tuple[str, str]:
         """The machine of this process and its device, with a GPU's own number."""
@@ -238,125 +205,6 @@ class DDP(SingleDevice):
         trained = {id(known[id(parameter)]) for parameter in own if id(parameter) in known}
         self._trained[optimizer] = [replica for replica in self._replicas if id(replica) in trained]
 
-    # Collectives
-
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        if self.world_size == 1:
-            return tensor
-        tensor = tensor.detach().clone()
-        with self._watched():
-            dist.all_reduce(tensor, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
-        return tensor
-
-    def sum_numbers(self, numbers: Sequence[int]) -> Sequence[int]:
-        if self.world_size == 1:
-            return numbers
-        # Gathered, since gloo takes less than half the time for that than for reducing; on the host, since nobody
-        # shall wait for a GPU.
-        tensor = torch.tensor(numbers, dtype=torch.int64)
-        parts = self._all_gather(tensor)
-        _recent_numbers.append([tensor, *parts])
-        return [sum(column) for column in zip(*(part.tolist() for part in parts), strict=True)]
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.world_size == 1:
-            return tensor
-        tensor = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
-        lengths = [int(part) for part in self._all_gather(torch.tensor([tensor.shape[0]]))]
-        padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
-        padded[: tensor.shape[0]] = tensor
-        # As bytes: not every backend knows every dtype.
-        parts = self._all_gather(padded.reshape(-1).view(torch.uint8))
-        rows = [part.view(tensor.dtype).reshape(padded.shape) for part in parts]
-        return torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
-
-    def gather_object(self, value: T) -> list[T]:
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        with self._watched():
-            dist.all_gather_object(values, value)
-        return values
-
-    def gather_to_main(self, value: T) -> list[T]:
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size if self.is_main else []
-        with self._watched():
-            dist.gather_object(None if self.is_main else value, values or None)
-        return [value, *values[1:]] if self.is_main else []
-
-    def broadcast(self, value: T) -> T:
-        if self.world_size == 1:
-            return value
-        values = [value]
-        with self._watched():
-            dist.broadcast_object_list(values, 0)
-        return values[0]
-
-    def barrier(self) -> None:
-        self.sum_numbers([0])
-
-    def on_main(self, function: Callable[[], T]) -> T:
-        if self.world_size == 1:
-            return function()
-        outcome: tuple[T | None, BaseException | None] = (None, None)
-        if self.is_main:
-            try:
-                outcome = (function(), None)
-                pickle.dumps(outcome[0])
-            except BaseException as error:  # the others must not wait for ever
-                self.broadcast((None, _portable(error)))
-                raise
-        value, raised = self.broadcast(outcome)
-        if raised is not None:
-            raise raised
-        return cast("T", value)
-
-    def check_same(self, facts: Mapping[str, Any]) -> None:
-        if self.world_size == 1:
-            return
-        main, *others = self.gather_object(dict(facts))
-        for rank, other in enumerate(others, start=1):
-            for name in [*main, *other]:
-                ours, theirs = main.get(name, "nothing"), other.get(name, "nothing")
-                if ours != theirs:
-                    raise ValueError(
-                        f"{name} differs: {theirs!r} on {self._named(rank)}, {ours!r} on {self._named(0)}; start every "
-                        "process with the same script, arguments and versions"
-                    )
-
-    @property
-    def leaving(self) -> bool:
-        return self._leaving or (self._session is not None and self._session.heartbeat.leaving)
-
-    def announce_leaving(self) -> None:
-        super().announce_leaving()
-        if self._session is not None:
-            self._session.heartbeat.announce_leaving()
-
-    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        with self._watched():
-            dist.all_gather(parts, tensor)
-        return parts
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Something in which this process may wait for others: where it fails, the error says for whom."""
-        session = self._session
-        if session is None:
-            assert self.world_size == 1, "setup() comes first"
-            yield
-            return
-        session.heartbeat.calls += 1
-        try:
-            yield
-        except RuntimeError as error:
-            if not failed_to_communicate(error):
-                raise
-            raise LostProcessError(session.heartbeat.explain(error)) from error
-
 
 def shut_down() -> None:
     """Leaves the other processes in good order; called by itself when the process ends."""
@@ -401,12 +249,3 @@ def _listed(places: list[tuple[str, str]]) -> str:
         f"({', '.join(dict.fromkeys(places[rank][1] for rank in ranks))})"
         for host, ranks in hosts.items()
     )
-
-
-def _portable(error: BaseException) -> BaseException:
-    """The error itself, or its text where it cannot be sent to another process."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever its __reduce__ does
-        return RuntimeError(f"on rank 0: {type(error).__name__}: {error}")
-    return error

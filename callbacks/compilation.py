@@ -1,0 +1,127 @@
+"""`Compilation`: what the device's compiler does, and a warning where it goes on doing it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainer_kit.callback import Callback
+
+if TYPE_CHECKING:
+    from trainer_kit.run import Run
+
+_LEAST_STEPS = 3
+"""Steps of the warm-up where an epoch has fewer: the first two compile even where all batches are alike."""
+
+_COMPILED_STEPS = 10
+"""Steps that may compile in the warm-up: a few lengths of text take less, a length for each batch takes more."""
+
+
+class _Mark(NamedTuple):
+    """What was compiled, and the newest shape of a batch (None before the first), at some point of the run."""
+
+    compiles: int
+    seconds: float
+    newest: Any
+
+
+class Compilation(Callback):
+    """Counts what is compiled, and warns where a step compiles again after the warm-up.
+
+    Adds to every record, over this process since training began: `xla/compiles` and `xla/compile_seconds`, or
+    `compile/compiles` and `compile/compile_seconds` for `torch.compile`; nothing where nothing is ever compiled.
+
+    The warning comes once, with the shape that caused the compilation and what to change. The warm-up is the first
+    whole epoch of this start, at least 3 steps, and the first evaluation of each dataset. It ends early when 10 steps
+    have compiled (with gradient accumulation, where the same shape is compiled for several places in a step, up to 30).
+    """
+
+    def __init__(self) -> None:
+        self._began = self._mark = _Mark(0, 0.0, None)
+        self._training = self._warned = False
+        self._is_warm = False
+        self._warm_up_steps = self._last_warm_up_epoch = 0
+        self._compiled_steps = self._evaluations = 0
+
+    def on_train_begin(self, run: Run) -> None:
+        state = run.state
+        self._began = self._mark = _measure(run)
+        self._training, self._warned = True, False
+        self._warm_up_steps = state.step + _LEAST_STEPS
+        self._last_warm_up_epoch = state.epoch + (state.position > 0)
+        self._compiled_steps = self._evaluations = 0
+
+    def on_step_begin(self, run: Run) -> None:
+        if self._warned:
+            return
+        state, allowed = run.state, _COMPILED_STEPS * min(3, run.args.gradient_accumulation_steps)
+        is_past = state.step >= self._warm_up_steps and state.epoch > self._last_warm_up_epoch
+        self._is_warm = is_past or self._compiled_steps >= allowed
+        self._mark = _measure(run)
+
+    def on_step_end(self, run: Run) -> None:
+        if self._warned:
+            return
+        now = _measure(run)
+        if now.compiles > self._mark.compiles:
+            self._compiled_steps += 1
+            if self._is_warm:
+                self._warn(run, f"step {run.state.step}", now)
+
+    def on_evaluate_begin(self, run: Run) -> None:
+        self._mark = _measure(run)
+
+    def on_evaluate_end(self, run: Run) -> None:
+        self._evaluations += 1
+        datasets = len(run.eval_dataset) if isinstance(run.eval_dataset, Mapping) else 1
+        now = _measure(run)
+        if now.compiles > self._mark.compiles and self._evaluations > datasets and self._training and not self._warned:
+            self._warn(run, f"the evaluation at step {run.state.step}", now)
+
+    def on_train_end(self, run: Run) -> None:
+        self._training = False
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self._training = False
+
+    def metrics(self, run: Run) -> dict[str, Any]:
+        count, seconds, _ = _measure(run)
+        count, seconds = count - self._began.compiles, seconds - self._began.seconds
+        if not count and not run.strategy.static_shapes:
+            return {}
+        prefix = "xla" if run.strategy.static_shapes else "compile"
+        return {f"{prefix}/compiles": count, f"{prefix}/compile_seconds": seconds}
+
+    def _warn(self, run: Run, what: str, now: _Mark) -> None:
+        self._warned = True
+        shape = now.newest if now.newest is not self._mark.newest else None
+        against = run.strategy.shapes.against_usual(shape) if shape is not None else None
+        cause, change = (
+            _cause_without_shape(run) if against is None else (f"a new shape came, {against[0]}", against[1])
+        )
+        if run.strategy.is_main:
+            seconds = now.seconds - self._mark.seconds
+            warnings.warn(
+                f"{what} compiled again ({seconds:.1f} s) after the warm-up: {cause}. To change it, {change}. This is "
+                "said once; records count what is compiled.",
+                stacklevel=2,
+            )
+
+
+def _measure(run: Run) -> _Mark:
+    return _Mark(*run.strategy.compilations(), run.strategy.shapes.newest)
+
+
+def _cause_without_shape(run: Run) -> tuple[str, str]:
+    """Why something is compiled for a batch of a known shape, and what to change."""
+    if not run.strategy.static_shapes:
+        cause = "no shape was new, so a Python value that the model's code depends on has changed"
+        return cause, "start with TORCH_LOGS=recompiles in the environment, which names that value"
+    cause = (
+        "no shape was new, so a value was read from the device in the middle of it (.item(), float(), print) or a "
+        "Python number in a computation became 0, 1 or -1, which are compiled in"
+    )
+    if run.args.gradient_accumulation_steps > 1:
+        cause += ", or a known shape came at another place in the step's accumulation"
+    return cause, "read values after the step, and keep changing numbers in tensors on the device"

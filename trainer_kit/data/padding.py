@@ -1,0 +1,105 @@
+"""Batches of one size: the last of an epoch is filled up where that leaves the loss as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainer_kit.data.loader import MicroBatch
+from trainer_kit.inspection import Inspection
+from trainer_kit.loss import IGNORED, is_whole, labels_of, samples_of
+from trainer_kit.strategies.base import Strategy
+from trainer_kit.trees import map_tensors
+
+
+class Padding:
+    """Fills up batches on the host, for a strategy that wants static shapes; for others it leaves them as they are.
+
+    Rows are added whose labels are -100. What a batch counts for stays what its own samples count for, so that losses
+    and gradients stay what they are, if the model's own loss is the mean over the labels that count, and no sample's
+    loss depends on others (batch norm). That is looked at once; a batch for which it is not so goes as it is, which
+    costs one more compilation.
+
+    Args:
+        inspection: Knows the model.
+        strategy: Whether shapes are to be static; takes batches to the device.
+        rows: Samples of a full batch.
+        training: Whether the model is in training mode.
+    """
+
+    def __init__(self, inspection: Inspection, strategy: Strategy, rows: int, training: bool = False) -> None:
+        self.rows = rows
+        self._inspection = inspection
+        self._strategy = strategy
+        self._training = training
+
+    def filled(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """The micro-batches, filled up as far as it is not known yet that they cannot be."""
+        return self._filled(micro_batches) if self._strategy.static_shapes else micro_batches
+
+    def _filled(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        for micro in micro_batches:
+            if self.wants(micro.batch):
+                micro.unfilled, micro.batch = micro.batch, pad_rows(micro.batch, self.rows)
+            yield micro
+
+    def wants(self, batch: Any, with_loss: bool = True) -> bool:
+        """Whether to fill up a batch; without a loss there is nothing that could become another."""
+        if not self._strategy.static_shapes or samples_of(batch) >= self.rows:
+            return False
+        if not with_loss:
+            return True
+        labels = labels_of(batch)
+        counted = labels is not None and is_whole(labels) and len(labels) == samples_of(batch)
+        return counted and self._inspection.ignores_filler is not False and not self._normalizes()
+
+    def settled(self, batch: Any, unfilled: Any) -> Any:
+        """The batch to go on with: as it was filled up, or as it was before.
+
+        Args:
+            batch: Filled up, on the device.
+            unfilled: As it was before, on the host; None if it was full.
+        """
+        if unfilled is None:
+            return batch
+        if self._inspection.ignores_filler is None:
+            self._inspection.filler(pad_rows(unfilled, self.rows))
+        exact = self._inspection.ignores_filler and not self._normalizes()
+        return batch if exact else self._strategy.to_device(unfilled)
+
+    def _normalizes(self) -> bool:
+        """Whether a layer takes its statistics from the batch (`wants` may see the model during an evaluation)."""
+        modules = self._inspection.loss.module.modules()
+        return self._training and any(isinstance(module, _BatchNorm) and module.training for module in modules)
+
+
+def pad_rows(batch: Any, rows: int) -> Any:
+    """A batch filled up to `rows` samples with copies of its last one, whose labels are -100 if they are whole numbers.
+
+    Tensors whose first dimension is another than that of the samples stay as they are.
+    """
+    samples = samples_of(batch)
+
+    def longer(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim == 0 or len(tensor) != samples:
+            return tensor
+        return torch.cat([tensor, tensor[-1:].expand(rows - samples, *tensor.shape[1:])])
+
+    padded = map_tensors(longer, batch)
+    labels = labels_of(padded)
+    if labels is not None and is_whole(labels):
+        labels[samples:] = IGNORED
+    return padded
+
+
+def trim_rows(outputs: Any, rows: int, samples: int) -> Any:
+    """What a model gave for the first `samples` of a batch of `rows`: several rows a sample are cut likewise."""
+
+    def shorter(tensor: torch.Tensor) -> torch.Tensor:
+        by_rows = tensor.ndim > 0 and len(tensor) % rows == 0
+        return tensor[: len(tensor) // rows * samples] if by_rows else tensor
+
+    return map_tensors(shorter, outputs)

@@ -1,0 +1,269 @@
+"""The shapes of the batches that a run feeds to its model: each new one costs a compilation on a TPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+TRAINING, EVALUATION = "training", "evaluation"
+
+_MOST = 1000
+"""Shapes that are kept: where each batch has one of its own (boxes of each image), memory stays flat."""
+
+_LISTED = 4
+"""Sizes and columns that a sentence names one by one."""
+
+_SHORTEST = 32
+"""Texts are padded to at least so much."""
+
+
+@dataclasses.dataclass(slots=True)
+class BatchShape:
+    """The shapes of a batch's tensors, and how often such a batch came.
+
+    Attributes:
+        kind: "training" where gradients were on when the batch came, else "evaluation".
+        columns: Shape and dtype by name; tensors in nested dicts and tuples are called "inputs.pixels" or "0".
+        first: Number of the first such batch among all batches, from 1.
+        count: How many of them came.
+    """
+
+    kind: str
+    columns: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    first: int
+    count: int = 0
+
+
+class ShapeLedger:
+    """Which shapes were fed to the model, and how often.
+
+    Args:
+        padded: The loaders pad batches by themselves, as those of a strategy with static shapes do.
+
+    Attributes:
+        batches: Batches that came.
+        newest: The shape that came first last.
+        complete: Whether all shapes are kept; beyond 1,000 different ones the rest is left out.
+    """
+
+    def __init__(self, padded: bool = False) -> None:
+        self.padded = padded
+        self.batches = 0
+        self.newest: BatchShape | None = None
+        self.complete = True
+        self._shapes: dict[tuple[bool, Any], BatchShape] = {}
+
+    def __len__(self) -> int:
+        """How many different shapes came, those of training and those of evaluation."""
+        return len(self._shapes)
+
+    def record(self, batch: Any) -> None:
+        """Counts the shapes of a batch."""
+        self.batches += 1
+        key = (torch.is_grad_enabled(), _signature(batch))
+        shape = self._shapes.get(key)
+        if shape is None:
+            columns = {name: (tuple(each.shape), each.dtype) for name, each in _named_tensors(batch)}
+            shape = self.newest = BatchShape(TRAINING if key[0] else EVALUATION, columns, self.batches)
+            if len(self._shapes) < _MOST:
+                self._shapes[key] = shape
+            else:
+                self.complete = False
+        shape.count += 1
+
+    def of(self, kind: str) -> list[BatchShape]:
+        """The shapes of "training" or of "evaluation", in the order in which they came first."""
+        return [shape for shape in self._shapes.values() if shape.kind == kind]
+
+    @property
+    def graphs(self) -> int:
+        """About how many graphs a TPU would compile for the shapes that came.
+
+        One for each, and the first one of training twice: the optimizer's state comes into being in step 1. Gradient
+        accumulation, which is not known here, makes up to three for each shape of training: a step's first
+        micro-batch, those in the middle and its last.
+        """
+        return _graphs(len(self.of(TRAINING)), len(self.of(EVALUATION)))
+
+    def advice(self) -> str:
+        """How many graphs a TPU would compile for these batches, what varies in them and what to change."""
+        if not self.batches:
+            return "no batch came yet; train or evaluate first, a few steps tell enough"
+        training, evaluation = self.of(TRAINING), self.of(EVALUATION)
+        sentences = [self._summary(len(training), len(evaluation))]
+        for kind, shapes in ((TRAINING, training), (EVALUATION, evaluation)):
+            if len(shapes) > 1:
+                sentences.append(f"in {kind} {differences(shapes)}: {remedy(shapes)}")
+        if len(sentences) == 1:
+            sentences.append("no shape varies, and nothing is to be changed")
+        elif not self.padded and (left := _graphs(_padded_shapes(training), _padded_shapes(evaluation))) < self.graphs:
+            sentences.append(
+                "under strategy='xla' the loaders do by themselves what leaves the results as they are: they fill up "
+                "batches that are not full, and pad what a tokenizer pads to powers of two, unless pad_to_lengths or "
+                f"pad_to_multiple_of is set; that would leave about {left}"
+            )
+        return ". ".join(sentence[0].upper() + sentence[1:] for sentence in sentences) + "."
+
+    def against_usual(self, shape: BatchShape) -> tuple[str, str] | None:
+        """How a shape differs from the most frequent one of its kind, and what to change; None where it is alone."""
+        others = [each for each in self.of(shape.kind) if each is not shape]
+        if not others:
+            return None
+        usual = max(others, key=lambda each: each.count)
+        return _contrast(shape, usual), remedy([usual, shape])
+
+    def _summary(self, training: int, evaluation: int) -> str:
+        known = "" if self.complete else "more than "
+        twice = ", and the first of training twice" if training else ""
+        return (
+            f"batches came in {known}{_counted(training, 'shape')} in training and {evaluation} in evaluation, for "
+            f"which, as they are, a TPU would compile {known or 'about '}{_counted(self.graphs, 'graph')} (one for "
+            f"each{twice}; gradient accumulation adds to them)"
+        )
+
+
+def differences(shapes: list[BatchShape]) -> str:
+    """What varies between shapes: "the number of rows of x and y varies (32 in 7 batches, 26 in 1)"."""
+    parts = []
+    for (dimension, _), (columns, sizes) in _varying(shapes).items():
+        what = "the number of rows" if dimension == 0 else f"dimension {dimension}"
+        parts.append(f"{what} of {_listed(columns)} varies ({_sizes(sizes)})")
+    if changing := _changing(shapes):
+        parts.append(f"{_listed(changing)} {'is' if len(changing) == 1 else 'are'} not of the same kind in all batches")
+    return "; ".join(parts)
+
+
+def remedy(shapes: list[BatchShape]) -> str:
+    """What to change so that `shapes`, all of one kind, become fewer."""
+    varying = _varying(shapes)
+    parts = []
+    if any(dimension == 0 for dimension, _ in varying):
+        drop = "set dataloader_drop_last=True, which leaves out the batch that is not full"
+        divide = "take a per_device_eval_batch_size that divides the number of samples"
+        parts.append(drop if shapes[0].kind == TRAINING else divide)
+    lengths = {size for (dimension, _), (_, sizes) in varying.items() if dimension > 0 for size in sizes}
+    if lengths:
+        few = sorted({_power_of_two(size) for size in lengths})[-_LISTED:]
+        parts.append(
+            f"pad to few sizes, with a tokenizer by pad_to_lengths={few} or pad_to_multiple_of={few[-1]}, else in the "
+            "data_collator"
+        )
+    if _changing(shapes):
+        parts.append("give all batches the same columns, with the same dtype and number of dimensions")
+    return "; ".join(parts)
+
+
+def _signature(tree: Any) -> Any:
+    """What tells one shape from another, made for each batch: the nesting with each tensor's shape and dtype."""
+    if isinstance(tree, torch.Tensor):
+        return tree.shape, tree.dtype
+    if isinstance(tree, Mapping):
+        return tuple([(name, _signature(value)) for name, value in tree.items()])
+    if isinstance(tree, (list, tuple)):
+        return tuple([_signature(value) for value in tree])
+    return None
+
+
+def _named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        yield name or "the batch", tree
+    elif isinstance(tree, (Mapping, list, tuple)):
+        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from _named_tensors(value, f"{name}.{key}" if name else str(key))
+
+
+def _graphs(training: int, evaluation: int) -> int:
+    return training + (training > 0) + evaluation
+
+
+def _padded_shapes(shapes: list[BatchShape]) -> int:
+    """How many are left where rows are filled up to the most, and other sizes that vary to powers of two."""
+    sizes_of = {
+        (name, dimension): sizes for (dimension, _), (columns, sizes) in _varying(shapes).items() for name in columns
+    }
+
+    def padded(name: str, dimension: int, size: int) -> int:
+        sizes = sizes_of.get((name, dimension), {size: 1})
+        return max(sizes) if dimension == 0 else size if len(sizes) == 1 else _power_of_two(size)
+
+    return len(
+        {
+            tuple(
+                (name, dtype, tuple(padded(name, dimension, size) for dimension, size in enumerate(sizes)))
+                for name, (sizes, dtype) in shape.columns.items()
+            )
+            for shape in shapes
+        }
+    )
+
+
+def _varying(shapes: list[BatchShape]) -> dict[tuple[int, Any], tuple[list[str], Counter[int]]]:
+    """Dimensions of which there are several sizes, with columns that have the same together, and how often each came.
+
+    By number of the dimension and what tells the groups apart.
+    """
+    sizes_of: dict[tuple[int, int, str], Counter[int]] = {}  # a column with other dimensions is not compared
+    for shape in shapes:
+        for name, (sizes, _) in shape.columns.items():
+            for dimension, size in enumerate(sizes):
+                sizes_of.setdefault((dimension, len(sizes), name), Counter())[size] += shape.count
+    groups: dict[tuple[int, Any], tuple[list[str], Counter[int]]] = {}
+    for (dimension, _, name), counts in sorted(sizes_of.items(), key=lambda item: item[0][0]):
+        if len(counts) > 1:
+            groups.setdefault((dimension, frozenset(counts.items())), ([], counts))[0].append(name)
+    return groups
+
+
+def _changing(shapes: list[BatchShape]) -> list[str]:
+    """Columns that are not in all batches, or whose dtype or number of dimensions changes."""
+    kinds: dict[str, Counter[Any]] = {}
+    for shape in shapes:
+        for name, (sizes, dtype) in shape.columns.items():
+            kinds.setdefault(name, Counter())[len(sizes), dtype] += 1
+    return [name for name, each in kinds.items() if len(each) > 1 or each.total() < len(shapes)]
+
+
+def _contrast(shape: BatchShape, usual: BatchShape) -> str:
+    """How a shape differs from the usual one: "x is [26, 4] instead of [32, 4]"."""
+    parts: dict[str, list[str]] = {}
+    for name, (sizes, dtype) in shape.columns.items():
+        if name not in usual.columns:
+            parts.setdefault("here and mostly not", []).append(name)
+            continue
+        before, dtype_before = usual.columns[name]
+        if sizes != before:
+            parts.setdefault(f"{[*sizes]} instead of {[*before]}", []).append(name)
+        if dtype != dtype_before:
+            parts.setdefault(f"{dtype} instead of {dtype_before}", []).append(name)
+    if missing := [name for name in usual.columns if name not in shape.columns]:
+        parts["missing"] = missing
+    return ", ".join(f"{_listed(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in parts.items())
+
+
+def _sizes(sizes: Counter[int]) -> str:
+    """Few sizes one by one with their numbers of batches, the most frequent first; of many the range."""
+    if len(sizes) > _LISTED:
+        return f"{len(sizes)} sizes from {min(sizes)} to {max(sizes)}"
+    (first, count), *rest = sizes.most_common()
+    return ", ".join([f"{first} in {_counted(count, 'batch')}", *(f"{size} in {times}" for size, times in rest)])
+
+
+def _listed(names: Iterable[str]) -> str:
+    *most, last = names
+    if len(most) >= _LISTED:
+        most, last = most[: _LISTED - 1], f"{len(most) - _LISTED + 2} more"
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _counted(number: int, noun: str) -> str:
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{plural if number != 1 else ''}"
+
+
+def _power_of_two(size: int) -> int:
+    """The length that the loaders pad to where shapes are static."""
+    return max(_SHORTEST, 1 << max(size - 1, 0).bit_length())

@@ -1,0 +1,460 @@
+"""TPUs and other devices that PyTorch/XLA compiles for: one process a host drives all of its devices by SPMD."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import math
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from trainer_kit import environment
+from trainer_kit.precision import Precision
+from trainer_kit.strategies.base import GIB, GradientNorms
+from trainer_kit.strategies.processes import Processes
+from trainer_kit.trees import map_tensors, tensors
+
+T = TypeVar("T")
+logger = logging.getLogger("trainer_kit")
+
+BATCH_AXES = ("data", "fsdp")
+"""Axes of a mesh over which batches are divided."""
+
+_SMALLEST = 3e-16
+"""What changes 1 when it is subtracted."""
+
+_HOST_TIMEOUT = 1800.0
+_HOST_PATIENCE = 60.0
+
+NOT_REPORTED = "not reported by this device"
+
+
+class XLA(Processes):
+    """Trains on all XLA devices, as one program over a mesh of them (SPMD).
+
+    Computations are recorded and compiled for each new shape of a batch; the loop hands over one graph a micro-batch.
+    A batch has `per_device_train_batch_size` samples for each device, and each device computes its share.
+
+    On several hosts (a TPU pod) each runs the same script in one process. All hosts read whole batches and go through
+    the same steps, each sends its devices their share, and host 0 alone writes: to the loop they are one process.
+
+    Args:
+        mesh: Devices by axis, for example {"data": 2, "fsdp": 4}, or a `torch_xla.distributed.spmd.Mesh`. Batches are
+            divided over its axes "data" and "fsdp". None: all devices on one axis.
+        fsdp: Parameters and optimizer are divided over the axis "fsdp" too
+            (`torch_xla.experimental.spmd_fully_sharded_data_parallel`), which saves memory.
+        downcast_bf16: The model and its batches are cast: float32 to bfloat16, float64 to float32. Losses and metrics
+            are reported in float32.
+        precision: See `Strategy`.
+
+    Raises:
+        ValueError: If the mesh has no axis to divide batches over.
+    """
+
+    static_shapes = True
+    device = torch.device("xla")
+
+    def __init__(
+        self,
+        *,
+        mesh: Any = None,
+        fsdp: bool = False,
+        downcast_bf16: bool = False,
+        precision: Precision | None = None,
+    ) -> None:
+        super().__init__(environment.place(), _HOST_TIMEOUT, _HOST_PATIENCE, precision)
+        self.mesh = mesh
+        self.fsdp = fsdp
+        self.downcast_bf16 = downcast_bf16
+        axes = tuple(mesh) if isinstance(mesh, Mapping) else getattr(mesh, "axis_names", ("data", "fsdp"))
+        needed = ("fsdp",) if fsdp else BATCH_AXES
+        if not set(needed) & set(axes or ()):
+            raise ValueError(f"mesh={mesh!r} has no axis {' or '.join(map(repr, needed))}; name one so")
+        self._moved: Any = WeakIdKeyDictionary()  # parameters by what they were on the host, while somebody keeps that
+        self._specs: dict[int, Any] = {}
+
+    def setup(self) -> None:
+        """Takes the devices.
+
+        Raises:
+            ImportError: If torch_xla is missing, or of another version than torch.
+            ValueError: If other processes were started for the same devices, or the mesh does not fit the devices.
+        """
+        environment.check_drives_machine_alone()
+        torch_xla, runtime = _torch_xla()
+        if runtime.world_size() > 1:
+            raise ValueError(
+                f"torch_xla.launch started {runtime.world_size()} replicas, each of which would train by itself; call "
+                "the function without it: one process uses all devices"
+            )
+        if runtime.device_type() == "TPU" and runtime.process_count() != self.place.world_size:
+            raise ValueError(
+                f"the TPU has {runtime.process_count()} hosts, but this process knows of {self.place.world_size}; "
+                "start all with `trainer-kit launch --tpu --num-nodes … --node-rank … --master-addr …`"
+            )
+        count = runtime.global_runtime_device_count()
+        if count > 1 and not runtime.is_spmd():
+            runtime.use_spmd()
+        self.device = torch_xla.device()
+        if count > 1:
+            self.mesh = _mesh(self.mesh, count, self.fsdp)
+            self.devices = math.prod(size for name, size in self.mesh.shape().items() if name in BATCH_AXES)
+        else:
+            self.mesh = None
+        super().setup()
+        self.set_rng_state(self.broadcast(torch.initial_seed()))  # as torch.manual_seed gives it to other devices
+        if self.precision is not None and self.precision.mode == "fp16":
+            warnings.warn(
+                "mixed_precision='fp16' on XLA: 'bf16' is recommended, which TPUs compute in and whose gradients need "
+                "no scaling",
+                stacklevel=4,
+            )
+        kind = runtime.device_type()
+        logger.info("%d XLA device%s (%s)", count, "s" * (count > 1), kind)
+
+    def seed(self, value: int) -> None:
+        super().seed(value)
+        self.set_rng_state(value)
+
+    def rng_state(self) -> int:
+        state: int = _module("torch_xla.core.xla_model").get_rng_state(str(self.device))
+        return state
+
+    def set_rng_state(self, state: Any) -> None:
+        if isinstance(state, int):
+            _module("torch_xla.core.xla_model").set_rng_state(state, str(self.device))
+
+    # Hosts
+
+    @property
+    def is_main(self) -> bool:
+        return self.place.rank == 0
+
+    @property
+    def leaving(self) -> bool:
+        # Several hosts run in lockstep: none may break off alone. The loop agrees on it after the step.
+        return self.is_alone and super().leaving
+
+    def sum_numbers(self, numbers: Sequence[int]) -> Sequence[int]:
+        # Counts are the same on all hosts; a request may be one host's.
+        return numbers if self.is_alone else [max(column) for column in zip(*self._gathered([*numbers]), strict=True)]
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        return tensor  # what is computed is of all devices
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, whole on each device: reading one that is divided would be compiled anew each time."""
+        if self.mesh is None or tensor.ndim == 0:
+            return tensor
+        whole = torch.stack([tensor.detach()])[0]  # a tensor of its own: this one keeps how it is divided
+        _module("torch_xla.distributed.spmd").mark_sharding(whole, self.mesh, (None,) * whole.ndim)
+        return whole
+
+    def gather_object(self, value: T) -> list[T]:
+        return [value]
+
+    def gather_to_main(self, value: T) -> list[T]:
+        return [value]
+
+    # Model and optimizer
+
+    def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
+        names = _names_by_parameter(model)
+        if self.downcast_bf16:
+            model = _downcast_module(model)
+        super().prepare(model)
+        _let_transformers_trace()
+        _tie_again(model, names.values())
+        now = dict(model.named_parameters())
+        for old, same in names.items():
+            if old is not now[same[0]]:
+                self._moved[old] = now[same[0]]
+        if not self.fsdp or self.mesh is None:
+            return model
+        fully_sharded = _module("torch_xla.experimental.spmd_fully_sharded_data_parallel")
+        wrapped: torch.nn.Module = fully_sharded.SpmdFullyShardedDataParallel(
+            model, mesh=self.mesh, shard_output=lambda output, mesh: map_tensors(self._annotated, output)
+        )
+        model._backward_hooks.popitem()  # its barrier takes only tuples of tensors, and warns of other outputs
+        return wrapped
+
+    def recompute_activations(self, model: torch.nn.Module) -> None:
+        super().recompute_activations(model)
+        # torch's own function knows no generator of XLA, and the compiler would find the recomputation needless.
+        recompute = _module("torch_xla.utils.checkpoint").checkpoint
+        for module in model.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):  # of transformers
+                module._gradient_checkpointing_func = recompute
+
+    def compile(self, model: torch.nn.Module) -> None:
+        logger.warning("torch_compile=True has no effect on XLA, which compiles everything by itself")
+
+    def forget_models(self) -> None:
+        self._moved.clear()
+
+    def empty_cache(self) -> None:
+        """There is none."""
+
+    def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        return getattr(model, "_orig_module", model)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        if isinstance(optimizer, torch.optim.Adafactor):
+            warnings.warn(
+                "Adafactor reads the norm of each parameter in every step, for which XLA has to wait; "
+                "optim='adamw_torch' and 'sgd' do not",
+                stacklevel=3,
+            )
+        for group in optimizer.param_groups:
+            group["params"] = self.prepared_parameters(group["params"])
+        for parameter in [each for each in optimizer.state if each in self._moved]:
+            optimizer.state[self._moved[parameter]] = optimizer.state.pop(parameter)
+        self._place_state(optimizer)
+        optimizer.register_load_state_dict_post_hook(self._place_state)
+        return optimizer
+
+    def prepared_parameters(self, parameters: Iterable[Any]) -> list[torch.Tensor]:
+        return [self._moved.get(parameter, parameter) for parameter in parameters]
+
+    def _place_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Brings an optimizer's state to where a step expects it, divided as its parameter is."""
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items():
+                if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or name == "step":
+                    continue
+                state[name] = value = value.to(self.device)
+                if self.fsdp and self.mesh is not None and value.ndim:
+                    sharding = _module("torch_xla.distributed.spmd")
+                    sharding.mark_sharding(value, self.mesh, _longest_dimension(value))
+        self.dispatch()
+
+    # Step
+
+    def prepare_loader(self, windows: Iterable[Any]) -> Iterator[Any]:
+        """Sends each batch while the one before it is worked on."""
+        waiting: Any = None
+        for item in windows:
+            item.batch = self._sent(item.batch)
+            if waiting is not None:
+                yield waiting
+            waiting = item
+        if waiting is not None:
+            yield waiting
+
+    def to_device(self, batch: Any) -> Any:
+        self.shapes.record(batch)
+        return self._sent(batch)
+
+    def _sent(self, batch: Any) -> Any:
+        """The batch with its tensors on the devices: those that are divided alike are sent together."""
+        waiting: dict[int, tuple[Any, list[torch.Tensor]]] = {}
+        for tensor in tensors(batch):
+            if tensor.device.type != "xla":
+                sharding = self._sharding(tensor)
+                waiting.setdefault(id(sharding), (sharding, []))[1].append(tensor)
+        if not waiting:
+            return batch
+        xla_model = _module("torch_xla.core.xla_model")
+        moved: dict[int, torch.Tensor] = {}
+        for sharding, group in waiting.values():
+            sent = xla_model.send_cpu_data_to_device([self._cast(each) for each in group], self.device, sharding)
+            moved |= {id(tensor): there for tensor, there in zip(group, sent, strict=True)}
+        return map_tensors(lambda tensor: moved.get(id(tensor), tensor), batch)
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(_DOWNCAST.get(tensor.dtype, tensor.dtype)) if self.downcast_bf16 else tensor
+
+    def _sharding(self, tensor: torch.Tensor) -> Any:
+        """How a tensor of a batch is divided: along its samples; whole on each device where these do not divide."""
+        if self.mesh is None or tensor.ndim == 0 or tensor.shape[0] % self.devices:
+            return None
+        if tensor.ndim not in self._specs:
+            sharding = _module("torch_xla.distributed.spmd")
+            self._specs[tensor.ndim] = sharding.ShardingSpec(self.mesh, _along_samples(self.mesh, tensor.ndim))
+        return self._specs[tensor.ndim]
+
+    def _annotated(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Tells the compiler that an output is divided along its samples."""
+        if self._sharding(tensor) is not None:
+            sharding = _module("torch_xla.distributed.spmd")
+            sharding.mark_sharding(tensor, self.mesh, _along_samples(self.mesh, tensor.ndim))
+        return tensor
+
+    def operand(self, number: Any) -> Any:
+        """A number in a tensor that is sent; a Python number of 0 or 1 would be a constant of another graph."""
+        if isinstance(number, torch.Tensor):
+            return number
+        moved: torch.Tensor = self._sent(torch.tensor(number))
+        return moved
+
+    @contextlib.contextmanager
+    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        yield
+        self.dispatch()
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        nonfinite: str = "ignore",
+    ) -> GradientNorms | None:
+        with _rates_that_vary(optimizer):
+            return super().step(optimizer, max_norm, max_value, nonfinite)
+
+    def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Frees the gradients, then lets the device begin: so they are no results of the step that it would keep."""
+        super().clear_gradients(optimizer)
+        self.dispatch()
+
+    def whole(self, outputs: Any) -> Any:
+        return map_tensors(self._undivided, outputs) if self.mesh is not None else outputs
+
+    def _undivided(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Lets the graph itself put an output together; reading a divided one compiles a computation each time."""
+        _module("torch_xla.distributed.spmd").mark_sharding(tensor, self.mesh, (None,) * tensor.ndim)
+        return tensor
+
+    def dispatch(self) -> None:
+        state = self.rng_state()
+        _module("torch_xla").sync()
+        self.set_rng_state(state)  # it changes that, so that random numbers would depend on how often it is called
+
+    def read(self, scalars: Sequence[torch.Tensor], summed: bool = False) -> list[float]:
+        # One by one: stacking them would be one more graph for each number of them.
+        return [scalar.item() for scalar in scalars]
+
+    # Figures
+
+    def compilations(self) -> tuple[int, float]:
+        data = _module("torch_xla.debug.metrics").metric_data("CompileTime")
+        return (data[0], data[1] / 1e9) if data is not None else (0, 0.0)
+
+    def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        # Parameters themselves: on XLA only the objects tell which are tied.
+        return self.unwrap(model).state_dict(keep_vars=True)
+
+    def memory(self) -> dict[str, Any]:
+        """`memory_gib` in use on the first device now and `peak_memory_gib`, as far as the device reports them."""
+        try:
+            info = _module("torch_xla.core.xla_model").get_memory_info(self.device)
+        except RuntimeError:
+            return {"memory_gib": NOT_REPORTED, "peak_memory_gib": NOT_REPORTED}
+        return {"memory_gib": info["bytes_used"] / GIB, "peak_memory_gib": info["peak_bytes_used"] / GIB}
+
+
+_DOWNCAST = {torch.float32: torch.bfloat16, torch.float64: torch.float32}
+
+
+@contextlib.contextmanager
+def _rates_that_vary(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Keeps the numbers of a step from being 0 or 1, which XLA takes for constants: each would be a graph of its own.
+
+    What AdamW computes with is 1 - lr * weight_decay, so the least rate depends on the weight decay. With it a weight
+    changes by less than 1e-11, with a rate next to 1 by what is rounded away.
+    """
+    before = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        rate = max(float(group["lr"]), 1e-30, _SMALLEST / (group.get("weight_decay") or 1e14))
+        group["lr"] = math.nextafter(rate, 2.0) if rate == 1.0 else rate
+    try:
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, before, strict=True):
+            group["lr"] = rate
+
+
+def _let_transformers_trace() -> None:
+    """Tells transformers that what happens to XLA's tensors is traced.
+
+    In other cases its models read in each forward pass whether the mask of a batch leaves anything out, for which the
+    loop would wait for the device, and go another way where it does not, which would be a graph of its own.
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    known = getattr(masking, "is_tracing", None)
+    if known is None or hasattr(known, "of_xla"):
+        return
+
+    def is_tracing(tensor: Any = None) -> bool:
+        return known(tensor) or (isinstance(tensor, torch.Tensor) and tensor.device.type == "xla")
+
+    is_tracing.of_xla = True  # type: ignore[attr-defined]
+    masking.is_tracing = is_tracing
+
+
+def _torch_xla() -> tuple[Any, Any]:
+    handlers = [*logging.root.handlers]
+    try:
+        return _module("torch_xla"), _module("torch_xla.runtime")
+    except ImportError as error:
+        raise ImportError(
+            f"strategy='xla' needs torch_xla ({error}); install the version that goes with torch "
+            f"{torch.__version__}: pip install 'trainer_kit[xla]'"
+        ) from error
+    finally:
+        logging.root.handlers[:] = handlers  # its import sets up the program's logging, which is not its matter
+
+
+def seed_devices(value: int) -> None:
+    """Seeds the generator of the devices, which torch.manual_seed does not reach, if this process has taken them."""
+    if _module("torch_xla")._XLAC._xla_runtime_is_initialized():
+        _module("torch_xla").manual_seed(value)
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def _mesh(mesh: Any, count: int, fsdp: bool) -> Any:
+    """The mesh of all devices.
+
+    Raises:
+        ValueError: If it has another number of devices.
+    """
+    sharding = _module("torch_xla.distributed.spmd")
+    if mesh is None:
+        mesh = {"fsdp" if fsdp else "data": count}
+    if isinstance(mesh, Mapping):
+        if math.prod(mesh.values()) != count:
+            raise ValueError(f"mesh={dict(mesh)} is for {math.prod(mesh.values())} devices, but there are {count}")
+        mesh = sharding.Mesh(list(range(count)), tuple(mesh.values()), tuple(mesh))
+    return mesh
+
+
+def _along_samples(mesh: Any, dimensions: int) -> tuple[Any, ...]:
+    axes = tuple(name for name in mesh.axis_names if name in BATCH_AXES)
+    return (axes if len(axes) > 1 else axes[0], *[None] * (dimensions - 1))
+
+
+def _longest_dimension(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """As FSDPv2 divides a parameter."""
+    longest = tensor.shape.index(max(tensor.shape))
+    return tuple("fsdp" if dimension == longest else None for dimension in range(tensor.ndim))
+
+
+def _names_by_parameter(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
+    """All names of each parameter; tied ones have several."""
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def _tie_again(model: torch.nn.Module, groups: Iterable[list[str]]) -> None:
+    """Makes parameters one again that were moved one by one."""
+    for first, *others in groups:
+        parameter = model.get_parameter(first)
+        for name in others:
+            place, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(place), attribute, parameter)
+
+
+def _downcast_module(model: torch.nn.Module) -> torch.nn.Module:
+    casted: torch.nn.Module = model._apply(lambda tensor: tensor.to(_DOWNCAST.get(tensor.dtype, tensor.dtype)))
+    return casted
