@@ -64,9 +64,7 @@ def on_cpu(function: Callable[..., Any], *args: Any, timeout: float = 240) -> An
 
 def try_on_xla(devices: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> Ended:
     """The same as `on_xla`, for functions that raise or die."""
-    return _forked(
-        {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices), "XLA_FLAGS": QUICK}, function, args, timeout
-    )
+    return _forked({"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices), "XLA_FLAGS": QUICK}, function, args, timeout)
 
 
 def _value(ended: Ended) -> Any:

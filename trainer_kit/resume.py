@@ -157,6 +157,7 @@ class Checkpoints:
             max_shard_size=args.max_shard_size,
             world_size=run.strategy.world_size,
             extra=lambda folder: save_pretrained_files(run.model, run.processing_class, folder),
+            to_host=run.strategy.to_host,
         )
         committed = [each for each in self.committed if each != directory]
         protect = {each for each in (self.resumed_from, self.best) if each is not None}

@@ -599,7 +599,8 @@ class Trainer:
             run.strategy.setup()
         state = run.strategy.model_state(run.model if self._loss is None else self._loss.model)
         folder, size = Path(output_dir or self.args.output_dir), max_shard_size or self.args.max_shard_size
-        run.strategy.on_main(lambda: save_model_folder(folder, state, run.model, run.processing_class, size))
+        to_host = run.strategy.to_host
+        run.strategy.on_main(lambda: save_model_folder(folder, state, run.model, run.processing_class, size, to_host))
 
     def _save(self) -> None:
         run = self.run

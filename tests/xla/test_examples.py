@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
-from on_xla import try_on_xla
+from nbclient import NotebookClient
+from on_xla import QUICK, try_on_xla
 
-pytestmark = [pytest.mark.scenario, pytest.mark.slow]
+pytestmark = pytest.mark.scenario
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_tpu(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_script(tmp_path: Path) -> None:
     def run() -> dict[str, Any]:
         sys.path.insert(0, str(ROOT / "examples"))
         import tpu
@@ -33,3 +37,24 @@ def test_tpu(tmp_path: Path) -> None:
         assert figures["graphs"] <= 6  # steps 1 and 2, the last batch of an epoch, evaluation, a look at the loss, test
         assert f"{figures['graphs']} graphs for 2 devices were compiled in " in ended.output
     assert ended.output.count("Batches came in ") == 2
+
+
+def test_the_notebook(tmp_path: Path) -> None:
+    notebook = nbformat.read(ROOT / "examples" / "tpu_notebook.ipynb", as_version=4)
+    variables = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}  # see ipykernel
+    variables |= {"PYTHONPATH": str(ROOT), "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "XLA_FLAGS": QUICK}
+    client = NotebookClient(
+        notebook, timeout=180, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute(env=variables)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    installed, *_, launched, last = ["".join(output.text for output in cell.outputs) for cell in cells]
+    assert installed == ""  # all is there
+    assert "Launching training on 2 CPU devices.\n" in launched
+    assert "\n4 graphs for 2 devices were compiled in " in launched  # steps 1 and 2, a look at the loss, evaluation
+    assert "Warning" not in launched
+    [score] = [line for line in launched.splitlines() if line.endswith("of the digits are read right")]
+    assert score.startswith("after 376 steps ")
+    assert float(score.split()[3].rstrip("%")) > 96
+    read, truth = (line.partition(":")[2].split() for line in last.splitlines())
+    assert sum(ours == theirs for ours, theirs in zip(read, truth, strict=True)) >= 10  # by the trained weights

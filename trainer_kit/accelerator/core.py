@@ -347,7 +347,7 @@ class Accelerator(Tracking):
         if not self.is_main_process:
             return
         if safe_serialization:
-            save_tensors(obj, path.parent, path.stem)
+            save_tensors(obj, path.parent, path.stem, to_host=self.strategy.to_host)
             return
         temporary = path.with_name(f".{path.name}.tmp")
         try:
@@ -376,7 +376,8 @@ class Accelerator(Tracking):
         """
         _refuse_pickles(safe_serialization)
         state, module = self.get_state_dict(model), self.strategy.unwrap(model)
-        self.strategy.on_main(lambda: save_model_folder(Path(save_directory), state, module, None, max_shard_size))
+        folder, to_host = Path(save_directory), self.strategy.to_host
+        self.strategy.on_main(lambda: save_model_folder(folder, state, module, None, max_shard_size, to_host))
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
         """Commits a checkpoint of everything that was prepared or registered; all processes take part.

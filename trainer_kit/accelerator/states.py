@@ -180,7 +180,7 @@ class States:
 
         def write_more(staging: Path) -> None:
             for name, state in list(_numbered("model", models))[1:]:
-                save_tensors(state, staging, name)
+                save_tensors(state, staging, name, to_host=self.strategy.to_host)
             if models:
                 save_pretrained_files(self.strategy.unwrap(self.prepared.models[0]), None, staging)
 
@@ -193,6 +193,7 @@ class States:
             world_size=self.strategy.world_size,
             extra=write_more,
             name=output_dir.name,
+            to_host=self.strategy.to_host,
         )
         if there and self.project.total_limit is not None:
             prune([*(path for path in there if self._is_own(path)), directory], self.project.total_limit, ())

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainer_kit.checkpoint.shards import save_tensors
+from trainer_kit.checkpoint.shards import ToHost, save_tensors
 
 
 def save_pretrained_files(model: torch.nn.Module, processing_class: Any, directory: Path) -> None:
@@ -32,8 +32,9 @@ def save_model_folder(
     model: torch.nn.Module,
     processing_class: Any,
     max_shard_size: int | str,
+    to_host: ToHost = torch.Tensor.cpu,
 ) -> None:
     """Writes a model folder; each file of a model that is there already is replaced once the new one is whole."""
     directory.mkdir(parents=True, exist_ok=True)
     save_pretrained_files(model, processing_class, directory)
-    save_tensors(state, directory, max_shard_size=max_shard_size)
+    save_tensors(state, directory, max_shard_size=max_shard_size, to_host=to_host)

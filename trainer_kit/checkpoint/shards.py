@@ -8,7 +8,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from trainer_kit.arguments import parse_size
 from trainer_kit.checkpoint.files import CheckpointError, fsync_directory, inside, read_json, write_json
+
+ToHost = Callable[[torch.Tensor], torch.Tensor]
 
 # The names that the format gives to dtypes (https://github.com/huggingface/safetensors).
 _DTYPE_NAMES = {
@@ -46,7 +48,11 @@ _RESERVED = frozenset({"format", "__metadata__", _COMPLEX})
 
 
 def save_tensors(
-    tensors: Mapping[str, torch.Tensor], directory: Path, stem: str = "model", max_shard_size: int | str = "5GB"
+    tensors: Mapping[str, torch.Tensor],
+    directory: Path,
+    stem: str = "model",
+    max_shard_size: int | str = "5GB",
+    to_host: ToHost = torch.Tensor.cpu,
 ) -> None:
     """Saves tensors as `STEM.safetensors`, or in shards with an index where they are larger than one may be.
 
@@ -60,6 +66,7 @@ def save_tensors(
         stem: How the files' names begin.
         max_shard_size: Largest size of a file's tensors, in bytes or as "300MB", "2GiB"; a larger tensor gets a file
             of its own.
+        to_host: Brings a tensor to the host, whole.
 
     Raises:
         ValueError: If `max_shard_size` makes no sense, or a tensor has no content (device "meta") or a reserved name.
@@ -80,7 +87,7 @@ def save_tensors(
         names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
         tied = {alias: target for alias, target in aliases.items() if target in shard}
-        _write_shard(directory / name, shard, tied)
+        _write_shard(directory / name, shard, tied, to_host)
     if len(shards) > 1:
         weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         total = sum(tensor.nbytes for tensor in kept.values())
@@ -160,7 +167,7 @@ def _partition(tensors: Mapping[str, torch.Tensor], limit: int) -> list[dict[str
     return shards
 
 
-def _write_shard(path: Path, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> None:
+def _write_shard(path: Path, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str], to_host: ToHost) -> None:
     """Writes one safetensors file: length of the header (8 bytes), header, the tensors' bytes.
 
     safetensors' own writer wants the whole shard on the host, gives files that only their owner can read and leaves
@@ -174,7 +181,7 @@ def _write_shard(path: Path, tensors: Mapping[str, torch.Tensor], aliases: Mappi
         with open(temporary, "wb") as file:
             file.write(struct.pack("<Q", len(header)) + header)
             for name in names:
-                file.write(_bytes_of(tensors[name]))
+                file.write(_bytes_of(tensors[name], to_host))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -199,8 +206,8 @@ def _header(names: Iterable[str], tensors: Mapping[str, torch.Tensor], aliases: 
     return encoded + b" " * (-len(encoded) % 8)
 
 
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+def _bytes_of(tensor: torch.Tensor, to_host: ToHost) -> Any:
+    host = to_host(tensor.detach().resolve_conj().resolve_neg()).contiguous()
     return host.reshape(-1).view(torch.uint8).numpy().data
 
 

@@ -21,7 +21,7 @@ from trainer_kit.checkpoint.format import (
     Manifest,
     list_files,
 )
-from trainer_kit.checkpoint.shards import save_tensors
+from trainer_kit.checkpoint.shards import ToHost, save_tensors
 from trainer_kit.trees import split
 
 _STATE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -39,6 +39,7 @@ def write_checkpoint(
     world_size: int = 1,
     extra: Callable[[Path], None] | None = None,
     name: str | None = None,
+    to_host: ToHost = torch.Tensor.cpu,
 ) -> Path:
     """Writes `output_dir/checkpoint-STEP`: it is there whole, or not at all.
 
@@ -54,6 +55,7 @@ def write_checkpoint(
         world_size: Processes of the run.
         extra: Called with the staging folder, to write more plain files into it (config.json, a tokenizer).
         name: Of the folder, instead of checkpoint-STEP.
+        to_host: See `save_tensors`.
 
     Returns:
         The checkpoint's folder.
@@ -73,9 +75,9 @@ def write_checkpoint(
         staging.mkdir()
         if extra is not None:
             extra(staging)
-        save_tensors(model_state, staging, max_shard_size=max_shard_size)
+        save_tensors(model_state, staging, max_shard_size=max_shard_size, to_host=to_host)
         for name, state in states.items():
-            _write_state(staging / STATE_FOLDER, name, state, max_shard_size)
+            _write_state(staging / STATE_FOLDER, name, state, max_shard_size, to_host)
         _write_arguments(staging, arguments)
         _seal(staging, step, world_size)
         _commit(staging, final)
@@ -100,12 +102,12 @@ def _check_names(step: int, states: Mapping[str, Any]) -> None:
             raise ValueError(f"the states {other!r} and {name!r} differ only in case, as files must not; rename one")
 
 
-def _write_state(directory: Path, name: str, state: Any, max_shard_size: int | str) -> None:
+def _write_state(directory: Path, name: str, state: Any, max_shard_size: int | str, to_host: ToHost) -> None:
     directory.mkdir(exist_ok=True)
     try:
         tree, tensors = split(state)
         if tensors:
-            save_tensors(tensors, directory, name, max_shard_size)
+            save_tensors(tensors, directory, name, max_shard_size, to_host)
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"the state {name!r} cannot be saved: {error}") from error

@@ -217,13 +217,18 @@ class Strategy:
         if max_value:
             torch._foreach_clamp_min_(grads, -max_value)
             torch._foreach_clamp_max_(grads, max_value)
+        self._take_step(optimizer, norms.total if norms is not None and nonfinite == "skip" else None)
+        return norms
+
+    def _take_step(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor | None) -> None:
+        """Steps, unless fp16's gradients have overflowed or `norm`, of all gradients, is not finite."""
+        assert self.precision is not None
         if self.scales_gradients:
             self.precision.step(optimizer)
-        elif norms is not None and nonfinite == "skip":
-            step_if_finite(optimizer, norms.total)
+        elif norm is not None:
+            step_if_finite(optimizer, norm)
         else:
             optimizer.step()
-        return norms
 
     def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Frees the gradients (`optimizer.zero_grad` opens a profiler scope each time, which a small model feels)."""
@@ -339,6 +344,10 @@ class Strategy:
     def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The whole model's state under the user's own names; all processes take part."""
         return self.unwrap(model).state_dict()
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of a model or an optimizer on the host, whole."""
+        return tensor.cpu()
 
     def memory(self) -> dict[str, float]:
         """Memory in GiB: `memory_gib` in use now and `peak_memory_gib` since the start of the process.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import math
@@ -16,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer_kit import environment
 from trainer_kit.precision import Precision
-from trainer_kit.strategies.base import GIB, GradientNorms
+from trainer_kit.strategies.base import GIB
 from trainer_kit.strategies.processes import Processes
 from trainer_kit.trees import map_tensors, tensors
 
@@ -26,8 +27,8 @@ logger = logging.getLogger("trainer_kit")
 BATCH_AXES = ("data", "fsdp")
 """Axes of a mesh over which batches are divided."""
 
-_SMALLEST = 3e-16
-"""What changes 1 when it is subtracted."""
+_LEAST_RATE = 1e-30
+"""In place of a learning rate of 0."""
 
 _HOST_TIMEOUT = 1800.0
 _HOST_PATIENCE = 60.0
@@ -226,10 +227,10 @@ class XLA(Processes):
         """Brings an optimizer's state to where a step expects it, divided as its parameter is."""
         for parameter, state in optimizer.state.items():
             for name, value in state.items():
-                if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or name == "step":
+                if not isinstance(value, torch.Tensor) or (name == "step" and not _is_adam(optimizer)):
                     continue
                 state[name] = value = value.to(self.device)
-                if self.fsdp and self.mesh is not None and value.ndim:
+                if self.fsdp and self.mesh is not None and value.shape == parameter.shape and value.ndim:
                     sharding = _module("torch_xla.distributed.spmd")
                     sharding.mark_sharding(value, self.mesh, _longest_dimension(value))
         self.dispatch()
@@ -298,15 +299,21 @@ class XLA(Processes):
         yield
         self.dispatch()
 
-    def step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        max_norm: float | None = None,
-        max_value: float | None = None,
-        nonfinite: str = "ignore",
-    ) -> GradientNorms | None:
+    def _take_step(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor | None) -> None:
         with _rates_that_vary(optimizer):
-            return super().step(optimizer, max_norm, max_value, nonfinite)
+            if not _is_adam(optimizer):
+                super()._take_step(optimizer, norm)
+                return
+            if self.scales_gradients and self.precision is not None:
+                leaves_out = self.precision.overflow(optimizer)
+            else:
+                leaves_out = self._no if norm is None else (~torch.isfinite(norm)).float()
+            _step_adam(optimizer, leaves_out)
+
+    @functools.cached_property
+    def _no(self) -> torch.Tensor:
+        no: torch.Tensor = self.operand(0.0)
+        return no
 
     def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Frees the gradients, then lets the device begin: so they are no results of the step that it would keep."""
@@ -340,6 +347,19 @@ class XLA(Processes):
         # Parameters themselves: on XLA only the objects tell which are tied.
         return self.unwrap(model).state_dict(keep_vars=True)
 
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.mesh is None or not self.is_alone or tensor.device.type != "xla":
+            return tensor.cpu()
+        # Put together from the devices' parts: `.cpu()` of a divided tensor compiles a computation each time.
+        divided = _module("torch_xla.distributed.spmd").wrap_if_sharded(tensor)
+        if not hasattr(divided, "local_shards"):
+            return tensor.cpu()
+        host: torch.Tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for shard in divided.local_shards:
+            place = () if shard.indices is Ellipsis else tuple(shard.indices)
+            host[place] = shard.data[tuple(slice(0, part.stop - part.start) for part in place)]
+        return host
+
     def memory(self) -> dict[str, Any]:
         """`memory_gib` in use on the first device now and `peak_memory_gib`, as far as the device reports them."""
         try:
@@ -354,20 +374,45 @@ _DOWNCAST = {torch.float32: torch.bfloat16, torch.float64: torch.float32}
 
 @contextlib.contextmanager
 def _rates_that_vary(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keeps the numbers of a step from being 0 or 1, which XLA takes for constants: each would be a graph of its own.
+    """Keeps learning rates from being 0, 1 or one of the step's other numbers: each would be a graph of its own.
 
-    What AdamW computes with is 1 - lr * weight_decay, so the least rate depends on the weight decay. With it a weight
-    changes by less than 1e-11, with a rate next to 1 by what is rounded away.
+    XLA takes 0 and 1 for constants, and equal numbers for one. A rate of 1e-30 changes no weight, and one that is a
+    2**-22th larger hardly any.
     """
     before = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        rate = max(float(group["lr"]), 1e-30, _SMALLEST / (group.get("weight_decay") or 1e14))
-        group["lr"] = math.nextafter(rate, 2.0) if rate == 1.0 else rate
+        others = {1.0, group.get("eps"), group.get("weight_decay"), *group.get("betas", ())}
+        rate = float(group["lr"]) or 1e-30
+        group["lr"] = rate * (1 + 2**-22) if rate in others else rate
     try:
         yield
     finally:
         for group, rate in zip(optimizer.param_groups, before, strict=True):
             group["lr"] = rate
+
+
+def _is_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is torch's own Adam or AdamW, whose step torch_xla has in one operation a parameter."""
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not any(
+        group["capturable"] or group["differentiable"] for group in optimizer.param_groups
+    )
+
+
+def _step_adam(optimizer: torch.optim.Optimizer, leaves_out: torch.Tensor) -> None:
+    """A step of torch's Adam or AdamW; a scalar of 1.0 on the device leaves it out.
+
+    torch's own step computes with Python numbers, among them 1 - lr * weight_decay, which is 1 for small rates, and
+    1 - beta2**step, which comes to be 1: each time another graph.
+    """
+    syncfree = _module("torch_xla.amp.syncfree")
+    decouples = isinstance(optimizer, torch.optim.AdamW)
+    plain = [each for group in optimizer.param_groups if not group["amsgrad"] for each in group["params"]]
+    states = [optimizer.state[each] for each in plain if each in optimizer.state]
+    for state in states:  # torch_xla wants an entry that torch's optimizers do not have
+        state["max_exp_avg_sq"] = leaves_out
+    (syncfree.AdamW if decouples else syncfree.Adam).step(optimizer, found_inf=leaves_out)
+    for parameter in plain:
+        optimizer.state.get(parameter, {}).pop("max_exp_avg_sq", None)
 
 
 def _let_transformers_trace() -> None:
