@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import ast
-import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from guides import Guide, unsaid
 
-import trainer_kit
-import trainer_kit.callbacks
 from trainer_kit.cli.main import main
 
-GUIDE = Path(__file__).parent.parent / "examples" / "multinode.md"
-TEXT = GUIDE.read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
-COMMANDS = re.findall(r"trainer-kit (launch --num-nodes .*? train\.py)", TEXT.replace("\\\n", " "))
-SENTENCES = re.findall(r"^\| `(.*?)` \|", TEXT, re.MULTILINE)
+GUIDE = Guide("examples/multinode.md")
+COMMANDS = [command for command in GUIDE.commands if "--num-nodes" in command]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -37,27 +31,16 @@ def test_the_launcher_takes_the_commands(
 
 
 def test_there_are_commands_and_sentences() -> None:
-    assert (len(COMMANDS), len(BLOCKS), len(SENTENCES)) == (3, 5, 11)
+    assert (len(COMMANDS), len(GUIDE.shell), len(GUIDE.sentences)) == (3, 5, 11)
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", GUIDE.shell)
 def test_bash_reads_the_files(block: str) -> None:
     checked = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True, timeout=30, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("sentence", SENTENCES)
+@pytest.mark.parametrize("sentence", GUIDE.sentences)
 def test_the_sentences_are_said(sentence: str) -> None:
-    parts = [part.strip(" ()") for part in sentence.split("…")]
-    said = _texts()
-    for part in parts:
-        assert any(part in text for text in said), part
-
-
-def _texts() -> list[str]:
-    """The texts in the sources, what is filled into them left out."""
-    folders = [Path(package.__file__).parent for package in (trainer_kit, trainer_kit.callbacks)]
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for folder in folders for path in folder.rglob("*.py")]
-    texts = [node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    return [piece for text in texts if isinstance(text, str) for piece in text.split("%s")]
+    assert not unsaid(sentence)

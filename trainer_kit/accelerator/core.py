@@ -351,10 +351,14 @@ class Accelerator(Tracking):
             return
         temporary = path.with_name(f".{path.name}.tmp")
         try:
-            torch.save(map_tensors(_readable_anywhere, obj), temporary)
+            torch.save(map_tensors(self._readable_anywhere, obj), temporary)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+    def _readable_anywhere(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor on XLA could be loaded only where torch_xla is."""
+        return self.strategy.to_host(tensor.detach()) if tensor.device.type == "xla" else tensor
 
     def save_model(
         self,
@@ -462,11 +466,6 @@ def _compute_in_precision(model: torch.nn.Module, autocast: Callable[[], Any]) -
 
 def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def _readable_anywhere(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on XLA could be loaded only where torch_xla is."""
-    return tensor.detach().cpu() if tensor.device.type == "xla" else tensor
 
 
 def _refuse_pickles(safe_serialization: bool) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from trainer_kit.launch.processes import set_variables
+from trainer_kit.strategies.xla import import_torch_xla
 
 # Calls of torch.cuda that do not touch the driver, and of torch_xla that do not start its runtime.
 _HARMLESS = {
@@ -62,7 +63,7 @@ def _obstacle_to_xla() -> str | None:
     A copy tries it, with XLA's own CPU client. PyTorch does not tell: its autograd engine counts devices at the first
     backward(), and starts no thread for the CPU.
     """
-    _import_torch_xla()  # here, so that each forked process has it
+    import_torch_xla()  # here, so that each forked process has it
     with set_variables({"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}):
         trouble = _trouble_of_child("fork", ["xla"])
     if _UNKNOWN_TO_ENGINE in trouble:
@@ -85,16 +86,6 @@ def check_xla_is_free() -> None:
             f"XLA is already in use in this kernel ({user_of('xla')}), and its devices serve one process only; restart "
             "the kernel, make the model on the CPU, pass it to notebook_launcher, and use XLA inside the function"
         )
-
-
-def _import_torch_xla() -> None:
-    try:
-        importlib.import_module("torch_xla")
-    except ImportError as error:
-        raise ImportError(
-            f"torch_xla cannot be imported ({error}); install the version that goes with torch {torch.__version__}: "
-            "pip install 'trainer_kit[xla]'"
-        ) from error
 
 
 def cuda_in_use() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,6 +42,8 @@ def _by_name(args: TrainingArguments, downcast_bf16: bool, ddp: Mapping[str, Any
     name = args.strategy
     if name == "auto" and not args.use_cpu and environment.xla_device_type() is not None:
         name = "xla"
+    elif name == "auto" and environment.pjrt_device() == "TPU" and not environment.has_torch_xla():
+        warnings.warn("PJRT_DEVICE=TPU, but torch_xla is not installed: this run does not use the TPU", stacklevel=4)
     if name == "auto":
         name = "single" if place.world_size == 1 else "multinode" if place.has_several_machines else "ddp"
     # Imported where they are used: torch.distributed takes its time.

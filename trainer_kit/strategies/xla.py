@@ -6,8 +6,6 @@ import contextlib
 import functools
 import importlib
 import logging
-import math
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -18,17 +16,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 from trainer_kit import environment
 from trainer_kit.precision import Precision
 from trainer_kit.strategies.base import GIB
+from trainer_kit.strategies.mesh import BATCH_AXES, Division
 from trainer_kit.strategies.processes import Processes
+from trainer_kit.strategies.xla_model import (
+    DOWNCAST,
+    downcast_module,
+    let_transformers_trace,
+    names_by_parameter,
+    tie_again,
+)
+from trainer_kit.strategies.xla_optimizer import is_adam, rates_that_vary, step_adam
 from trainer_kit.trees import map_tensors, tensors
 
 T = TypeVar("T")
 logger = logging.getLogger("trainer_kit")
-
-BATCH_AXES = ("data", "fsdp")
-"""Axes of a mesh over which batches are divided."""
-
-_LEAST_RATE = 1e-30
-"""In place of a learning rate of 0."""
 
 _HOST_TIMEOUT = 1800.0
 _HOST_PATIENCE = 60.0
@@ -78,7 +79,7 @@ class XLA(Processes):
         if not set(needed) & set(axes or ()):
             raise ValueError(f"mesh={mesh!r} has no axis {' or '.join(map(repr, needed))}; name one so")
         self._moved: Any = WeakIdKeyDictionary()  # parameters by what they were on the host, while somebody keeps that
-        self._specs: dict[int, Any] = {}
+        self._division: Division | None = None  # None with one device
 
     def setup(self) -> None:
         """Takes the devices.
@@ -88,7 +89,11 @@ class XLA(Processes):
             ValueError: If other processes were started for the same devices, or the mesh does not fit the devices.
         """
         environment.check_drives_machine_alone()
-        torch_xla, runtime = _torch_xla()
+        # A forked process makes its pool of threads anew when it first needs one. The threads of backward() would do so
+        # all at once, and the process would end.
+        torch.set_num_threads(torch.get_num_threads())
+        torch_xla = import_torch_xla()
+        runtime = _module("torch_xla.runtime")
         if runtime.world_size() > 1:
             raise ValueError(
                 f"torch_xla.launch started {runtime.world_size()} replicas, each of which would train by itself; call "
@@ -104,10 +109,8 @@ class XLA(Processes):
             runtime.use_spmd()
         self.device = torch_xla.device()
         if count > 1:
-            self.mesh = _mesh(self.mesh, count, self.fsdp)
-            self.devices = math.prod(size for name, size in self.mesh.shape().items() if name in BATCH_AXES)
-        else:
-            self.mesh = None
+            self._division = Division(self.mesh, count, "fsdp" if self.fsdp else "data")
+            self.devices = self._division.parts
         super().setup()
         self.set_rng_state(self.broadcast(torch.initial_seed()))  # as torch.manual_seed gives it to other devices
         if self.precision is not None and self.precision.mode == "fp16":
@@ -151,11 +154,10 @@ class XLA(Processes):
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, whole on each device: reading one that is divided would be compiled anew each time."""
-        if self.mesh is None or tensor.ndim == 0:
+        if self._division is None or tensor.ndim == 0:
             return tensor
-        whole = torch.stack([tensor.detach()])[0]  # a tensor of its own: this one keeps how it is divided
-        _module("torch_xla.distributed.spmd").mark_sharding(whole, self.mesh, (None,) * whole.ndim)
-        return whole
+        # A tensor of its own: this one keeps how it is divided.
+        return self._division.mark_whole(torch.stack([tensor.detach()])[0])
 
     def gather_object(self, value: T) -> list[T]:
         return [value]
@@ -166,21 +168,22 @@ class XLA(Processes):
     # Model and optimizer
 
     def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
-        names = _names_by_parameter(model)
+        names = names_by_parameter(model)
         if self.downcast_bf16:
-            model = _downcast_module(model)
+            model = downcast_module(model)
         super().prepare(model)
-        _let_transformers_trace()
-        _tie_again(model, names.values())
+        let_transformers_trace()
+        tie_again(model, names.values())
         now = dict(model.named_parameters())
         for old, same in names.items():
             if old is not now[same[0]]:
                 self._moved[old] = now[same[0]]
-        if not self.fsdp or self.mesh is None:
+        if not self.fsdp or self._division is None:
             return model
+        division = self._division
         fully_sharded = _module("torch_xla.experimental.spmd_fully_sharded_data_parallel")
         wrapped: torch.nn.Module = fully_sharded.SpmdFullyShardedDataParallel(
-            model, mesh=self.mesh, shard_output=lambda output, mesh: map_tensors(self._annotated, output)
+            model, mesh=division.mesh, shard_output=lambda output, mesh: map_tensors(division.mark_samples, output)
         )
         model._backward_hooks.popitem()  # its barrier takes only tuples of tensors, and warns of other outputs
         return wrapped
@@ -227,12 +230,11 @@ class XLA(Processes):
         """Brings an optimizer's state to where a step expects it, divided as its parameter is."""
         for parameter, state in optimizer.state.items():
             for name, value in state.items():
-                if not isinstance(value, torch.Tensor) or (name == "step" and not _is_adam(optimizer)):
+                if not isinstance(value, torch.Tensor) or (name == "step" and not is_adam(optimizer)):
                     continue
                 state[name] = value = value.to(self.device)
-                if self.fsdp and self.mesh is not None and value.shape == parameter.shape and value.ndim:
-                    sharding = _module("torch_xla.distributed.spmd")
-                    sharding.mark_sharding(value, self.mesh, _longest_dimension(value))
+                if self.fsdp and self._division is not None and value.shape == parameter.shape and value.ndim:
+                    self._division.mark_longest(value)
         self.dispatch()
 
     # Step
@@ -257,7 +259,7 @@ class XLA(Processes):
         waiting: dict[int, tuple[Any, list[torch.Tensor]]] = {}
         for tensor in tensors(batch):
             if tensor.device.type != "xla":
-                sharding = self._sharding(tensor)
+                sharding = self._division.along_samples(tensor) if self._division is not None else None
                 waiting.setdefault(id(sharding), (sharding, []))[1].append(tensor)
         if not waiting:
             return batch
@@ -269,23 +271,7 @@ class XLA(Processes):
         return map_tensors(lambda tensor: moved.get(id(tensor), tensor), batch)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(_DOWNCAST.get(tensor.dtype, tensor.dtype)) if self.downcast_bf16 else tensor
-
-    def _sharding(self, tensor: torch.Tensor) -> Any:
-        """How a tensor of a batch is divided: along its samples; whole on each device where these do not divide."""
-        if self.mesh is None or tensor.ndim == 0 or tensor.shape[0] % self.devices:
-            return None
-        if tensor.ndim not in self._specs:
-            sharding = _module("torch_xla.distributed.spmd")
-            self._specs[tensor.ndim] = sharding.ShardingSpec(self.mesh, _along_samples(self.mesh, tensor.ndim))
-        return self._specs[tensor.ndim]
-
-    def _annotated(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Tells the compiler that an output is divided along its samples."""
-        if self._sharding(tensor) is not None:
-            sharding = _module("torch_xla.distributed.spmd")
-            sharding.mark_sharding(tensor, self.mesh, _along_samples(self.mesh, tensor.ndim))
-        return tensor
+        return tensor.to(DOWNCAST.get(tensor.dtype, tensor.dtype)) if self.downcast_bf16 else tensor
 
     def operand(self, number: Any) -> Any:
         """A number in a tensor that is sent; a Python number of 0 or 1 would be a constant of another graph."""
@@ -300,20 +286,31 @@ class XLA(Processes):
         self.dispatch()
 
     def _take_step(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor | None) -> None:
-        with _rates_that_vary(optimizer):
-            if not _is_adam(optimizer):
+        with rates_that_vary(optimizer):
+            if not is_adam(optimizer):
                 super()._take_step(optimizer, norm)
                 return
             if self.scales_gradients and self.precision is not None:
                 leaves_out = self.precision.overflow(optimizer)
             else:
                 leaves_out = self._no if norm is None else (~torch.isfinite(norm)).float()
-            _step_adam(optimizer, leaves_out)
+            step_adam(optimizer, leaves_out)
 
     @functools.cached_property
     def _no(self) -> torch.Tensor:
         no: torch.Tensor = self.operand(0.0)
         return no
+
+    def backward(self, loss: torch.Tensor) -> None:
+        try:
+            super().backward(loss)
+        except RuntimeError as error:
+            if "device_ready_queues_" not in str(error):
+                raise
+            raise RuntimeError(
+                "a backward() ran on the CPU in this process before XLA began, after which XLA computes no gradients "
+                "in it (https://github.com/pytorch/xla/issues/4174); train on the CPU in another process"
+            ) from error
 
     def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Frees the gradients, then lets the device begin: so they are no results of the step that it would keep."""
@@ -321,12 +318,7 @@ class XLA(Processes):
         self.dispatch()
 
     def whole(self, outputs: Any) -> Any:
-        return map_tensors(self._undivided, outputs) if self.mesh is not None else outputs
-
-    def _undivided(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Lets the graph itself put an output together; reading a divided one compiles a computation each time."""
-        _module("torch_xla.distributed.spmd").mark_sharding(tensor, self.mesh, (None,) * tensor.ndim)
-        return tensor
+        return outputs if self._division is None else map_tensors(self._division.mark_whole, outputs)
 
     def dispatch(self) -> None:
         state = self.rng_state()
@@ -348,17 +340,9 @@ class XLA(Processes):
         return self.unwrap(model).state_dict(keep_vars=True)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.mesh is None or not self.is_alone or tensor.device.type != "xla":
+        if self._division is None or not self.is_alone or tensor.device.type != "xla":
             return tensor.cpu()
-        # Put together from the devices' parts: `.cpu()` of a divided tensor compiles a computation each time.
-        divided = _module("torch_xla.distributed.spmd").wrap_if_sharded(tensor)
-        if not hasattr(divided, "local_shards"):
-            return tensor.cpu()
-        host: torch.Tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
-        for shard in divided.local_shards:
-            place = () if shard.indices is Ellipsis else tuple(shard.indices)
-            host[place] = shard.data[tuple(slice(0, part.stop - part.start) for part in place)]
-        return host
+        return self._division.joined(tensor)
 
     def memory(self) -> dict[str, Any]:
         """`memory_gib` in use on the first device now and `peak_memory_gib`, as far as the device reports them."""
@@ -369,77 +353,18 @@ class XLA(Processes):
         return {"memory_gib": info["bytes_used"] / GIB, "peak_memory_gib": info["peak_bytes_used"] / GIB}
 
 
-_DOWNCAST = {torch.float32: torch.bfloat16, torch.float64: torch.float32}
+def import_torch_xla() -> Any:
+    """The module torch_xla.
 
-
-@contextlib.contextmanager
-def _rates_that_vary(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keeps learning rates from being 0, 1 or one of the step's other numbers: each would be a graph of its own.
-
-    XLA takes 0 and 1 for constants, and equal numbers for one. A rate of 1e-30 changes no weight, and one that is a
-    2**-22th larger hardly any.
+    Raises:
+        ImportError: If torch_xla is missing, or of another version than torch.
     """
-    before = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        others = {1.0, group.get("eps"), group.get("weight_decay"), *group.get("betas", ())}
-        rate = float(group["lr"]) or 1e-30
-        group["lr"] = rate * (1 + 2**-22) if rate in others else rate
-    try:
-        yield
-    finally:
-        for group, rate in zip(optimizer.param_groups, before, strict=True):
-            group["lr"] = rate
-
-
-def _is_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is torch's own Adam or AdamW, whose step torch_xla has in one operation a parameter."""
-    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not any(
-        group["capturable"] or group["differentiable"] for group in optimizer.param_groups
-    )
-
-
-def _step_adam(optimizer: torch.optim.Optimizer, leaves_out: torch.Tensor) -> None:
-    """A step of torch's Adam or AdamW; a scalar of 1.0 on the device leaves it out.
-
-    torch's own step computes with Python numbers, among them 1 - lr * weight_decay, which is 1 for small rates, and
-    1 - beta2**step, which comes to be 1: each time another graph.
-    """
-    syncfree = _module("torch_xla.amp.syncfree")
-    decouples = isinstance(optimizer, torch.optim.AdamW)
-    plain = [each for group in optimizer.param_groups if not group["amsgrad"] for each in group["params"]]
-    states = [optimizer.state[each] for each in plain if each in optimizer.state]
-    for state in states:  # torch_xla wants an entry that torch's optimizers do not have
-        state["max_exp_avg_sq"] = leaves_out
-    (syncfree.AdamW if decouples else syncfree.Adam).step(optimizer, found_inf=leaves_out)
-    for parameter in plain:
-        optimizer.state.get(parameter, {}).pop("max_exp_avg_sq", None)
-
-
-def _let_transformers_trace() -> None:
-    """Tells transformers that what happens to XLA's tensors is traced.
-
-    In other cases its models read in each forward pass whether the mask of a batch leaves anything out, for which the
-    loop would wait for the device, and go another way where it does not, which would be a graph of its own.
-    """
-    masking: Any = sys.modules.get("transformers.masking_utils")
-    known = getattr(masking, "is_tracing", None)
-    if known is None or hasattr(known, "of_xla"):
-        return
-
-    def is_tracing(tensor: Any = None) -> bool:
-        return known(tensor) or (isinstance(tensor, torch.Tensor) and tensor.device.type == "xla")
-
-    is_tracing.of_xla = True  # type: ignore[attr-defined]
-    masking.is_tracing = is_tracing
-
-
-def _torch_xla() -> tuple[Any, Any]:
     handlers = [*logging.root.handlers]
     try:
-        return _module("torch_xla"), _module("torch_xla.runtime")
+        return _module("torch_xla")
     except ImportError as error:
         raise ImportError(
-            f"strategy='xla' needs torch_xla ({error}); install the version that goes with torch "
+            f"XLA needs torch_xla ({error}); install the version that goes with torch "
             f"{torch.__version__}: pip install 'trainer_kit[xla]'"
         ) from error
     finally:
@@ -454,52 +379,3 @@ def seed_devices(value: int) -> None:
 
 def _module(name: str) -> Any:
     return importlib.import_module(name)
-
-
-def _mesh(mesh: Any, count: int, fsdp: bool) -> Any:
-    """The mesh of all devices.
-
-    Raises:
-        ValueError: If it has another number of devices.
-    """
-    sharding = _module("torch_xla.distributed.spmd")
-    if mesh is None:
-        mesh = {"fsdp" if fsdp else "data": count}
-    if isinstance(mesh, Mapping):
-        if math.prod(mesh.values()) != count:
-            raise ValueError(f"mesh={dict(mesh)} is for {math.prod(mesh.values())} devices, but there are {count}")
-        mesh = sharding.Mesh(list(range(count)), tuple(mesh.values()), tuple(mesh))
-    return mesh
-
-
-def _along_samples(mesh: Any, dimensions: int) -> tuple[Any, ...]:
-    axes = tuple(name for name in mesh.axis_names if name in BATCH_AXES)
-    return (axes if len(axes) > 1 else axes[0], *[None] * (dimensions - 1))
-
-
-def _longest_dimension(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """As FSDPv2 divides a parameter."""
-    longest = tensor.shape.index(max(tensor.shape))
-    return tuple("fsdp" if dimension == longest else None for dimension in range(tensor.ndim))
-
-
-def _names_by_parameter(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
-    """All names of each parameter; tied ones have several."""
-    names: dict[torch.nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return names
-
-
-def _tie_again(model: torch.nn.Module, groups: Iterable[list[str]]) -> None:
-    """Makes parameters one again that were moved one by one."""
-    for first, *others in groups:
-        parameter = model.get_parameter(first)
-        for name in others:
-            place, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(place), attribute, parameter)
-
-
-def _downcast_module(model: torch.nn.Module) -> torch.nn.Module:
-    casted: torch.nn.Module = model._apply(lambda tensor: tensor.to(_DOWNCAST.get(tensor.dtype, tensor.dtype)))
-    return casted
