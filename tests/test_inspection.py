@@ -201,4 +201,29 @@ def test_a_batch_that_cannot_tell_is_no_answer_and_the_tenth_is_no() -> None:
 
 def test_compute_loss_is_not_looked_at() -> None:
     model = Own()
-    assert Inspection(Loss(model, model, lambda model, batch: model(**batch)), cpu()).ignores_filler is False
+    looks = Inspection(Loss(model, model, lambda model, batch: model(**batch)), cpu())
+    assert looks.ignores_filler == {False: False, True: False}
+
+
+def test_a_term_of_the_whole_batch_that_is_there_in_training_alone_is_seen() -> None:
+    class Balancing(Own):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = torch.nn.Dropout(0.5)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            self.seen += 1
+            loss = super().forward(self.dropout(x), labels)
+            return loss + self.balance * x.mean() if self.training else loss
+
+        balance = 1.0
+
+    model, batch = Balancing().train(), batch_of([0, 1, 2])
+    looks = inspection(model)
+    assert looks.filler(batch) is True
+    assert looks.filler(batch, training=True) is False
+    model.balance = 0.0
+    before = float(model.seen)
+    assert inspection(model).filler(batch, training=True) is True
+    assert float(model.seen) == before + 3  # those in evaluation mode

@@ -248,6 +248,8 @@ class TrainingArguments:
             raise ValueError(
                 f"{needs_metric} needs evaluations, but eval_strategy='no'; set eval_strategy to 'steps' or 'epoch'"
             )
+        if self.strategy == "xla" and self.use_cpu:
+            raise ValueError("strategy='xla' and use_cpu=True contradict each other; set one of them")
         if self.pad_to_lengths is not None and self.pad_to_multiple_of is not None:
             raise ValueError(
                 f"pad_to_lengths={self.pad_to_lengths} and pad_to_multiple_of={self.pad_to_multiple_of} contradict "

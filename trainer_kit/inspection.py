@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,13 +33,15 @@ class Inspection:
         strategy: Its device is taken.
 
     Attributes:
-        ignores_filler: Whether samples without a label change nothing in the loss of a batch; None before `filler`
-            has found it.
+        ignores_filler: Whether samples without a label change nothing in the loss of a batch, in training mode (True)
+            and in evaluation mode (False); None before `filler` has found it.
     """
 
     def __init__(self, loss: Loss, strategy: Strategy) -> None:
         self.loss = loss
-        self.ignores_filler: bool | None = None if loss.compute_loss is None else False
+        self.ignores_filler: dict[bool, bool | None] = dict.fromkeys(
+            (False, True), None if loss.compute_loss is None else False
+        )
         self._strategy = strategy
         self._tries = {"shift": 0, "filler": 0}
 
@@ -101,7 +104,7 @@ class Inspection:
             return False
         return True if changed(-1) != loss else None
 
-    def filler(self, batch: Any) -> bool | None:
+    def filler(self, batch: Any, training: bool = False) -> bool | None:
         """Learns whether samples whose labels are all -100 leave the loss of a batch as it is without them.
 
         One sample is the only one with labels: the loss must be the same whatever the others are. It must also be the
@@ -109,6 +112,7 @@ class Inspection:
 
         Args:
             batch: On the host, two samples at least, with labels that are whole numbers.
+            training: Whether the model is in training mode, in which it may add something to its loss.
 
         Returns:
             Whether they do; None where this batch cannot tell.
@@ -120,18 +124,39 @@ class Inspection:
                 found = None
             else:
                 found = self._look(others) == first and math.isclose(self._look(same), first, rel_tol=_CLOSE)
+                if found and training:
+                    found = self._look_in_training(alone) == self._look_in_training(others)
         except Exception:  # a model that knows no -100, or does not work at all, which the batch itself will show
             found = False
-        self.ignores_filler = False if self._gives_up("filler", found) else found
-        return self.ignores_filler
+        self.ignores_filler[training] = False if self._gives_up("filler", found) else found
+        return self.ignores_filler[training]
 
     def _look(self, batch: Any) -> float:
         with torch.no_grad():
             return float(self.loss.look(self._strategy.to_device(batch), self._strategy.autocast))
 
+    def _look_in_training(self, batch: Any) -> float:
+        """The loss of a batch with the dropout of one seed."""
+        self._strategy.seed(0)
+        with _buffers_aside(self.loss.module), torch.no_grad(), self._strategy.autocast():
+            return float(self.loss(self._strategy.to_device(batch))[0])
+
     def _gives_up(self, question: str, answer: bool | None) -> bool:
         self._tries[question] += 1
         return answer is None and self._tries[question] >= _TRIES
+
+
+@contextlib.contextmanager
+def _buffers_aside(module: torch.nn.Module) -> Iterator[None]:
+    """Lets a forward pass change copies of a module's buffers."""
+    kept = [(each, name, buffer) for each in module.modules() for name, buffer in each._buffers.items()]
+    for each, name, buffer in kept:
+        each._buffers[name] = None if buffer is None else buffer.clone()
+    try:
+        yield
+    finally:
+        for each, name, buffer in kept:
+            each._buffers[name] = buffer
 
 
 def _is_nothing(loss: float) -> bool:

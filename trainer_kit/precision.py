@@ -61,14 +61,6 @@ class Precision:
         self.scaler.step(optimizer)
         self._has_stepped = True
 
-    def overflow(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """1.0 on the device where the gradients of the step that is taken now have overflowed, else 0.0."""
-        assert self.scaler is not None
-        self._has_stepped = True
-        found: torch.Tensor
-        (found,) = self.scaler._found_inf_per_device(optimizer).values()
-        return found
-
     def has_overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the step just taken was left out because the gradients had overflowed; waits for the device."""
         if self.scaler is None:

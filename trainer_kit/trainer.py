@@ -366,6 +366,7 @@ class Trainer:
             window = micro.window
             if micro.number == 0:
                 emit("on_step_begin", run)
+                strategy.dispatch()  # what callbacks computed, and an evaluation left
             batch = run.batch = self._padding.settled(strategy.to_device(micro.batch), micro.unfilled)
             if loss.shifts is None:
                 self._inspection.shift(batch)
@@ -394,6 +395,8 @@ class Trainer:
         if pair_count is not None:
             in_all = strategy.operand(_summed(strategy, pair_count))
             run.last_loss = scale_gradients(run.optimizer, run.last_loss, window.samples, in_all)
+        if args.gradient_accumulation_steps > 1:  # the optimizer's part is one computation then, whatever came before
+            strategy.dispatch()
         emit("on_pre_optimizer_step", run)
         run.last_norms = strategy.step(run.optimizer, args.max_grad_norm, args.max_grad_value, args.nonfinite)
         emit("on_optimizer_step", run)

@@ -19,9 +19,10 @@ from torch.utils.data import IterableDataset
 from transformers import BatchEncoding
 
 from trainer_kit import SingleDevice
+from trainer_kit.data.loader import MicroBatch, Window
 from trainer_kit.data.padding import Padding, pad_rows, trim_rows
 from trainer_kit.inspection import Inspection
-from trainer_kit.loss import Loss
+from trainer_kit.loss import Loss, count
 
 relaxed = settings(
     deadline=None, max_examples=6, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
@@ -314,3 +315,21 @@ def test_outputs_are_cut_to_the_samples_own_rows() -> None:
     found = trim_rows(outputs, 4, 3)
     assert [each.tolist() for each in found[:3]] == [[0, 1, 2], [0, 1, 2, 3, 4, 5], 1.0]
     assert found[3].shape == (3, 4)
+
+
+def test_a_collator_that_packs_is_left_alone() -> None:
+    model = Normalizing().eval()
+
+    def micro(samples: int, rows: int) -> MicroBatch:
+        batch = {"x": torch.ones(rows, 4, dtype=torch.float64), "labels": torch.zeros(rows, dtype=torch.int64)}
+        return MicroBatch(batch, count(batch), Window(0, 0, False), 0, True, 0, list(range(samples)))
+
+    packed, ragged, full = micro(4, 1), micro(3, 3), micro(4, 4)
+    filled = [len(each.batch["x"]) for each in padding(model).filled(iter([packed, ragged, full]))]
+    assert filled == [1, 4, 4]
+
+
+def test_without_a_loss_only_batches_are_filled_whose_tensors_all_have_their_samples() -> None:
+    of_rows = {"x": torch.ones(3, 4), "scale": torch.ones(3)}
+    assert padding(Normalizing()).wants(of_rows, with_loss=False)
+    assert not padding(Normalizing()).wants(of_rows | {"pixels": torch.ones(6, 2)}, with_loss=False)

@@ -284,12 +284,3 @@ def test_mixed_precision(options: dict[str, Any], computes_in: str, off_by: floa
     assert (loss, weight) == ("torch.float32", computes_in)
     assert found == pytest.approx(expected, abs=off_by)
     assert found != expected
-
-
-def test_a_fork_of_a_process_that_has_computed_on_several_threads() -> None:
-    def parent() -> list[float]:
-        torch.set_num_threads(2)
-        torch.conv2d(torch.ones(1, 3, 64, 64), torch.ones(8, 3, 3, 3))
-        return on_xla(1, train, "net", 1).losses
-
-    assert len(on_cpu(parent)) == 7

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import xla_task
-from on_xla import ChildFailed, on_xla
+from on_xla import ChildFailed, on_xla, try_on_xla
+
+from trainer_kit import XLA
 
 pytestmark = pytest.mark.scenario
 
@@ -62,3 +65,24 @@ def test_a_sample_that_cannot_be_read(tmp_path: Path, workers: int) -> None:
 def test_a_layer_on_another_device(tmp_path: Path) -> None:
     with pytest.raises(ChildFailed, match="Expected XLA tensor"):
         on_xla(1, lambda: train(tmp_path, model=Hidden()))
+
+
+def test_devices_that_do_not_fit_are_refused() -> None:
+    def used_before() -> None:
+        import torch_xla
+
+        torch.ones(2).to(torch_xla.device())
+        XLA().setup()
+
+    def no_such_device() -> None:
+        os.environ["PJRT_DEVICE"] = "CUDA"
+        XLA().setup()
+
+    refused = {
+        "XLA was used in this process before the Trainer": try_on_xla(2, used_before),
+        "XLA finds no device of PJRT_DEVICE=CUDA": try_on_xla(1, no_such_device),
+        "mesh={'data': 4} is for 4 devices, but there are 2": try_on_xla(2, XLA(mesh={"data": 4}).setup),
+        "mesh={'data': 4} is for 4 devices, but there are 1": try_on_xla(1, XLA(mesh={"data": 4}).setup),
+    }
+    for sentence, ended in refused.items():
+        assert f"ValueError: {sentence}" in ended.error

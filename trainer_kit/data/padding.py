@@ -12,7 +12,7 @@ from trainer_kit.data.loader import MicroBatch
 from trainer_kit.inspection import Inspection
 from trainer_kit.loss import IGNORED, is_whole, labels_of, samples_of
 from trainer_kit.strategies.base import Strategy
-from trainer_kit.trees import map_tensors
+from trainer_kit.trees import map_tensors, tensors
 
 
 class Padding:
@@ -42,19 +42,22 @@ class Padding:
 
     def _filled(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         for micro in micro_batches:
-            if self.wants(micro.batch):
+            # Not where a collator makes fewer rows of a full batch (packing).
+            rows = samples_of(micro.batch)
+            is_last = rows == len(micro.indices) if micro.indices else micro.window.closes_epoch
+            if is_last and self.wants(micro.batch):
                 micro.unfilled, micro.batch = micro.batch, pad_rows(micro.batch, self.rows)
             yield micro
 
     def wants(self, batch: Any, with_loss: bool = True) -> bool:
-        """Whether to fill up a batch; without a loss there is nothing that could become another."""
+        """Whether to fill up a batch of fewer samples than others."""
         if not self._strategy.static_shapes or samples_of(batch) >= self.rows:
             return False
-        if not with_loss:
-            return True
+        if not with_loss:  # nothing tells then whether a tensor of another size goes with the samples
+            return all(tensor.ndim and len(tensor) == samples_of(batch) for tensor in tensors(batch))
         labels = labels_of(batch)
         counted = labels is not None and is_whole(labels) and len(labels) == samples_of(batch)
-        return counted and self._inspection.ignores_filler is not False and not self._normalizes()
+        return counted and self._inspection.ignores_filler[self._training] is not False and not self._normalizes()
 
     def settled(self, batch: Any, unfilled: Any) -> Any:
         """The batch to go on with: as it was filled up, or as it was before.
@@ -65,9 +68,10 @@ class Padding:
         """
         if unfilled is None:
             return batch
-        if self._inspection.ignores_filler is None:
-            self._inspection.filler(pad_rows(unfilled, self.rows))
-        exact = self._inspection.ignores_filler and not self._normalizes()
+        known = self._inspection.ignores_filler
+        if known[self._training] is None and not self._normalizes():
+            self._inspection.filler(pad_rows(unfilled, self.rows), self._training)
+        exact = known[self._training] and not self._normalizes()
         return batch if exact else self._strategy.to_device(unfilled)
 
     def _normalizes(self) -> bool:

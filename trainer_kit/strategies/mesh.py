@@ -10,10 +10,27 @@ from typing import Any
 import torch
 
 BATCH_AXES = ("data", "fsdp")
-"""Axes of a mesh over which batches are divided."""
+"""Axes that a mesh may have; batches are divided over all of them."""
 
 _LEAST_RATE = 1e-30
 """In place of a learning rate of 0."""
+
+
+def check_axes(mesh: Any, fsdp: bool) -> None:
+    """Refuses a mesh that batches, or parameters, cannot be divided over.
+
+    Raises:
+        TypeError: If it is none.
+        ValueError: If it has other axes, naming them.
+    """
+    if mesh is None:
+        return
+    axes = tuple(mesh) if isinstance(mesh, Mapping) else getattr(mesh, "axis_names", None)
+    if axes is None:
+        raise TypeError(f"mesh={mesh!r} is a {type(mesh).__name__}; give the devices by axis, such as {{'data': 4}}")
+    if not axes or not set(axes) <= set(BATCH_AXES) or (fsdp and "fsdp" not in axes):
+        needed = "must have the axis 'fsdp', and may have 'data'" if fsdp else "may be 'data' and 'fsdp'"
+        raise ValueError(f"mesh has the axes {', '.join(map(repr, axes)) or 'none'}; they {needed}")
 
 
 class Division:
@@ -41,8 +58,8 @@ class Division:
                 raise ValueError(f"mesh={dict(mesh)} is for {math.prod(mesh.values())} devices, but there are {count}")
             mesh = self._spmd.Mesh(list(range(count)), tuple(mesh.values()), tuple(mesh))
         self.mesh = mesh
-        self._axes = tuple(name for name in mesh.axis_names if name in BATCH_AXES)
-        self.parts = math.prod(size for name, size in mesh.shape().items() if name in BATCH_AXES)
+        self._axes = tuple(mesh.axis_names)
+        self.parts = math.prod(mesh.shape().values())
         self._specs: dict[int, Any] = {}
 
     def along_samples(self, tensor: torch.Tensor) -> Any:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from trainer_kit import environment
 from trainer_kit.precision import Precision
 from trainer_kit.strategies.base import GIB
-from trainer_kit.strategies.mesh import BATCH_AXES, Division
+from trainer_kit.strategies.mesh import Division, check_axes
 from trainer_kit.strategies.processes import Processes
 from trainer_kit.strategies.xla_model import (
     DOWNCAST,
@@ -25,7 +24,7 @@ from trainer_kit.strategies.xla_model import (
     names_by_parameter,
     tie_again,
 )
-from trainer_kit.strategies.xla_optimizer import is_adam, rates_that_vary, step_adam
+from trainer_kit.strategies.xla_optimizer import computes_on_device, varying_rates
 from trainer_kit.trees import map_tensors, tensors
 
 T = TypeVar("T")
@@ -74,10 +73,7 @@ class XLA(Processes):
         self.mesh = mesh
         self.fsdp = fsdp
         self.downcast_bf16 = downcast_bf16
-        axes = tuple(mesh) if isinstance(mesh, Mapping) else getattr(mesh, "axis_names", ("data", "fsdp"))
-        needed = ("fsdp",) if fsdp else BATCH_AXES
-        if not set(needed) & set(axes or ()):
-            raise ValueError(f"mesh={mesh!r} has no axis {' or '.join(map(repr, needed))}; name one so")
+        check_axes(mesh, fsdp)
         self._moved: Any = WeakIdKeyDictionary()  # parameters by what they were on the host, while somebody keeps that
         self._division: Division | None = None  # None with one device
 
@@ -92,8 +88,42 @@ class XLA(Processes):
         # A forked process makes its pool of threads anew when it first needs one. The threads of backward() would do so
         # all at once, and the process would end.
         torch.set_num_threads(torch.get_num_threads())
+        named = environment.pjrt_device()
         torch_xla = import_torch_xla()
         runtime = _module("torch_xla.runtime")
+        try:
+            count = self._count_devices(runtime)
+        except (RuntimeError, OSError) as error:
+            raise ValueError(
+                f"XLA finds no device of PJRT_DEVICE={runtime.device_type()} ({str(error).splitlines()[0]}); set "
+                "PJRT_DEVICE=TPU on a machine with a TPU, PJRT_DEVICE=CPU to try a script without one"
+            ) from error
+        if named is None and runtime.device_type() == "CPU":
+            warnings.warn("no TPU was found: XLA computes on the CPU, slowly; PJRT_DEVICE=CPU says so", stacklevel=4)
+        if count > 1 and not runtime.is_spmd():
+            if torch_xla._XLAC._xla_get_spmd_config_is_locked():
+                raise ValueError(
+                    "XLA was used in this process before the Trainer, which comes too late then to divide work over "
+                    f"{count} devices; leave model and data on the CPU, or call torch_xla.runtime.use_spmd() first"
+                )
+            runtime.use_spmd()
+        self.device = torch_xla.device()
+        if count > 1 or self.mesh is not None:
+            division = Division(self.mesh, count, "fsdp" if self.fsdp else "data")
+            self._division = division if count > 1 else None
+            self.devices = division.parts
+        super().setup()
+        self.set_rng_state(self.broadcast(torch.initial_seed()))  # as torch.manual_seed gives it to other devices
+        if self.precision is not None and self.precision.mode == "fp16":
+            warnings.warn(
+                "mixed_precision='fp16' on XLA: 'bf16' is recommended, which TPUs compute in and whose gradients need "
+                "no scaling",
+                stacklevel=4,
+            )
+        logger.info("%d XLA device%s (%s)", count, "s" * (count > 1), runtime.device_type())
+
+    def _count_devices(self, runtime: Any) -> int:
+        """The devices of the run, all hosts' together."""
         if runtime.world_size() > 1:
             raise ValueError(
                 f"torch_xla.launch started {runtime.world_size()} replicas, each of which would train by itself; call "
@@ -104,23 +134,7 @@ class XLA(Processes):
                 f"the TPU has {runtime.process_count()} hosts, but this process knows of {self.place.world_size}; "
                 "start all with `trainer-kit launch --tpu --num-nodes … --node-rank … --master-addr …`"
             )
-        count = runtime.global_runtime_device_count()
-        if count > 1 and not runtime.is_spmd():
-            runtime.use_spmd()
-        self.device = torch_xla.device()
-        if count > 1:
-            self._division = Division(self.mesh, count, "fsdp" if self.fsdp else "data")
-            self.devices = self._division.parts
-        super().setup()
-        self.set_rng_state(self.broadcast(torch.initial_seed()))  # as torch.manual_seed gives it to other devices
-        if self.precision is not None and self.precision.mode == "fp16":
-            warnings.warn(
-                "mixed_precision='fp16' on XLA: 'bf16' is recommended, which TPUs compute in and whose gradients need "
-                "no scaling",
-                stacklevel=4,
-            )
-        kind = runtime.device_type()
-        logger.info("%d XLA device%s (%s)", count, "s" * (count > 1), kind)
+        return int(runtime.global_runtime_device_count())
 
     def seed(self, value: int) -> None:
         super().seed(value)
@@ -169,7 +183,7 @@ class XLA(Processes):
 
     def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
         names = names_by_parameter(model)
-        if self.downcast_bf16:
+        if self.downcast_bf16 and any(parameter.device.type != "xla" for parameter in model.parameters()):
             model = downcast_module(model)
         super().prepare(model)
         let_transformers_trace()
@@ -230,7 +244,7 @@ class XLA(Processes):
         """Brings an optimizer's state to where a step expects it, divided as its parameter is."""
         for parameter, state in optimizer.state.items():
             for name, value in state.items():
-                if not isinstance(value, torch.Tensor) or (name == "step" and not is_adam(optimizer)):
+                if not isinstance(value, torch.Tensor) or (name == "step" and not computes_on_device(optimizer)):
                     continue
                 state[name] = value = value.to(self.device)
                 if self.fsdp and self._division is not None and value.shape == parameter.shape and value.ndim:
@@ -277,8 +291,7 @@ class XLA(Processes):
         """A number in a tensor that is sent; a Python number of 0 or 1 would be a constant of another graph."""
         if isinstance(number, torch.Tensor):
             return number
-        moved: torch.Tensor = self._sent(torch.tensor(number))
-        return moved
+        return _module("torch_xla.core.xla_model").send_cpu_data_to_device([torch.tensor(number)], self.device)[0]
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
@@ -286,20 +299,8 @@ class XLA(Processes):
         self.dispatch()
 
     def _take_step(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor | None) -> None:
-        with rates_that_vary(optimizer):
-            if not is_adam(optimizer):
-                super()._take_step(optimizer, norm)
-                return
-            if self.scales_gradients and self.precision is not None:
-                leaves_out = self.precision.overflow(optimizer)
-            else:
-                leaves_out = self._no if norm is None else (~torch.isfinite(norm)).float()
-            step_adam(optimizer, leaves_out)
-
-    @functools.cached_property
-    def _no(self) -> torch.Tensor:
-        no: torch.Tensor = self.operand(0.0)
-        return no
+        with varying_rates(optimizer, self.operand):
+            super()._take_step(optimizer, norm)
 
     def backward(self, loss: torch.Tensor) -> None:
         try:
@@ -326,8 +327,8 @@ class XLA(Processes):
         self.set_rng_state(state)  # it changes that, so that random numbers would depend on how often it is called
 
     def read(self, scalars: Sequence[torch.Tensor], summed: bool = False) -> list[float]:
-        # One by one: stacking them would be one more graph for each number of them.
-        return [scalar.item() for scalar in scalars]
+        # Not stacked, which would be one more graph for each number of them.
+        return [scalar.item() for scalar in _module("torch_xla")._XLAC._xla_get_cpu_tensors([*scalars])]
 
     # Figures
 

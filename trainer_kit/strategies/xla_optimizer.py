@@ -3,48 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
+_LEAST = 1e-30
+"""In place of a learning rate of 0, by which some formulas divide; it changes no weight."""
+
+
+def computes_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it can keep all numbers of its step on the device, which torch calls capturable (Adam, AdamW, …)."""
+    return all("capturable" in group for group in optimizer.param_groups)
+
 
 @contextlib.contextmanager
-def rates_that_vary(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keeps learning rates from being 0, 1 or one of the step's other numbers: each would be a graph of its own.
+def varying_rates(optimizer: torch.optim.Optimizer, operand: Callable[[float], torch.Tensor]) -> Iterator[None]:
+    """Lets learning rates, and what follows from them, vary without another graph; schedules go on with numbers.
 
-    XLA takes 0 and 1 for constants, and equal numbers for one, be they a model's epsilon or what clipping adds to a
-    norm. A rate of 1e-30 changes no weight, and one that is a 2**22nd larger hardly any.
+    XLA takes a Python number of 0 or 1 for a constant, and equal ones for one, be they a model's epsilon. AdamW
+    computes with 1 - lr * weight_decay, which is 1 for small rates, and with 1 - beta2**step, which comes to be 1: so
+    its numbers are kept on the device. For other optimizers a rate a 2**22nd larger is hardly ever such a number.
     """
-    before = [group["lr"] for group in optimizer.param_groups]
+    before = [{name: group[name] for name in ("lr", "capturable") if name in group} for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = (float(group["lr"]) or 1e-30) * (1 + 2**-22)
+        if isinstance(group["lr"], torch.Tensor):
+            continue
+        rate = group["lr"] or _LEAST
+        if computes_on_device(optimizer):
+            group["lr"], group["capturable"] = operand(rate), True
+        else:
+            group["lr"] = rate * (1 + 2**-22)
     try:
         yield
     finally:
-        for group, rate in zip(optimizer.param_groups, before, strict=True):
-            group["lr"] = rate
-
-
-def is_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is torch's own Adam or AdamW, whose step torch_xla has in one operation a parameter."""
-    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not any(
-        group["capturable"] or group["differentiable"] for group in optimizer.param_groups
-    )
-
-
-def step_adam(optimizer: torch.optim.Optimizer, leaves_out: torch.Tensor) -> None:
-    """A step of torch's Adam or AdamW; a scalar of 1.0 on the device leaves it out.
-
-    torch's own step computes with Python numbers, among them 1 - lr * weight_decay, which is 1 for small rates, and
-    1 - beta2**step, which comes to be 1: each time another graph.
-    """
-    syncfree = importlib.import_module("torch_xla.amp.syncfree")
-    decouples = isinstance(optimizer, torch.optim.AdamW)
-    plain = [each for group in optimizer.param_groups if not group["amsgrad"] for each in group["params"]]
-    states = [optimizer.state[each] for each in plain if each in optimizer.state]
-    for state in states:  # torch_xla wants an entry that torch's optimizers do not have
-        state["max_exp_avg_sq"] = leaves_out
-    (syncfree.AdamW if decouples else syncfree.Adam).step(optimizer, found_inf=leaves_out)
-    for parameter in plain:
-        optimizer.state.get(parameter, {}).pop("max_exp_avg_sq", None)
+        for group, values in zip(optimizer.param_groups, before, strict=True):
+            for name, value in values.items():
+                group[name] = value
