@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trainer_kit import XLA
+from trainer_kit import XLA, environment
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,10 @@ def test_a_mesh_says_how_many_devices_an_axis_has() -> None:
     with pytest.raises(TypeError, match=r"mesh=4 is a int; give the devices by axis, such as \{'data': 4\}"):
         XLA(mesh=4)
     assert XLA(mesh={"data": 2, "fsdp": 4}, fsdp=True).fsdp
+
+
+def test_parameters_are_divided_on_one_host_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "place", lambda: environment.Place(1, 2, 0, 1, 1))
+    assert not XLA().is_main
+    with pytest.raises(ValueError, match="fsdp=True is for one host, but this run has 2"):
+        XLA(fsdp=True)

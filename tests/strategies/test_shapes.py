@@ -95,6 +95,11 @@ def test_lengths_of_text_are_named_with_those_to_pad_to() -> None:
     assert advice.endswith("that would leave about 4.")
 
 
+def test_lengths_that_are_padded_already_are_not_proposed_again() -> None:
+    advice = ledger_of(*(text(8, length) for length in (32, 64, 128))).advice()
+    assert "pad_to_lengths=[128] or pad_to_multiple_of=128" in advice
+
+
 def test_what_loaders_have_padded_already_is_not_promised_again() -> None:
     batches = [text(8, 16), text(6, 16)]
     assert "strategy='xla'" in ledger_of(*batches).advice()

@@ -148,6 +148,8 @@ def remedy(shapes: list[BatchShape]) -> str:
     lengths = {size for (dimension, _), (_, sizes) in varying.items() if dimension > 0 for size in sizes}
     if lengths:
         few = sorted({_power_of_two(size) for size in lengths})[-_LISTED:]
+        if lengths <= {*few}:  # they are padded so already
+            few = few[-1:]
         parts.append(
             f"pad to few sizes, with a tokenizer by pad_to_lengths={few} or pad_to_multiple_of={few[-1]}, else in the "
             "data_collator"

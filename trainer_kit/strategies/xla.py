@@ -55,7 +55,8 @@ class XLA(Processes):
         precision: See `Strategy`.
 
     Raises:
-        ValueError: If the mesh has no axis to divide batches over.
+        TypeError: If `mesh` is none.
+        ValueError: If the mesh has other axes, or with `fsdp` on several hosts.
     """
 
     static_shapes = True
@@ -74,6 +75,11 @@ class XLA(Processes):
         self.fsdp = fsdp
         self.downcast_bf16 = downcast_bf16
         check_axes(mesh, fsdp)
+        if fsdp and not self.is_alone:
+            raise ValueError(
+                f"fsdp=True is for one host, but this run has {self.place.world_size}: a model that is divided over "
+                "hosts cannot be saved yet; use fsdp=False"
+            )
         self._moved: Any = WeakIdKeyDictionary()  # parameters by what they were on the host, while somebody keeps that
         self._division: Division | None = None  # None with one device
 
