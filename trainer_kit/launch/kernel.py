@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from trainer_kit.launch.function import renew_threads
 from trainer_kit.launch.processes import set_variables
 from trainer_kit.strategies.xla import import_torch_xla
 
@@ -218,6 +219,7 @@ def _try_devices(devices: Sequence[str], answer: Connection) -> None:
     try:
         if "xla" in devices:
             importlib.import_module("torch_xla")
+            renew_threads()
         for device in devices:
             tensor = torch.ones(1, device=device, requires_grad=True)
             tensor.sum().backward()
