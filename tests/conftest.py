@@ -1,8 +1,13 @@
 """Settings for all tests."""
 
 import os
+import signal
 
 import torch
+
+# Ignored where a shell started the tests in the background.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests train tiny models: more threads only wait for one another, and with several processes for the cores.
 torch.set_num_threads(1)
