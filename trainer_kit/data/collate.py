@@ -13,12 +13,10 @@ import torch
 from torch.utils.data import default_collate
 
 from trainer_kit.loss import IGNORED
+from trainer_kit.strategies.shapes import power_of_two
 
 Collator = Callable[[list[Any]], Any]
 
-
-_SHORTEST = 32
-"""The least length that batches are padded to where shapes are to be static."""
 
 _UNLIMITED = 1_000_000
 """From here on a tokenizer's `model_max_length` means that it knows none."""
@@ -209,7 +207,7 @@ class PadCollator:
     def _length(self, name: str, longest: int) -> int:
         """What a column is padded to whose longest sample has this length."""
         if self.to_powers:
-            power = max(_SHORTEST, 1 << (longest - 1).bit_length())
+            power = power_of_two(longest)
             return min(power, self.limit) if longest <= self.limit < _UNLIMITED else power
         if self.lengths is None:
             return -(-longest // self.multiple) * self.multiple

@@ -10,24 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainer_kit import environment
 from trainer_kit.launch.failures import LEAVING, write_failure
+from trainer_kit.strategies.xla_model import renew_threads
 
 # What a forked process has from its parent's handlers must not stay.
 _SIGNALS: dict[str, Any] = {"SIGINT": signal.default_int_handler, "SIGTERM": signal.SIG_DFL, "SIGUSR1": signal.SIG_DFL}
 
 # Their frames are no user's business; `sending` calls a notebook's function.
 _OWN_FILES = (__file__, str(Path(__file__).with_name("sending.py")))
-
-
-def renew_threads() -> None:
-    """Makes torch's pool of threads, which a forked process does when it first needs one.
-
-    The threads of XLA's backward() would do so all at once, and end the process.
-    """
-    torch.set_num_threads(torch.get_num_threads())
 
 
 class Function:

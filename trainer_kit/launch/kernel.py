@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from trainer_kit.launch.function import renew_threads
 from trainer_kit.launch.processes import set_variables
 from trainer_kit.strategies.xla import import_torch_xla
+from trainer_kit.strategies.xla_model import renew_threads
 
 # Calls of torch.cuda that do not touch the driver, and of torch_xla that do not start its runtime.
 _HARMLESS = {

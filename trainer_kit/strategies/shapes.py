@@ -147,7 +147,7 @@ def remedy(shapes: list[BatchShape]) -> str:
         parts.append(drop if shapes[0].kind == TRAINING else divide)
     lengths = {size for (dimension, _), (_, sizes) in varying.items() if dimension > 0 for size in sizes}
     if lengths:
-        few = sorted({_power_of_two(size) for size in lengths})[-_LISTED:]
+        few = sorted({power_of_two(size) for size in lengths})[-_LISTED:]
         if lengths <= {*few}:  # they are padded so already
             few = few[-1:]
         parts.append(
@@ -190,7 +190,7 @@ def _padded_shapes(shapes: list[BatchShape]) -> int:
 
     def padded(name: str, dimension: int, size: int) -> int:
         sizes = sizes_of.get((name, dimension), {size: 1})
-        return max(sizes) if dimension == 0 else size if len(sizes) == 1 else _power_of_two(size)
+        return max(sizes) if dimension == 0 else size if len(sizes) == 1 else power_of_two(size)
 
     return len(
         {
@@ -266,6 +266,6 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{plural if number != 1 else ''}"
 
 
-def _power_of_two(size: int) -> int:
+def power_of_two(size: int) -> int:
     """The length that the loaders pad to where shapes are static."""
     return max(_SHORTEST, 1 << max(size - 1, 0).bit_length())

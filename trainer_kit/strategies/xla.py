@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import logging
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from trainer_kit.strategies.xla_model import (
     downcast_module,
     let_transformers_trace,
     names_by_parameter,
+    renew_threads,
     tie_again,
 )
 from trainer_kit.strategies.xla_optimizer import computes_on_device, varying_rates
@@ -81,6 +83,7 @@ class XLA(Processes):
                 "hosts cannot be saved yet; use fsdp=False"
             )
         self._moved: Any = WeakIdKeyDictionary()  # parameters by what they were on the host, while somebody keeps that
+        self._followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._division: Division | None = None  # None with one device
 
     def setup(self) -> None:
@@ -91,9 +94,7 @@ class XLA(Processes):
             ValueError: If other processes were started for the same devices, or the mesh does not fit the devices.
         """
         environment.check_drives_machine_alone()
-        # A forked process makes its pool of threads anew when it first needs one. The threads of backward() would do so
-        # all at once, and the process would end.
-        torch.set_num_threads(torch.get_num_threads())
+        renew_threads()
         named = environment.pjrt_device()
         torch_xla = import_torch_xla()
         runtime = _module("torch_xla.runtime")
@@ -240,7 +241,9 @@ class XLA(Processes):
         for parameter in [each for each in optimizer.state if each in self._moved]:
             optimizer.state[self._moved[parameter]] = optimizer.state.pop(parameter)
         self._place_state(optimizer)
-        optimizer.register_load_state_dict_post_hook(self._place_state)
+        if optimizer not in self._followed:
+            self._followed.add(optimizer)
+            optimizer.register_load_state_dict_post_hook(self._place_state)
         return optimizer
 
     def prepared_parameters(self, parameters: Iterable[Any]) -> list[torch.Tensor]:

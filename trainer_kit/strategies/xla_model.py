@@ -1,4 +1,4 @@
-"""What a model needs on XLA: parameters tied again after the move, other dtypes, masks that are traced."""
+"""What XLA needs of a model and its process: tied parameters, other dtypes, masks that are traced, threads."""
 
 from __future__ import annotations
 
@@ -51,3 +51,11 @@ def let_transformers_trace() -> None:
 
     is_tracing.of_xla = True  # type: ignore[attr-defined]
     masking.is_tracing = is_tracing
+
+
+def renew_threads() -> None:
+    """Makes torch's pool of threads, which a forked process does when it first needs one.
+
+    The threads of XLA's backward() would do so all at once, and end the process.
+    """
+    torch.set_num_threads(torch.get_num_threads())

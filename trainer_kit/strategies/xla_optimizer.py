@@ -29,7 +29,7 @@ def varying_rates(optimizer: torch.optim.Optimizer, operand: Callable[[float], t
         if isinstance(group["lr"], torch.Tensor):
             continue
         rate = group["lr"] or _LEAST
-        if computes_on_device(optimizer):
+        if "capturable" in group:
             group["lr"], group["capturable"] = operand(rate), True
         else:
             group["lr"] = rate * (1 + 2**-22)
