@@ -6,8 +6,11 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 import trainer_kit
 import trainer_kit.callbacks
+from trainer_kit.cli.main import main
 
 
 class Guide:
@@ -29,6 +32,17 @@ class Guide:
         joined = re.sub(r"\\?\n", " ", self.text)
         self.commands = re.findall(r"trainer-kit (launch [^`]*? train\.py)", joined)
         self.sentences = re.findall(r"^\| `(.*?)` \|", self.text, re.MULTILINE)
+
+
+def dry_run(
+    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> list[str]:
+    """What `command` would start, a line each, in a folder that holds the script and no settings."""
+    (folder / "train.py").touch()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
+    assert main([*command.replace("launch", "launch --dry-run").split()]) == 0
+    return capsys.readouterr().out.splitlines()
 
 
 def unsaid(sentence: str) -> list[str]:

@@ -7,9 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from guides import Guide, unsaid
-
-from trainer_kit.cli.main import main
+from guides import Guide, dry_run, unsaid
 
 GUIDE = Guide("examples/multinode.md")
 COMMANDS = [command for command in GUIDE.commands if "--num-nodes" in command]
@@ -19,13 +17,9 @@ COMMANDS = [command for command in GUIDE.commands if "--num-nodes" in command]
 def test_the_launcher_takes_the_commands(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "train.py").touch()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     for name, value in {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "MASTER_ADDR": "node1"}.items():
         command = command.replace(f'"${name}"', value)
-    assert main([*command.replace("launch", "launch --dry-run --cpu").split()]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = dry_run(command.replace("launch", "launch --cpu"), tmp_path, monkeypatch, capsys)
     assert len(lines) == 8
     assert all("WORLD_SIZE=16" in line and "MASTER_ADDR=node1 MASTER_PORT=29500" in line for line in lines)
 

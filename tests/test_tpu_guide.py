@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from guides import Guide, unsaid
+from guides import Guide, dry_run, unsaid
 
 from trainer_kit import XLA, TrainingArguments, environment
-from trainer_kit.cli.main import main
 
 GUIDE = Guide("docs/tpu.md")
 OTHERS = ("RuntimeError: ", "mixed_precision=", "strategy=XLA(")  # torch's messages, and what is no message
@@ -33,13 +32,9 @@ def calls(name: str) -> list[dict[str, Any]]:
 def test_the_launcher_takes_the_commands(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "train.py").touch()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.setattr(environment, "has_torch_xla", lambda: True)
-    assert main([*command.replace("launch", "launch --dry-run").split()]) == 0
-    [line] = capsys.readouterr().out.splitlines()
+    [line] = dry_run(command, tmp_path, monkeypatch, capsys)
     assert "TRAINER_KIT_USE_TPU=1" in line
 
 
