@@ -12,7 +12,8 @@ from trainer_kit.checkpoint.reader import (
     verify,
 )
 from trainer_kit.checkpoint.retention import prune
-from trainer_kit.checkpoint.shards import load_tensors, save_tensors
+from trainer_kit.checkpoint.shards import save_tensors
+from trainer_kit.checkpoint.sources import load_tensors
 from trainer_kit.checkpoint.writer import write_checkpoint
 
 __all__ = [

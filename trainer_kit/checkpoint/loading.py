@@ -11,7 +11,8 @@ import torch
 
 from trainer_kit.checkpoint.files import CheckpointError
 from trainer_kit.checkpoint.format import MANIFEST_NAME, Manifest
-from trainer_kit.checkpoint.shards import Source, load_source, read_header, sources, storage_key
+from trainer_kit.checkpoint.shards import storage_key
+from trainer_kit.checkpoint.sources import Source, load_source, read_header, sources
 
 _SHOWN = 3
 

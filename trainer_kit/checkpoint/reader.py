@@ -19,7 +19,7 @@ from trainer_kit.checkpoint.format import (
     STATE_FOLDER,
     Manifest,
 )
-from trainer_kit.checkpoint.shards import load_tensors
+from trainer_kit.checkpoint.sources import load_tensors
 from trainer_kit.trees import join
 
 _CLOCK_SLACK = 60.0  # seconds by which the system's clock may have been set since

@@ -1,22 +1,19 @@
-"""Tensors in safetensors files, sharded and indexed as the Hub's tools do it; tied ones are stored once."""
+"""Writing tensors to safetensors files, sharded and indexed as the Hub's tools do it; tied ones are stored once."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import json
 import os
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from trainer_kit.arguments import parse_size
-from trainer_kit.checkpoint.files import CheckpointError, fsync_directory, inside, read_json, write_json
+from trainer_kit.checkpoint.files import fsync_directory, write_json
 
 ToHost = Callable[[torch.Tensor], torch.Tensor]
 
@@ -41,10 +38,10 @@ _DTYPE_NAMES = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
-# The format lacks these: stored as real numbers with a last dimension of 2, their names under _COMPLEX.
+# The format lacks these: stored as real numbers with a last dimension of 2, their names under COMPLEX.
 _AS_REAL = {torch.complex32: torch.float16, torch.complex128: torch.float64}
-_COMPLEX = "trainer_kit.complex"
-_RESERVED = frozenset({"format", "__metadata__", _COMPLEX})
+COMPLEX = "trainer_kit.complex"
+RESERVED = frozenset({"format", "__metadata__", COMPLEX})
 
 
 def save_tensors(
@@ -99,18 +96,6 @@ def save_tensors(
     fsync_directory(directory)
 
 
-def load_tensors(directory: Path, stem: str = "model", device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Loads what `save_tensors` or the Hub's tools saved; tied names share one tensor.
-
-    Raises:
-        CheckpointError: If files are missing or damaged, or an index names files outside `directory`.
-    """
-    loaded: dict[str, torch.Tensor] = {}
-    for source in sources(directory, stem):
-        loaded.update(load_source(source, str(device)))
-    return loaded
-
-
 def storage_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors that are one and the same view of one memory (tied weights), different for all others."""
     memory = _address(tensor)
@@ -134,7 +119,7 @@ def _untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor]
     for name, tensor in tensors.items():
         groups.setdefault(storage_key(tensor), []).append(name)
     # A reserved name cannot be an alias, as the metadata holds something else under it.
-    stored = [next((name for name in names if name in _RESERVED), names[0]) for names in groups.values()]
+    stored = [next((name for name in names if name in RESERVED), names[0]) for names in groups.values()]
     aliases = {
         name: keep for keep, names in zip(stored, groups.values(), strict=True) for name in names if name != keep
     }
@@ -193,7 +178,7 @@ def _header(names: Iterable[str], tensors: Mapping[str, torch.Tensor], aliases: 
     metadata = {"format": "pt", **aliases}
     as_real = [name for name in names if tensors[name].dtype in _AS_REAL]
     if as_real:
-        metadata[_COMPLEX] = json.dumps(as_real)
+        metadata[COMPLEX] = json.dumps(as_real)
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name in names:
@@ -209,89 +194,6 @@ def _header(names: Iterable[str], tensors: Mapping[str, torch.Tensor], aliases: 
 def _bytes_of(tensor: torch.Tensor, to_host: ToHost) -> Any:
     host = to_host(tensor.detach().resolve_conj().resolve_neg()).contiguous()
     return host.reshape(-1).view(torch.uint8).numpy().data
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """One safetensors file: the names of its tensors with their shapes, and its aliases as {name: stored name}."""
-
-    path: Path
-    shapes: Mapping[str, tuple[int, ...]]
-    aliases: Mapping[str, str]
-    complex_names: frozenset[str]
-
-
-def sources(directory: Path, stem: str) -> list[Source]:
-    """The files under `stem` in `directory`, their headers read and compared with the index.
-
-    Raises:
-        CheckpointError: If there are none, or one is missing or damaged.
-    """
-    single = inside(directory, f"{stem}.safetensors")
-    if single.exists():
-        return [read_header(single)]
-    index = inside(directory, f"{stem}.safetensors.index.json")
-    if not index.exists():
-        there = sorted(path.name for path in directory.glob("*") if path.suffix in (".safetensors", ".bin", ".pt"))
-        hint = f"; it holds {', '.join(there[:3])}" if there else ""
-        raise CheckpointError(f"{directory} has neither {single.name} nor {index.name}{hint}")
-    content = read_json(index)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{index} is damaged: it has no weight_map")
-    found = {name: read_header(inside(directory, name)) for name in dict.fromkeys(weight_map.values())}
-    for tensor, name in weight_map.items():
-        if tensor not in found[name].shapes and tensor not in found[name].aliases:
-            raise CheckpointError(f"{index} says that {tensor!r} is in {name}, which does not hold it")
-    return list(found.values())
-
-
-def read_header(path: Path) -> Source:
-    """What a safetensors file holds, without reading the tensors.
-
-    Raises:
-        CheckpointError: If the file is missing or damaged.
-    """
-    with _opened(path, "cpu") as file:
-        metadata = file.metadata() or {}
-        names = file.keys()
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
-        complex_names = frozenset(json.loads(metadata.get(_COMPLEX, "[]"))) & shapes.keys()
-    for name in complex_names:
-        shapes[name] = shapes[name][:-1]
-    aliases = {
-        alias: target
-        for alias, target in metadata.items()
-        if target in shapes and alias not in shapes and alias not in _RESERVED
-    }
-    return Source(path, shapes, aliases, complex_names)
-
-
-def load_source(source: Source, device: str) -> dict[str, torch.Tensor]:
-    """The tensors of one file, under their stored names and their aliases.
-
-    Raises:
-        CheckpointError: If the file is damaged.
-    """
-    loaded = {}
-    with _opened(source.path, device) as file:
-        for name in source.shapes:
-            # A copy lies in memory of its own, aligned as torch's kernels like it, not in a mapping of the file.
-            tensor = file.get_tensor(name).clone()
-            loaded[name] = torch.view_as_complex(tensor) if name in source.complex_names else tensor
-    loaded.update({alias: loaded[target] for alias, target in source.aliases.items()})
-    return loaded
-
-
-@contextlib.contextmanager
-def _opened(path: Path, device: str) -> Iterator[Any]:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing")
-    try:
-        with safe_open(path, framework="pt", device=device) as file:
-            yield file
-    except (SafetensorError, OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged or no safetensors file: {error}") from error
 
 
 def _files_of(directory: Path, stem: str) -> list[Path]:
