@@ -355,6 +355,19 @@ def test_a_schedule_goes_on_from_its_state(name: str) -> None:
     assert rates(second, 12) == whole[8:]
 
 
+def test_a_schedule_goes_on_at_any_place_without_a_step_before() -> None:
+    args = arguments(warmup_steps=4)
+    whole = rates(make_scheduler(sgd(), args, 20), 20)
+    assert rates(make_scheduler(sgd(), args, 20, 8), 12) == whole[8:]
+    scheduler = make_scheduler(sgd(), args, 20)
+    rates(scheduler, 3)
+    scheduler.go_on_at(8)
+    assert scheduler.get_last_lr() == whole[8:9]
+    assert rates(scheduler, 12) == whole[8:]
+    scheduler = make_scheduler(sgd(), args, 20, 8)
+    scheduler.step()  # of a step that was left out: no warning
+
+
 @pytest.mark.parametrize(
     ("name", "numbers", "message"),
     [

@@ -134,7 +134,20 @@ class _Span(NamedTuple):
     peak: float
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer, args: TrainingArguments, total_steps: int) -> LambdaLR:
+class Schedule(LambdaLR):
+    """A schedule that `make_scheduler` made."""
+
+    def go_on_at(self, step: int) -> None:
+        """Takes up another place in the schedule; the optimizer's groups get its learning rates at once."""
+        self.last_epoch, self._step_count = step, step + 1
+        self._last_lr = [peak * factor(step) for peak, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = rate
+
+
+def make_scheduler(
+    optimizer: torch.optim.Optimizer, args: TrainingArguments, total_steps: int, place: int = 0
+) -> Schedule:
     """The schedule that `args.lr_scheduler_type` names, to be stepped once after each optimizer step.
 
     The learning rate of step s (from 0) is the optimizer's own, the peak, times a factor. The warmup takes
@@ -157,6 +170,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, args: TrainingArguments, to
         optimizer: Its groups' learning rates are the peaks.
         args: The arguments of the run.
         total_steps: Optimizer steps of the whole run.
+        place: The step that comes next.
 
     Raises:
         ValueError: If `total_steps` is less than 1, or a name or number in `lr_scheduler_kwargs` makes no sense.
@@ -181,7 +195,9 @@ def make_scheduler(optimizer: torch.optim.Optimizer, args: TrainingArguments, to
     group = optimizer.param_groups[0]
     span = _Span(total_steps, warmup, float(group.get("initial_lr", group["lr"])))
     factor = schedule(span, **args.lr_scheduler_kwargs)
-    return LambdaLR(optimizer, lambda step: factor(min(step, total_steps)))
+    made = Schedule(optimizer, lambda step: factor(min(step, total_steps)))
+    made.go_on_at(place)
+    return made
 
 
 def _require(holds: bool, name: str, value: float, allowed: str) -> None:

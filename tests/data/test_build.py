@@ -1,21 +1,16 @@
 from __future__ import annotations
 
-import math
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from trainer_kit.arguments import TrainingArguments
 from trainer_kit.data.build import (
     make_evaluation_batches,
     make_reading,
     make_train_loader,
-    total_steps,
     writable_folder,
 )
 from trainer_kit.data.collate import stack
@@ -33,48 +28,6 @@ def make_run(dataset: Any, **arguments: Any) -> Run:
 
 def rows(length: int) -> list[torch.Tensor]:
     return [torch.ones(1)] * length
-
-
-@settings(deadline=None, max_examples=200)
-@given(st.integers(1, 50), st.integers(1, 60), st.integers(1, 8), st.integers(1, 3), st.booleans())
-def test_fractions_of_epochs_are_counted_as_written_and_a_resume_changes_nothing(
-    tenths: int, length: int, batch_size: int, accumulation: int, drop_last: bool
-) -> None:
-    length = max(length, batch_size)
-    run = make_run(
-        rows(length),
-        num_train_epochs=tenths / 10,
-        per_device_train_batch_size=batch_size,
-        gradient_accumulation_steps=accumulation,
-        dataloader_drop_last=drop_last,
-    )
-    loader, state = make_train_loader(run, READING), run.state
-    per_epoch = loader.steps_between(0, loader.epoch_length)
-    expected = math.ceil(Fraction(tenths, 10) * per_epoch)
-    assert total_steps(run, loader) == expected
-    while state.step < expected:  # as the loop counts
-        state.step += 1
-        state.position = min(state.position + loader.layout.window, loader.epoch_length)
-        if state.position == loader.epoch_length:
-            state.epoch, state.position = state.epoch + 1, 0
-        assert total_steps(run, loader) == expected
-
-
-def test_another_batch_size_after_a_resume_changes_only_the_steps_left() -> None:
-    run = make_run(rows(64), num_train_epochs=2, per_device_train_batch_size=8)
-    run.state.step, run.state.position = 8, 32  # with a batch of 4
-    assert total_steps(run, make_train_loader(run, READING)) == 8 + 4 + 8
-
-
-def test_max_steps_comes_first() -> None:
-    run = make_run(rows(64), max_steps=3)
-    assert total_steps(run, make_train_loader(run, READING)) == 3
-
-
-def test_more_epochs_than_asked_for_need_no_more_steps() -> None:
-    run = make_run(rows(64), num_train_epochs=1)
-    run.state.step, run.state.epoch = 24, 3
-    assert total_steps(run, make_train_loader(run, READING)) == 24
 
 
 def test_which_loader_it_is() -> None:

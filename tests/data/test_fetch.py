@@ -209,7 +209,7 @@ class Table:
 
 
 def _slot(indices: list[int]) -> Slot:
-    return Slot(0, 0, indices, True, 0, True, len(indices), False)
+    return Slot(0, 0, indices, True, 0, True, 0, len(indices), False)
 
 
 def test_a_table_is_read_many_rows_at_once() -> None:

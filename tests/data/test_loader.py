@@ -110,7 +110,7 @@ def test_samples_are_the_same_in_any_layout(layout: Layout, position: int) -> No
     found = {}
     for rank in range(layout.world_size):
         one = loader(Counting(32, noisy=True), layout._replace(rank=rank))
-        found |= noises(list(one.micro_batches(0, position, one.steps_between(position, 32))))
+        found |= noises(list(one.micro_batches(0, position, one.steps_left(0, position))))
     assert found == {index: expected[index] for index in permutation(32, SEED, 0)[position:].tolist()}
 
 
@@ -148,7 +148,7 @@ def test_a_step_is_counted_whole_before_its_first_batch_is_worked_on(length: int
     windows = []
     for rank in range(layout.world_size):
         one = loader(Counting(length), layout._replace(rank=rank))
-        micro_batches = list(one.micro_batches(0, 0, one.steps_between(0, length)))
+        micro_batches = list(one.micro_batches(0, 0, one.steps_left(0, 0)))
         per_step: dict[int, list[MicroBatch]] = {}
         for micro in micro_batches:
             per_step.setdefault(micro.window.stop, []).append(micro)
@@ -233,7 +233,7 @@ def test_datasets_that_hold_no_batch_are_refused() -> None:
 def test_drop_last_leaves_the_last_batch_out() -> None:
     one = loader(Counting(11), Layout(4), drop_last=True)
     assert one.epoch_length == 8
-    assert one.steps_between(0, one.epoch_length) == 2
+    assert one.steps_left(0, 0) == 2
     micro_batches = list(one.micro_batches(0, 0, 3))
     assert [len(micro.indices) for micro in micro_batches] == [4, 4, 4]
     assert [micro.window.closes_epoch for micro in micro_batches] == [False, True, False]
@@ -295,7 +295,7 @@ def test_grouping_by_length_does_not_depend_on_the_layout() -> None:
     orders = []
     for layout in (Layout(1), Layout(7, 2), Layout(60)):
         one = TrainLoader(rows, layout, reading(0, lambda samples: {"x": torch.ones(len(samples))}), False, True)
-        orders.append(indices(list(one.micro_batches(0, 0, one.steps_between(0, 60)))))
+        orders.append(indices(list(one.micro_batches(0, 0, one.steps_left(0, 0)))))
     assert orders[0] == orders[1] == orders[2]
     assert sorted(orders[0]) == list(range(60))
     sizes = [len(rows[index]["input_ids"]) for index in orders[0]]
@@ -315,3 +315,29 @@ def test_what_can_be_read_in_any_order() -> None:
     assert is_iterable(Stream())
     assert is_iterable(iter([1, 2]))
     assert is_iterable({1, 2})
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.builds(Layout, st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.just(0)),
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 30), st.integers(1, 12)), max_size=3),
+)
+def test_what_is_passed_over_is_not_even_read(layout: Layout, ranges: list[tuple[int, int, int]]) -> None:
+    passed_over = [(epoch, start, start + size) for epoch, start, size in ranges]
+    dataset, found = Counting(30), list[int]()
+    for rank in range(layout.world_size):
+        one = loader(dataset, layout._replace(rank=rank))
+        one.passed_over = passed_over
+        steps = one.steps_left(0, 0) + one.steps_left(1, 0)
+        micro_batches = list(one.micro_batches(0, 0, steps))
+        assert all(micro.window.epoch < 2 for micro in micro_batches)
+        assert all(micro.window.start <= micro.start < micro.window.stop for micro in micro_batches)
+        found += indices([micro for micro in micro_batches if micro.counts.samples])
+    expected = [
+        index
+        for epoch in range(2)
+        for place, index in enumerate(permutation(30, SEED, epoch).tolist())
+        if not any(number == epoch and start <= place < stop for number, start, stop in passed_over)
+    ]
+    assert sorted(found) == sorted(expected)
+    assert set(dataset.reads.nonzero().flatten().tolist()) == set(expected)

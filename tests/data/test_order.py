@@ -147,6 +147,46 @@ def test_changing_the_layout_in_mid_epoch_keeps_each_sample_exactly_once(
     assert sorted(found) == list(range(length))
 
 
+passed_over = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 30)), max_size=4).map(
+    lambda found: [(start, start + size) for start, size in found]
+)
+
+
+@relaxed
+@given(st.integers(0, 80), st.lists(layouts, min_size=1, max_size=4), passed_over, st.data())
+def test_what_is_not_passed_over_comes_exactly_once_however_the_layout_changes(
+    length: int, chain: list[Layout], ranges: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    order = permutation(length, 11, 4)
+    expected = [place for place in range(length) if not any(start <= place < stop for start, stop in ranges)]
+    position, found = 0, list[int]()
+    for number, layout in enumerate(chain):
+        plans = [list(slots(order, 0, position, each, ranges)) for each in ranks(layout)]
+        steps = steps_of(plans)
+        assert len(steps) == steps_between(position, length, layout, ranges)
+        assert len(steps) <= steps_between(position, length, layout) + len(ranges)
+        closing = [slot.closes_epoch for slot in plans[0] if slot.last]
+        assert closing == [False] * (len(steps) - 1) + [True] * bool(steps)
+        taken = data.draw(st.integers(0, len(steps))) if number < len(chain) - 1 else len(steps)
+        for slot in (slot for plan in plans for slot in plan if slot.counted):
+            assert slot.window_start <= slot.start < slot.window_stop
+        for step in steps[:taken]:
+            assert step.start >= position
+            assert len(step.indices) == step.stop - step.start <= layout.window  # nothing is left out inside a step
+            found += step.indices
+            position = step.stop
+    assert sorted(found) == sorted(order[expected].tolist())
+
+
+def test_a_range_that_steps_took_is_passed_over_by_the_same_steps() -> None:
+    layout = Layout(2, 2)
+    whole = [slot for slot in slots(torch.arange(30), 0, 0, layout) if slot.last]
+    rest = [slot for slot in slots(torch.arange(30), 0, 0, layout, [(8, 16)]) if slot.last]
+    assert [slot.window_stop for slot in whole] == [4, 8, 12, 16, 20, 24, 28, 30]
+    assert [slot.window_stop for slot in rest] == [4, 8, 20, 24, 28, 30]
+    assert rest[2].window_start == 16
+
+
 @relaxed
 @given(lengths, layouts)
 def test_drop_last_leaves_full_batches_on_every_rank(length: int, layout: Layout) -> None:

@@ -128,7 +128,7 @@ def test_workers_with_shards_of_different_sizes_are_resumed(shards: tuple[int, i
 def test_a_state_is_resumed_without_reading_what_was_before() -> None:
     for place in (10, 10_000):
         dataset = Stateful(20_000)
-        state = {"workers": [{"batches": place // 2, "dataset": {"place": place}, "ended": False}], "turn": 0}
+        state = {"workers": [{"samples": place, "dataset": {"place": place}, "ended": False}], "turn": 0}
         micro_batches = loader(dataset, Layout(2)).micro_batches(0, place, 3, state)
         assert samples([next(micro_batches)]) == [place, place + 1]
         assert dataset.reads == 4  # one batch ahead
@@ -156,10 +156,16 @@ def test_passing_over_leaves_no_bar_in_a_log_file(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == ""
 
 
-def test_passing_over_with_another_batch_size_says_what_is_left_out() -> None:
+def test_with_another_batch_size_it_is_passed_over_to_the_sample() -> None:
+    with pytest.warns(UserWarning, match="8 samples .* passed over"):
+        rest = list(loader(Plain(20), Layout(5)).micro_batches(0, 8, 3))
+    assert samples(rest) == list(range(8, 20))
+
+
+def test_passing_over_by_workers_with_another_batch_size_says_what_is_left_out() -> None:
     with pytest.warns(UserWarning, match="passed over"), pytest.warns(UserWarning, match="2 samples .* left out"):
-        rest = list(loader(Plain(20), Layout(5)).micro_batches(0, 8, 2))
-    assert samples(rest) == list(range(10, 20))
+        rest = list(loader(Plain(20), Layout(5), 2).micro_batches(0, 8, 2))
+    assert [(micro.start, len(micro.batch["x"])) for micro in rest] == [(10, 5), (15, 5)]
 
 
 @settings(deadline=None, max_examples=50)
@@ -210,7 +216,7 @@ def test_a_length_tells_the_steps_of_an_epoch(length: int, layout: Layout, drop_
         taken += micro.last
         if micro.window.closes_epoch and micro.last:
             break
-    assert one.steps_between(0, one.epoch_length) == taken
+    assert one.steps_left(0, 0) == taken
 
 
 @settings(deadline=None, max_examples=200)
@@ -236,7 +242,7 @@ def test_the_steps_left_are_known_at_every_step(
     taken_at_once = processes * accumulation
     steps = [sum(batches[start : start + taken_at_once]) for start in range(0, len(batches), taken_at_once)]
     for taken in range(len(steps) + 1):
-        assert one.steps_between(sum(steps[:taken]), one.epoch_length) == len(steps) - taken
+        assert one.steps_left(0, sum(steps[:taken])) == len(steps) - taken
 
 
 @pytest.mark.parametrize(("workers", "said"), [(0, "resume is not exact$"), (2, "each of the 2 workers must give its")])
@@ -278,7 +284,7 @@ def test_a_dataset_that_raises_is_named_with_the_batch(workers: int) -> None:
                 raise OSError("the disk is gone")
             return super().sample(index)
 
-    with pytest.raises(DataError, match=r"raised in batch \d of worker \d \(epoch 2\): OSError: the disk is gone"):
+    with pytest.raises(DataError, match=r"raised after sample \d of worker \d \(epoch 2\): OSError: the disk is gone"):
         list(loader(Broken(20), Layout(2), workers).micro_batches(2, 0, 9))
 
 
@@ -430,9 +436,9 @@ def test_the_steps_left_are_known_from_any_position(layout: Layout, position: in
         pass
 
     one = loader(SizedStateful(20), layout, drop_last=drop_last)
-    state = {"workers": [{"batches": 1, "dataset": {"place": position}, "ended": False}], "turn": 0}
+    state = {"workers": [{"samples": position, "dataset": {"place": position}, "ended": False}], "turn": 0}
     windows = [micro.window for micro in one.micro_batches(3, position, 20, state) if micro.last]
-    assert one.steps_between(position, one.epoch_length) == sum(window.epoch == 3 for window in windows)
+    assert one.steps_left(3, position) == sum(window.epoch == 3 for window in windows)
 
 
 def test_batches_of_other_processes_are_let_go() -> None:
@@ -483,3 +489,91 @@ def test_workers_leave_this_process_its_generators() -> None:
     torch.manual_seed(3)
     list(loader(Plain(12), Layout(2), 2).micro_batches(0, 0, 6))
     assert torch.rand(1).item() == expected
+
+
+many_layouts = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
+ranges = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), max_size=3).map(
+    lambda found: [(0, start, start + size) for start, size in found]
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.integers(1, 40),
+    st.lists(many_layouts, min_size=1, max_size=3),
+    ranges,
+    st.sampled_from([Sized, Stateful]),
+    st.data(),
+)
+def test_what_is_not_passed_over_comes_exactly_once_however_the_layout_changes(
+    length: int, chain: list[tuple[int, int, int]], passed_over: Any, kind: type[Plain], data: st.DataObject
+) -> None:
+    class Known(kind):  # type: ignore[valid-type, misc]
+        def __len__(self) -> int:
+            return int(self.length)
+
+    expected = [place for place in range(length) if not any(start <= place < stop for _, start, stop in passed_over)]
+    position, state, found = 0, None, list[int]()
+    for number, (size, accumulation, processes) in enumerate(chain):
+        loaders = [loader(Known(length), Layout(size, accumulation, processes, rank)) for rank in range(processes)]
+        for each in loaders:
+            each.passed_over = passed_over
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of passing over
+            ranks = [list(each.micro_batches(0, position, 100, state)) for each in loaders]
+        steps = windows_of([[micro for micro in rank if micro.window.epoch == 0] for rank in ranks])
+        assert len(steps) == loaders[0].steps_left(0, position)
+        assert [step[0][0].window.closes_epoch for step in steps] == [False] * (len(steps) - 1) + [True] * bool(steps)
+        taken = data.draw(st.integers(0, len(steps))) if number < len(chain) - 1 else len(steps)
+        for step in steps[:taken]:
+            counted = [micro for row in step for micro in row if micro.counts.samples]
+            window = step[0][0].window
+            assert position <= window.start == counted[0].start
+            assert samples(counted) == list(range(window.start, window.stop))
+            assert [micro.start for micro in counted] == [samples([micro])[0] for micro in counted]
+            found += samples(counted)
+            position, state = window.stop, window.data_state
+    assert found == expected
+
+
+@pytest.mark.parametrize("kind", [Sized, Stateful])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_what_one_step_read_is_passed_over_with_workers_too(kind: type[Plain], drop_last: bool) -> None:
+    class Known(kind):  # type: ignore[valid-type, misc]
+        def __len__(self) -> int:
+            return int(self.length)
+
+    layout = Layout(3, 2, 2)
+    whole = list(loader(Known(45), layout, 2, drop_last=drop_last).micro_batches(0, 0, 4))
+    bad = whole[2].window  # the second step
+    one = loader(Known(45), layout, 2, drop_last=drop_last)
+    one.passed_over = [(0, bad.start, bad.stop)]
+    assert one.steps_left(0, 0) == sum(micro.last and micro.window.epoch == 0 for micro in whole) - 1
+    after = [micro for micro in whole if micro.window.epoch == 0 and micro.window is not bad]
+    rest = list(one.micro_batches(0, 0, one.steps_left(0, 0)))
+    assert rows(rest) == rows(after)
+    assert [micro.start for micro in rest] == [micro.start for micro in after]
+
+
+def test_only_the_end_of_an_epoch_is_left_out_where_something_is_passed_over() -> None:
+    ranks = [loader(Sized(40), Layout(3, 1, 2, rank), drop_last=True) for rank in range(2)]
+    for one in ranks:
+        one.passed_over = [(0, 8, 20)]
+    assert ranks[0].steps_left(0, 0) == 5
+    steps = windows_of([list(one.micro_batches(0, 0, 5)) for one in ranks])
+    counted = [micro for step in steps for row in step for micro in row if micro.counts.samples]
+    assert samples(counted) == [*range(8), *range(20, 38)]
+
+
+def test_an_epoch_that_is_passed_over_whole_is_no_empty_dataset() -> None:
+    one = loader(Plain(6), Layout(2))
+    one.passed_over = [(0, 0, 6)]
+    assert [micro.window.epoch for micro in one.micro_batches(0, 0, 2)] == [1, 1]
+
+
+@pytest.mark.parametrize("kind", [Plain, Stateful])
+def test_after_another_batch_size_a_resume_gives_the_same_batches(kind: type[Plain]) -> None:
+    first = list(loader(kind(40), Layout(3)).micro_batches(0, 0, 3))
+    second = resumed_at(kind(40), Layout(5, 1, 2), 0, 4, first[-1])
+    third = resumed_at(kind(40), Layout(5, 1, 2), 0, 3, second[0])
+    assert rows(third) == rows(second[1:])

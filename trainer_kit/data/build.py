@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -64,17 +63,6 @@ def _check_dataset(role: str, dataset: Any) -> None:
         raise TypeError(f"{role} is a DataLoader; give its dataset, and its batch size and workers in the arguments")
     if isinstance(dataset, Mapping):
         raise TypeError(f"{role} is a {type(dataset).__name__} of {', '.join(map(str, dataset))}; give one dataset")
-
-
-def total_steps(run: Run, loader: TrainLoader | StreamLoader) -> int:
-    """Steps taken and steps left: another batch size after a resume changes only the latter."""
-    if run.args.max_steps > 0:
-        return run.args.max_steps
-    state, epochs_left = run.state, run.args.num_train_epochs - run.state.epoch
-    per_epoch = loader.steps_between(0, loader.epoch_length)
-    taken = per_epoch - loader.steps_between(state.position, loader.epoch_length)
-    # Rounded, since 1.1 epochs of 10 steps are 11.000000000000002 steps.
-    return state.step + max(0, math.ceil(round(epochs_left * per_epoch, 6)) - taken)
 
 
 def writable_folder(path: str | Path) -> Path:

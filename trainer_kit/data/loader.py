@@ -22,6 +22,7 @@ from trainer_kit.data.order import (
     evaluation_slots,
     mix,
     permutation,
+    ranges,
     slots,
     steps_between,
 )
@@ -40,7 +41,8 @@ class Window:
 
     Attributes:
         epoch: Number of the epoch, from 0.
-        stop: Position in the epoch after this step, in samples over all processes.
+        start: Position in the epoch where this step begins, in samples over all processes.
+        stop: Position in the epoch after this step.
         closes_epoch: Whether this step is the epoch's last.
         samples: Samples of the step.
         tokens: Tokens of the step, padding left out.
@@ -50,6 +52,7 @@ class Window:
     """
 
     epoch: int
+    start: int
     stop: int
     closes_epoch: bool
     samples: int = 0
@@ -128,6 +131,9 @@ class TrainLoader:
         drop_last: Leave out an epoch's last batches where not every process has a full one.
         group_by_length: Put samples of like length together.
 
+    Attributes:
+        passed_over: (epoch, start, stop) of positions that are not trained on; set it before `micro_batches`.
+
     Raises:
         ValueError: If an epoch holds no batch.
     """
@@ -138,14 +144,15 @@ class TrainLoader:
         self.dataset = dataset
         self.layout = layout
         self.reading = reading
+        self.passed_over: Sequence[tuple[int, int, int]] = ()
         self.lengths = sample_lengths(dataset, reading.seed) if group_by_length else None
         self.epoch_length = epoch_length(len(dataset), layout, drop_last)
         if self.epoch_length == 0:
             raise ValueError(no_batch(len(dataset), layout))
 
-    def steps_between(self, position: int, stop: int) -> int:
-        """Optimizer steps between two positions of an epoch."""
-        return steps_between(position, stop, self.layout)
+    def steps_left(self, epoch: int, position: int) -> int:
+        """Optimizer steps from a position to the end of an epoch."""
+        return steps_between(position, self.epoch_length, self.layout, ranges(self.passed_over, epoch))
 
     def micro_batches(
         self, epoch: int, position: int, steps: int, data_state: dict[str, Any] | None = None
@@ -161,7 +168,7 @@ class TrainLoader:
     def _slots(self, epoch: int, position: int, steps: int) -> Iterator[Slot]:
         while steps > 0:
             order = permutation(len(self.dataset), self.reading.seed, epoch, self.lengths)[: self.epoch_length]
-            for slot in slots(order, epoch, position, self.layout):
+            for slot in slots(order, epoch, position, self.layout, ranges(self.passed_over, epoch)):
                 yield slot
                 steps -= slot.last
                 if steps == 0:
@@ -188,7 +195,7 @@ def evaluation_batches(dataset: Any, layout: Layout, reading: Reading) -> Iterat
 def _counted(fetched: list[tuple[Slot, Any]]) -> Iterator[MicroBatch]:
     """The micro-batches of one step. All are counted first: each is weighed by its share in the step."""
     slot = fetched[-1][0]
-    window = Window(slot.epoch, slot.window_stop, slot.closes_epoch)
+    window = Window(slot.epoch, slot.window_start, slot.window_stop, slot.closes_epoch)
     all_counts = [_counts(slot, batch) for slot, batch in fetched]
     for counts in all_counts:
         window.add(counts)

@@ -7,7 +7,7 @@ processes; so a resume is arithmetic, also under another layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -57,6 +57,7 @@ class Slot(NamedTuple):
         counted: False for a stand-in: this process has no samples left in the step, but takes part with weight zero.
         number: Number of the micro-batch in the step, from 0.
         last: Whether it is the step's last.
+        window_start: Position in the epoch where this step begins.
         window_stop: Position in the epoch after this step.
         closes_epoch: Whether this step is the epoch's last.
     """
@@ -67,6 +68,7 @@ class Slot(NamedTuple):
     counted: bool
     number: int
     last: bool
+    window_start: int
     window_stop: int
     closes_epoch: bool
 
@@ -113,16 +115,38 @@ def epoch_length(length: int, layout: Layout, drop_last: bool) -> int:
     return length - length % layout.row if drop_last else length
 
 
-def steps_between(position: int, stop: int, layout: Layout) -> int:
-    """Optimizer steps from a position to the end of the epoch."""
-    return -(-(stop - position) // layout.window)
+def parts(position: int, stop: int, passed_over: Sequence[tuple[int, int]] = ()) -> list[tuple[int, int]]:
+    """What is trained on between two positions of an epoch, as (start, stop) in order; none is empty.
+
+    Args:
+        position: The first position.
+        stop: The position after the last one.
+        passed_over: Ranges (start, stop) of the epoch that are left out.
+    """
+    found = []
+    for start, end in sorted(passed_over):
+        if position < min(start, stop):
+            found.append((position, min(start, stop)))
+        position = max(position, end)
+    return [*found, (position, stop)] if position < stop else found
 
 
-def slots(order: torch.Tensor, epoch: int, position: int, layout: Layout) -> Iterator[Slot]:
+def ranges(passed_over: Sequence[tuple[int, int, int]], epoch: int) -> list[tuple[int, int]]:
+    """(start, stop) of those (epoch, start, stop) that are of this epoch."""
+    return [(start, stop) for number, start, stop in passed_over if number == epoch]
+
+
+def steps_between(position: int, stop: int, layout: Layout, passed_over: Sequence[tuple[int, int]] = ()) -> int:
+    """Optimizer steps between two positions of an epoch."""
+    return sum(-(-(last - first) // layout.window) for first, last in parts(position, stop, passed_over))
+
+
+def slots(
+    order: torch.Tensor, epoch: int, position: int, layout: Layout, passed_over: Sequence[tuple[int, int]] = ()
+) -> Iterator[Slot]:
     """This process's micro-batches of an epoch from `position` on; `order` is the epoch's (cut to what is used)."""
-    length = len(order)
-    for window_start in range(position, length, layout.window):
-        window_stop = min(window_start + layout.window, length)
+    kept = parts(position, len(order), passed_over)
+    for window_start, window_stop in _windows(kept, layout):
         numbers = -(-(window_stop - window_start) // layout.row)
         for number in range(numbers):
             start = window_start + number * layout.row + layout.rank * layout.batch_size
@@ -138,9 +162,17 @@ def slots(order: torch.Tensor, epoch: int, position: int, layout: Layout) -> Ite
                 counted=counted,
                 number=number,
                 last=number == numbers - 1,
+                window_start=window_start,
                 window_stop=window_stop,
-                closes_epoch=window_stop == length,
+                closes_epoch=window_stop == kept[-1][1],
             )
+
+
+def _windows(kept: list[tuple[int, int]], layout: Layout) -> Iterator[tuple[int, int]]:
+    """(start, stop) of each optimizer step; one that would run into what is passed over is cut there."""
+    for first, last in kept:
+        for start in range(first, last, layout.window):
+            yield start, min(start + layout.window, last)
 
 
 def evaluation_slots(length: int, layout: Layout) -> Iterator[Slot]:

@@ -5,21 +5,43 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Iterator
-from itertools import islice
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
+from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
 from tqdm import tqdm
 
 from trainer_kit.data.fetch import DataError, set_epoch
 from trainer_kit.data.loader import MicroBatch, Reading, Window, from_workers, no_batch
-from trainer_kit.data.order import Layout, epoch_length, mix
+from trainer_kit.data.order import Layout, epoch_length, mix, parts, ranges
 from trainer_kit.loss import Counts, count
 from trainer_kit.state import Stateful
 from trainer_kit.strategies.base import seed_generators
 
-_AT_THE_START: dict[str, Any] = {"batches": 0, "ended": False, "dataset": None}
+_AT_THE_START: dict[str, Any] = {"samples": 0, "ended": False, "dataset": None}
+
+
+class _Read(NamedTuple):
+    """What a reader gives: a batch, the samples that it was made of, and the state of all readers after it."""
+
+    batch: Any
+    samples: int
+    data_state: dict[str, Any] | None
+
+
+class _Batch(NamedTuple):
+    """A batch to train on.
+
+    Attributes:
+        read: What was read.
+        start: Position of its first sample in the epoch.
+        part: Number of the part of the epoch that it belongs to; what is passed over lies between two.
+    """
+
+    read: _Read
+    start: int
+    part: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -29,16 +51,20 @@ class _Row:
     Attributes:
         batch: This process's own; where it got none the first of the row, which stands in.
         counts: What it counts for.
-        before: Samples of the row before it.
-        samples: Samples of the row.
+        place: Position of its first sample in the epoch.
+        part: As in `_Batch`.
+        start: Position where the row begins.
+        stop: Position after the row.
         batches: Batches of the row.
         data_state: The dataset's state after the row.
     """
 
     batch: Any
     counts: Counts
-    before: int = 0
-    samples: int = 0
+    place: int
+    part: int
+    start: int
+    stop: int = 0
     batches: int = 0
     data_state: dict[str, Any] | None = None
 
@@ -48,8 +74,8 @@ class StreamLoader:
 
     A dataset with `state_dict` and `load_state_dict` goes on where it was; another one is read again from the
     epoch's start and passed over up to the position, with a progress bar and a warning. Randomness drawn while
-    reading is seeded before every batch from (seed, epoch, worker, batch). With workers, each has a copy of the
-    dataset, which divides itself by `torch.utils.data.get_worker_info()`, as in PyTorch.
+    reading is seeded before every batch from (seed, epoch, worker, samples that it has read). With workers, each has a
+    copy of the dataset, which divides itself by `torch.utils.data.get_worker_info()`, as in PyTorch.
 
     Every process reads the whole dataset and keeps the batches that are its own, dealt out in turn. So order, steps
     and states are those of one process, any number of processes can go on, and nobody waits for anybody; the price is
@@ -61,6 +87,10 @@ class StreamLoader:
         reading: Collation, seed and workers (of each process).
         drop_last: Leave out batches that are not full, and an epoch's last ones where not every process has one.
 
+    Attributes:
+        passed_over: (epoch, start, stop) of positions that are not trained on; set it before `micro_batches`. They are
+            read and dropped; with several workers whole batches are, every one that holds such a position.
+
     Raises:
         ValueError: If the dataset's length says that an epoch holds no batch.
     """
@@ -70,6 +100,7 @@ class StreamLoader:
         self.layout = layout
         self.reading = reading
         self.drop_last = drop_last
+        self.passed_over: Sequence[tuple[int, int, int]] = ()
         self._readers = max(1, reading.workers)
         self._warned = False
         self.epoch_length = 0  # unknown
@@ -79,12 +110,22 @@ class StreamLoader:
             if self.epoch_length == 0:
                 raise ValueError(no_batch(len(dataset), layout))
 
-    def steps_between(self, position: int, stop: int) -> int:
-        """Optimizer steps between two positions of an epoch, as far as the dataset's length is true.
+    def steps_left(self, epoch: int, position: int) -> int:
+        """Optimizer steps from a position to the end of an epoch, as far as the dataset's length is true.
 
         Workers are taken to share the samples evenly, as `range(worker, length, workers)` does.
         """
-        return max(0, -(-(self._rows_from(position) - self._rows_from(stop)) // self.layout.accumulation))
+        kept = parts(position, self.epoch_length, ranges(self.passed_over, epoch))
+        return sum(-(-self._rows_between(start, stop) // self.layout.accumulation) for start, stop in kept)
+
+    def _rows_between(self, start: int, stop: int) -> int:
+        """How often all processes take a batch between two positions, of which the second ends an epoch or a part."""
+        size, processes = self.layout.batch_size, self.layout.world_size
+        if stop == self.epoch_length:
+            return self._rows_from(start) - self._rows_from(stop)
+        if self._readers == 1:
+            return -(-(stop - start) // (size * processes))
+        return -(-(self._batches_from(start) - self._batches_from(stop)) // processes)
 
     def _rows_from(self, position: int) -> int:
         """How often all processes take a batch from a position to the end of an epoch."""
@@ -114,7 +155,7 @@ class StreamLoader:
                 steps -= 1
                 if steps == 0:
                     return
-            if position == 0:
+            if position == 0 and not ranges(self.passed_over, epoch):
                 raise ValueError(f"train_dataset gave no sample in epoch {epoch}; it must give some each time")
             epoch, position, data_state = epoch + 1, 0, None
 
@@ -131,39 +172,55 @@ class StreamLoader:
 
     def _windows(self, epoch: int, position: int, data_state: dict[str, Any] | None) -> Iterator[list[MicroBatch]]:
         """The steps of one epoch. One row is read ahead, to know which step is the last."""
-        rows = self._rows(self._batches(epoch, position, data_state))
-        ahead = list(islice(rows, 1))
-        while ahead:
-            fetched = ahead + list(islice(rows, self.layout.accumulation - 1))
-            ahead = list(islice(rows, 1))
-            stop = position + sum(row.samples for row in fetched)
-            window = Window(epoch, stop, closes_epoch=not ahead, data_state=fetched[-1].data_state)
-            micro_batches = []
-            for number, row in enumerate(fetched):
+        rows = self._rows(epoch, position, data_state)
+        ahead = next(rows, None)
+        while ahead is not None:
+            part, fetched = ahead.part, [ahead]
+            while (
+                (ahead := next(rows, None)) is not None
+                and ahead.part == part
+                and len(fetched) < self.layout.accumulation
+            ):
+                fetched.append(ahead)
+            window = Window(
+                epoch, fetched[0].start, fetched[-1].stop, closes_epoch=ahead is None, data_state=fetched[-1].data_state
+            )
+            for row in fetched:
                 window.add(row.counts)
-                last = number == len(fetched) - 1
-                micro_batches.append(MicroBatch(row.batch, row.counts, window, number, last, position + row.before, []))
-                position += row.samples
-            yield micro_batches
+            yield [
+                MicroBatch(row.batch, row.counts, window, number, number == len(fetched) - 1, row.place, [])
+                for number, row in enumerate(fetched)
+            ]
 
-    def _rows(self, batches: Iterator[tuple[Any, dict[str, Any] | None]]) -> Iterator[_Row]:
+    def _rows(self, epoch: int, position: int, data_state: dict[str, Any] | None) -> Iterator[_Row]:
         processes = self.layout.world_size
-        while (row := _dealt(islice(batches, processes), self.layout.rank)) is not None:
-            if row.batches == processes or not self.drop_last:
-                yield row
+        cuts = [start for start, _ in ranges(self.passed_over, epoch)]
+        for _, part in groupby(self._batches(epoch, position, data_state), key=lambda batch: batch.part):
+            while (row := _dealt(islice(part, processes), self.layout.rank)) is not None:
+                if row.batches == processes or not self.drop_last or row.stop in cuts:
+                    yield row
 
-    def _batches(
-        self, epoch: int, position: int, data_state: dict[str, Any] | None
-    ) -> Iterator[tuple[Any, dict[str, Any] | None]]:
-        source = _BatchSource(self.dataset, self.layout.batch_size, self.reading, epoch, self.drop_last)
+    def _batches(self, epoch: int, position: int, data_state: dict[str, Any] | None) -> Iterator[_Batch]:
+        """The batches of an epoch from `position` on, without those that hold what is passed over."""
+        passed_over = ranges(self.passed_over, epoch)
+        # A reader that reads alone knows the positions, and ends a batch there.
+        ends = sorted({position, *(end for each in passed_over for end in each)}) if self._readers == 1 else []
+        source = _BatchSource(self.dataset, self.layout.batch_size, self.reading, epoch, self.drop_last, ends)
         if data_state is not None:
             source.resume(data_state["workers"], data_state["turn"])
-        batches = _rounds(source, self.reading)
-        return self._passed_over(batches, epoch, position) if position and data_state is None else batches
+        reads, part = _rounds(source, self.reading), 0
+        stop = position if data_state is not None else self._skip(reads, epoch, position)
+        for read in reads:
+            start, stop = stop, stop + read.samples
+            if any(first < stop and start < last for first, last in passed_over):
+                part += 1
+            else:
+                yield _Batch(read, start, part)
 
-    def _passed_over(
-        self, batches: Iterator[tuple[Any, dict[str, Any] | None]], epoch: int, position: int
-    ) -> Iterator[tuple[Any, dict[str, Any] | None]]:
+    def _skip(self, reads: Iterator[_Read], epoch: int, position: int) -> int:
+        """Reads up to a position again; returns the one that it comes to."""
+        if position == 0:
+            return 0
         warnings.warn(
             f"train_dataset has no state_dict: {position} samples of epoch {epoch} are read again and passed over; "
             "give it state_dict and load_state_dict to resume at once",
@@ -172,17 +229,16 @@ class StreamLoader:
         # disable=None: no bar where there is no terminal.
         with tqdm(total=position, desc="passing over samples", unit=" samples", disable=None) as bar:
             passed = 0
-            while passed < position and (item := next(batches, None)) is not None:
-                samples = count(item[0]).samples
-                passed += samples
-                bar.update(samples)
+            while passed < position and (read := next(reads, None)) is not None:
+                passed += read.samples
+                bar.update(read.samples)
         if passed > position:
             warnings.warn(
-                f"{passed - position} samples of epoch {epoch} are left out: without state_dict a dataset can only be "
-                "resumed exactly with the batch size that it was read with",
+                f"{passed - position} samples of epoch {epoch} are left out: without state_dict a dataset that several "
+                "workers read can only be resumed exactly with the batch size that it was read with",
                 stacklevel=2,
             )
-        yield from batches
+        return passed
 
 
 def stream_evaluation_batches(dataset: Any, layout: Layout, reading: Reading) -> Iterator[tuple[Any, Counts]]:
@@ -191,22 +247,22 @@ def stream_evaluation_batches(dataset: Any, layout: Layout, reading: Reading) ->
     As in training, every process reads the whole dataset; its k-th batch is number k * world_size + rank.
     """
     source = _BatchSource(dataset, layout.batch_size, reading, epoch=-1, drop_last=False)
-    for batch, _ in islice(_rounds(source, reading), layout.rank, None, layout.world_size):
-        yield batch, count(batch)
+    for read in islice(_rounds(source, reading), layout.rank, None, layout.world_size):
+        yield read.batch, count(read.batch)
 
 
-def _dealt(batches: Iterator[tuple[Any, dict[str, Any] | None]], rank: int) -> _Row | None:
+def _dealt(batches: Iterator[_Batch], rank: int) -> _Row | None:
     """Deals out a row of batches, one a process; those of others are let go at once. None where no batch is left."""
     row = None
-    for number, (batch, data_state) in enumerate(batches):
-        counts = count(batch)
+    for number, (read, start, part) in enumerate(batches):
+        counts = count(read.batch)
         if row is None:
-            row = _Row(batch, counts)
+            row = _Row(read.batch, counts, place=start, part=part, start=start)
         if number == rank:
-            row.batch, row.counts, row.before = batch, counts, row.samples
-        row.samples += counts.samples
+            row.batch, row.counts, row.place = read.batch, counts, start
+        row.stop = start + read.samples
         row.batches += 1
-        row.data_state = data_state
+        row.data_state = read.data_state
     if row is not None and row.batches <= rank:
         row.counts = row.counts.as_nothing()
     return row
@@ -225,77 +281,95 @@ def _batches_of(length: int, size: int, readers: int, drop_last: bool) -> tuple[
 
 
 class _BatchSource(IterableDataset[Any]):
-    """Batches of one worker, each with the dataset's state after it."""
+    """Batches of one worker, each with its number of samples and the dataset's state after it.
 
-    def __init__(self, dataset: Any, batch_size: int, reading: Reading, epoch: int, drop_last: bool) -> None:
+    `ends` are numbers of samples at which a batch ends though it is not full.
+    """
+
+    def __init__(
+        self, dataset: Any, batch_size: int, reading: Reading, epoch: int, drop_last: bool, ends: Sequence[int] = ()
+    ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
         self.reading = reading
         self.epoch = epoch
         self.drop_last = drop_last
+        self.ends = ends
         self.stateful = isinstance(dataset, Stateful)
         self.states: list[dict[str, Any]] | None = None
         self.turn = 0
 
     def resume(self, states: list[dict[str, Any]], turn: int) -> None:
         """Goes on from one state a worker; `turn` is the worker whose batch is due."""
+        check_workers(len(states), self.reading.workers)
         self.states, self.turn = states, turn
 
-    def __iter__(self) -> Iterator[tuple[int, Any, dict[str, Any] | None]]:
+    def __iter__(self) -> Iterator[tuple[int, Any, int, dict[str, Any] | None]]:
         info = get_worker_info()
         worker = info.id if info is not None else 0
-        number, ended = 0, False
+        read, ended = 0, False
         set_epoch(self.dataset, self.epoch)
         if self.states is not None:
             state = self.states[worker]
-            number, ended = state["batches"], state["ended"]
+            read, ended = state["samples"], state["ended"]
             if state["dataset"] is not None:
                 self.dataset.load_state_dict(copy.deepcopy(state["dataset"]))
             if worker < self.turn:
-                yield worker, None, None
-        seed_generators(mix(self.reading.seed, self.epoch, worker, number))
+                yield worker, None, 0, None
+        seed_generators(mix(self.reading.seed, self.epoch, worker, read))
         samples = iter(self.dataset)
         while not ended:
-            seed_generators(mix(self.reading.seed, self.epoch, worker, number))
-            batch = self._next(samples, worker, number)
-            ended = len(batch) < self.batch_size
+            seed_generators(mix(self.reading.seed, self.epoch, worker, read))
+            size = min((end - read for end in self.ends if end > read), default=self.batch_size)
+            size = min(size, self.batch_size)
+            batch = self._next(samples, size, worker, read)
+            ended = len(batch) < size
             if not batch or (self.drop_last and ended):
                 return
-            number += 1
+            read += len(batch)
             collated = self.reading.collate(batch)
-            yield worker, collated, self._state(number, ended)
+            yield worker, collated, len(batch), self._state(read, ended)
 
-    def _next(self, samples: Iterator[Any], worker: int, number: int) -> list[Any]:
+    def _next(self, samples: Iterator[Any], size: int, worker: int, read: int) -> list[Any]:
         try:
-            return list(islice(samples, self.batch_size))
+            return list(islice(samples, size))
         except Exception as error:
             raise DataError(
-                f"the dataset raised in batch {number} of worker {worker} (epoch {self.epoch}): "
+                f"the dataset raised after sample {read} of worker {worker} (epoch {self.epoch}): "
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def _state(self, batches: int, ended: bool) -> dict[str, Any] | None:
+    def _state(self, samples: int, ended: bool) -> dict[str, Any] | None:
         """A dataset that has ended may begin anew with its state: hence `ended`."""
         if not self.stateful:
             return None
-        return {"batches": batches, "ended": ended, "dataset": copy.deepcopy(self.dataset.state_dict())}
+        return {"samples": samples, "ended": ended, "dataset": copy.deepcopy(self.dataset.state_dict())}
 
 
-def _rounds(source: _BatchSource, reading: Reading) -> Iterator[tuple[Any, dict[str, Any] | None]]:
+def _rounds(source: _BatchSource, reading: Reading) -> Iterator[_Read]:
     """The workers' batches in turn, each with the state of all workers after it."""
     workers, states = max(1, reading.workers), source.states
-    if states is not None and len(states) != workers:
-        raise ValueError(
-            f"the checkpoint holds the states of {len(states)} workers of an iterable dataset, but "
-            f"dataloader_num_workers={reading.workers}; resume with the same number"
-        )
     current: list[dict[str, Any] | None] = list(states) if states else [None] * workers
     items = iter(source) if reading.workers == 0 else from_workers(source, reading)
-    for worker, batch, state in items:
+    for worker, batch, samples, state in items:
         if batch is None:
             continue
         if state is None:
-            yield batch, None
+            yield _Read(batch, samples, None)
             continue
         current[worker] = state
-        yield batch, {"workers": [each or _AT_THE_START for each in current], "turn": (worker + 1) % workers}
+        of_all = [each or _AT_THE_START for each in current]
+        yield _Read(batch, samples, {"workers": of_all, "turn": (worker + 1) % workers})
+
+
+def check_workers(states: int, workers: int) -> None:
+    """Refuses to go on with another number of workers than those whose states a checkpoint holds.
+
+    Raises:
+        ValueError: If it is another one.
+    """
+    if states != max(1, workers):
+        raise ValueError(
+            f"the checkpoint holds the states of {states} workers of an iterable dataset, but "
+            f"dataloader_num_workers={workers}; resume with the same number"
+        )

@@ -1,0 +1,199 @@
+"""What a start must share with its checkpoint is refused before anything is written; what may differ is told."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scenarios.rank_task import Stop
+from scenarios.task import Net, Noisy, Stream, make_trainer
+
+from trainer_kit import Callback, Trainer
+
+STEP = 3
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes | None]]:
+    """Everything below a folder and itself: when it was changed, and what is in it."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
+        for path in (folder, *folder.rglob("*"))
+    }
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 3 steps, left with what a start would clear away: a staging folder and a checkpoint that is no whole."""
+    folder = tmp_path_factory.mktemp("made")
+    make_trainer(folder, max_steps=STEP, save_steps=1, report_to="all").train()
+    (folder / ".staging-checkpoint-4-999999999").mkdir()
+    (folder / "checkpoint-9").mkdir()
+    return folder
+
+
+class Renamed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = self.head
+        del self.head
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        raise AssertionError("never trained")
+
+
+class Wider(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(8, 5)
+
+
+def reordered(trainer: Trainer) -> None:
+    """An optimizer with the parameters in another order, named or not."""
+    groups = [[*trainer.run.model.named_parameters()][::-1]]
+    trainer.optimizer = torch.optim.AdamW([{"params": group, "weight_decay": 0.0} for group in groups])
+
+
+def unnamed(trainer: Trainer) -> None:
+    trainer.optimizer = torch.optim.AdamW([*trainer.run.model.parameters()][::-1])
+
+
+def step_schedule(trainer: Trainer) -> None:
+    trainer.lr_scheduler = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+CASES: list[tuple[dict[str, Any], Callable[[Trainer], None] | None, str]] = [
+    ({"dataset": Noisy(61)}, None, "has 61 samples, but .* was made with 62"),
+    ({"dataset": Noisy(63)}, None, "has 63 samples, but .* was made with 62"),
+    ({"seed": 7}, None, "seed=7, but .* seed=42"),
+    ({"optim": "sgd"}, None, "optimizer is SGD, but .* AdamW"),
+    ({"model": Wider()}, None, "'head.weight' is of shape"),
+    ({"model": Renamed()}, None, "missing there: 'output.weight'"),
+    ({"weight_decay": 0.0}, None, "groups of .* parameters"),
+    ({}, step_schedule, "lr_scheduler is StepLR, but .* Schedule"),
+]
+
+
+@pytest.mark.parametrize(("changes", "change", "message"), CASES, ids=lambda value: str(value)[:30])
+def test_a_refusal_leaves_everything_as_it_was(
+    made: Path, tmp_path: Path, changes: dict[str, Any], change: Callable[[Trainer], None] | None, message: str
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(made, folder)
+    before = contents(folder)
+    arguments: dict[str, Any] = {"max_steps": 5, "report_to": "all"} | changes
+    for output_dir, request in ((folder, True), (tmp_path / "new", folder / f"checkpoint-{STEP}")):
+        trainer = make_trainer(output_dir, **arguments)
+        if change is not None:
+            change(trainer)
+        weights = {name: value.clone() for name, value in trainer.run.model.state_dict().items()}
+        with pytest.raises(ValueError, match=message):
+            trainer.train(resume_from_checkpoint=request)
+        assert all(torch.equal(value, weights[name]) for name, value in trainer.run.model.state_dict().items())
+    assert contents(folder) == before
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [(reordered, r"the optimizer has 'head.bias' where .* has 'first.weight'"), (unnamed, r"parameter 0 is of shape")],
+)
+def test_an_optimizer_of_parameters_in_another_order_is_refused(
+    tmp_path: Path, make: Callable[[Trainer], None], message: str
+) -> None:
+    first = make_trainer(tmp_path, max_steps=2)
+    named = [*first.run.model.named_parameters()]
+    first.optimizer = torch.optim.AdamW(named if make is reordered else [each for _, each in named], weight_decay=0.0)
+    first.train()
+    trainer = make_trainer(tmp_path, max_steps=4)
+    make(trainer)
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        trainer.train(resume_from_checkpoint=True)
+    assert contents(tmp_path) == before
+
+
+def test_every_optimizer_of_torch_fits_itself(tmp_path: Path) -> None:
+    """Whatever it keeps: of a parameter's shape, a row or a column of it, or one number."""
+    for number, kind in enumerate(("Adafactor", "ASGD", "NAdam", "Rprop", "RMSprop", "Adagrad")):
+        for steps in (2, 3):
+            trainer = make_trainer(tmp_path / str(number), max_steps=steps)
+            trainer.optimizer = getattr(torch.optim, kind)(trainer.run.model.parameters(), lr=1e-3)
+            trainer.train(resume_from_checkpoint=True)
+        assert trainer.run.state.step == 3
+
+
+def test_another_number_of_workers_of_a_stream_is_refused_at_once(tmp_path: Path) -> None:
+    make_trainer(tmp_path, dataset=Stream(), max_steps=2).train()
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match="states of 1 workers of an iterable dataset, but dataloader_num_workers=2"):
+        make_trainer(tmp_path, dataset=Stream(), max_steps=4, dataloader_num_workers=2).train(True)
+    assert contents(tmp_path) == before
+
+
+def resumed(folder: Path, caplog: pytest.LogCaptureFixture, **changes: Any) -> list[str]:
+    """What a start says after its "resumed from"."""
+    caplog.clear()
+    with caplog.at_level("INFO", logger="trainer_kit"):
+        make_trainer(folder, log_level="info", **changes).train(resume_from_checkpoint=True)
+    return [text for text in caplog.messages if text.startswith("resumed ") and not text.startswith("resumed from")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, []),
+        (
+            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1},
+            [
+                "resumed with batches of 2 samples instead of 4, with 1 of them a step instead of 2, 2 samples a step "
+                "instead of 8: 81 steps are left; the schedule goes on at step 12 of 93, in which warmup_steps=3 are 12"
+            ],
+        ),
+        (
+            {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+            [
+                "resumed with batches of 8 samples instead of 4, with 1 of them a step instead of 2, 8 samples a step "
+                "as before: 21 steps are left; the schedule goes on at step 3 of 24"
+            ],
+        ),
+        (
+            {"per_device_train_batch_size": 2, "num_train_epochs": 1},
+            [
+                "resumed with batches of 2 samples instead of 4, 4 samples a step instead of 8: 10 steps are left; "
+                "the schedule goes on at step 6 of 16, in which warmup_steps=3 are 6",
+                "resumed with other arguments: num_train_epochs 3.0 -> 1.0",
+            ],
+        ),
+        (
+            {"per_device_train_batch_size": 2, "max_steps": 5},
+            [
+                "resumed with batches of 2 samples instead of 4, 4 samples a step instead of 8: 2 steps are left",
+                "resumed with other arguments: max_steps -1 -> 5",
+            ],
+        ),
+    ],
+    ids=["same", "smaller", "same window", "fewer epochs", "max_steps"],
+)
+def test_one_sentence_tells_of_another_layout(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], said: list[str]
+) -> None:
+    make_trainer(tmp_path, Stop(STEP), log_level="info").train()
+    assert resumed(tmp_path, caplog, **changes) == said
+
+
+def test_a_scheduler_of_the_users_own_counts_as_it_likes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def train(*callbacks: Callback, **changes: Any) -> float:
+        trainer = make_trainer(tmp_path, *callbacks, log_level="info", **changes)
+        trainer.lr_scheduler = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        trainer.train(resume_from_checkpoint=True)
+        return float(trainer.run.lr_scheduler.get_last_lr()[0])
+
+    train(Stop(STEP))
+    with pytest.warns(UserWarning, match="LambdaLR of your own, which counts steps: those taken had 8 samples, .* 4$"):
+        assert train(Stop(STEP + 2), per_device_train_batch_size=2) == pytest.approx(1e-2 * 0.9 ** (STEP + 2))
+    assert "4 samples a step instead of 8: 42 steps are left" in caplog.text
+    assert "the schedule goes on" not in caplog.text

@@ -1,0 +1,185 @@
+"""What a run must have in common with the checkpoint that it goes on from, and what may have changed since."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from trainer_kit.checkpoint import read_state
+from trainer_kit.data.plan import Plan, step_numbers
+from trainer_kit.data.stream import check_workers
+from trainer_kit.optim import Schedule
+from trainer_kit.run import Run
+
+logger = logging.getLogger("trainer_kit")
+
+_IN_THE_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+"""Arguments whose value the checkpoint's optimizer brings along."""
+
+_IN_THE_LAYOUT = ("per_device_train_batch_size", "gradient_accumulation_steps")
+"""Arguments that the sentence about the layout tells of."""
+
+_BY_DEVICE = ("capturable", "foreach", "fused")
+"""Options of torch's optimizers that fit the device of this start, not the one that the checkpoint was made on."""
+
+_ANEW = "start anew with load_checkpoint_in_model(model, checkpoint)"
+
+
+def check_same_run(run: Run, trainer: Mapping[str, Any], data_state: Mapping[str, Any] | None, directory: Path) -> None:
+    """Refuses a checkpoint of another training.
+
+    Args:
+        run: The run, its optimizer made.
+        trainer: What the checkpoint keeps of the training.
+        data_state: What it keeps of an iterable dataset.
+        directory: The checkpoint.
+
+    Raises:
+        ValueError: If dataset, seed, optimizer or number of workers differ, naming both.
+    """
+    length, saved = dataset_length(run.train_dataset), trainer["dataset_length"]
+    if length != saved:
+        raise ValueError(
+            f"train_dataset has {length} samples, but {directory} was made with {saved}: which were seen cannot be "
+            f"told; give the same dataset, or {_ANEW}"
+        )
+    if run.args.seed != trainer["seed"]:
+        raise ValueError(
+            f"seed={run.args.seed}, but {directory} was made with seed={trainer['seed']}: the order of samples would "
+            "change; resume with the same seed"
+        )
+    if data_state is not None:
+        check_workers(len(data_state["workers"]), run.args.dataloader_num_workers)
+    _check_same_kind("optimizer", run.optimizer, trainer, directory)
+
+
+def dataset_length(dataset: Any) -> int | None:
+    """Samples of a dataset; None where it does not say."""
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
+def _check_same_kind(role: str, made: Any, trainer: Mapping[str, Any], directory: Path) -> None:
+    if (name := type(made).__name__) != trainer[role]:
+        raise ValueError(
+            f"the {role} is {name}, but {directory} was made with {trainer[role]}; resume with that one, or {_ANEW}"
+        )
+
+
+def fitting_optimizer_state(run: Run, directory: Path) -> dict[str, Any]:
+    """The state of a checkpoint's optimizer, once it is known to fit; nothing is written.
+
+    Raises:
+        ValueError: If it is the state of other parameters, or the schedule is of another kind.
+    """
+    assert run.optimizer is not None
+    _check_same_kind("lr_scheduler", run.lr_scheduler, read_state(directory, "trainer") or {}, directory)
+    saved = read_state(directory, "optimizer") or {}
+    groups = list(zip(run.optimizer.param_groups, saved["param_groups"], strict=False))
+    sizes = [[len(group["params"]) for group in each] for each in (run.optimizer.param_groups, saved["param_groups"])]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"the optimizer has groups of {sizes[0]} parameters, but {directory} was made with {sizes[1]}; resume with "
+            f"the same parameters frozen and the same weight_decay, or {_ANEW}"
+        )
+    for own, group in groups:
+        for name, other in zip(own.get("param_names", ()), group.get("param_names", ()), strict=False):
+            if name != other:
+                raise ValueError(
+                    f"the optimizer has {name!r} where {directory} has {other!r}; resume with the parameters in the "
+                    f"same order, or {_ANEW}"
+                )
+        if type(run.optimizer).__module__.startswith("torch.optim"):
+            for parameter, number in zip(own["params"], group["params"], strict=True):
+                _check_shapes(parameter, saved["state"].get(number, {}), number, directory)
+    return saved
+
+
+def _check_shapes(parameter: torch.Tensor, state: Mapping[str, Any], number: int, directory: Path) -> None:
+    """Whether what torch's optimizers keep, of a parameter's shape or a row or column of it, is of this parameter."""
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor) or value.ndim == 0:
+            continue
+        if value.ndim != parameter.ndim or any(
+            size not in (1, of) for size, of in zip(value.shape, parameter.shape, strict=True)
+        ):
+            raise ValueError(
+                f"the optimizer's parameter {number} is of shape {list(parameter.shape)}, but its {name!r} in "
+                f"{directory} is of {list(value.shape)}; resume with the parameters in the same order, or {_ANEW}"
+            )
+
+
+def load_optimizer(run: Run, saved: dict[str, Any], directory: Path) -> None:
+    """Gives the optimizer its state, and the scheduler the checkpoint's."""
+    optimizer, scheduler = run.optimizer, run.lr_scheduler
+    assert optimizer is not None
+    for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        group.update({name: own[name] for name in _BY_DEVICE if name in own})
+    optimizer.load_state_dict(saved)
+    scheduler.load_state_dict(read_state(directory, "lr_scheduler"))
+    if isinstance(scheduler, LambdaLR):  # else the next step would have the rate of the former length
+        for group, peak, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+            group["lr"] = peak * factor(scheduler.last_epoch)
+
+
+def report_changes(run: Run, plan: Plan, earlier: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
+    """Says what is not as it was: the layout, other arguments, and those of them that have no effect any more.
+
+    Args:
+        run: The run, at the step where it goes on.
+        plan: Its plan.
+        earlier: What the checkpoint was written under: the plan's state, and the arguments.
+    """
+    _report_layout(run, plan, earlier[0])
+    now, saved_args = run.args.to_dict(), earlier[1]
+    changed = {name: (saved_args[name], now[name]) for name in now if name in saved_args}
+    changed = {name: (old, new) for name, (old, new) in changed.items() if old != new}
+    kept = [name for name in changed if name in _IN_THE_OPTIMIZER]
+    told = [name for name in changed if name not in kept and name not in _IN_THE_LAYOUT]
+    if told:
+        logger.info("resumed with other arguments: %s", _described(changed, told))
+    if kept:
+        logger.warning(
+            "%s changed, but the optimizer goes on with the checkpoint's values; start anew from the weights to change "
+            "them", _described(changed, kept),
+        )  # fmt: skip
+
+
+def _described(changed: Mapping[str, tuple[Any, Any]], names: list[str]) -> str:
+    return ", ".join(f"{name} {changed[name][0]!r} -> {changed[name][1]!r}" for name in names)
+
+
+def _report_layout(run: Run, plan: Plan, saved: Mapping[str, Any]) -> None:
+    """One sentence about another number of processes, batch size or accumulation, and what follows."""
+    now, changes = plan.state_dict(), []
+    for name, text in (
+        ("processes", "on {} processes instead of {}"),
+        ("batch_size", "with batches of {} samples instead of {}"),
+        ("accumulation", "with {} of them a step instead of {}"),
+    ):
+        if now[name] != saved[name]:
+            changes.append(text.format(now[name], saved[name]))
+    if not changes:
+        return
+    window, before = plan.layout.window, saved["processes"] * saved["batch_size"] * saved["accumulation"]
+    samples = f"{window} samples a step " + ("as before" if window == before else f"instead of {before}")
+    schedule = ""
+    if isinstance(run.lr_scheduler, Schedule) and run.args.max_steps < 0:
+        schedule = f"; the schedule goes on at step {plan.place} of {plan.length}"
+        given, scaled = step_numbers(run.args), step_numbers(plan.scheduled(run.args))
+        schedule += "".join(
+            f", in which {name}={steps} are {scaled[name]}" for name, steps in given.items() if steps != scaled[name]
+        )
+    left = max(0, plan.end - run.state.step)
+    logger.info("resumed %s, %s: %d steps are left%s", ", ".join(changes), samples, left, schedule)
+    if window != before and not isinstance(run.lr_scheduler, (Schedule, ReduceLROnPlateau)):
+        warnings.warn(
+            f"lr_scheduler is a {type(run.lr_scheduler).__name__} of your own, which counts steps: those taken had "
+            f"{before} samples, those to come have {window}",
+            stacklevel=2,
+        )
