@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer_kit.trees import join, map_tensors, split, tensors
+from trainer_kit.trees import join, map_tensors, plain_values, split, tensors
 
 Point = namedtuple("Point", "x y")
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.uint16]
@@ -243,6 +243,21 @@ def test_a_tree_that_contains_itself_is_refused() -> None:
 def test_join_refuses_what_split_did_not_make(json_tree: Any) -> None:
     with pytest.raises(ValueError, match="no state that split"):
         join(json_tree, {"bytes": torch.zeros(8, dtype=torch.uint8)})
+
+
+def test_plain_values_come_with_their_place() -> None:
+    groups = [{"lr": math.inf, "betas": (0.9, 0.99), "params": [0, 1]}]
+    state = {"state": {0: {"exp_avg": torch.zeros(2), "step": 3}}, "groups": groups, "empty": {}, "array": np.zeros(2)}
+    assert dict(plain_values(split(state)[0])) == {
+        "state.0.step": 3,
+        "groups.0.lr": math.inf,
+        "groups.0.betas": (0.9, 0.99),
+        "groups.0.params": [0, 1],
+        "empty": {},
+    }
+    assert list(plain_values(split(7)[0])) == [("", 7)]
+    with pytest.raises(ValueError, match="no state that split"):
+        list(plain_values({"a": [{"__kind__": "function", "value": "os.system"}]}))
 
 
 def test_map_tensors_keeps_containers() -> None:

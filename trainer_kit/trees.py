@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 _TAG = "__kind__"
+_NO_STATE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError)
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
@@ -80,15 +81,48 @@ def join(json_tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
     Args:
         json_tree: The first result of `split`, or what `json.loads` made of it.
-        tensors: The second one.
+        tensors: The second one. What is put together shares their memory.
 
     Raises:
         ValueError: If `json_tree` was not made by `split`, or a tensor that it names is missing.
     """
     try:
-        return _decode(json_tree, tensors)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
+        return _decode(json_tree, dict(tensors))
+    except _NO_STATE as error:
         raise ValueError(f"this is no state that split() made: {type(error).__name__}: {error}") from error
+
+
+def plain_values(json_tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value in a tree that `split` made, after its place ("counters.step"); tensors and arrays are left out.
+
+    A list, tuple or set of plain values is one value, and so is an empty dict.
+
+    Raises:
+        ValueError: If `json_tree` was not made by `split`.
+    """
+    try:
+        items = _items(json_tree)
+        value = _decode(json_tree, {}) if items is None else None
+    except _NO_STATE as error:
+        raise ValueError(f"this is no state that split() made: {type(error).__name__}: {error}") from error
+    if items is None:
+        yield place, value
+    for key, item in items or ():
+        yield from plain_values(item, f"{place}.{key}" if place else str(key))
+
+
+def _items(json_tree: Any) -> list[tuple[Any, Any]] | None:
+    """The parts of a container and their keys; none for a tensor or an array, None for a plain value."""
+    is_tagged = isinstance(json_tree, dict) and _TAG in json_tree
+    kind, content = (json_tree[_TAG], json_tree["value"]) if is_tagged else (None, json_tree)
+    if kind in ("tensor", "ndarray"):
+        return []
+    if kind in _MAPPINGS:
+        return [(_decode(key, {}), item) for key, item in content] or None
+    if isinstance(content, dict):
+        return list(content.items()) or None
+    is_nested = isinstance(content, list) and any(isinstance(item, (dict, list)) for item in content)
+    return list(enumerate(content)) if is_nested else None
 
 
 # How kinds that JSON lacks are written: {_TAG: kind, "value": ...}. A dict of the user's that holds _TAG is written
@@ -108,6 +142,9 @@ _KIND_OF = {
     **{container: kind for kinds in (_SEQUENCES, _MAPPINGS) for kind, container in kinds.items()},
 }
 _NUMPY_KINDS = "biufcmMSU"  # plain bytes; objects ("O") and structured types ("V") are not
+_NUMPY_DTYPE = re.compile(r"[<>|][biufcSU][0-9]{1,9}|[<>][mM]8(\[[0-9]{0,9}[A-Za-z]+\])?")
+_MOST_DIMENSIONS = 64
+_TORCH_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _NUMPY_IN_TORCH = frozenset(
     ["bool", "float16", "float32", "float64", "complex64", "complex128"]
     + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
@@ -183,7 +220,8 @@ def _place(path: tuple[Any, ...]) -> str:
     return "state" + "".join(f"[{part!r}]" for part in path)
 
 
-def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Puts `value` together; takes each tensor out of `tensors`, since `split` gives each a name of its own."""
     if isinstance(value, list):
         return [_decode(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -198,9 +236,9 @@ def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind in _MAPPINGS:
         return _MAPPINGS[kind]({_decode(key, tensors): _decode(item, tensors) for key, item in content})
     if kind == "tensor":
-        return tensors[content]
+        return tensors.pop(content)
     if kind == "ndarray":
-        return _decode_array(value, tensors[content])
+        return _decode_array(value, tensors.pop(content))
     if kind == "numpy":
         return np.ndarray((), _numpy_dtype(value["dtype"]), buffer=bytes.fromhex(content))[()]
     raise ValueError(f"unknown kind {kind!r}")
@@ -208,24 +246,31 @@ def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 def _decode_array(entry: Mapping[str, Any], tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     dtype = _numpy_dtype(entry["dtype"])
-    array: np.ndarray[Any, Any] = tensor.cpu().numpy().copy()
+    array: np.ndarray[Any, Any] = tensor.cpu().numpy()
     if "shape" in entry:
-        array = np.ndarray(tuple(entry["shape"]), dtype, buffer=array.tobytes()).copy()
+        shape = _checked_shape(entry["shape"])
+        if math.prod(shape) * dtype.itemsize != array.nbytes or not (array.nbytes or 0 in shape):
+            raise ValueError(f"an array of shape {shape} and dtype {dtype} does not fit its {array.nbytes} bytes")
+        array = np.ndarray(shape, dtype, buffer=np.ascontiguousarray(array))
     if array.dtype != dtype:
         raise ValueError(f"an array of dtype {dtype} came back as {array.dtype}")
     return array
 
 
-def _numpy_dtype(text: str) -> np.dtype[Any]:
+def _checked_shape(shape: Any) -> tuple[int, ...]:
+    if len(shape) > _MOST_DIMENSIONS or not all(type(size) is int and 0 <= size < 2**63 for size in shape):
+        raise ValueError(f"{shape!r:.50} is no shape")
+    return tuple(shape)
+
+
+def _numpy_dtype(text: Any) -> np.dtype[Any]:
     """A dtype of plain bytes: one of objects would make numpy take bytes from a file for addresses in memory."""
-    dtype = np.dtype(text)
-    if dtype.kind not in _NUMPY_KINDS:
-        raise ValueError(f"dtype {text!r} is not allowed")
-    return dtype
+    if not isinstance(text, str) or not _NUMPY_DTYPE.fullmatch(text):
+        raise ValueError(f"dtype {text!r:.50} is not allowed")
+    return np.dtype(text)
 
 
 def _torch_dtype(text: str) -> torch.dtype:
-    dtype = getattr(torch, text.removeprefix("torch."))
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{text!r} is no torch dtype")
-    return dtype
+    if text not in _TORCH_DTYPES:
+        raise ValueError(f"{text!r:.50} is no torch dtype")
+    return _TORCH_DTYPES[text]

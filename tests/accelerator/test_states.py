@@ -320,9 +320,9 @@ def test_a_state_of_other_objects(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
-    from trainer_kit.checkpoint import write_checkpoint
+    from trainer_kit.checkpoint import take_snapshot, write_checkpoint
 
-    directory = write_checkpoint(tmp_path, 3, {}, {"trainer": {}}, arguments={})
+    directory = write_checkpoint(tmp_path, take_snapshot(3, {}, {"trainer": {}}, arguments={}))
     with pytest.raises(ValueError, match=r"checkpoint-3 holds no state of save_state\(\); a Trainer's is resumed by"):
         Accelerator(cpu=True).load_state(directory)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,15 @@ import pytest
 import safetensors.torch
 import torch
 
-from trainer_kit.checkpoint import CheckpointError, load_checkpoint_in_model, save_tensors, write_checkpoint
+from trainer_kit.checkpoint import (
+    CheckpointError,
+    load_checkpoint_in_model,
+    save_tensors,
+    take_snapshot,
+    write_checkpoint,
+)
+from trainer_kit.checkpoint import format as manifests
+from trainer_kit.checkpoint.loading import load_weights
 
 
 class Tied(torch.nn.Module):
@@ -112,7 +121,7 @@ def test_another_shape_is_refused_without_strict_too(tmp_path: Path) -> None:
 
 def test_a_flipped_bit_in_a_checkpoints_weights_is_found(tmp_path: Path) -> None:
     model = Tied()
-    checkpoint = write_checkpoint(tmp_path, 1, model.state_dict(), {}, arguments={})
+    checkpoint = write_checkpoint(tmp_path, take_snapshot(1, model.state_dict(), {}, arguments={}))
     load_checkpoint_in_model(Tied(), checkpoint)
     content = bytearray((checkpoint / "model.safetensors").read_bytes())
     content[-1] ^= 1
@@ -171,3 +180,66 @@ def test_the_index_is_the_one_that_transformers_writes(tmp_path: Path) -> None:
     )
     assert ours["weight_map"].keys() == theirs["weight_map"].keys()
     assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
+
+
+def test_weights_are_read_straight_into_the_model_where_they_fit_as_they_are(tmp_path: Path) -> None:
+    model, other = Tied(), Tied()
+    save_tensors(model.state_dict(), tmp_path, max_shard_size=64)
+    taken: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        empty = torch.empty
+        patch.setattr(torch, "empty", lambda *shape, **options: taken.append(1) or empty(*shape, **options))
+        load_checkpoint_in_model(other, tmp_path)
+    assert equal(other, model)
+    assert taken == []
+    mixed = Tied()
+    mixed.body[0].weight.data = mixed.body[0].weight.data.t()  # not contiguous
+    mixed.body[1].double()
+    load_checkpoint_in_model(mixed, tmp_path)
+    assert all(
+        torch.equal(mixed.state_dict()[name].to(value.dtype), value) for name, value in model.state_dict().items()
+    )
+
+
+def test_weights_that_only_the_model_ties_are_those_that_it_loads_last(tmp_path: Path) -> None:
+    save_tensors({"z": torch.zeros(3), "a": torch.ones(3)}, tmp_path)  # a comes first in the file
+    model = torch.nn.Module()
+    model.z = model.a = torch.nn.Parameter(torch.full((3,), 5.0))
+    load_checkpoint_in_model(model, tmp_path)
+    assert model.z is model.a
+    assert model.z.tolist() == [1, 1, 1]
+
+
+def test_hooks_of_the_model_see_what_is_loaded(tmp_path: Path) -> None:
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    save_tensors(model.state_dict(), tmp_path)
+    seen: list[torch.Tensor] = []
+    other.register_load_state_dict_pre_hook(lambda _, state, *rest: seen.append(state["weight"].clone()))
+    load_checkpoint_in_model(other, tmp_path)
+    assert torch.equal(seen[0], model.weight)
+
+
+def test_what_was_verified_is_not_hashed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Tied()
+    checkpoint = write_checkpoint(tmp_path, take_snapshot(1, model.state_dict(), {}, arguments={}))
+    hashed: list[str] = []
+    checksum = manifests.checksum
+    monkeypatch.setattr(manifests, "checksum", lambda path: hashed.append(path.name) or checksum(path))
+    other = Tied()
+    load_weights(other, checkpoint, is_verified=True)
+    assert equal(other, model)
+    assert hashed == []
+    load_checkpoint_in_model(other, checkpoint)
+    assert hashed == ["model.safetensors"]
+
+
+def test_weights_that_the_manifest_does_not_list_are_not_loaded(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, take_snapshot(1, Tied().state_dict(), {}, arguments={}), max_shard_size=64)
+    index = checkpoint / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    shard = min(content["weight_map"].values())
+    shutil.copy(checkpoint / shard, checkpoint / "model-foreign.safetensors")
+    first = {name: "model-foreign.safetensors" for name, file in content["weight_map"].items() if file == shard}
+    index.write_text(json.dumps({"weight_map": {**content["weight_map"], **first}}))
+    with pytest.raises(CheckpointError, match=r"names model-foreign\.safetensors, which the manifest does not list"):
+        load_weights(Tied(), checkpoint, is_verified=True)

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
+import json
 import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -11,12 +15,16 @@ import torch
 
 from trainer_kit.checkpoint import (
     CheckpointError,
+    Manifest,
     find_checkpoints,
+    load_checkpoint_in_model,
     load_tensors,
     newest_valid,
     read_arguments,
     read_state,
     remove_stale_staging,
+    save_tensors,
+    take_snapshot,
     verify,
     write_checkpoint,
 )
@@ -25,7 +33,8 @@ from trainer_kit.checkpoint import (
 def save(output_dir: Path, step: int) -> Path:
     weights = {"a": torch.randn(20), "b": torch.randn(3)}
     states = {"optimizer": {"exp_avg": torch.randn(5), "step": step}, "trainer": {"step": step}}
-    return write_checkpoint(output_dir, step, weights, states, arguments={"seed": 1}, max_shard_size=80)
+    snapshot = take_snapshot(step, weights, states, arguments={"seed": 1})
+    return write_checkpoint(output_dir, snapshot, max_shard_size=80)
 
 
 def files(directory: Path) -> list[Path]:
@@ -176,13 +185,29 @@ def test_staging_older_than_the_process_of_its_number_is_removed(tmp_path: Path)
     assert not staging.exists()
 
 
+@pytest.mark.skipif(not hasattr(os, "waitid"), reason="needs waitid")
+def test_staging_of_a_dead_process_that_nobody_has_waited_for_is_removed(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    staging = tmp_path / f".staging-checkpoint-7-{process.pid}"
+    staging.mkdir()
+    try:
+        remove_stale_staging(tmp_path)
+    finally:
+        process.wait()
+    assert not staging.exists()
+
+
 def test_damaged_states_and_arguments_are_named(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 3)
     with pytest.raises(CheckpointError, match="does not lie inside"):
         read_state(checkpoint, "../../secret")
     (checkpoint / "state" / "optimizer.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"optimizer\.json does not fit its tensors"):
+    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors is missing"):
         read_state(checkpoint, "optimizer")
+    (checkpoint / "state" / "trainer.json").write_text('{"a": {"__kind__": "tensor", "value": "a"}}')
+    with pytest.raises(CheckpointError, match=r"trainer\.json does not fit its tensors"):
+        read_state(checkpoint, "trainer")
     (checkpoint / "state" / "trainer.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"trainer\.json is damaged"):
         read_state(checkpoint, "trainer")
@@ -203,3 +228,42 @@ def test_a_folder_of_states_that_is_a_link_is_refused(tmp_path: Path) -> None:
         read_state(checkpoint, "trainer")
     with pytest.raises(CheckpointError, match="state is a link"):
         verify(checkpoint)
+
+
+def test_files_that_the_manifest_does_not_list_are_let_be_and_never_read(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 3)
+    expected, arguments = load_tensors(checkpoint), read_arguments(checkpoint)
+    assert (checkpoint / "model-00001-of-00002.safetensors").exists()
+    save_tensors({"a": torch.zeros(20), "b": torch.zeros(3)}, tmp_path / "foreign")
+    for name in ("model.safetensors", "state/trainer.safetensors", "state/more.safetensors"):
+        shutil.copy(tmp_path / "foreign" / "model.safetensors", checkpoint / name)
+    for name in ("state/more.json", "state/junk.txt", "README.md"):
+        (checkpoint / name).write_text("{")
+    assert newest_valid(tmp_path, pytest.fail) == checkpoint
+    assert read_state(checkpoint, "more") is None
+    assert read_state(checkpoint, "trainer") == {"step": 3}
+    assert read_arguments(checkpoint) == arguments
+    model = torch.nn.ParameterDict({"a": torch.ones(20), "b": torch.ones(3)})
+    load_checkpoint_in_model(model, checkpoint)
+    assert all(torch.equal(model[name], tensor) for name, tensor in expected.items())
+
+
+def test_arguments_that_the_manifest_does_not_list_are_refused(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 3)
+    content = Manifest.read(checkpoint)
+    files = {name: entry for name, entry in content.files.items() if name != "arguments.json"}
+    manifest = dataclasses.replace(content, files=files)
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest.to_json()))
+    with pytest.raises(CheckpointError, match=r"does not list arguments\.json"):
+        read_arguments(checkpoint)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
+@pytest.mark.parametrize("name", ["manifest.json", "arguments.json", "model-00001-of-00002.safetensors", "state"])
+def test_what_would_be_waited_for_is_refused(tmp_path: Path, name: str) -> None:
+    checkpoint = save(tmp_path, 3)
+    (checkpoint / name).rename(tmp_path / "moved")
+    os.mkfifo(checkpoint / name)
+    said: list[str] = []
+    assert newest_valid(tmp_path, said.append) is None
+    assert f"{name} is neither a plain file nor a folder" in said[0]

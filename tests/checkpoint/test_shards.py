@@ -14,8 +14,9 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
+from trainer_kit.arguments import parse_size
 from trainer_kit.checkpoint import CheckpointError, load_tensors, save_tensors
-from trainer_kit.checkpoint.shards import parse_size
+from trainer_kit.checkpoint.files import checksum
 
 DTYPES = [
     torch.float64,
@@ -144,6 +145,15 @@ def test_nothing_to_store_is_a_file_too(tmp_path: Path) -> None:
     save_tensors({}, tmp_path)
     assert names(tmp_path) == ["model.safetensors"]
     assert load_tensors(tmp_path) == {}
+
+
+def test_each_file_is_returned_with_its_size_and_checksum(tmp_path: Path) -> None:
+    for size in ("5GB", 8):
+        entries = save_tensors({"a": torch.randn(2), "b": torch.randn(2)}, tmp_path, max_shard_size=size)
+        assert sorted(entries) == names(tmp_path)
+        for name, entry in entries.items():
+            assert entry.size == (tmp_path / name).stat().st_size
+            assert entry.checksum == checksum(tmp_path / name)
 
 
 def test_large_tensors_are_sharded_with_the_hubs_index(tmp_path: Path) -> None:
@@ -280,44 +290,13 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         load_tensors(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\x00" * 7,
-        struct.pack("<Q", 10 * 2**30) + b"{}",
-        struct.pack("<Q", 2**63 + 5) + b"{}",
-        struct.pack("<Q", 90_000_000) + b"{}",
-        struct.pack("<Q", 2) + b"[]",
-        struct.pack("<Q", 8) + b"garbage!",
-        struct.pack("<Q", 63) + b'{"a":{"dtype":"F32","shape":[9000000000],"data_offsets":[0,8]}}' + b"\x00" * 8,
-    ],
-)
-def test_a_damaged_file_is_refused_at_once(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged or no safetensors file"):
-        load_tensors(tmp_path)
-
-
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     save_tensors({"a": torch.randn(50)}, tmp_path)
     content = (tmp_path / "model.safetensors").read_bytes()
     for length in range(0, len(content), 7):
         (tmp_path / "model.safetensors").write_bytes(content[:length])
-        with pytest.raises(CheckpointError, match="damaged"):
+        with pytest.raises(CheckpointError, match="is damaged or no safetensors file"):
             load_tensors(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "name", ["../secret.safetensors", "/etc/passwd", "a/../../b", "", "C:\\x", "a\\..\\b", 3, None]
-)
-def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path, name: Any) -> None:
-    save_tensors({"a": torch.zeros(2)}, tmp_path, "secret")
-    directory = tmp_path / "model"
-    directory.mkdir()
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"a": name}}))
-    with pytest.raises(CheckpointError, match="does not lie inside"):
-        load_tensors(directory)
 
 
 def test_an_index_cannot_lead_over_a_link(tmp_path: Path) -> None:
@@ -328,21 +307,6 @@ def test_an_index_cannot_lead_over_a_link(tmp_path: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "linked.safetensors"}}))
     with pytest.raises(CheckpointError, match="is a link"):
         load_tensors(directory)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"weight_map": []}', "{}"])
-def test_a_damaged_index_is_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(CheckpointError, match="damaged"):
-        load_tensors(tmp_path)
-
-
-def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path: Path) -> None:
-    save_tensors({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path, max_shard_size=8)
-    path = tmp_path / "model.safetensors.index.json"
-    path.write_text(path.read_text().replace('"b"', '"c"'))
-    with pytest.raises(CheckpointError, match=r"'c' is in model-00002-of-00002\.safetensors, which does not"):
-        load_tensors(tmp_path)
 
 
 def test_the_metadata_is_what_transformers_asks_for(tmp_path: Path) -> None:

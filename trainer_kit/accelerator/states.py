@@ -19,18 +19,20 @@ from trainer_kit.accelerator.options import ProjectConfiguration
 from trainer_kit.accelerator.stepping import Flow, PreparedOptimizer, PreparedScheduler
 from trainer_kit.checkpoint import (
     CheckpointError,
+    Committed,
+    Retention,
     find_checkpoints,
-    load_checkpoint_in_model,
     newest_valid,
+    pretrained_files,
     prune,
     read_state,
     remove_stale_staging,
-    save_tensors,
+    take_snapshot,
     verify,
     write_checkpoint,
 )
-from trainer_kit.checkpoint.export import save_pretrained_files
 from trainer_kit.checkpoint.format import Manifest, list_files
+from trainer_kit.checkpoint.loading import load_weights
 from trainer_kit.checkpoint.reader import recover_replaced
 from trainer_kit.strategies.base import Strategy
 
@@ -178,25 +180,21 @@ class States:
             there = []
             _refuse_to_replace(output_dir)
 
-        def write_more(staging: Path) -> None:
-            for name, state in list(_numbered("model", models))[1:]:
-                save_tensors(state, staging, name, to_host=self.strategy.to_host)
-            if models:
-                save_pretrained_files(self.strategy.unwrap(self.prepared.models[0]), None, staging)
-
-        directory = write_checkpoint(
-            folder,
+        named = dict(_numbered("model", models))
+        snapshot = take_snapshot(
             self.flow.steps,
-            models[0] if models else {},
+            named.pop("model", {}),
             states,
             arguments=self.settings,
             world_size=self.strategy.world_size,
-            extra=write_more,
-            name=output_dir.name,
-            to_host=self.strategy.to_host,
+            files=pretrained_files(self.strategy.unwrap(self.prepared.models[0]), None) if models else {},
+            more_models=named,
         )
+        directory = write_checkpoint(folder, snapshot, name=output_dir.name, to_host=self.strategy.to_host)
         if there and self.project.total_limit is not None:
-            prune([*(path for path in there if self._is_own(path)), directory], self.project.total_limit, ())
+            own = [*(path for path in there if self._is_own(path)), directory]
+            committed = [Committed(path.name, _number(path)) for path in own]
+            prune(folder, committed, Retention(self.project.total_limit))
         return directory
 
     def _is_own(self, directory: Path) -> bool:
@@ -216,12 +214,14 @@ class States:
         """
         directory = self.strategy.on_main(lambda: self._found(input_dir))
         source, prepared = self.strategy.local_copy(directory), self.prepared
+        if source != directory and self.strategy.is_local_main:
+            verify(source)
         state = read_state(source, "accelerator")
         if state is None:
             raise ValueError(f"{directory} holds no state of save_state(); a Trainer's is resumed by the Trainer")
         _check_counts(state["counts"], prepared.counts(), directory)
         for name, model in _numbered("model", prepared.models):
-            load_checkpoint_in_model(self.strategy.unwrap(model), source, stem=name)
+            load_weights(self.strategy.unwrap(model), source, stem=name, is_verified=True)
         for name, each in (
             *_numbered("optimizer", prepared.optimizers),
             *_numbered("lr_scheduler", prepared.schedulers),

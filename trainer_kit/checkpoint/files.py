@@ -1,100 +1,103 @@
-"""Files that are on the disk when a function returns, and names that stay inside their folder."""
+"""Reading of single files, and names that stay inside their folder."""
 
 from __future__ import annotations
 
-import errno
 import json
-import logging
 import os
-import shutil
+import stat
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import xxhash
 
-_CHUNK_BYTES = 2**22
-_logger = logging.getLogger("trainer_kit")
+JSON_BYTES = 2**26
+"""Largest size of JSON that is read."""
+
+JSON_VALUES = 2**22
+"""Most values in JSON that is read: they take up to 40 times the memory of their text."""
+
+_CHUNK_BYTES = 2**20
 
 
 class CheckpointError(ValueError):
     """A checkpoint or one of its files is missing, damaged or not to be trusted; the message names it."""
 
 
-def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
-    """Writes strict JSON and flushes it to the disk."""
-    text = json.dumps(value, indent=indent, allow_nan=False) + "\n"
-    with open(path, "wb") as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def read_json(path: Path) -> Any:
     """What a JSON file holds.
 
     Raises:
-        CheckpointError: If the file is missing, cannot be read or is no JSON.
+        CheckpointError: If the file is missing, cannot be read, is no JSON or too large (see `parse_json`).
     """
     try:
-        return json.loads(path.read_bytes())
+        if path.exists() and not path.is_file():
+            raise CheckpointError(f"{path} is no plain file")
+        with open(path, "rb") as file:
+            content = file.read(JSON_BYTES + 1)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    return parse_json(content, path)
+
+
+def parse_json(content: bytes, path: Path) -> Any:
+    """What JSON from the file `path` holds.
+
+    Raises:
+        CheckpointError: If it is no strict JSON, or of more than `JSON_BYTES` or `JSON_VALUES`.
+    """
+    if is_too_large(content):
+        raise CheckpointError(
+            f"{path} is not to be trusted: it holds JSON of more than {JSON_BYTES} bytes or {JSON_VALUES} values"
+        )
+    try:
+        return json.loads(content.decode(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged, it holds no valid JSON: {error}") from error
 
 
-def fsync_file(path: Path) -> None:
-    """Flushes a file that somebody else wrote to the disk."""
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
+def is_too_large(content: bytes) -> bool:
+    """Whether this is more JSON than is read."""
+    return len(content) > JSON_BYTES or sum(map(content.count, (b",", b"[", b"{"))) > JSON_VALUES
 
 
-def fsync_directory(directory: Path) -> None:
-    """Flushes the entries of a folder (which files it holds) to the disk."""
-    if os.name == "nt":  # folders cannot be opened there, and need not be
-        return
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems do not know it for folders
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def remove_folder(directory: Path) -> None:
-    """Removes a folder that nobody needs any more; where that fails, a warning says so and the run goes on."""
-    try:
-        shutil.rmtree(directory)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        _logger.warning("%s could not be removed and still takes up disk space: %s", directory, error)
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number in JSON")
 
 
 def checksum(path: Path) -> str:
     """The XXH3 64-bit hash of a file's content, 16 hexadecimal digits (https://xxhash.com)."""
-    digest = xxhash.xxh3_64()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
+    digest, buffer = xxhash.xxh3_64(), memoryview(bytearray(_CHUNK_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
     return digest.hexdigest()
+
+
+def readable_size(size: float) -> str:
+    """A number of bytes for people: "1.2 GB"."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.4g} {unit}"
+        size /= 1000
+    return f"{size:,.4g} TB"
 
 
 def inside(directory: Path, name: Any) -> Path:
     """The path of a file that a manifest or an index names, which must lie inside `directory`.
 
     Raises:
-        CheckpointError: If the name is absolute, leads out of the folder or over a link.
+        CheckpointError: If the name is absolute, leads out of the folder, over a link or to a device, or is not
+            written in the one plain way (`a/b`, not `a//b` or `./a/b`).
     """
     if (
         not isinstance(name, str)
         or name in ("", ".")
-        or any(character in name for character in "\\\0")
+        or not name.isprintable()
+        or "\\" in name
         or PurePosixPath(name).is_absolute()
+        or PurePosixPath(name).as_posix() != name
         or PureWindowsPath(name).drive
         or ".." in PurePosixPath(name).parts
     ):
@@ -102,6 +105,19 @@ def inside(directory: Path, name: Any) -> Path:
     path = directory
     for part in PurePosixPath(name).parts:
         path = path / part
-        if path.is_symlink():
-            raise CheckpointError(f"{path} is a link, which a checkpoint may not hold; put the file itself there")
+        _refuse_special(path)
     return path
+
+
+def _refuse_special(path: Path) -> None:
+    """Refuses what leads elsewhere (a link) and what would be waited for (a pipe, a device)."""
+    try:
+        mode = os.lstat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
+    if stat.S_ISLNK(mode):
+        raise CheckpointError(f"{path} is a link, which a checkpoint may not hold; put the file itself there")
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise CheckpointError(f"{path} is neither a plain file nor a folder, which a checkpoint may not hold")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import xxhash
 
-from trainer_kit.checkpoint.files import CheckpointError, checksum, inside, read_json, write_json
+from trainer_kit.checkpoint.files import CheckpointError, checksum, inside, read_json
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -31,6 +31,10 @@ class FileEntry:
 
     size: int
     checksum: str
+
+    def __post_init__(self) -> None:
+        if not (_is_count(self.size) and isinstance(self.checksum, str)):
+            raise TypeError(f"a file has size={self.size!r:.50} and checksum={self.checksum!r:.50}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,27 +59,28 @@ class Manifest:
     time: str
     format_version: int = FORMAT_VERSION
 
-    @classmethod
-    def describe(cls, directory: Path, step: int, world_size: int) -> Manifest:
-        """The manifest of all files in a folder.
+    def __post_init__(self) -> None:
+        if not (_is_count(self.step) and _is_count(self.world_size)):
+            raise TypeError(f"step={self.step!r:.50} or world_size={self.world_size!r:.50} is no number")
+        if not all(isinstance(text, str) for text in (self.torch_version, self.trainer_kit_version, self.time)):
+            raise TypeError("a version or the time is no text")
 
-        Raises:
-            CheckpointError: If something in it is neither a plain file nor a folder.
-        """
-        paths = [path for path in list_files(directory) if path != directory / MANIFEST_NAME]
+    @classmethod
+    def of(cls, files: Mapping[str, FileEntry], step: int, world_size: int) -> Manifest:
+        """The manifest of these files, written now by this process."""
         return cls(
             step=step,
             world_size=world_size,
-            files=dict(zip([path.relative_to(directory).as_posix() for path in paths], _entries(paths), strict=True)),
+            files=dict(sorted(files.items())),
             torch_version=str(torch.__version__),
             trainer_kit_version=_own_version(),
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
 
-    def write(self, directory: Path) -> None:
-        """Writes `manifest.json`, which holds a checksum of its own content, and flushes it to the disk."""
+    def to_json(self) -> dict[str, Any]:
+        """What `manifest.json` holds, with a checksum of that itself."""
         content = dataclasses.asdict(self)
-        write_json(directory / MANIFEST_NAME, {**content, "checksum": _content_checksum(content)})
+        return {**content, "checksum": _content_checksum(content)}
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -110,14 +115,27 @@ class Manifest:
         Raises:
             CheckpointError: If one is missing, a link, of another size or another checksum.
         """
+        expected = self.check_sizes(directory, names)
+        paths = sorted(expected, key=lambda path: -expected[path].size)  # so that the largest is not begun last
+        for path, found in zip(paths, _entries(paths), strict=True):
+            if found != expected[path]:
+                raise CheckpointError(
+                    f"{path} is damaged: its checksum is {found.checksum} instead of {expected[path].checksum}"
+                )
+
+    def check_sizes(self, directory: Path, names: Iterable[str] | None = None) -> dict[Path, FileEntry]:
+        """Compares the sizes of files on the disk with this manifest, which reads none of them.
+
+        Returns:
+            What each file should be, by its path.
+
+        Raises:
+            CheckpointError: If one is missing, a link or of another size.
+        """
         paths = {inside(directory, name): self.files[name] for name in (self.files if names is None else names)}
         for path, expected in paths.items():
             _check_size(path, expected)
-        for path, found in zip(paths, _entries(paths), strict=True):
-            if found != paths[path]:
-                raise CheckpointError(
-                    f"{path} is damaged: its checksum is {found.checksum} instead of {paths[path].checksum}"
-                )
+        return paths
 
 
 def list_files(directory: Path) -> list[Path]:
@@ -160,6 +178,10 @@ def _entries(paths: Iterable[Path]) -> list[FileEntry]:
 def _content_checksum(content: Mapping[str, Any]) -> str:
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_64(text.encode()).hexdigest()
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _own_version() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from trainer_kit.checkpoint.files import CheckpointError
 from trainer_kit.checkpoint.format import MANIFEST_NAME, Manifest
-from trainer_kit.checkpoint.shards import storage_key
+from trainer_kit.checkpoint.shards import is_file_of, storage_key
 from trainer_kit.checkpoint.sources import Source, load_source, read_header, sources
 
 _SHOWN = 3
@@ -20,10 +21,11 @@ _SHOWN = 3
 def load_checkpoint_in_model(
     model: torch.nn.Module, checkpoint: str | os.PathLike[str], strict: bool = True, stem: str = "model"
 ) -> None:
-    """Loads weights into a model, in place and file by file: the host needs memory for the largest file.
+    """Loads weights into a model, in place and file by file.
 
-    Names and shapes are compared before anything is written. Weights are cast to the model's dtypes, tied ones stay
-    tied; a name missing from the files is no error where the model ties it to one that is there.
+    Weights on the host and of the model's dtype are read straight into it; for others the host needs memory for the
+    largest file. Names and shapes are compared before anything is written. Weights are cast to the model's dtypes,
+    tied ones stay tied; a name missing from the files is no error where the model ties it to one that is there.
 
     Args:
         model: On any device.
@@ -36,34 +38,85 @@ def load_checkpoint_in_model(
         CheckpointError: If files are missing or damaged.
         ValueError: If the weights are of another model, naming the first tensors that differ.
     """
-    found = _find(Path(checkpoint), stem)
-    state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    _compare(state, _shapes(found), Path(checkpoint), type(model).__name__, strict)
+    load_weights(model, Path(checkpoint), strict, stem, is_verified=False)
+
+
+def load_weights(
+    model: torch.nn.Module, checkpoint: Path, strict: bool = True, stem: str = "model", *, is_verified: bool
+) -> None:
+    """Does what `load_checkpoint_in_model` does.
+
+    Args:
+        model: See there.
+        checkpoint: See there.
+        strict: See there.
+        stem: See there.
+        is_verified: Whether `newest_valid` or `verify` has just read the checkpoint and found it whole.
+    """
+    found = _find(checkpoint, stem, is_verified)
+    state = _tensors_of(model)
+    _compare(state, _shapes(found), checkpoint, type(model).__name__, strict)
     for source in found:
-        model.load_state_dict(load_source(source, "cpu"), strict=False)
+        model.load_state_dict(load_source(source, into=_readable_into(state, source)), strict=False)
 
 
-def _find(checkpoint: Path, stem: str) -> list[Source]:
+def check_weights(model: torch.nn.Module, checkpoint: Path) -> None:
+    """Refuses a verified checkpoint of another model, from the headers of its files.
+
+    Raises:
+        ValueError: Naming the first tensors that differ.
+    """
+    found = _find(checkpoint, "model", is_verified=True)
+    _compare(_tensors_of(model), _shapes(found), checkpoint, type(model).__name__, strict=True)
+
+
+def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers themselves: load_state_dict has nothing to copy where they are what it is given."""
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+
+
+def _readable_into(state: Mapping[str, torch.Tensor], source: Source) -> dict[str, torch.Tensor]:
+    """Those of the model's tensors that the file's bytes can be read into as they are."""
+    found = {
+        name: state[name]
+        for name, entry in source.entries.items()
+        if name in state and state[name].dtype == entry.dtype and _is_plain(state[name])
+    }
+    # Several tensors that the model ties would be read into one memory at the same time.
+    users = Counter(tensor.data_ptr() for tensor in found.values())
+    return {name: tensor for name, tensor in found.items() if users[tensor.data_ptr()] == 1}
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    is_own_type = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return (
+        is_own_type
+        and tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _find(checkpoint: Path, stem: str, is_verified: bool) -> list[Source]:
     if checkpoint.is_file():
         if checkpoint.suffix != ".safetensors":
             raise CheckpointError(f"{checkpoint} is no .safetensors file; files that are pickles are never read")
         return [read_header(checkpoint)]
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint} does not exist")
-    found = sources(checkpoint, stem)
-    if (checkpoint / MANIFEST_NAME).exists():
-        manifest = Manifest.read(checkpoint)
-        manifest.check(checkpoint, [source.path.name for source in found if source.path.name in manifest.files])
-    return found
+    if not (checkpoint / MANIFEST_NAME).exists():
+        return sources(checkpoint, stem)
+    manifest = Manifest.read(checkpoint)
+    listed = [name for name in manifest.files if is_file_of(name, stem)]
+    if not is_verified:
+        manifest.check(checkpoint, listed)
+    return sources(checkpoint, stem, listed)
 
 
 def _shapes(found: list[Source]) -> dict[str, tuple[int, ...]]:
     """Shapes of all tensors in the files, under their stored names and their aliases."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for source in found:
-        shapes.update(source.shapes)
-        shapes.update({alias: source.shapes[target] for alias, target in source.aliases.items()})
-    return shapes
+    return {name: shape for source in found for name, shape in source.shapes.items()}
 
 
 def _compare(

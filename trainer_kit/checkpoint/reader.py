@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
-from trainer_kit.checkpoint.files import CheckpointError, inside, read_json, remove_folder
+from trainer_kit.checkpoint.disk import remove_folder
+from trainer_kit.checkpoint.files import CheckpointError, inside, read_json
 from trainer_kit.checkpoint.format import (
     ARGUMENTS_NAME,
     CHECKPOINT_PREFIX,
@@ -19,7 +21,7 @@ from trainer_kit.checkpoint.format import (
     STATE_FOLDER,
     Manifest,
 )
-from trainer_kit.checkpoint.sources import load_tensors
+from trainer_kit.checkpoint.sources import load_source, sources
 from trainer_kit.trees import join
 
 _CLOCK_SLACK = 60.0  # seconds by which the system's clock may have been set since
@@ -92,11 +94,19 @@ def remove_stale_staging(output_dir: Path) -> None:
             remove_folder(path)
 
 
+def at_work(output_dir: Path) -> list[Path]:
+    """What living processes write or delete in there right now."""
+    found = {path: _STAGING.fullmatch(path.name) for path in output_dir.iterdir() if path.is_dir()}
+    return [path for path, match in found.items() if match and _is_at_work(int(match[1]), path)]
+
+
 def _is_at_work(pid: int, staging: Path) -> bool:
     """Whether the process that made the folder lives: one that is younger than the folder only has the same number."""
     try:
-        return psutil.Process(pid).create_time() < staging.stat().st_mtime + _CLOCK_SLACK
-    except psutil.NoSuchProcess:
+        process, changed = psutil.Process(pid), staging.stat().st_mtime
+        # One that is dead keeps its number until its parent has waited for it.
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() < changed + _CLOCK_SLACK
+    except (psutil.NoSuchProcess, FileNotFoundError):  # or the folder has just got its name
         return False
     except psutil.AccessDenied:
         return True
@@ -116,16 +126,21 @@ def _is_superseded(path: Path) -> bool:
 def read_state(directory: Path, name: str) -> Any | None:
     """The state that `write_checkpoint` got under `name`; None where the checkpoint has no such state.
 
+    Sizes and checksums are not compared: `newest_valid` and `verify` do that.
+
     Raises:
-        CheckpointError: If its files are damaged.
+        CheckpointError: If the manifest or the state's files are missing or damaged.
     """
-    folder = inside(directory, STATE_FOLDER)
-    path = inside(folder, f"{name}.json")
-    if not path.exists():
+    listed = Manifest.read(directory).files
+    stem = f"{STATE_FOLDER}/{name}"
+    path = inside(directory, f"{stem}.json")
+    if f"{stem}.json" not in listed:
         return None
     tree = read_json(path)
-    has_tensors = any((folder / f"{name}.safetensors{suffix}").exists() for suffix in ("", ".index.json"))
-    tensors = load_tensors(folder, name) if has_tensors else {}
+    tensors: dict[str, torch.Tensor] = {}
+    if any(f"{stem}.safetensors{suffix}" in listed for suffix in ("", ".index.json")):
+        for source in sources(directory, stem, listed):
+            tensors.update(load_source(source))
     try:
         return join(tree, tensors)
     except ValueError as error:
@@ -133,12 +148,14 @@ def read_state(directory: Path, name: str) -> Any | None:
 
 
 def read_arguments(directory: Path) -> dict[str, Any]:
-    """The arguments of the run that wrote the checkpoint.
+    """The arguments of the run that wrote the checkpoint; sizes and checksums are not compared, as in `read_state`.
 
     Raises:
-        CheckpointError: If the file is missing or damaged.
+        CheckpointError: If the manifest or the file is missing or damaged.
     """
     path = inside(directory, ARGUMENTS_NAME)
+    if ARGUMENTS_NAME not in Manifest.read(directory).files:
+        raise CheckpointError(f"{directory} holds no arguments: its manifest does not list {ARGUMENTS_NAME}")
     try:
         arguments = join(read_json(path), {})
     except CheckpointError:
