@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,21 +16,27 @@ class Checkpointing(Callback):
     """Asks for a checkpoint as `args.save_strategy` says, and for one of the last step.
 
     With "steps" every `args.save_steps` optimizer steps, with "epoch" at the end of each epoch, with "best" (and
-    with `args.load_best_model_at_end` in any case) whenever an evaluation is the best so far. With "no" it asks for
-    none. The Trainer writes checkpoints, keeps track of the best one, and removes old ones.
+    with `args.load_best_model_at_end` in any case) whenever an evaluation is the best so far; beside that whenever
+    `args.save_minutes` have passed since it asked last. With "no" it asks for none. The Trainer writes checkpoints,
+    keeps track of the best one, and removes old ones.
     """
 
     def __init__(self) -> None:
         self._saved_step = 0
         self._every = 0
+        self._due = float("inf")  # by the monotonic clock, in seconds
 
     def on_train_begin(self, run: Run) -> None:
         self._saved_step = run.state.step
         self._every = int(run.args.save_steps) if run.args.save_strategy == "steps" else 0
+        self._wind_up(run)
+        if run.args.nonfinite == "rollback" and run.state.step == 0:
+            run.requests.save = True  # what there is to go back to before the first checkpoint that is due
 
     def on_step_end(self, run: Run) -> None:
-        if self._every and run.state.step % self._every == 0:
+        if (self._every and run.state.step % self._every == 0) or time.monotonic() >= self._due:
             run.requests.save = True
+            self._wind_up(run)
 
     def on_epoch_end(self, run: Run) -> None:
         if run.args.save_strategy == "epoch":
@@ -41,8 +48,12 @@ class Checkpointing(Callback):
             run.requests.save = True
 
     def on_save(self, run: Run, directory: Path) -> None:
-        self._saved_step = run.state.step
+        self._saved_step = int(directory.name.rpartition("-")[2])
 
     def on_train_end(self, run: Run) -> None:
         if run.args.save_strategy != "no" and self._saved_step != run.state.step:
             run.requests.save = True
+
+    def _wind_up(self, run: Run) -> None:
+        if run.args.save_minutes is not None and run.strategy.is_main:
+            self._due = time.monotonic() + 60 * run.args.save_minutes

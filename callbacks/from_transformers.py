@@ -86,7 +86,7 @@ class _Adapter(Callback):
         self._call("on_predict", run, metrics=dict(metrics))
 
     def on_save(self, run: Run, directory: Path) -> None:
-        if run.state.best_step == run.state.step:
+        if directory.name == f"checkpoint-{run.state.best_step}":
             self._state.best_model_checkpoint = str(directory)
         self._call("on_save", run)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
 import os
 import time
@@ -14,17 +16,21 @@ from trainer_kit.callback import Callback
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
+from trainer_kit.state import TrainState
 
+_logger = logging.getLogger("trainer_kit")
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class JsonLines(Callback):
     """Appends one JSON object a line to a file, read back by `read_log`.
 
-    Each line holds `event` ("start", "log", "evaluate", "predict", "save", "end" or "exception"), `time` (seconds since
-    1970), `step`, and what belongs to the event. A line "start" heads each start and restart of the run: a reader must
-    pass over earlier lines of a greater step, since the run went back. JSON has no NaN or infinity, so these are
-    written as the strings "nan", "inf" and "-inf". Each line is written at once and in whole.
+    Each line holds `event` ("start", "log", "evaluate", "predict", "save", "rollback", "end" or "exception"), `time`
+    (seconds since 1970), `step`, and what belongs to the event. A line "start" heads each start and restart of the run:
+    a reader must pass over earlier lines of a greater step, since the run went back; "rollback" says the same of a run
+    that did so by itself. JSON has no NaN or infinity, so these are written as the strings "nan", "inf" and "-inf".
+    Each line is written at once and in whole; where that fails (a full disk), a warning says so once and the run goes
+    on without it.
 
     Args:
         path: The file; None: `log.jsonl` in `args.output_dir`.
@@ -34,9 +40,12 @@ class JsonLines(Callback):
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self._path = path
+        self._state: TrainState | None = None  # of the training that is written down
         self._wrote = False
+        self._failed = False
 
     def on_train_begin(self, run: Run) -> None:
+        self._state = run.state
         self._write(run, "start", trainer_kit=__version__, total_steps=run.total_steps, arguments=run.args.to_dict())
 
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
@@ -49,13 +58,17 @@ class JsonLines(Callback):
         self._write(run, "predict", **metrics)
 
     def on_save(self, run: Run, directory: Path) -> None:
-        self._write(run, "save", directory=directory.name)
+        self._write(run, "save", step=int(directory.name.rpartition("-")[2]), directory=directory.name)
 
     def on_train_end(self, run: Run) -> None:
         self._write(run, "end")
 
+    def on_rollback(self, run: Run, directory: Path) -> None:
+        self._write(run, "rollback")
+
     def on_exception(self, run: Run, error: BaseException) -> None:
-        self._write(run, "exception", type=type(error).__name__, message=str(error))
+        if run.state is self._state:  # a start that was refused leaves the folder as it is
+            self._write(run, "exception", type=type(error).__name__, message=str(error))
 
     def _write(self, run: Run, event: str, /, **values: Any) -> None:
         if not run.strategy.is_main:
@@ -63,13 +76,25 @@ class JsonLines(Callback):
         path = Path(self._path) if self._path is not None else Path(run.args.output_dir) / "log.jsonl"
         record = {"event": event, "time": time.time(), "step": run.state.step, **values}
         line = json.dumps(_plain(record), allow_nan=False).encode() + b"\n"
-        if event == "start" or not self._wrote:
+        try:
+            self._append(path, line, begins=event == "start")
+        except OSError as error:
+            if not self._failed:
+                _logger.warning("%s could not be written to: %s; the run goes on", path, error.strerror)
+            self._failed = True
+
+    def _append(self, path: Path, line: bytes, begins: bool) -> None:
+        if begins or not self._wrote:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._wrote = True
-        if event == "start" and _is_cut(path):
+        if begins and _is_cut(path):
             line = b"\n" + line
         with open(path, "ab", buffering=0) as file:
-            file.write(line)
+            before = file.seek(0, os.SEEK_END)
+            if file.write(line) < len(line):
+                file.truncate(before)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._failed = False
 
 
 def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -99,7 +124,7 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         cut = number if record is None else None
         if record is None:
             continue
-        if record["event"] == "start":
+        if record["event"] in ("start", "rollback"):
             records = [earlier for earlier in records if earlier["step"] <= record["step"]]
         records.append(record)
     if cut is not None and any(lines[cut:]):

@@ -22,6 +22,8 @@ with warnings.catch_warnings():
     from tqdm.contrib.logging import logging_redirect_tqdm
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from trainer_kit.run import Run
 
 _HIDDEN = HIDDEN | {"grad_norm", "tokens_per_second"}
@@ -72,6 +74,11 @@ class Progress(Callback):
         if self._compiling_steps:
             self._compiling_steps -= 1
             self._bar.set_description("train")
+
+    def on_rollback(self, run: Run, directory: Path) -> None:
+        if self._bar is not None:
+            self._bar.total = run.total_steps or None
+            self._bar.update(run.state.step - self._bar.n)
 
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
         if self._bar is None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import numbers
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
 
     from trainer_kit.run import Run
 
+_logger = logging.getLogger("trainer_kit")
 _GROUPS = ("eval", "test")
 
 
@@ -34,13 +38,20 @@ class TensorBoard(Callback):
     def __init__(self, log_dir: str | os.PathLike[str] | None = None) -> None:
         self._log_dir = log_dir
         self._writer: SummaryWriter | None = None
+        self._failed = False
 
     def on_train_begin(self, run: Run) -> None:
         self._close()
+        self._failed = False
         if run.strategy.is_main:
-            self._writer = self._open(run, purge_step=run.state.step + 1)
             arguments = json.dumps(run.args.to_dict(), indent=2, default=str)
+            self._writer = self._open(run, purge_step=run.state.step + 1)
             self._writer.add_text("arguments", f"```json\n{arguments}\n```", run.state.step)
+
+    def on_rollback(self, run: Run, directory: Path) -> None:
+        if self._writer is not None:  # a writer anew, which purges what came after that step
+            self._close()
+            self._writer = self._open(run, purge_step=run.state.step + 1)
 
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
         self._write(run, record, "train")
@@ -52,8 +63,9 @@ class TensorBoard(Callback):
         self._write(run, metrics, "test")
 
     def on_save(self, run: Run, directory: Path) -> None:
-        if self._writer is not None:
-            self._writer.flush()
+        with self._failures_told():
+            if self._writer is not None:
+                self._writer.flush()
 
     def on_train_end(self, run: Run) -> None:
         self._close()
@@ -67,7 +79,7 @@ class TensorBoard(Callback):
         return SummaryWriter(os.fspath(self._log_dir or run.args.log_dir), purge_step=purge_step)
 
     def _write(self, run: Run, values: dict[str, Any], group: str) -> None:
-        if not run.strategy.is_main:
+        if not run.strategy.is_main or self._failed:
             return
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -77,14 +89,26 @@ class TensorBoard(Callback):
                 prefix, _, rest = name.partition("_")
                 tag = f"{prefix}/{rest}" if rest and prefix in _GROUPS else f"{group}/{name}"
                 scalars.value.add(tag=tag, simple_value=float(value))
-        writer = self._writer or self._open(run)  # an evaluation before or after training has a writer of its own
-        # One event for all: `add_scalar` makes one each, which costs as much as several steps of a small model.
-        assert writer.file_writer is not None
-        writer.file_writer.add_summary(scalars, run.state.step)
-        if writer is not self._writer:
-            writer.close()
+        with self._failures_told():
+            writer = self._writer or self._open(run)  # an evaluation before or after training has a writer of its own
+            # One event for all: `add_scalar` makes one each, which costs as much as several steps of a small model.
+            assert writer.file_writer is not None
+            writer.file_writer.add_summary(scalars, run.state.step)
+            if writer is not self._writer:
+                writer.close()
 
     def _close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        with self._failures_told():
+            if writer is not None:
+                writer.close()
+
+    @contextlib.contextmanager
+    def _failures_told(self) -> Iterator[None]:
+        """A full disk is no reason to end the run: a warning says once that nothing more is written."""
+        try:
+            yield
+        except OSError as error:
+            if not self._failed:
+                _logger.warning("TensorBoard's files cannot be written any more: %s; the run goes on", error)
+            self._failed, self._writer = True, None

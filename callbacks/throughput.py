@@ -35,8 +35,8 @@ class Throughput(Callback):
 
     def __init__(self) -> None:
         self._mark: _Mark | None = None
-        self._paused = 0.0  # seconds of evaluations and saves since training began
-        self._busy_until = 0.0  # when the last step, record or evaluation ended: a save that ends now began there
+        self._paused = 0.0  # seconds of evaluations since training began
+        self._busy_until = 0.0  # when the last step, record or evaluation ended
         self._evaluation_began = 0.0
 
     def on_train_begin(self, run: Run) -> None:
@@ -55,8 +55,8 @@ class Throughput(Callback):
     def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
         self._pause(since=self._busy_until)
 
-    def on_save(self, run: Run, directory: Path) -> None:
-        self._pause(since=self._busy_until)
+    def on_rollback(self, run: Run, directory: Path) -> None:
+        self._mark = self._measure(run)
 
     def metrics(self, run: Run) -> dict[str, Any]:
         before, now = self._mark, self._measure(run)
@@ -81,4 +81,5 @@ class Throughput(Callback):
 
     def _measure(self, run: Run) -> _Mark:
         state = run.state
-        return _Mark(time.perf_counter(), self._paused, run.data_seconds, state.step, state.samples, state.tokens)
+        paused = self._paused + run.save_seconds
+        return _Mark(time.perf_counter(), paused, run.data_seconds, state.step, state.samples, state.tokens)

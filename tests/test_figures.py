@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer_kit import NonFiniteError, Run, SingleDevice, TrainingArguments
-from trainer_kit.figures import Figures, History
+from trainer_kit.figures import Figures, History, Taken
 from trainer_kit.strategies.base import GradientNorms, gradient_norms
 
 
@@ -28,23 +28,27 @@ def take_step(figures: Figures, loss: float, *gradients: float) -> None:
     run.state.step += 1
     run.last_loss = torch.tensor(loss)
     run.last_norms = norms(*gradients) if gradients else None
-    figures.append()
+    figures.append(taken(run.state.step))
+
+
+def taken(step: int) -> Taken:
+    return Taken(step, 0, 4 * step - 4, 4 * step)
 
 
 def test_history_gives_each_step_once() -> None:
     history = History()
-    history.append(1, torch.tensor(0.5), norms(3.0, 4.0))
-    history.append(2, torch.tensor(0.25), None)
+    history.append(taken(1), torch.tensor(0.5), norms(3.0, 4.0))
+    history.append(taken(2), torch.tensor(0.25), None)
     first, second = history.read(SingleDevice("cpu"))
-    assert (first.step, first.loss, first.norm, first.bad_parameter) == (1, 0.5, 5.0, None)
-    assert (second.step, second.loss, second.norm) == (2, 0.25, None)
+    assert (first.taken.step, first.loss, first.norm, first.bad_parameter) == (1, 0.5, 5.0, None)
+    assert (second.taken.step, second.loss, second.norm) == (2, 0.25, None)
     assert second.has_finite_gradient
     assert history.read(SingleDevice("cpu")) == []
 
 
 def test_the_first_bad_parameter_is_found() -> None:
     history, bad = History(), norms(1.0, float("inf"), float("nan"))
-    history.append(1, torch.tensor(0.5), bad)
+    history.append(taken(1), torch.tensor(0.5), bad)
     (step,) = history.read(SingleDevice("cpu"))
     assert step.bad_parameter is bad.parameters[1]
     assert not step.has_finite_gradient
@@ -68,8 +72,11 @@ def test_stop_names_step_loss_and_the_checkpoint_before(loss: float, gradient: f
     figures = make_figures()
     take_step(figures, 0.5, 1.0)
     take_step(figures, loss, gradient)
-    with pytest.raises(NonFiniteError, match=rf"step 2 is not finite: loss {loss}, .*checkpoint-1, is from before"):
-        figures.read(Path("checkpoint-1"))
+    with pytest.raises(
+        NonFiniteError, match=rf"step 2 is not finite: loss {loss}, .*checkpoint-1, is from before"
+    ) as raised:
+        figures.read(lambda: Path("checkpoint-1"))
+    assert raised.value.taken == (2, 0, 4, 8)
 
 
 def test_skip_counts_steps_and_leaves_their_losses_out() -> None:

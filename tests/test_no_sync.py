@@ -124,6 +124,12 @@ class WindowEnd(Callback):
             self.window.steps += 1
 
 
+class LikeAnAccelerator(SingleDevice):
+    """A CPU on which reading counts as waiting."""
+
+    reads_freely = False
+
+
 def arguments(folder: Path, **changes: Any) -> TrainingArguments:
     values: dict[str, Any] = {
         "output_dir": str(folder), "max_steps": 12, "logging_steps": 100, "save_steps": 100, "log_level": "error",
@@ -150,7 +156,7 @@ def test_no_operator_of_a_step_waits(tmp_path: Path, kind: str, changes: dict[st
     window = Window(Waits())
     trainer = Trainer(
         model, arguments(tmp_path, use_cpu=True, **changes), dataset, callbacks=[window, WindowEnd(window)],
-        compute_loss=pair if kind == "pair" else None,
+        compute_loss=pair if kind == "pair" else None, strategy=LikeAnAccelerator("cpu"),
     )  # fmt: skip
     trainer.train()
     assert window.steps == 11
@@ -181,8 +187,9 @@ def test_skipping_with_an_optimizer_that_is_not_fused_has_to_wait(tmp_path: Path
     """Known and documented: the host decides whether such an optimizer steps."""
     window = Window(Waits())
     args = arguments(tmp_path, use_cpu=True, nonfinite="skip", optim="sgd")
-    Trainer(Classifier(), args, points(), callbacks=[window, WindowEnd(window)]).train()
-    assert window.waits.seen.count("__bool__") == window.steps == 11
+    strategy = LikeAnAccelerator("cpu")
+    Trainer(Classifier(), args, points(), callbacks=[window, WindowEnd(window)], strategy=strategy).train()
+    assert window.waits.seen.count("item") == window.steps == 11
 
 
 class MetaDevice(SingleDevice):
@@ -207,7 +214,7 @@ class Steps(Callback):
 @pytest.mark.parametrize("data", ["cpu", "meta"])
 def test_no_step_reads_a_tensor_of_its_device(tmp_path: Path, nonfinite: str, compute_loss: Any, data: str) -> None:
     steps = Steps()
-    args = arguments(tmp_path, nonfinite=nonfinite, lr_scheduler_type="cosine")
+    args = arguments(tmp_path, nonfinite=nonfinite, lr_scheduler_type="cosine", save_strategy="no")
     dataset = [{name: value.to(data) for name, value in sample.items()} for sample in points()]
     trainer = Trainer(Classifier(), args, dataset, callbacks=[steps], strategy=MetaDevice(), compute_loss=compute_loss)
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
@@ -216,11 +223,9 @@ def test_no_step_reads_a_tensor_of_its_device(tmp_path: Path, nonfinite: str, co
 
 
 def test_the_meta_device_shows_what_waits(tmp_path: Path) -> None:
-    steps = Steps()
+    steps, args = Steps(), arguments(tmp_path, logging_steps=5, save_strategy="no")
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
-        Trainer(
-            Classifier(), arguments(tmp_path, logging_steps=5), points(), callbacks=[steps], strategy=MetaDevice()
-        ).train()
+        Trainer(Classifier(), args, points(), callbacks=[steps], strategy=MetaDevice()).train()
     assert steps.taken == 5
 
 

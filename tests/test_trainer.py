@@ -134,7 +134,7 @@ def test_hooks_come_in_the_documented_order(tmp_path: Path) -> None:
         setattr(Listener, hook, lambda self, run, *rest, hook=hook: calls.append(hook))
     args = arguments(
         tmp_path, num_train_epochs=2, max_steps=-1, gradient_accumulation_steps=2, per_device_train_batch_size=5,
-        eval_strategy="epoch", logging_steps=2, save_strategy="steps", save_steps=2,
+        eval_strategy="epoch", logging_steps=2, save_strategy="steps", save_steps=2, async_save=False,
     )  # fmt: skip
     Trainer(Linear(), args, points(), points(4), callbacks=[Listener()]).train()
     step = ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trainer_kit.launch.notebook import notebook_launcher
     from trainer_kit.precision import Precision
     from trainer_kit.run import Run
+    from trainer_kit.saving import SaveError
     from trainer_kit.state import Requests, Stateful, TrainState
     from trainer_kit.strategies.base import Strategy
     from trainer_kit.strategies.ddp import DDP
@@ -45,6 +46,7 @@ __all__ = [
     "ProjectConfiguration",
     "Requests",
     "Run",
+    "SaveError",
     "SingleDevice",
     "Stateful",
     "Strategy",
@@ -73,6 +75,7 @@ _HOMES = {
     "ProjectConfiguration": "accelerator",
     "Requests": "state",
     "Run": "run",
+    "SaveError": "saving",
     "SingleDevice": "strategies.single",
     "Stateful": "state",
     "Strategy": "strategies.base",

@@ -16,7 +16,7 @@ from trainer_kit.data.loader import Window
 from trainer_kit.run import Run
 from trainer_kit.state import Requests
 
-_FLAGS = ("log", "evaluate", "save", "stop")
+_FLAGS = ("log", "evaluate", "save", "stop", "written")
 _TOLD_TO_LEAVE = 143  # on hosts that do not hear which signal another one got
 _PACKAGES = ("trainer_kit", "torch", "transformers", "numpy")
 
@@ -49,21 +49,22 @@ class Agreement:
         run, due = self.run, self.due
         asked = run.requests
         leaves = asked.exit_code is not None and due.exit_code is None  # never cleared: a signal may set it right now
-        flags = [asked.log, asked.evaluate, asked.save, asked.stop, leaves]
+        flags = [asked.log, asked.evaluate, asked.save, asked.stop, asked.written, leaves]
         for name, flag in zip(_FLAGS, flags, strict=False):
             if flag:
                 setattr(asked, name, False)
         here = (1, window.stop, int(window.closes_epoch)) if window is not None else (0, 0, 0)
         sums = run.strategy.sum_numbers([*flags, *here, *(window.numbers() if window is not None else (0, 0, 0, 0))])
         if window is not None:
-            self.disagreement = _disagreement(here, sums[5:8], run.strategy.world_size)
+            self.disagreement = _disagreement(here, sums[6:9], run.strategy.world_size)
             if self.disagreement is None:
-                window.set_numbers(sums[8:], run.strategy.all_reduce)
-        if not any(sums[:5]):
-            return due.log or due.evaluate or due.save or due.stop
-        due.log, due.evaluate = due.log or bool(sums[0]), due.evaluate or bool(sums[1])
-        due.save, due.stop = due.save or bool(sums[2]), due.stop or bool(sums[3])
-        if sums[4]:
+                window.set_numbers(sums[9:], run.strategy.all_reduce)
+        if not any(sums[:6]):
+            return due.log or due.evaluate or due.save or due.stop or due.written
+        for name, asking in zip(_FLAGS, sums, strict=False):
+            if asking:
+                setattr(due, name, True)
+        if sums[5]:
             codes = run.strategy.gather_object(asked.exit_code if leaves else None)
             due.exit_code = next((code for code in codes if code is not None), _TOLD_TO_LEAVE)
             run.requests.exit_code = due.exit_code

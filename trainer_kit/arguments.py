@@ -120,7 +120,8 @@ class TrainingArguments:
     Args:
         output_dir: Folder of checkpoints and logs; made when it is missing.
         num_train_epochs: How often the data is gone through; 0.5 is half of it.
-        max_steps: Steps to train; overrides `num_train_epochs` unless it is -1.
+        max_steps: Steps to train; overrides `num_train_epochs` unless it is -1. The schedule then counts steps, also
+            where a resume changes the samples of a step.
         per_device_train_batch_size: Samples of one micro-batch on one process.
         per_device_eval_batch_size: Samples of one evaluation batch on one process; None: the training batch size.
         gradient_accumulation_steps: Micro-batches of one step.
@@ -132,7 +133,8 @@ class TrainingArguments:
         optim: Name of the optimizer, see `trainer_kit.optim.make_optimizer`.
         lr_scheduler_type: Name of the schedule, see `trainer_kit.optim.make_scheduler`.
         lr_scheduler_kwargs: Numbers of the schedule, such as `{"num_cycles": 2}`.
-        warmup_steps: Steps in which the learning rate rises from 0; overrides `warmup_ratio` unless it is 0.
+        warmup_steps: Steps in which the learning rate rises from 0; overrides `warmup_ratio` unless it is 0. A resume
+            with other samples a step keeps the samples of the warmup, and those of `num_decay_steps`.
         warmup_ratio: The same as a fraction of all steps.
         max_grad_norm: Gradients are scaled down to this norm of all together; 0 turns it off.
         max_grad_value: Each element of the gradients is clipped to plus or minus this; None turns it off.
@@ -148,10 +150,17 @@ class TrainingArguments:
         eval_strategy: When to evaluate: every `eval_steps` ("steps"), after each "epoch" and at the end, or "no".
         eval_steps: Steps between two evaluations; None: `logging_steps`.
         save_strategy: When to save a checkpoint: every `save_steps` ("steps"), after each "epoch", whenever an
-            evaluation gave a new "best" metric, or "no".
+            evaluation gave a new "best" metric, every `save_minutes` ("minutes"), or "no".
         save_steps: Steps between two checkpoints.
-        save_total_limit: How many checkpoints to keep, the newest; None: all. The best one, and the one that the run
-            was resumed from, stay beside them.
+        save_minutes: Minutes between two checkpoints, with any `save_strategy` but "no"; None: by that alone.
+        async_save: Training goes on while a checkpoint is written; it stands still only for a copy of the state in host
+            memory, which is kept for the next one. False: it waits, and needs no copy.
+        save_failures: What to do when a checkpoint cannot be written (a full disk): "warn" and try again when the next
+            one is due, or "raise". A failed last one is an error in any case.
+        save_total_limit: How many checkpoints to keep, the newest; None: all. Beside them stay the best ones, those of
+            `save_keep_every`, and the one that the run was resumed from.
+        save_best_limit: How many checkpoints to keep for their `metric_for_best_model`.
+        save_keep_every: Keeps every checkpoint of this number (each 10th with 10) for good; None: none.
         max_shard_size: Largest file of weights: bytes, or a string such as "5GB" or "200MiB".
         load_best_model_at_end: Loads the best checkpoint's weights when training ends.
         metric_for_best_model: What "best" means; the leading `eval_` may be left out. None: "eval_loss" where
@@ -173,7 +182,9 @@ class TrainingArguments:
             device, "ddp" the processes of one machine, "multinode" those of several, "xla" all TPU devices. For their
             settings give the Trainer `strategy=DDP(...)` instead.
         nonfinite: What to do when a loss or a gradient is not finite: "stop" training, "skip" the step (where the
-            gradient is not), or "ignore" it.
+            gradient is not), go back to the newest checkpoint ("rollback") and pass over the samples of that step, or
+            "ignore" it.
+        max_rollbacks: How often `nonfinite="rollback"` may go back in one run before it stops.
 
     Raises:
         TypeError: If a field is not known or holds a value of the wrong type; it names the nearest known field.
@@ -211,9 +222,14 @@ class TrainingArguments:
     logging_first_step: bool = False
     eval_strategy: Literal["no", "steps", "epoch"] = "no"
     eval_steps: _Count | None = None
-    save_strategy: Literal["steps", "epoch", "best", "no"] = "steps"
+    save_strategy: Literal["steps", "epoch", "best", "minutes", "no"] = "steps"
     save_steps: _Count = 500
+    save_minutes: _Positive | None = None
+    async_save: bool = True
+    save_failures: Literal["warn", "raise"] = "warn"
     save_total_limit: _Count | None = None
+    save_best_limit: _Count = 1
+    save_keep_every: _Count | None = None
     max_shard_size: _Size = "5GB"
     load_best_model_at_end: bool = False
     metric_for_best_model: _Name | None = None
@@ -230,7 +246,8 @@ class TrainingArguments:
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
     use_cpu: bool = dataclasses.field(default_factory=environment.use_cpu)
     strategy: Literal["auto", "single", "ddp", "multinode", "xla"] = "auto"
-    nonfinite: Literal["stop", "skip", "ignore"] = "stop"
+    nonfinite: Literal["stop", "skip", "rollback", "ignore"] = "stop"
+    max_rollbacks: _Count = 3
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -241,12 +258,22 @@ class TrainingArguments:
         if self.load_best_model_at_end and self.save_strategy == "no":
             raise ValueError(
                 "load_best_model_at_end=True has no checkpoint to load with save_strategy='no'; "
-                "set save_strategy to 'best', 'steps' or 'epoch'"
+                "set save_strategy to 'best', 'steps', 'epoch' or 'minutes'"
             )
         needs_metric = "load_best_model_at_end=True" if self.load_best_model_at_end else "save_strategy='best'"
         if self.eval_strategy == "no" and (self.load_best_model_at_end or self.save_strategy == "best"):
             raise ValueError(
                 f"{needs_metric} needs evaluations, but eval_strategy='no'; set eval_strategy to 'steps' or 'epoch'"
+            )
+        if self.save_strategy == "minutes" and self.save_minutes is None:
+            raise ValueError("save_strategy='minutes' needs save_minutes; set it, such as save_minutes=30")
+        if self.save_strategy == "no" and self.save_minutes is not None:
+            raise ValueError(
+                f"save_minutes={self.save_minutes} contradicts save_strategy='no'; set save_strategy='minutes'"
+            )
+        if self.nonfinite == "rollback" and self.save_strategy == "no":
+            raise ValueError(
+                "nonfinite='rollback' needs checkpoints to go back to; set save_strategy to another than 'no'"
             )
         if self.strategy == "xla" and self.use_cpu:
             raise ValueError("strategy='xla' and use_cpu=True contradict each other; set one of them")

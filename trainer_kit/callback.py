@@ -69,7 +69,10 @@ class Callback:
         """A prediction ended with `metrics`."""
 
     def on_save(self, run: Run, directory: Path) -> None:
-        """A checkpoint is committed in `directory`."""
+        """A checkpoint is committed in `directory` (with `async_save` some steps after the one that it holds)."""
+
+    def on_rollback(self, run: Run, directory: Path) -> None:
+        """After a step that was not finite the run stands again where the checkpoint in `directory` stands."""
 
     def on_epoch_end(self, run: Run) -> None:
         """The last step of an epoch ended."""

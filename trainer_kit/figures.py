@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,25 +13,57 @@ from trainer_kit.run import Run
 from trainer_kit.strategies.base import GradientNorms, Strategy
 
 
+class Taken(NamedTuple):
+    """A step that was taken, and the samples it took.
+
+    Attributes:
+        step: Its number, from 1.
+        epoch: Number of the epoch, from 0.
+        start: Position in the epoch before it, in samples over all processes.
+        stop: Position after it.
+    """
+
+    step: int
+    epoch: int
+    start: int
+    stop: int
+
+
 class NonFiniteError(ArithmeticError):
-    """The loss or a gradient was not finite and `nonfinite="stop"`."""
+    """The loss or a gradient was not finite, with `nonfinite="stop"` or "rollback".
+
+    Attributes:
+        taken: The step; None in an error that came from another process.
+        parameter: Name of the first parameter with a gradient that is not finite; None where all are.
+        held: Whether the model's weights are those from before the step.
+    """
+
+    def __init__(
+        self, message: str, taken: Taken | None = None, parameter: str | None = None, held: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.taken = taken
+        self.parameter = parameter
+        self.held = held
 
 
 class StepFigures(NamedTuple):
     """Loss and gradient norm of one step, read from the device.
 
     Attributes:
-        step: Number of the step, from 1.
+        taken: The step.
         loss: Mean over the step's items.
         norm: Norm of all gradients together before clipping; None where nothing asked for it.
         bad_parameter: The first whose gradient is not finite; None where all are, or where only the norm of them all is
             too large for its dtype.
+        held: Whether a step that is not finite left weights and optimizer as they were, as all later ones did.
     """
 
-    step: int
+    taken: Taken
     loss: float
     norm: float | None
     bad_parameter: torch.Tensor | None
+    held: bool = False
 
     @property
     def has_finite_gradient(self) -> bool:
@@ -42,14 +75,14 @@ class History:
     """Losses and gradient norms of the steps since the last reading: kept on the device, read in one go."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[int, torch.Tensor, GradientNorms | None]] = []
+        self._waiting: list[tuple[Taken, torch.Tensor, GradientNorms | None]] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def append(self, step: int, loss: torch.Tensor, norms: GradientNorms | None) -> None:
+    def append(self, taken: Taken, loss: torch.Tensor, norms: GradientNorms | None) -> None:
         """Keeps this process's share of a step's loss (a scalar) and the norms of the step's gradients."""
-        self._waiting.append((step, loss, norms))
+        self._waiting.append((taken, loss, norms))
 
     def read(self, strategy: Strategy) -> list[StepFigures]:
         """The figures since the last reading; waits for the device once. Losses are summed over all processes."""
@@ -57,10 +90,10 @@ class History:
         losses = strategy.read([loss for _, loss, _ in waiting], summed=True)
         totals = iter(strategy.read([norms.total for _, _, norms in waiting if norms is not None]))
         figures = []
-        for (step, _, norms), loss in zip(waiting, losses, strict=True):
+        for (taken, _, norms), loss in zip(waiting, losses, strict=True):
             total = None if norms is None else next(totals)
             bad = None if norms is None or total is None or math.isfinite(total) else _first_bad(norms)
-            figures.append(StepFigures(step, loss, total, bad))
+            figures.append(StepFigures(taken, loss, total, bad, norms is not None and norms.held))
         return figures
 
 
@@ -83,24 +116,28 @@ class Figures:
     def __len__(self) -> int:
         return len(self.history)
 
-    def append(self) -> None:
+    def append(self, taken: Taken) -> None:
         """Keeps the loss and the norms of the step that was just counted."""
         assert self.run.last_loss is not None
-        self.history.append(self.run.state.step, self.run.last_loss, self.run.last_norms)
+        self.history.append(taken, self.run.last_loss, self.run.last_norms)
 
-    def read(self, newest_checkpoint: Path | None = None) -> None:
+    def forget(self) -> None:
+        """Leaves out what nobody has read: steps that are not part of the run any more."""
+        self.history = History()
+
+    def read(self, newest_checkpoint: Callable[[], Path | None] = lambda: None) -> None:
         """Reads what the steps since the last reading came to; waits for the device once.
 
         Args:
-            newest_checkpoint: Named in the error.
+            newest_checkpoint: Asked for the one to name in the error.
 
         Raises:
-            NonFiniteError: If a step was not finite and `nonfinite="stop"`.
+            NonFiniteError: If a step was not finite and `nonfinite` is "stop" or "rollback".
         """
         state = self.run.state
         for figures in self.history.read(self.run.strategy):
             if self._ends_the_run(figures):
-                raise NonFiniteError(self._sentence(figures, newest_checkpoint))
+                raise self._error(figures, newest_checkpoint())
             if figures.norm is not None:
                 state.grad_norm = figures.norm
             if not figures.has_finite_gradient and self._leaves_out():
@@ -133,18 +170,21 @@ class Figures:
     def _ends_the_run(self, figures: StepFigures) -> bool:
         # fp16's scaler looks for a scale by trying: its gradients overflow now and then, by design.
         bad_gradient = not figures.has_finite_gradient and not self.run.strategy.scales_gradients
-        return self.run.args.nonfinite == "stop" and (bad_gradient or not math.isfinite(figures.loss))
+        return self.run.args.nonfinite in ("stop", "rollback") and (bad_gradient or not math.isfinite(figures.loss))
 
-    def _sentence(self, figures: StepFigures, newest_checkpoint: Path | None) -> str:
+    def _error(self, figures: StepFigures, newest_checkpoint: Path | None) -> NonFiniteError:
+        names = [name for name, each in self.run.model.named_parameters() if each is figures.bad_parameter]
         if figures.has_finite_gradient:
             where = "no gradient was looked at" if figures.norm is None else "all gradients are finite"
         elif figures.bad_parameter is not None:
-            names = [name for name, each in self.run.model.named_parameters() if each is figures.bad_parameter]
             where = f"the first parameter with a non-finite gradient is {', '.join(names) or 'not of the model'}"
         else:
             where = f"the norm of all gradients is {figures.norm}"
         kept = f"; the newest checkpoint, {newest_checkpoint}, is from before it" if newest_checkpoint else ""
-        return (
-            f"step {figures.step} is not finite: loss {figures.loss}, {where}{kept}; look at the data and the learning "
-            "rate, or set nonfinite='skip' to leave out such steps"
+        return NonFiniteError(
+            f"step {figures.taken.step} is not finite: loss {figures.loss}, {where}{kept}; look at the data and the "
+            "learning rate, or set nonfinite='skip' to leave out such steps",
+            figures.taken,
+            names[0] if names else None,
+            figures.held and not figures.has_finite_gradient,
         )

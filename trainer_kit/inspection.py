@@ -138,7 +138,7 @@ class Inspection:
     def _look_in_training(self, batch: Any) -> float:
         """The loss of a batch with the dropout of one seed."""
         self._strategy.seed(0)
-        with _buffers_aside(self.loss.module), torch.no_grad(), self._strategy.autocast():
+        with buffers_aside(self.loss.module), torch.no_grad(), self._strategy.autocast():
             return float(self.loss(self._strategy.to_device(batch))[0])
 
     def _gives_up(self, question: str, answer: bool | None) -> bool:
@@ -147,7 +147,7 @@ class Inspection:
 
 
 @contextlib.contextmanager
-def _buffers_aside(module: torch.nn.Module) -> Iterator[None]:
+def buffers_aside(module: torch.nn.Module) -> Iterator[None]:
     """Lets a forward pass change copies of a module's buffers."""
     kept = [(each, name, buffer) for each in module.modules() for name, buffer in each._buffers.items()]
     for each, name, buffer in kept:

@@ -10,34 +10,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 
-from trainer_kit.arguments import TrainingArguments
 from trainer_kit.callback import Events
 from trainer_kit.checkpoint import (
     CHECKPOINT_PREFIX,
+    Committed,
     find_checkpoints,
     load_checkpoint_in_model,
     newest_valid,
-    prune,
     read_arguments,
     read_state,
+    remove_stale_staging,
     verify,
-    write_checkpoint,
 )
-from trainer_kit.checkpoint.export import save_pretrained_files
+from trainer_kit.checkpoint.loading import check_weights, load_weights
+from trainer_kit.continuity import (
+    check_same_run,
+    dataset_length,
+    fitting_optimizer_state,
+    load_optimizer,
+    report_changes,
+)
+from trainer_kit.data.build import writable_folder
+from trainer_kit.data.loader import TrainLoader
+from trainer_kit.data.plan import Plan, make_plan
+from trainer_kit.data.stream import StreamLoader
+from trainer_kit.optim import Schedule
 from trainer_kit.run import Run
+from trainer_kit.saving import Saver
 
 logger = logging.getLogger("trainer_kit")
 
 OWN_STATES = ("trainer", "optimizer", "lr_scheduler", "precision", "callbacks", "data")
 """Names that `run.stateful` may not use."""
-
-_IN_THE_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
-"""Arguments whose value the checkpoint's optimizer brings along."""
-
-_BY_DEVICE = ("capturable", "foreach", "fused")
-"""Options of torch's optimizers that fit the device of this start, not the one that the checkpoint was made on."""
 
 
 class Checkpoints:
@@ -52,7 +57,9 @@ class Checkpoints:
         data_state: Where an iterable dataset stands after the last step; None for others and between epochs.
         shifts_labels: What `Inspection.shift` found.
         resumed_from: The checkpoint that this start goes on from; None at the beginning.
-        committed: This training's checkpoints, oldest first.
+        saver: Writes them.
+        metric: Step and value of `metric_for_best_model` in the last evaluation.
+        plan: The steps of the run, as `lay_out` found them last.
     """
 
     def __init__(self, run: Run, events: Events) -> None:
@@ -63,13 +70,16 @@ class Checkpoints:
         self.data_state: dict[str, Any] | None = None
         self.shifts_labels: bool | None = None
         self.resumed_from: Path | None = None
+        self.saver = Saver(run)
+        self.metric: tuple[int, float] | None = None
+        self.plan: Plan = None  # type: ignore[assignment]  # made by lay_out()
         self._source: Path | None = None  # the same, as this process can read it
-        self.committed: list[Path] = []
+        self._earlier: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None  # the plan and arguments in it
 
     @property
     def newest(self) -> Path | None:
         """The checkpoint that was committed last."""
-        return self.committed[-1] if self.committed else None
+        return self.saver.newest
 
     @property
     def best(self) -> Path | None:
@@ -102,12 +112,21 @@ class Checkpoints:
             raise ValueError(
                 f"{self.resumed_from} holds no state of a training run; load it with load_checkpoint_in_model"
             )
-        _check_same_run(run, trainer, self.resumed_from)
+        self.data_state = read_state(self._source, "data")
+        check_same_run(run, trainer, self.data_state, self.resumed_from)
+        self._earlier = (trainer["plan"], read_arguments(self._source))
         run.state.load_state_dict(trainer["counters"])
         run.requests.evaluate = trainer["evaluate"]
         self.run_id = trainer["run_id"]
         self.shifts_labels = trainer["shifts_labels"]
-        self.data_state = read_state(self._source, "data")
+
+    def lay_out(self, loader: TrainLoader | StreamLoader) -> None:
+        """Fits the loader, the run's counters and its steps to one another; the schedule is made from `plan` then."""
+        run = self.run
+        loader.passed_over = run.state.passed_over
+        run.state.enter_epochs_of(loader.epoch_length)
+        self.plan = make_plan(run, loader, self._earlier)
+        run.total_steps = self.plan.end
 
     def restore(self) -> None:
         """Takes up everything else: weights, optimizer, schedule, precision, callbacks, the user's own objects.
@@ -115,53 +134,63 @@ class Checkpoints:
         What the folder holds beside is set aside: a run never mixes with another.
 
         Raises:
-            ValueError: If it is a checkpoint of another model, naming the first tensors that differ.
+            ValueError: If it is a checkpoint of another model, optimizer or schedule, naming the first that differs, or
+                nothing can be written in the folder.
         """
         run, directory = self.run, self._source
         if directory is not None:
-            load_checkpoint_in_model(run.model, directory)
-            _restore_optimizer(run, directory)
-            if run.strategy.precision is not None:
-                run.strategy.precision.load_state_dict(read_state(directory, "precision") or {})
-            self.events.load_state_dict(read_state(directory, "callbacks") or {})
-            _restore_stateful(run, directory)
-            _report_changes(run.args, read_arguments(directory))
-            self.committed = run.strategy.on_main(self._of_earlier_starts)
+            self._load(directory)
+            if isinstance(run.lr_scheduler, Schedule):
+                run.lr_scheduler.go_on_at(self.plan.place)
+            self.saver.committed = run.strategy.on_main(self._of_earlier_starts)
             logger.info("resumed from %s at step %d of %d", self.resumed_from, run.state.step, run.total_steps)
-        run.strategy.on_main(lambda: set_aside(self.folder, keep=self.committed))
+            assert self._earlier is not None
+            report_changes(run, self.plan, self._earlier)
+        run.strategy.on_main(self._take_folder)
+        run.strategy.announce_output(self.folder)
         run.strategy.release_copies()
 
-    def save(self, model_state: Mapping[str, torch.Tensor], evaluation_is_due: bool = False) -> Path:
-        """Commits a checkpoint of the run as it stands, then removes what is too many; all processes take part.
+    def _take_folder(self) -> None:
+        """Makes the folder this run's own; nothing is written there before."""
+        remove_stale_staging(writable_folder(self.folder))
+        set_aside(self.folder, keep={each.name for each in self.saver.committed})
+
+    def go_back(self) -> Path:
+        """Takes everything up again from the newest checkpoint, which it returns."""
+        run, directory = self.run, self.newest or self.resumed_from
+        assert directory is not None, "there is one of the beginning"
+        source = run.strategy.local_copy(directory)
+        run.state.load_state_dict((read_state(source, "trainer") or {})["counters"])
+        self.data_state = read_state(source, "data")
+        self._load(source)
+        run.strategy.release_copies()
+        return directory
+
+    def _load(self, directory: Path) -> None:
+        run = self.run
+        check_weights(run.model, directory)  # before anything is written
+        optimizer = fitting_optimizer_state(run, directory)
+        load_weights(run.model, directory, is_verified=True)
+        load_optimizer(run, optimizer, directory)
+        if run.strategy.precision is not None:
+            run.strategy.precision.load_state_dict(read_state(directory, "precision") or {})
+        self.events.load_state_dict(read_state(directory, "callbacks") or {})
+        _restore_stateful(run, directory)
+
+    def begin_save(self, model_state: Mapping[str, torch.Tensor], evaluation_is_due: bool = False) -> None:
+        """Begins to write a checkpoint of the run as it stands (see `Saver.begin`); all processes take part.
 
         Args:
             model_state: The whole model's tensors by name.
             evaluation_is_due: Whether a resume has to begin with an evaluation that was broken off.
-
-        Returns:
-            The checkpoint's folder.
         """
-        strategy = self.run.strategy
-        self.committed = strategy.on_main(lambda: self._commit(model_state, evaluation_is_due))
-        strategy.report_progress(self.run.state.step)
-        return self.committed[-1]
+        metric = self.metric[1] if self.metric is not None and self.metric[0] == self.run.state.step else None
+        protect = {each.name for each in (self.resumed_from, self.best) if each is not None}
+        self.saver.begin(model_state, lambda committed: self._states(committed, evaluation_is_due), metric, protect)
 
-    def _commit(self, model_state: Mapping[str, torch.Tensor], evaluation_is_due: bool) -> list[Path]:
-        run, args = self.run, self.run.args
-        directory = write_checkpoint(
-            self.folder,
-            run.state.step,
-            model_state,
-            self._states(evaluation_is_due),
-            arguments=args.to_dict(),
-            max_shard_size=args.max_shard_size,
-            world_size=run.strategy.world_size,
-            extra=lambda folder: save_pretrained_files(run.model, run.processing_class, folder),
-            to_host=run.strategy.to_host,
-        )
-        committed = [each for each in self.committed if each != directory]
-        protect = {each for each in (self.resumed_from, self.best) if each is not None}
-        return prune([*committed, directory], args.save_total_limit, protect)
+    def check_space(self, model_state: Mapping[str, torch.Tensor]) -> None:
+        """Warns where the disk has no room for the checkpoints to come (see `Saver.check_space`)."""
+        self.saver.check_space(model_state, lambda committed: self._states(committed, False))
 
     def load_best(self) -> None:
         """Puts the best checkpoint's weights into the model; a warning where there is none."""
@@ -175,8 +204,8 @@ class Checkpoints:
         strategy.release_copies()
         logger.info("loaded the best model, %s (%s)", best, self.run.state.best_metric)
 
-    def _states(self, evaluation_is_due: bool) -> dict[str, Any]:
-        """Everything but the model's weights, by name."""
+    def _states(self, committed: list[Committed], evaluation_is_due: bool) -> dict[str, Any]:
+        """Everything but the model's weights, by name; `committed` are the run's checkpoints with this one."""
         run = self.run
         check_stateful(run)
         states: dict[str, Any] = {
@@ -184,8 +213,10 @@ class Checkpoints:
                 "counters": run.state.state_dict(),
                 "evaluate": evaluation_is_due,
                 "run_id": self.run_id,
+                "committed": [[each.name, each.number, each.metric] for each in committed],
                 "shifts_labels": self.shifts_labels,
-                "dataset_length": _length(run.train_dataset),
+                "plan": self.plan.state_dict(),
+                "dataset_length": dataset_length(run.train_dataset),
                 "seed": run.args.seed,
                 "optimizer": type(run.optimizer).__name__,
                 "lr_scheduler": type(run.lr_scheduler).__name__,
@@ -199,17 +230,22 @@ class Checkpoints:
             states["precision"] = run.strategy.precision.state_dict()
         return states | {name: entry.state_dict() for name, entry in run.stateful.items()}
 
-    def _of_earlier_starts(self) -> list[Path]:
-        """The checkpoints of this training up to where it goes on, oldest first."""
-        mine = []
-        for directory in find_checkpoints(self.folder):
-            try:
-                trainer = read_state(directory, "trainer")
-            except ValueError:
-                continue  # a damaged one: not this run's to judge or remove
-            if trainer and trainer["run_id"] == self.run_id and trainer["counters"]["step"] <= self.run.state.step:
-                mine.append(directory)
-        return mine
+    def _of_earlier_starts(self) -> list[Committed]:
+        """The checkpoints of this training up to where it goes on, as far as they are still there."""
+        assert self._source is not None
+        assert self.resumed_from is not None
+        trainer = read_state(self._source, "trainer") or {}
+        known = [Committed(*each) for each in trainer["committed"] if (self.folder / each[0]).is_dir()]
+        if self.resumed_from.parent.resolve() == self.folder.resolve():
+            return known
+        return [each for each in known if self._is_of_this_run(self.folder / each.name)]
+
+    def _is_of_this_run(self, directory: Path) -> bool:
+        try:
+            trainer = read_state(directory, "trainer")
+        except ValueError:
+            return False  # a damaged one: not this run's to judge or remove
+        return trainer is not None and trainer["run_id"] == self.run_id
 
 
 def check_stateful(run: Run) -> None:
@@ -251,12 +287,16 @@ def find_checkpoint(output_dir: Path, request: bool | str | Path) -> Path | None
     return directory
 
 
-def set_aside(output_dir: Path, keep: Collection[Path] = ()) -> None:
+def set_aside(output_dir: Path, keep: Collection[str] = ()) -> None:
     """Moves checkpoints that this run does not go on from into a folder of their own, so that two runs never mix.
 
     They are those of another run, those of this one after the step where it is taken up, and damaged ones.
+
+    Args:
+        output_dir: Folder of the run.
+        keep: Names of those that stay.
     """
-    found = [directory for directory in find_checkpoints(output_dir) if directory not in keep]
+    found = [directory for directory in find_checkpoints(output_dir) if directory.name not in keep]
     if not found:
         return
     number = 1
@@ -271,55 +311,6 @@ def set_aside(output_dir: Path, keep: Collection[Path] = ()) -> None:
     )  # fmt: skip
 
 
-def _check_same_run(run: Run, trainer: Mapping[str, Any], directory: Path) -> None:
-    length, saved = _length(run.train_dataset), trainer["dataset_length"]
-    if length != saved:
-        raise ValueError(
-            f"train_dataset has {length} samples, but {directory} was made with {saved}: which were seen cannot be "
-            "told; give the same dataset, or start anew with load_checkpoint_in_model(model, checkpoint)"
-        )
-    if run.args.seed != trainer["seed"]:
-        raise ValueError(
-            f"seed={run.args.seed}, but {directory} was made with seed={trainer['seed']}: the order of samples would "
-            "change; resume with the same seed"
-        )
-    _check_same_kind("optimizer", run.optimizer, trainer, directory)
-
-
-def _check_same_kind(role: str, made: Any, trainer: Mapping[str, Any], directory: Path) -> None:
-    if (name := type(made).__name__) != trainer[role]:
-        raise ValueError(
-            f"the {role} is {name}, but {directory} was made with {trainer[role]}; resume with that one, or "
-            "start anew with load_checkpoint_in_model(model, checkpoint)"
-        )
-
-
-def _restore_optimizer(run: Run, directory: Path) -> None:
-    """The optimizer and its schedule, which may have another length than the one it is taken up from."""
-    optimizer, scheduler = run.optimizer, run.lr_scheduler
-    assert optimizer is not None
-    _check_same_kind("lr_scheduler", scheduler, read_state(directory, "trainer") or {}, directory)
-    saved = read_state(directory, "optimizer") or {}
-    sizes = [[len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved["param_groups"])]
-    if sizes[0] != sizes[1]:
-        raise ValueError(
-            f"the optimizer has groups of {sizes[0]} parameters, but {directory} was made with {sizes[1]}; resume with "
-            "the same parameters frozen and the same weight_decay, or start anew with "
-            "load_checkpoint_in_model(model, checkpoint)"
-        )
-    for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
-        group.update({name: own[name] for name in _BY_DEVICE if name in own})
-    optimizer.load_state_dict(saved)
-    scheduler.load_state_dict(read_state(directory, "lr_scheduler"))
-    if isinstance(scheduler, LambdaLR):  # else the next step would have the rate of the former length
-        for group, peak, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-            group["lr"] = peak * factor(scheduler.last_epoch)
-
-
-def _length(dataset: Any) -> int | None:
-    return len(dataset) if hasattr(dataset, "__len__") else None
-
-
 def _restore_stateful(run: Run, directory: Path) -> None:
     for name, entry in run.stateful.items():
         state = read_state(directory, name)
@@ -327,18 +318,3 @@ def _restore_stateful(run: Run, directory: Path) -> None:
             warnings.warn(f"{directory} holds nothing for run.stateful[{name!r}]; it stays as it is", stacklevel=2)
         else:
             entry.load_state_dict(state)
-
-
-def _report_changes(args: TrainingArguments, saved: Mapping[str, Any]) -> None:
-    """One sentence about arguments that are not as they were, and one about those that have no effect any more."""
-    now = args.to_dict()
-    changed = {name: (saved[name], now[name]) for name in now if name in saved and saved[name] != now[name]}
-    kept = [name for name in changed if name in _IN_THE_OPTIMIZER]
-    told = [f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items() if name not in kept]
-    if told:
-        logger.info("resumed with other arguments: %s", ", ".join(told))
-    if kept:
-        logger.warning(
-            "%s changed, but the optimizer goes on with the checkpoint's values; start anew from the weights to change "
-            "them", ", ".join(f"{name} {changed[name][0]!r} -> {changed[name][1]!r}" for name in kept),
-        )  # fmt: skip

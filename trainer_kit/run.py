@@ -33,6 +33,7 @@ class Run:
         last_norms: Norms of the last step's gradients before clipping, on the device.
         batch: The micro-batch being worked on, on the device.
         data_seconds: Seconds that the loop waited for data since training began.
+        save_seconds: Seconds that the loop stood still for checkpoints since training began.
         stateful: The user's own objects; each is kept in every checkpoint under its name.
     """
 
@@ -51,4 +52,5 @@ class Run:
     last_norms: GradientNorms | None = None
     batch: Any = None
     data_seconds: float = 0.0
+    save_seconds: float = 0.0
     stateful: dict[str, Stateful] = dataclasses.field(default_factory=dict)

@@ -38,6 +38,8 @@ class TrainState:
         grad_norm: Norm of all gradients before clipping in the last step that was read.
         best_metric: Best value of `metric_for_best_model` so far.
         best_step: The step that gave it.
+        passed_over: Samples that `nonfinite="rollback"` passes over, as (epoch, first position, position after).
+        rollbacks: How often it went back.
     """
 
     step: int = 0
@@ -54,6 +56,8 @@ class TrainState:
     grad_norm: float | None = None
     best_metric: float | None = None
     best_step: int | None = None
+    passed_over: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+    rollbacks: int = 0
 
     @property
     def epochs(self) -> float:
@@ -80,11 +84,13 @@ class Requests:
 
     A callback sets a flag to True, on one process or on all of them; at the end of the step the loop takes it up, for
     all processes. `exit_code` is set by a listener that stops the run from outside (Ctrl-C, a preempted machine): a
-    checkpoint is saved (unless `args.save_strategy` is "no"), and `train()` leaves the process with it.
+    checkpoint is saved (unless `args.save_strategy` is "no"), and `train()` leaves the process with it. `written` is
+    set by the thread that writes checkpoints, when one is there (or has failed) and can be announced.
     """
 
     log: bool = False
     evaluate: bool = False
     save: bool = False
     stop: bool = False
+    written: bool = False
     exit_code: int | None = None

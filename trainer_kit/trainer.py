@@ -18,14 +18,11 @@ from trainer_kit.agreement import Agreement, check_same_start
 from trainer_kit.arguments import TrainingArguments
 from trainer_kit.callback import Callback, Events
 from trainer_kit.callbacks import default_callbacks
-from trainer_kit.checkpoint import remove_stale_staging
 from trainer_kit.checkpoint.export import save_model_folder
 from trainer_kit.data.build import (
     make_evaluation_batches,
     make_reading,
     make_train_loader,
-    total_steps,
-    writable_folder,
 )
 from trainer_kit.data.collate import Collator, default_collator
 from trainer_kit.data.fetch import DataError
@@ -33,7 +30,7 @@ from trainer_kit.data.loader import MicroBatch, Window
 from trainer_kit.data.order import mix
 from trainer_kit.data.padding import Padding
 from trainer_kit.evaluation import EvalPrediction, EvaluationInterrupted, Evaluator, PredictionOutput
-from trainer_kit.figures import Figures
+from trainer_kit.figures import Figures, NonFiniteError, Taken
 from trainer_kit.inspection import Inspection
 from trainer_kit.loss import (
     ComputeLoss,
@@ -43,7 +40,8 @@ from trainer_kit.loss import (
     weighed,
 )
 from trainer_kit.metrics import Metric, metrics_by_name
-from trainer_kit.optim import check_optimizer, make_optimizer, make_scheduler
+from trainer_kit.optim import Schedule, check_optimizer, make_optimizer, make_scheduler
+from trainer_kit.postmortem import Postmortem
 from trainer_kit.resume import Checkpoints, check_stateful
 from trainer_kit.run import Run
 from trainer_kit.state import Requests, TrainState
@@ -99,6 +97,7 @@ class Trainer:
                 evaluate:  on_evaluate_begin -> on_evaluate
                 save:      on_save
                 stop
+        on_rollback                                           after a step that was not finite, where it goes back
         on_train_end                                          what is asked for here is done too
         on_exit
         on_exception                                          instead, where something raised
@@ -183,7 +182,9 @@ class Trainer:
         self._agreement = Agreement(self.run)
         self._began = False
         self._saved_step: int | None = None  # of the newest checkpoint of this start
+        self._postmortem: Postmortem | None = None  # while it trains
         self._loss: Loss = None  # type: ignore[assignment]  # made by _prepare()
+        self._checkpoints: Checkpoints = None  # type: ignore[assignment]  # made by _begin()
         self.events.emit("on_init_end", self.run)
 
     # Training
@@ -203,6 +204,7 @@ class Trainer:
             ValueError: If something that was given makes no sense, before training begins.
             NonFiniteError: If the loss or a gradient is not finite and `nonfinite="stop"`.
             CallbackError: If a callback raised.
+            SaveError: If the last checkpoint could not be written, or any with `save_failures="raise"`.
             SystemExit: With code 130 after Ctrl-C, once the step is finished and a checkpoint saved.
         """
         run = self.run
@@ -215,21 +217,30 @@ class Trainer:
             output = self._summary(time.perf_counter() - begin, *first)
             if self._agreement.due.exit_code is None:
                 self.events.emit("on_log", run, output.metrics)
+            self._finish_save()
             self.events.emit("on_train_end", run)
             self._agreement.reach()
             self._serve()
+            self._finish_save()
             if self.args.load_best_model_at_end and self._agreement.due.exit_code is None:
                 self._checkpoints.load_best()
             self._agreement.reach()  # a signal that came meanwhile
+            self._checkpoints.saver.close()
+            if self._checkpoints.saver.failed and self._agreement.due.exit_code is None:
+                raise self._checkpoints.saver.error()
             self.events.emit("on_exit", run)
             self._agreement.reach()
             exit_code = self._agreement.due.exit_code
         except BaseException as error:
-            self.events.emit_exception(run, error)
-            run.strategy.teardown(error)
+            try:
+                self._keep_what_there_is(error)
+            finally:
+                self.events.emit_exception(run, error)
+                run.strategy.teardown(error)
             raise
         finally:
             self._micro_batches, self._ahead, run.requests.exit_code = iter(()), None, None
+            self._postmortem = None
         run.strategy.teardown()
         if exit_code is not None:
             kept = f"; the newest checkpoint is {self._checkpoints.newest}" if self._checkpoints.newest else ""
@@ -242,17 +253,21 @@ class Trainer:
             raise SystemExit(exit_code)
         return output
 
+    def _keep_what_there_is(self, error: BaseException) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.saver.settle()
+        if self._postmortem is not None:
+            self._postmortem.write(error, self._checkpoints.newest)
+
     def _begin(self, resume: bool | str | Path | None) -> None:
         """Everything between the call of `train` and the first step."""
         run, args = self.run, self.args
         if run.state.step and hasattr(self.lr_scheduler, "state_dict"):
             raise ValueError("train() is called again, but lr_scheduler has run its course; give a function instead")
-        run.state, run.requests, run.data_seconds = TrainState(), Requests(), 0.0
+        run.state, run.requests, run.data_seconds, run.save_seconds = TrainState(), Requests(), 0.0, 0.0
         self._checkpoints, self._figures, self._stopping = Checkpoints(run, self.events), Figures(run), False
-        self._agreement, self._saved_step = Agreement(run), None
+        self._agreement, self._saved_step, self._space_checked = Agreement(run), None, False
         self._prepare()
-        run.strategy.on_main(lambda: remove_stale_staging(writable_folder(args.output_dir)))
-        run.strategy.announce_output(Path(args.output_dir))
         if args.gradient_checkpointing:
             run.strategy.recompute_activations(run.model)
         if args.torch_compile:
@@ -261,25 +276,30 @@ class Trainer:
         run.model.zero_grad()  # of a training that broke off, or of the user's own
         run.optimizer = run.strategy.prepare_optimizer(self.optimizer or make_optimizer(run.model, args))
         check_optimizer(run.optimizer, run.model)
-        loader = make_train_loader(run, self._reading)
+        self._loader = make_train_loader(run, self._reading)
         if resume is None and not self._began:
             resume = run.strategy.restarts > 0
         self._began = True
         self._checkpoints.find(run.strategy.broadcast(resume))
-        run.state.enter_epochs_of(loader.epoch_length)
-        run.total_steps = total_steps(run, loader)
+        self._checkpoints.lay_out(self._loader)
         run.lr_scheduler = self._make_scheduler(run.optimizer)
         check_stateful(run)
         self._checkpoints.restore()
         self._loss.shifts = self._checkpoints.shifts_labels
-        state, steps = run.state, run.total_steps - run.state.step
-        if steps <= 0:
+        if run.total_steps <= run.state.step:
             logger.warning(
-                "nothing is left to do: step %d is reached, training ends at %d", state.step, run.total_steps
+                "nothing is left to do: step %d is reached, training ends at %d", run.state.step, run.total_steps
             )
-        micro_batches = loader.micro_batches(state.epoch, state.position, steps, self._checkpoints.data_state)
-        self._padding = Padding(self._inspection, run.strategy, loader.layout.batch_size, training=True)
-        self._micro_batches = run.strategy.prepare_loader(self._padding.filled(micro_batches))
+        self._padding = Padding(self._inspection, run.strategy, self._loader.layout.batch_size, training=True)
+        self._open_data()
+        self._postmortem = Postmortem(run, self._loss, self._loader)
+
+    def _open_data(self) -> None:
+        """Makes ready the micro-batches from where the run stands to its end."""
+        run, state = self.run, self.run.state
+        steps = run.total_steps - state.step
+        micro_batches = self._loader.micro_batches(state.epoch, state.position, steps, self._checkpoints.data_state)
+        self._micro_batches, self._ahead = run.strategy.prepare_loader(self._padding.filled(micro_batches)), None
 
     def _prepare(self) -> None:
         """Brings strategy, model and loss together."""
@@ -293,7 +313,8 @@ class Trainer:
     def _make_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
         run, scheduler = self.run, self.lr_scheduler
         if scheduler is None:
-            return make_scheduler(optimizer, self.args, run.total_steps)
+            plan = self._checkpoints.plan
+            return make_scheduler(optimizer, plan.scheduled(self.args), plan.length, plan.place)
         if callable(scheduler) and not hasattr(scheduler, "state_dict"):
             scheduler = scheduler(optimizer)
         if not hasattr(scheduler, "step"):
@@ -303,6 +324,40 @@ class Trainer:
         return scheduler
 
     def _train(self) -> None:
+        """Trains to the end, and goes back to a checkpoint where a step was not finite and `nonfinite="rollback"`."""
+        while True:
+            try:
+                self._train_on()
+                self._read_figures()
+            except NonFiniteError as error:
+                self._roll_back(error)
+            else:
+                return
+
+    def _roll_back(self, error: NonFiniteError) -> None:
+        """Goes back to the newest checkpoint; the samples of the bad step are passed over when it comes there again."""
+        run = self.run
+        self._finish_save()
+        if run.args.nonfinite != "rollback" or run.state.rollbacks >= run.args.max_rollbacks or error.taken is None:
+            raise error
+        bad, done, passed_over = error.taken, run.state.rollbacks, run.state.passed_over
+        directory = self._checkpoints.go_back()
+        run.state.rollbacks = done + 1
+        run.state.passed_over = [*passed_over, bad[1:]]
+        self._checkpoints.lay_out(self._loader)
+        if isinstance(run.lr_scheduler, Schedule):  # fewer steps have another schedule
+            assert run.optimizer is not None
+            run.lr_scheduler = self._make_scheduler(run.optimizer)
+        self._figures.forget()
+        due = self._agreement.due
+        due.log = due.evaluate = due.save = False
+        self._open_data()
+        logger.warning(
+            "went back to %s (%d of %d times): %s", directory, run.state.rollbacks, run.args.max_rollbacks, error
+        )
+        self.events.emit("on_rollback", run, directory)
+
+    def _train_on(self) -> None:
         run, args, state, emit = self.run, self.args, self.run.state, self.events.emit
         # An evaluation that was broken off before the checkpoint, or a callback that has seen enough by then.
         if self._agreement.reach():
@@ -315,6 +370,9 @@ class Trainer:
                 self._look_ahead()
             window = self._step()
             emit("on_step_end", run)
+            if not self._space_checked and args.save_strategy != "no":  # the first step has made the optimizer's state
+                self._space_checked = True
+                self._checkpoints.check_space(run.strategy.model_state(self._loss.model))
             self._ask_by_step()
             if window.closes_epoch:
                 emit("on_epoch_end", run)
@@ -335,26 +393,29 @@ class Trainer:
 
         An error of the dataset is raised when that step comes: until then, what was done can be saved.
         """
-        begin = time.perf_counter()
         try:
-            self._ahead = next(self._micro_batches)
+            self._ahead = self._fetch()
         except Exception as error:
             self._ahead = error
-        self.run.data_seconds += time.perf_counter() - begin
         is_due = self._agreement.reach(self._ahead.window if isinstance(self._ahead, MicroBatch) else None)
         if self._agreement.disagreement is not None and not isinstance(self._ahead, Exception):
             self._ahead = DataError(self._agreement.disagreement)
         return is_due
 
     def _next_micro_batch(self) -> MicroBatch:
-        micro, self._ahead = self._ahead, None
+        assert self._postmortem is not None
+        micro, self._ahead, self._postmortem.micro = self._ahead, None, None
         if isinstance(micro, Exception):
             raise micro
-        if micro is None:
-            begin = time.perf_counter()
-            micro = next(self._micro_batches)
-            self.run.data_seconds += time.perf_counter() - begin
+        self._postmortem.micro = micro = micro or self._fetch()
         return micro
+
+    def _fetch(self) -> MicroBatch:
+        begin = time.perf_counter()
+        try:
+            return next(self._micro_batches)
+        finally:
+            self.run.data_seconds += time.perf_counter() - begin
 
     def _step(self) -> Window:
         """One optimizer step; waits for data, never for the device."""
@@ -421,7 +482,7 @@ class Trainer:
         if window.epoch > state.epoch:  # of an epoch that was resumed under another layout no whole batch was left
             state.epoch, state.position = window.epoch, 0
         state.step += 1
-        state.samples += window.stop - state.position
+        state.samples += window.stop - window.start
         state.tokens += window.tokens
         state.position = window.stop
         self._checkpoints.data_state = window.data_state
@@ -431,7 +492,7 @@ class Trainer:
         # A step in which no label counts has no loss, not one of zero (labels on a device are not waited for).
         items = self._loss.items(window)
         if not isinstance(items, int) or items:
-            self._figures.append()
+            self._figures.append(Taken(state.step, window.epoch, window.start, window.stop))
 
     def _ask_by_step(self) -> None:
         args, requests, step = self.args, self.run.requests, self.run.state.step
@@ -450,6 +511,11 @@ class Trainer:
     def _serve(self) -> None:
         """Does what was asked for, in a fixed order: a checkpoint knows its evaluation."""
         run, due, reach = self.run, self._agreement.due, self._agreement.reach
+        if due.written:
+            due.written = False
+            self._finish_save()
+            if not (due.log or due.evaluate or due.save or due.stop):
+                return  # without waiting for the device
         self._read_figures()
         if due.log:
             due.log = False
@@ -473,7 +539,11 @@ class Trainer:
             due.stop, self._stopping = False, True
 
     def _read_figures(self) -> None:
-        self._figures.read(self._checkpoints.newest)
+        self._figures.read(self._newest_checkpoint)
+
+    def _newest_checkpoint(self) -> Path | None:
+        self._finish_save()
+        return self._checkpoints.newest
 
     def _log(self) -> None:
         record = self._figures.record() | self.events.metrics(self.run)
@@ -548,8 +618,11 @@ class Trainer:
         wanted = self.args.metric_for_best_model is not None or isinstance(run.lr_scheduler, ReduceLROnPlateau)
         if wanted and name not in metrics:
             raise ValueError(f"metric_for_best_model={name!r} is not among what evaluation gives: {', '.join(metrics)}")
-        if self.args.metric_for_best_model is not None and self._is_better(value := float(metrics[name])):
-            state.best_metric, state.best_step = value, state.step
+        if self.args.metric_for_best_model is not None:
+            value = float(metrics[name])
+            self._checkpoints.metric = state.step, value
+            if self._is_better(value):
+                state.best_metric, state.best_step = value, state.step
         if isinstance(run.lr_scheduler, ReduceLROnPlateau):
             run.lr_scheduler.step(metrics[name])
         self.events.emit("on_evaluate", run, metrics)
@@ -607,10 +680,26 @@ class Trainer:
 
     def _save(self) -> None:
         run = self.run
+        self._finish_save()  # one at a time
+        begin = time.perf_counter()
         state = run.strategy.model_state(self._loss.model)
-        directory = self._checkpoints.save(state, evaluation_is_due=self._agreement.due.evaluate)
+        self._checkpoints.begin_save(state, evaluation_is_due=self._agreement.due.evaluate)
         self._saved_step = run.state.step
-        self.events.emit("on_save", run, directory)
+        run.save_seconds += time.perf_counter() - begin
+        if not self.args.async_save:
+            self._finish_save()
+
+    def _finish_save(self) -> None:
+        """Waits for the checkpoint that is being written, if there is one."""
+        if not self._checkpoints.saver.is_busy:
+            return
+        begin = time.perf_counter()
+        directory = self._checkpoints.saver.finish()
+        if directory is not None:
+            self.events.emit("on_save", self.run, directory)
+        else:
+            self._saved_step = None
+        self.run.save_seconds += time.perf_counter() - begin
 
 
 def _summed(strategy: Strategy, count: Any) -> Any:

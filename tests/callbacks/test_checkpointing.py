@@ -23,7 +23,7 @@ def saved_steps(run: Run, take_step: Callable[[Run], None], metrics: dict[int, f
             events.emit("on_evaluate", run, {"eval_x": value})
         if run.requests.save:
             saved.append(run.state.step)
-            events.emit("on_save", run, Path("x"))
+            events.emit("on_save", run, Path(f"checkpoint-{run.state.step}"))
         run.requests.save = run.requests.evaluate = False
 
     events.emit("on_train_begin", run)

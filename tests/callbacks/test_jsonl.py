@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -168,3 +169,43 @@ def test_other_processes_write_nothing(make_run: Callable[..., Run]) -> None:
 def test_no_file() -> None:
     with pytest.raises(FileNotFoundError):
         read_log("nowhere.jsonl")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_told_once(make_run: Callable[..., Run], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="trainer_kit")
+    run, callback = make_run(), JsonLines("/dev/full")
+    log(run, callback, 1, 2, 3)
+    assert caplog.text.count("/dev/full could not be written to: No space left on device") == 1
+
+
+def test_a_line_that_found_half_its_room_is_taken_back(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, logger="trainer_kit")
+    run, callback = make_run(), JsonLines()
+    callback.on_train_begin(run)
+    log(run, callback, 1)
+
+    class Half(io.FileIO):
+        def write(self, line: Any) -> int:
+            return super().write(line[:10]) or 0
+
+    monkeypatch.setattr(jsonl, "open", lambda path, mode, buffering: Half(path, "a+"), raising=False)
+    log(run, callback, 2)
+    monkeypatch.undo()
+    log(run, callback, 3)
+    assert [record["step"] for record in read_log(path_of(run))] == [0, 1, 3]
+    assert "No space left on device" in caplog.text
+
+
+def test_going_back_leaves_out_later_records(make_run: Callable[..., Run]) -> None:
+    run, callback = make_run(), JsonLines()
+    callback.on_train_begin(run)
+    log(run, callback, 1, 2, 3)
+    run.state.step = 1
+    callback.on_rollback(run, Path("checkpoint-1"))
+    log(run, callback, 2)
+    assert [(record["event"], record["step"]) for record in read_log(path_of(run))] == [
+        ("start", 0), ("log", 1), ("rollback", 1), ("log", 2),
+    ]  # fmt: skip

@@ -5,6 +5,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,3 +196,16 @@ def test_other_processes_show_nothing(make_run: Callable[..., Run], screen: Scre
     callback.on_evaluate(run, {"eval_loss": 1.0})
     callback.on_train_end(run)
     assert screen.getvalue() == ""
+
+
+def test_a_run_that_goes_back_moves_the_bar_back(make_run: Callable[..., Run], screen: Screen) -> None:
+    run, callback = make_run(), Progress()
+    callback.on_train_begin(run)
+    for step in range(1, 6):
+        run.state.step = step
+        callback.on_step_end(run)
+    run.state.step, run.total_steps = 2, 9
+    callback.on_rollback(run, Path("checkpoint-2"))
+    callback.on_step_end(run)
+    callback.on_train_end(run)
+    assert "| 3/9 [" in screen.lines()[0]

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainer_kit.callbacks import TensorBoard
@@ -95,3 +97,30 @@ def test_other_processes_write_nothing(make_run: Callable[..., Run]) -> None:
     log(run, callback, 1)
     callback.on_train_end(run)
     assert not run.args.log_dir.exists()
+
+
+def test_going_back_hides_later_records(make_run: Callable[..., Run]) -> None:
+    run, callback = make_run(), TensorBoard()
+    callback.on_train_begin(run)
+    log(run, callback, 1, 2, 3)
+    run.state.step = 1
+    callback.on_rollback(run, Path("checkpoint-1"))
+    log(run, callback, 2)
+    callback.on_train_end(run)
+    assert [step for step, _ in scalars(run.args.log_dir, "train/loss")] == [1, 2]
+
+
+def test_a_full_disk_is_told_once(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    caplog.set_level(logging.WARNING, logger="trainer_kit")
+    run, callback = make_run(), TensorBoard()
+    callback.on_train_begin(run)
+    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.EventFileWriter.add_event", full)
+    log(run, callback, 1, 2)
+    callback.on_save(run, Path("checkpoint-2"))
+    callback.on_train_end(run)
+    assert caplog.text.count("TensorBoard's files cannot be written any more") == 1

@@ -67,10 +67,10 @@ def test_evaluating_and_saving_do_not_count(make_run: Callable[..., Run], clock:
     clock.now += 5
     callback.on_evaluate(run, {})
     clock.now += 20
-    callback.on_save(run, Path())
+    run.save_seconds += 20
     step(run, callback)
     clock.now += 10
-    callback.on_save(run, Path())
+    run.save_seconds += 10
     step(run, callback)
     assert callback.metrics(run)["steps_per_second"] == pytest.approx(0.5)
 
@@ -92,9 +92,20 @@ def test_a_wait_for_the_device_at_a_record_counts(
         callback.on_evaluate_end(run)
     else:
         clock.now += 50
-        callback.on_save(run, Path())
+        run.save_seconds += 50
     step(run, callback)
-    assert callback.metrics(run)["steps_per_second"] == pytest.approx(1 / 3 if pause == "evaluation" else 1 / 2)
+    assert callback.metrics(run)["steps_per_second"] == pytest.approx(1 / 3)
+
+
+def test_going_back_begins_a_new_measure(make_run: Callable[..., Run], clock: Clock, step: Step) -> None:
+    run, callback = make_run(), Throughput()
+    callback.on_train_begin(run)
+    for _ in range(3):
+        step(run, callback)
+    run.state.step, run.state.samples = 1, 10
+    callback.on_rollback(run, Path())
+    step(run, callback)
+    assert callback.metrics(run)["steps_per_second"] == pytest.approx(0.5)
 
 
 def test_no_step_no_rates(make_run: Callable[..., Run]) -> None:

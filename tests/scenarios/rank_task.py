@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from scenarios import task
 
-from trainer_kit import Callback, Run
+from trainer_kit import Callback, Run, saving
 from trainer_kit.strategies.ddp import DDP
 
 
@@ -81,7 +81,11 @@ class Journal(Callback):
         self.write(run, "evaluating")
 
     def on_save(self, run: Run, directory: Path) -> None:
-        self.write(run, "saved")
+        self.write(run, "saved", step=step_of(directory))
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 class Saving:
@@ -100,10 +104,13 @@ class Saving:
 
 
 class Trouble(Callback):
-    """Lets one process fail in the forward pass after a step; at the first start only, unless it is `stubborn`."""
+    """Lets one process fail in the forward pass after a step; at the first start only, unless it is `stubborn`.
 
-    def __init__(self, journal: Journal, how: str, rank: int, step: int, stubborn: bool) -> None:
-        self.journal = journal
+    Where it `waits`, the main process first lets a checkpoint that is being written come to its end.
+    """
+
+    def __init__(self, journal: Journal, how: str, rank: int, step: int, stubborn: bool, waits: bool) -> None:
+        self.journal, self.waits = journal, waits
         self.how, self.rank, self.step, self.stubborn = how, rank, step, stubborn
 
     def on_train_begin(self, run: Run) -> None:
@@ -113,6 +120,9 @@ class Trouble(Callback):
     def _fail(self, run: Run) -> None:
         if run.state.step != self.step:
             return
+        due = self.step - self.step % int(run.args.save_steps)
+        while run.strategy.is_main and self.waits and not (Path(run.args.output_dir) / f"checkpoint-{due}").exists():
+            time.sleep(0.01)  # it is still being written
         self.journal.write(run, "trouble")
         if self.how == "raise":
             raise ArithmeticError("told to fail")
@@ -157,6 +167,7 @@ def options(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--save-steps", type=int, default=5)
     parser.add_argument("--until", type=int, default=-1, help="the step to stop after")
     parser.add_argument("--trouble", nargs=3, metavar=("HOW", "RANK", "STEP"))
+    parser.add_argument("--slow-write", type=float, default=0.0, help="seconds that each checkpoint is written")
     parser.add_argument("--stubborn", action="store_true")
     parser.add_argument("--by-itself", action="store_true", help="resume only where the launcher has started it anew")
     parser.add_argument("--heartbeat", type=float, help="seconds, instead of the default")
@@ -173,9 +184,13 @@ def train(words: list[str], *callbacks: Callback, **changes: Any) -> dict[str, A
     listeners: list[Callback] = [journal, Stop(given.until), *callbacks]
     if given.trouble:
         how, rank, step = given.trouble
-        listeners.append(Trouble(journal, how, int(rank), int(step), given.stubborn))
+        waits = not given.slow_write
+        listeners.append(Trouble(journal, how, int(rank), int(step), given.stubborn, waits))
     if given.pause:
         listeners.append(Pause(given.pause))
+    if given.slow_write:
+        write = saving.write_checkpoint
+        saving.write_checkpoint = lambda *args, **kwargs: (time.sleep(given.slow_write), write(*args, **kwargs))[1]
     arguments: dict[str, Any] = {
         "num_train_epochs": given.epochs, "per_device_train_batch_size": given.batch_size,
         "gradient_accumulation_steps": given.accumulation, "dataloader_num_workers": given.workers,

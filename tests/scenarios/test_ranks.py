@@ -344,6 +344,14 @@ def test_a_rank_that_fails_ends_all_and_is_named(
     assert place.ending() == straight
 
 
+def test_a_process_that_waits_for_a_lost_one_finishes_its_checkpoint_first(place: Place) -> None:
+    options = ("--epochs", EPOCHS, "--trouble", "stop", 1, SAVE_STEPS + 2, "--slow-write", 15, *PATIENCE)
+    code, err = place.launch(2, *options).finish()
+    assert code == 1, err
+    assert "LostProcessError: rank 1" in err
+    assert place.checkpoints() == {SAVE_STEPS}
+
+
 def test_a_frozen_rank_is_found_within_a_minute_by_default() -> None:
     patience = inspect.signature(DDP).parameters["heartbeat_timeout"].default
     interval = Heartbeat(HashStore(), 0, 2, patience=patience).interval

@@ -17,8 +17,14 @@ from trainer_kit.precision import Precision
 from trainer_kit.strategies.base import Strategy, gradient_norms
 
 
-def make_strategy(mode: str = "no") -> Strategy:
-    strategy = Strategy(Precision(mode))
+class Waiting(Strategy):
+    """A CPU on which reading counts as waiting."""
+
+    reads_freely = False
+
+
+def make_strategy(mode: str = "no", reads_freely: bool = True) -> Strategy:
+    strategy = (Strategy if reads_freely else Waiting)(Precision(mode))
     strategy.setup()
     return strategy
 
@@ -114,10 +120,13 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("reads_freely", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_skipping_leaves_weights_and_optimizer_bit_for_bit(name: str, max_norm: float | None, bad: float) -> None:
+def test_skipping_leaves_weights_and_optimizer_bit_for_bit(
+    name: str, reads_freely: bool, max_norm: float | None, bad: float
+) -> None:
     parameters = graded([1.0, 2.0, 3.0])
-    optimizer, strategy = OPTIMIZERS[name](parameters), make_strategy()
+    optimizer, strategy = OPTIMIZERS[name](parameters), make_strategy(reads_freely=reads_freely)
     strategy.step(optimizer, max_norm, nonfinite="skip")
     weights, state = snapshot(parameters, optimizer)
     good = [gradient.clone() for gradient in grads(parameters)]
@@ -146,12 +155,39 @@ def test_skipping_changes_no_step_that_is_finite() -> None:
         assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True)), name
 
 
-@pytest.mark.parametrize("nonfinite", ["stop", "ignore"])
-def test_only_skip_leaves_a_step_out(nonfinite: str) -> None:
+def test_ignoring_takes_the_step() -> None:
     parameters = graded([1.0, 1.0])
     grads(parameters)[0][0, 0] = float("nan")
-    make_strategy().step(torch.optim.SGD(parameters, lr=0.1), nonfinite=nonfinite)
+    make_strategy().step(torch.optim.SGD(parameters, lr=0.1), nonfinite="ignore")
     assert torch.isnan(parameters[0]).any()
+
+
+@pytest.mark.parametrize("reads_freely", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_stopping_holds_weights_and_optimizer_from_the_bad_step_on(name: str, reads_freely: bool) -> None:
+    """Where an optimizer that is not fused would have to wait for the device, it does not, and says so."""
+    parameters = graded([1.0, 2.0, 3.0])
+    optimizer, strategy = OPTIMIZERS[name](parameters), make_strategy(reads_freely=reads_freely)
+    strategy.step(optimizer, nonfinite="stop")
+    weights, state = snapshot(parameters, optimizer)
+    good = [gradient.clone() for gradient in grads(parameters)]
+    grads(parameters)[1][2, 1] = float("nan")
+    holds = reads_freely or "fused" in name
+    for _ in range(2):
+        norms = strategy.step(optimizer, nonfinite="stop")
+        assert norms is not None
+        assert norms.held == holds
+        after_weights, after_state = snapshot(parameters, optimizer)
+        kept = all(torch.equal(one, other) for one, other in zip(after_weights, weights, strict=True))
+        assert kept == holds
+        if holds:
+            assert {key: same(value, state[key]) for key, value in after_state.items()} == dict.fromkeys(state, True)
+        for parameter, gradient in zip(parameters, good, strict=True):
+            parameter.grad = gradient.clone()
+    assert not hasattr(optimizer, "found_inf")
+    strategy.setup()  # another training
+    strategy.step(optimizer, nonfinite="stop")
+    assert not torch.equal(parameters[0], weights[0])
 
 
 def test_fp16_scales_and_unscales() -> None:
@@ -254,3 +290,20 @@ def test_memory_is_in_gib() -> None:
     assert Strategy().memory()["memory_gib"] > figures["memory_gib"] + 0.1
     del held
     assert Strategy().memory()["peak_memory_gib"] > figures["memory_gib"] + 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_copies_on_the_host_are_nobody_elses(dtype: torch.dtype) -> None:
+    strategy = make_strategy()
+    tensors = [torch.arange(6).reshape(2, 3).to(dtype), torch.ones((), dtype=dtype), torch.ones(0, 2, dtype=dtype)]
+    tensors.append(tensors[0].t())
+    copies = strategy.copy_to_host(tensors)
+    assert all(torch.equal(*pair) for pair in zip(tensors, copies, strict=True))
+    tensors[0].zero_()
+    assert copies[0].sum() == 15
+    places = {copy.data_ptr() for copy in copies}
+    again = strategy.copy_to_host(tensors[:3], copies)
+    assert all(torch.equal(*pair) for pair in zip(tensors, again, strict=False))
+    assert {copy.data_ptr() for copy in again} <= places
+    other = strategy.copy_to_host([torch.ones(5), torch.ones(5)], again)
+    assert other[0].data_ptr() != other[1].data_ptr()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import os
 import random
 import sys
@@ -53,6 +54,7 @@ class Strategy:
         self.precision = precision
         self.shapes = ShapeLedger(padded=self.static_shapes)
         self._leaving = False
+        self._worst_norm: torch.Tensor | None = None  # of the steps so far, where a bad one is to be the last
 
     @property
     def is_alone(self) -> bool:
@@ -80,6 +82,11 @@ class Strategy:
         return self.device.type == "cuda"
 
     @property
+    def reads_freely(self) -> bool:
+        """Whether reading a tensor's value waits for nothing."""
+        return self.device.type == "cpu"
+
+    @property
     def scales_gradients(self) -> bool:
         """Whether fp16's gradient scaler is at work, which leaves out steps whose gradients overflow."""
         return self.precision is not None and self.precision.scaler is not None
@@ -89,6 +96,7 @@ class Strategy:
         if self.precision is None:
             self.precision = Precision()
         self.precision.setup(self.device)
+        self._worst_norm = None
 
     def teardown(self, error: BaseException | None = None) -> None:
         """Gives back what `setup` took; `error` is what ended the run, None where it ended in good order."""
@@ -199,7 +207,9 @@ class Strategy:
             max_norm: Largest norm of all gradients together; None or 0 leaves them as they are.
             max_value: Largest absolute value of a gradient's element; None or 0 leaves them as they are.
             nonfinite: With "skip", a step whose gradients are not finite leaves weights and optimizer as they are.
-                Fused optimizers decide that on the device; for others the host has to read the norm.
+                Fused optimizers decide that on the device; for others the host has to read the norm. With "stop" all
+                later steps leave them too, where that costs no waiting: whoever looks at the run finds them as they
+                were before the bad step.
 
         Returns:
             The gradients' norms before clipping; None where neither `max_norm` nor `nonfinite` asks for them.
@@ -217,18 +227,34 @@ class Strategy:
         if max_value:
             torch._foreach_clamp_min_(grads, -max_value)
             torch._foreach_clamp_max_(grads, max_value)
-        self._take_step(optimizer, norms.total if norms is not None and nonfinite == "skip" else None)
+        judged = None
+        if norms is not None and nonfinite == "skip":
+            judged = norms.total
+        elif norms is not None and nonfinite == "stop" and self._can_hold(optimizer):
+            # Not finite once, not finite ever after.
+            judged = norms.total if self._worst_norm is None else torch.maximum(self._worst_norm, norms.total)
+            self._worst_norm, norms = judged, norms._replace(held=True)
+        self._take_step(optimizer, judged)
         return norms
 
     def _take_step(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor | None) -> None:
-        """Steps, unless fp16's gradients have overflowed or `norm`, of all gradients, is not finite."""
+        """Steps, unless fp16's gradients have overflowed or `norm` is not finite."""
         assert self.precision is not None
         if self.scales_gradients:
             self.precision.step(optimizer)
-        elif norm is not None:
-            step_if_finite(optimizer, norm)
-        else:
+        elif norm is None:
             optimizer.step()
+        elif _is_fused(optimizer) and not self.reads_freely:
+            # How `torch.amp.GradScaler` tells a fused optimizer, which decides on the device.
+            optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
+            optimizer.step()
+            del optimizer.found_inf  # type: ignore[attr-defined]
+        elif math.isfinite(norm.item()):
+            optimizer.step()
+
+    def _can_hold(self, optimizer: torch.optim.Optimizer) -> bool:
+        # fp16's scaler leaves out steps by itself, as it looks for a scale.
+        return (self.reads_freely or _is_fused(optimizer)) and not self.scales_gradients
 
     def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Frees the gradients (`optimizer.zero_grad` opens a profiler scope each time, which a small model feels)."""
@@ -325,6 +351,9 @@ class Strategy:
         """Tells all processes that this one was told to leave (a signal), so that long work can be broken off."""
         self._leaving = True
 
+    def before_aborting(self, duty: Callable[[], object] | None) -> None:
+        """Has `duty` called, in a thread, if this process must end where it stands: it waits for one that is lost."""
+
     def local_copy(self, directory: Path) -> Path:
         """A folder that the main process can read, as this process can read it; all processes take part."""
         return directory
@@ -348,6 +377,28 @@ class Strategy:
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of a model or an optimizer on the host, whole."""
         return tensor.cpu()
+
+    def copy_to_host(self, tensors: Sequence[torch.Tensor], buffers: Iterable[torch.Tensor] = ()) -> list[torch.Tensor]:
+        """Copies on the host, whole, that nothing computed later changes; waits for the device once.
+
+        Args:
+            tensors: Of a model or an optimizer.
+            buffers: What an earlier call returned and nobody needs any more: its memory is used again where it fits.
+        """
+        free: dict[Any, list[torch.Tensor]] = {}
+        for buffer in buffers:
+            free.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
+        copies = [
+            found.pop()
+            if (found := free.get((tensor.shape, tensor.dtype)))
+            else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pins_memory)
+            for tensor in tensors
+        ]
+        if copies:
+            torch._foreach_copy_(copies, [tensor.detach() for tensor in tensors], non_blocking=self.pins_memory)
+        if self.pins_memory:
+            torch.get_device_module(self.device).current_stream().synchronize()
+        return copies
 
     def memory(self) -> dict[str, float]:
         """Memory in GiB: `memory_gib` in use now and `peak_memory_gib` since the start of the process.
@@ -373,11 +424,13 @@ class GradientNorms(NamedTuple):
         each: One a gradient, in the optimizer's order, shape [gradients].
         total: That of all together, a scalar.
         parameters: Whose gradients they are.
+        held: Whether weights and optimizer stay as they are from a step on whose norm is not finite.
     """
 
     each: torch.Tensor
     total: torch.Tensor
     parameters: list[torch.Tensor]
+    held: bool = False
 
 
 @contextlib.contextmanager
@@ -411,17 +464,8 @@ def _values(parameter: torch.Tensor) -> torch.Tensor:
     return gradient
 
 
-def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
-    """Steps unless `norm` (of all gradients, a scalar) is not finite; fused optimizers decide it on the device.
-
-    The attribute `found_inf` is how `torch.amp.GradScaler` tells a fused optimizer of a step not to take.
-    """
-    if all(group.get("fused") for group in optimizer.param_groups):
-        optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
-        optimizer.step()
-        del optimizer.found_inf  # type: ignore[attr-defined]
-    elif torch.isfinite(norm):
-        optimizer.step()
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    return all(group.get("fused") for group in optimizer.param_groups)
 
 
 @functools.cache

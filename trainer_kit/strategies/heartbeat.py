@@ -50,6 +50,7 @@ class Heartbeat:
     Attributes:
         calls: Progress: the strategy adds 1 for each of its calls.
         steps: Optimizer steps of this start; the strategy counts.
+        last_duty: Called before this process is ended where it stands.
         leaving: Whether some process has announced that it leaves.
         error: What this process has told the others of the error by which it ends; empty without one.
     """
@@ -67,6 +68,7 @@ class Heartbeat:
         self.rank, self.world_size = rank, world_size
         self.interval, self.patience, self.slow = min(interval, patience / 4), patience, slow
         self.calls = self.steps = 0
+        self.last_duty: Callable[[], object] | None = None
         self.leaving = False
         self._round = 0  # a process that lives on may train again
         self._store = store
@@ -282,6 +284,8 @@ class Heartbeat:
         self._let_others_hear()
         if self._excused or self._failed_in is not None:
             return  # the collective has failed in the meantime: its exception is the better end
+        if self.last_duty is not None:
+            self.last_duty()
         flushing = threading.Thread(target=_flush, daemon=True)  # the main thread may hold what this needs
         flushing.start()
         flushing.join(_STOP_SECONDS)

@@ -166,6 +166,10 @@ class Processes(Strategy):
         if self._session is not None:
             self._session.heartbeat.announce_leaving()
 
+    def before_aborting(self, duty: Callable[[], object] | None) -> None:
+        if self._session is not None:
+            self._session.heartbeat.last_duty = duty
+
     def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.place.world_size)]
         with self._watched():

@@ -1,0 +1,190 @@
+"""`nonfinite="rollback"`: a step that is not finite is undone with all since the newest checkpoint, and passed over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+from scenarios.task import digest, logged_losses
+
+from trainer_kit import DDP, Callback, NonFiniteError, Run, Strategy, Trainer, TrainingArguments
+from trainer_kit.callbacks import EMA, read_log
+from trainer_kit.checkpoint import read_state
+from trainer_kit.data.order import permutation
+
+SAMPLES, BATCH, SEED = 40, 4, 42
+
+
+class Points(torch.utils.data.Dataset[Any]):
+    """Some samples are not finite."""
+
+    def __init__(self, *bad: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(SAMPLES, 3, generator=generator, dtype=torch.float64)
+        self.x[[*bad]] = torch.inf
+        self.labels = torch.randn(SAMPLES, generator=generator, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": self.x[index], "labels": self.labels[index]}
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, *bad: int) -> None:
+        self.points = Points(*bad)
+
+    def __iter__(self) -> Any:
+        return iter(self.points[index] for index in range(SAMPLES))
+
+
+class Line(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(3, 1, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.linear(x)[:, 0] - labels).square().mean()}
+
+
+class Seen(Callback):
+    def __init__(self) -> None:
+        self.rollbacks: list[tuple[int, str]] = []
+
+    def on_rollback(self, run: Run, directory: Path) -> None:
+        self.rollbacks.append((run.state.step, directory.name))
+
+
+def make(folder: Path, dataset: Any, *callbacks: Callback, strategy: Strategy | None = None, **changes: Any) -> Trainer:
+    arguments: dict[str, Any] = {
+        "output_dir": str(folder), "num_train_epochs": 2, "per_device_train_batch_size": BATCH, "learning_rate": 0.1,
+        "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "logging_steps": 2, "save_steps": 4,
+        "use_cpu": True, "report_to": "jsonl", "disable_tqdm": True, "log_level": "error", "nonfinite": "rollback",
+        "seed": SEED,
+    }  # fmt: skip
+    args = TrainingArguments(**(arguments | changes))
+    return Trainer(Line(), args, dataset, callbacks=[EMA(decay=0.9), *callbacks], strategy=strategy)
+
+
+def by_hand(batches: list[list[int]], points: Points) -> torch.Tensor:
+    """The weights after SGD over these batches."""
+    model = Line()
+    for indices in batches:
+        model.zero_grad()
+        model(points.x[indices], points.labels[indices])["loss"].backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+    return model.linear.weight.detach()
+
+
+def batches(*passed_over: tuple[int, int]) -> list[list[int]]:
+    """The batches of two epochs without those of these (epoch, number)."""
+    return [
+        permutation(SAMPLES, SEED, epoch)[number * BATCH : (number + 1) * BATCH].tolist()
+        for epoch in range(2)
+        for number in range(SAMPLES // BATCH)
+        if (epoch, number) not in passed_over
+    ]
+
+
+def number_of(sample: int, epoch: int) -> int:
+    return permutation(SAMPLES, SEED, epoch).tolist().index(sample) // BATCH
+
+
+def test_the_bad_steps_are_passed_over_and_all_else_is_trained_on_once(tmp_path: Path) -> None:
+    bad, seen = 17, Seen()
+    trainer = make(tmp_path, Points(bad), seen, max_rollbacks=2)
+    output = trainer.train()
+    passed_over = [(epoch, number_of(bad, epoch)) for epoch in range(2)]
+    expected = by_hand(batches(*passed_over), Points(bad))
+    torch.testing.assert_close(trainer.run.model.state_dict()["linear.weight"], expected, rtol=1e-12, atol=1e-12)
+    assert output.global_step == 2 * SAMPLES // BATCH - 2
+    state = trainer.run.state
+    assert state.passed_over == [(epoch, number * BATCH, (number + 1) * BATCH) for epoch, number in passed_over]
+    assert (state.rollbacks, state.samples) == (2, 2 * SAMPLES - 2 * BATCH)
+    first = passed_over[0][1]  # steps before the bad one
+    assert seen.rollbacks[0] == (first // 4 * 4, f"checkpoint-{first // 4 * 4}")
+    steps = [step for step, _, _ in logged_losses(tmp_path)]
+    assert steps == sorted(set(steps))
+    assert sum(record["event"] == "rollback" for record in read_log(tmp_path / "log.jsonl")) == 2
+    counters = (read_state(tmp_path / f"checkpoint-{output.global_step}", "trainer") or {})["counters"]
+    assert counters["passed_over"] == state.passed_over
+
+
+def test_a_run_that_goes_back_and_is_resumed_ends_with_the_same_bits(tmp_path: Path) -> None:
+    class StopAt(Callback):
+        def __init__(self, step: int) -> None:
+            self.step = step
+
+        def on_step_end(self, run: Run) -> None:
+            if run.state.step == self.step:
+                run.requests.save = run.requests.stop = True
+
+    straight = make(tmp_path / "straight", Points(17))
+    straight.train()
+    for step in (1, 5, 9, 12, 17):
+        folder = tmp_path / str(step)
+        make(folder, Points(17), StopAt(step)).train()
+        resumed = make(folder, Points(17))
+        resumed.train(resume_from_checkpoint=True)
+        assert digest(resumed) == digest(straight), step
+
+
+def test_it_stops_when_it_has_gone_back_often_enough(tmp_path: Path) -> None:
+    seen = Seen()
+    with pytest.raises(NonFiniteError, match="is not finite"):
+        make(tmp_path, Points(17, 3, 25), seen, max_rollbacks=1).train()
+    assert len(seen.rollbacks) == 1
+
+
+def test_it_goes_back_to_the_beginning_where_no_checkpoint_was_due(tmp_path: Path) -> None:
+    seen, bad = Seen(), permutation(SAMPLES, SEED, 0)[5].item()
+    trainer = make(tmp_path, Points(bad), seen, save_steps=1000, num_train_epochs=1)
+    trainer.train()
+    assert seen.rollbacks == [(0, "checkpoint-0")]
+    expected = by_hand(batches((0, 1))[: SAMPLES // BATCH - 1], Points(bad))
+    torch.testing.assert_close(trainer.run.model.state_dict()["linear.weight"], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_an_iterable_dataset_is_read_on_past_the_bad_window(tmp_path: Path) -> None:
+    seen = Seen()
+    trainer = make(tmp_path, Stream(13), seen, max_steps=SAMPLES // BATCH - 1)
+    trainer.train()
+    order = [[*range(start, start + BATCH)] for start in range(0, SAMPLES, BATCH) if start != 12]
+    expected = by_hand(order, Points(13))
+    torch.testing.assert_close(trainer.run.model.state_dict()["linear.weight"], expected, rtol=1e-12, atol=1e-12)
+    assert len(seen.rollbacks) == 1
+
+
+def test_the_end_is_looked_at_too(tmp_path: Path) -> None:
+    bad = permutation(SAMPLES, SEED, 0)[-1].item()
+    trainer = make(tmp_path, Points(bad), num_train_epochs=1, logging_strategy="no")
+    trainer.train()
+    assert trainer.run.model.state_dict()["linear.weight"].isfinite().all()
+
+
+def test_no_checkpoints_no_going_back() -> None:
+    with pytest.raises(ValueError, match="nonfinite='rollback' needs checkpoints"):
+        TrainingArguments(nonfinite="rollback", save_strategy="no")
+
+
+def _of_ranks(folder: Path) -> tuple[list[tuple[int, str]], torch.Tensor]:
+    seen = Seen()
+    trainer = make(folder, Points(17), seen, strategy=DDP(), per_device_train_batch_size=BATCH // 2)
+    trainer.train()
+    return seen.rollbacks, trainer.run.model.state_dict()["linear.weight"]
+
+
+def test_all_processes_go_back_together(tmp_path: Path) -> None:
+    (first, one), (second, two) = on_ranks(2, _of_ranks, tmp_path)
+    assert first == second
+    assert len(first) == 2
+    assert torch.equal(one, two)
+    expected = by_hand(batches(*((epoch, number_of(17, epoch)) for epoch in range(2))), Points(17))
+    torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-12)
