@@ -21,5 +21,7 @@ setup(
         "trainer_kit.data",
         "trainer_kit.launch",
         "trainer_kit.strategies",
+        "trainer_kit.tools",
+        "trainer_kit.tools.verify",
     ],
 )

@@ -49,7 +49,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "sentence"),
     [
         (["evn"], "there is no command 'evn'; did you mean 'env'?"),
-        (["zzzzz"], "there is no command 'zzzzz'; use one of: launch, config, test, env"),
+        (["zzzzz"], "there is no command 'zzzzz'; use one of: launch, config, "),
         ([], "COMMAND"),
         (["env", "--nonsense"], "--nonsense"),
     ],

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from trainer_kit import __version__
-from trainer_kit.cli import config, env, launch, test
+from trainer_kit.cli import checkpoints, config, env, launch, replay, test, verify
 
 
 class Command(Protocol):
@@ -28,7 +28,15 @@ class Command(Protocol):
         """Does the work and returns the exit code."""
 
 
-COMMANDS: dict[str, Command] = {"launch": launch, "config": config, "test": test, "env": env}
+COMMANDS: dict[str, Command] = {
+    "launch": launch,
+    "config": config,
+    "checkpoints": checkpoints,
+    "verify": verify,
+    "replay": replay,
+    "test": test,
+    "env": env,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

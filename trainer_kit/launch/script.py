@@ -32,7 +32,7 @@ def main() -> None:
     if not sys.stdout.isatty():
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # lines can be followed in the file
     try:
-        _run(sys.argv[1:])
+        run_as_main(sys.argv[1:])
     except SystemExit as error:
         if error.code not in (None, 0, *LEAVING):
             write_failure(error, own_files=[__file__])
@@ -45,7 +45,15 @@ def main() -> None:
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
-def _run(words: list[str]) -> None:
+def run_as_main(words: list[str]) -> None:
+    """Runs a script or a module in this process, as Python runs its main program.
+
+    Args:
+        words: The script, or "-m" and a module, then its arguments, which become `sys.argv`.
+
+    Raises:
+        BaseException: What the script raises.
+    """
     is_module = words[0] == "-m"
     sys.argv = words[1:] if is_module else words
     target = sys.argv[0]

@@ -1,0 +1,24 @@
+"""Run the step at which a run broke off once more, and find where it goes wrong."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the folder, the script and its arguments."""
+    parser.usage = "trainer-kit replay [-h] crash-STEP [-m] script.py|module [arguments of the script]"
+    parser.allow_abbrev = False
+    parser.add_argument("folder", type=Path, metavar="crash-STEP", help="what the run left in its output_dir")
+    parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
+    parser.add_argument("script", help="the script that trained, run up to its Trainer.train")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments, as they were")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the step on the CPU and returns 0 if what ended the run came up again, else 1."""
+    from trainer_kit.tools.replay import replay
+
+    words = [*(["-m"] if options.module else []), options.script, *options.arguments]
+    return 0 if replay(options.folder, words, lambda line: print(line, flush=True)) else 1

@@ -1,0 +1,105 @@
+"""Kill a run of your script and resume it, and say whether it ends with the same bits.
+
+The script, unmodified, is started three times: for some steps without a stop, once more until it is killed (SIGKILL)
+at a random moment after a checkpoint, and again from that checkpoint. At each step the samples, the batch, the loss,
+the gradients' norm, weights, buffers, optimizer, states of callbacks and of run.stateful, and logged losses must have
+the same bits. Else it says what differs first, and likely why; for that the script runs once more.
+
+Only the script's first train() runs, up to --steps, into a temporary folder; what follows it is left out. What the
+script does before, and what its callbacks do, happens in each start. Exit code 0: equal; 1: diverged; 2: the script
+failed or never trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shlex
+import sys
+
+_STEPS = 20
+_TIMEOUT = 3600.0
+_USAGE = "trainer-kit verify [options] [-m] script.py|module [options] [-- arguments of the script]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options, the script and its arguments."""
+    parser.usage = _USAGE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = __doc__
+    _add_options(parser)
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="script.py|module", help="what to run")
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--steps", type=int, default=_STEPS, metavar="N", help="steps to compare (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, metavar="S", help="chooses checkpoint and kill (default: by chance; shown)")
+    parser.add_argument("--num-processes", type=int, default=1, metavar="P", help="processes of the run (default: 1)")
+    parser.add_argument(
+        "--timeout", type=float, default=_TIMEOUT, metavar="SECONDS", help="for one start (default: %(default)g)"
+    )
+    parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the comparison and returns 0 if all bits are equal, 1 if not, 2 if the script failed."""
+    from trainer_kit.tools.verify.report import describe
+    from trainer_kit.tools.verify.verification import ScriptFailed, Verification
+
+    options = _read(options)
+    if (wrong := _wrong(options)) is not None:
+        _say(wrong)
+        return 2
+    seed = random.randrange(10**6) if options.seed is None else options.seed
+    words = [*(["-m"] if options.module else []), options.script, *options.arguments]
+    verification = Verification(words, options.steps, seed, options.num_processes, options.timeout, _say)
+    try:
+        result = verification.run()
+    except ScriptFailed as error:
+        _say(str(error))
+        return 2
+    print(describe(result, _command(options, seed)))
+    return 0 if result.difference is None else 1
+
+
+def _read(options: argparse.Namespace) -> argparse.Namespace:
+    """With the script, the options that follow it, and what is the script's own: all after `--`.
+
+    Raises:
+        SystemExit: With code 2 for a command line that makes no sense.
+    """
+    words = options.words
+    end = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(
+        "trainer-kit verify", _USAGE, epilog="Arguments of the script stand after --", add_help=False
+    )
+    _add_options(parser)
+    parser.add_argument("script")
+    parser.parse_args(words[:end], options)
+    options.arguments = words[end + 1 :]
+    return options
+
+
+def _wrong(options: argparse.Namespace) -> str | None:
+    """What is wrong with the command line."""
+    if not options.module and not os.path.isfile(options.script):
+        return f"there is no script {options.script!r}; for a module write -m before its name"
+    for name, least in (("steps", 2), ("num_processes", 1), ("timeout", 1)):
+        if getattr(options, name) < least:
+            return f"--{name.replace('_', '-')} {getattr(options, name)} makes no sense; give {least} or more"
+    return None
+
+
+def _command(options: argparse.Namespace, seed: int) -> str:
+    """The command line that does the same again."""
+    words = ["trainer-kit", "verify", "--steps", str(options.steps), "--seed", str(seed)]
+    words += ["--num-processes", str(options.num_processes)] if options.num_processes > 1 else []
+    words += [*(["-m"] if options.module else []), options.script]
+    return shlex.join([*words, *(["--", *options.arguments] if options.arguments else [])])
+
+
+def _say(sentence: str) -> None:
+    print(f"trainer-kit verify: {sentence}", file=sys.stderr, flush=True)

@@ -1,0 +1,151 @@
+"""Marks: short texts by which two starts of a script find out whether they hold the same bits."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+GENERATOR = "generator "
+"""What the mark of a generator of random numbers begins with."""
+
+_PLAIN = (bool, int, str, bytes, type(None), complex, np.generic, torch.dtype, torch.device, range, slice)
+_MOST_TEXT = 100
+_MOST_ITEMS = 200
+_MOST_BYTES = 2**20
+_OF_A_MODULE = frozenset(vars(torch.nn.Module()))
+
+
+def marks(tree: Any, name: str = "") -> dict[str, str]:
+    """The mark of every leaf in nested dicts, lists and tuples, by its place; leaves that cannot be told are left out.
+
+    Args:
+        tree: A batch or a state.
+        name: Where the tree is; names begin with it.
+    """
+    found = {}
+    for place, value in leaves(tree, name):
+        if (mark := mark_of(value)) is not None:
+            found[place] = mark
+    return found
+
+
+def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Place and value of everything in nested dicts, lists and tuples."""
+    if isinstance(tree, Mapping):
+        items: Iterable[tuple[Any, Any]] = tree.items()
+    elif isinstance(tree, (list, tuple)):
+        items = enumerate(tree)
+    else:
+        yield name, tree
+        return
+    for key, value in items:
+        yield from leaves(value, f"{name}.{key}" if name else str(key))
+
+
+def mark_of(value: Any) -> str | None:
+    """The mark of one value; None for an object of which nothing is known."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{[*value.shape]} {_checksum(tensor_bytes(value))}"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{[*value.shape]} {_checksum(value.tobytes())}"
+    if (state := _generator_state(value)) is not None:
+        kind = type(value)
+        return f"{GENERATOR}{kind.__module__}.{kind.__qualname__} {_checksum(repr(state).encode())}"
+    if isinstance(value, float):
+        return f"{value!r} {value.hex()}"
+    if isinstance(value, _PLAIN):
+        text = repr(value)
+        return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}… {_checksum(text.encode())}"
+    return None
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The tensor's bytes on the host."""
+    tensor = tensor.detach()
+    dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    host = dense.resolve_conj().resolve_neg().cpu().contiguous()
+    return host.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _checksum(data: bytes | memoryview) -> str:
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def _generator_state(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, np.random.RandomState):
+        return [part.tolist() if isinstance(part, np.ndarray) else part for part in value.get_state(legacy=True)]
+    # One that the system feeds has no state to look at.
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return value.getstate()
+    return None
+
+
+def sample_marks(batch: Any) -> list[str]:
+    """One mark a sample: of its rows in all tensors of the batch that have as many rows as the first."""
+    columns = [value for _, value in leaves(batch) if isinstance(value, torch.Tensor) and value.dim()]
+    columns = [column for column in columns if len(column) == len(columns[0])]
+    checksums = [xxhash.xxh3_64() for _ in range(len(columns[0]) if columns else 0)]
+    for column in columns:
+        for checksum, row in zip(checksums, column.detach().cpu(), strict=True):
+            checksum.update(tensor_bytes(row))
+    return [checksum.hexdigest() for checksum in checksums]
+
+
+def random_state() -> dict[str, str]:
+    """Marks of the host's own generators."""
+    numpy_state = [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state(legacy=True)]
+    states = {"torch": torch.get_rng_state().tolist(), "numpy": numpy_state, "random": random.getstate()}
+    return {name: _checksum(repr(state).encode()) for name, state in states.items()}
+
+
+def attributes(owner: Any) -> dict[str, str]:
+    """Marks of what an object holds that no checkpoint asks for: its plain attributes, small tensors, generators.
+
+    For a function, of what it closes over.
+    """
+    if isinstance(owner, FunctionType):
+        cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
+        held = {**vars(owner), **{name: _content(cell) for name, cell in cells}}
+    else:
+        held = getattr(owner, "__dict__", {})
+    left_out = _OF_A_MODULE if isinstance(owner, torch.nn.Module) else frozenset()
+    found = {}
+    for name, value in held.items():
+        if name not in left_out and not name.startswith("__") and (mark := _held_mark(value)) is not None:
+            found[name] = mark
+    return found
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not yet filled
+        return object()
+
+
+def _held_mark(value: Any) -> str | None:
+    """The mark of an attribute: cheap, since there are many at every step."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return mark_of(value) if value.nbytes <= _MOST_BYTES else None
+    if not isinstance(value, (dict, list, tuple, deque, set, frozenset)):
+        return mark_of(value)
+    counted = f"{type(value).__name__} of {len(value)}"
+    if len(value) > _MOST_ITEMS:
+        return counted
+    if isinstance(value, dict):
+        items = [part for pair in value.items() for part in pair]
+    else:
+        items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else [*value]
+    inner = [mark_of(item) for item in items]
+    return f"{counted} {_checksum(repr(inner).encode())}"

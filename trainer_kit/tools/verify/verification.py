@@ -1,0 +1,273 @@
+"""`verify`: starts a script several times, kills one start, resumes it, and compares what they wrote down."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from trainer_kit.launch.config import count_gpus
+from trainer_kit.tools.verify.cause import Cause, Evidence, find_cause
+from trainer_kit.tools.verify.compare import Difference, Line, first_difference, read_lines, records_file
+from trainer_kit.tools.verify.plan import MOMENTS, Kill, choose_kill
+from trainer_kit.tools.verify.recorder import Start
+
+_START = "trainer_kit.tools.verify.start"
+_TAIL_LINES = 20
+_SECONDS_TO_END = 30
+
+
+class ScriptFailed(RuntimeError):
+    """A start of the script ended otherwise than it should have; the message ends with what it wrote last."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What `verify` found.
+
+    Attributes:
+        steps: Steps that were to be compared.
+        total_steps: Steps of the whole training.
+        kill: Where the second start was killed; None where it already differed before.
+        resumed_from: Step of the checkpoint that the third start went on from; None where it was not needed.
+        counts: How many things of each part were compared at each step.
+        difference: The first; None where all bits are equal.
+        amount: How much it differs, in words; empty where that is not known.
+        cause: What it likely comes from.
+    """
+
+    steps: int
+    total_steps: int
+    kill: Kill | None
+    resumed_from: int | None
+    counts: dict[str, int]
+    difference: Difference | None = None
+    amount: str = ""
+    cause: Cause | None = None
+
+
+@dataclasses.dataclass
+class Records:
+    """What the processes of one start wrote down.
+
+    Attributes:
+        header: What process 0 wrote about the start.
+        lines: Of each process, by step.
+    """
+
+    header: dict[str, Any]
+    lines: list[dict[int, Line]]
+
+
+class Verification:
+    """One comparison of a script's starts.
+
+    Args:
+        words: The script, or "-m" and a module, then its arguments.
+        steps: Steps to compare, fewer where the training is shorter.
+        seed: Chooses the step of the checkpoint, and where the run is killed.
+        processes: Processes of each start; with more than one they are started as `trainer-kit launch` does.
+        timeout: Seconds that one start may take.
+        say: Gets a sentence about each start.
+    """
+
+    def __init__(
+        self, words: Sequence[str], steps: int, seed: int, processes: int, timeout: float, say: Callable[[str], None]
+    ) -> None:
+        self.words = [*words]
+        self.seed = seed
+        self.processes = processes
+        self.timeout = timeout
+        self.say = say
+        self._steps = steps
+        self._folder = Path()
+
+    def run(self) -> Result:
+        """Does it all, in a temporary folder.
+
+        Returns:
+            Whether all bits are equal, or what differs first.
+
+        Raises:
+            ScriptFailed: If a start fails, takes too long, or never trains.
+        """
+        with tempfile.TemporaryDirectory(prefix="trainer_kit_verify_", ignore_cleanup_errors=True) as folder:
+            self._folder = Path(folder)
+            self.say(f"three starts of at most {self._steps} steps each, seed {self.seed}")
+            return self._compare()
+
+    def _compare(self) -> Result:
+        straight = self._straight()
+        save_at, steps = straight.header["save_at"], max(straight.lines[0])
+        kill = choose_kill(self.seed, save_at, steps, self.processes)
+        begun = Result(steps, straight.header["total_steps"], None, None, _counts(straight))
+        common = self._start("stopped", steps, save_at=save_at, against="straight")
+        stopped = self._run(dataclasses.replace(common, kill=kill), "run that is killed")
+        difference = _first(straight, stopped)
+        if difference is not None:
+            return self._explained(begun, difference, straight, stopped, stopped)
+        if not self._was_killed(common):
+            raise ScriptFailed(f"the second start ended before step {kill.step}, which the first one reached")
+        assert max(stopped.lines[0]) < kill.step, "it went on after SIGKILL"
+        moment = MOMENTS[kill.moment] + (f", process {kill.rank}" if self.processes > 1 else "")
+        self.say(f"killed in step {kill.step}, {moment}; the checkpoint is of step {save_at}")
+        # What a real restart draws before its training is not what the start before it drew.
+        again = dataclasses.replace(common, name="resumed", resume=True, chance=self.seed + 1)
+        resumed = self._run(again, "resumed run")
+        at = min(resumed.lines[0])
+        result = dataclasses.replace(begun, kill=kill, resumed_from=at)
+        if at == 0:
+            raise ScriptFailed("the start after the kill found no checkpoint to go on from")
+        difference = _first(straight, resumed, at)
+        if difference is None and max(resumed.lines[0]) < steps:
+            raise ScriptFailed(
+                f"the resumed run ended at step {max(resumed.lines[0])}, the straight one at step {steps}"
+            )
+        return result if difference is None else self._explained(result, difference, straight, stopped, resumed)
+
+    def _straight(self) -> Records:
+        straight = self._run(self._start("straight", self._steps), "straight run")
+        save_at, steps = straight.header["save_at"], max(straight.lines[0])
+        if steps <= save_at:
+            raise ScriptFailed(
+                f"the training ends by itself at step {steps}, too early for a checkpoint at step {save_at} and a "
+                "kill after it; let it train longer"
+                + (f", or give --steps {steps}" if 2 <= steps < self._steps else "")
+            )
+        return straight
+
+    def _explained(
+        self, result: Result, difference: Difference, straight: Records, stopped: Records, differing: Records
+    ) -> Result:
+        """With the cause of a difference, for which the script runs straight once more, up to that step."""
+        save_at, step = straight.header["save_at"], difference.step
+        start = self._start("again", max(step, 1), save_at=save_at, against="straight", dump=(step, difference.place))
+        again = self._run(start, "second straight run, to see whether it differs too")
+        rank = difference.rank
+        at = result.resumed_from
+        evidence = Evidence(
+            difference,
+            straight=straight.lines[rank],
+            again=again.lines[rank],
+            stopped=stopped.lines[rank],
+            found=differing.lines[rank],
+            restored_at=at,
+            is_reproducible=at is not None and _first(straight, again) is None,
+        )
+        amount = self._amount(difference, "again", "stopped" if at is None else "resumed")
+        return dataclasses.replace(result, difference=difference, amount=amount, cause=find_cause(evidence))
+
+    def _start(self, name: str, steps: int, **wanted: Any) -> Start:
+        return Start(name, str(self._folder), f"run-{name}", steps, self.seed, chance=self.seed, **wanted)
+
+    def _run(self, start: Start, title: str) -> Records:
+        """Runs one start to its end."""
+        if start.resume:
+            start = dataclasses.replace(start, output_dir="run-stopped")
+        begin = time.monotonic()
+        log = self._folder / f"{start.name}.log"
+        try:
+            code = self._execute(start, log)
+        except subprocess.TimeoutExpired:
+            raise ScriptFailed(f"the {title} took longer than {self.timeout:g} s{_tail(log)}") from None
+        if code and not self._was_killed(start):
+            raise ScriptFailed(f"the {title} failed with exit code {code}{_tail(log)}")
+        records = self._read(start)
+        if not all(records.lines):
+            raise ScriptFailed(f"the script ended without a training by Trainer.train(){_tail(log)}")
+        steps, seconds = max(records.lines[0]), time.monotonic() - begin
+        self.say(f"{title}: to step {steps} of {records.header['total_steps']} in {seconds:.0f} s")
+        return records
+
+    def _execute(self, start: Start, log: Path) -> int:
+        """Runs one start in processes of its own and returns the exit code."""
+        with open(log, "wb") as output:
+            process = subprocess.Popen(
+                self._command(start), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
+            try:
+                return process.wait(self.timeout)
+            finally:
+                _end(process)
+
+    def _command(self, start: Start) -> list[str]:
+        words = [_START, start.dumps(), *self.words]
+        if self.processes == 1:
+            return [sys.executable, "-m", *words]
+        options = ["--num-processes", str(self.processes), "--num-nodes", "1", "--node-rank", "0"]
+        options += ["--max-restarts", "0", "--prefix", *(["--cpu"] if count_gpus() < self.processes else [])]
+        return [sys.executable, "-m", "trainer_kit", "launch", *options, "-m", *words]
+
+    def _was_killed(self, start: Start) -> bool:
+        return (self._folder / f"{start.name}.killed").exists()
+
+    def _read(self, start: Start) -> Records:
+        read = [read_lines(records_file(self._folder, start.name, rank)) for rank in range(self.processes)]
+        return Records(read[0][0], [{line.step: line for line in lines} for _, lines in read])
+
+    def _amount(self, difference: Difference, one: str, other: str) -> str:
+        """How much a tensor differs, from the files that two starts wrote."""
+        found = []
+        for name in (one, other):
+            path = records_file(self._folder, name, difference.rank).with_suffix(".safetensors")
+            values = load_file(path) if path.exists() else {}
+            found.append(values.get(f"{difference.step} {difference.place}"))
+        return "" if found[0] is None or found[1] is None else describe_difference(found[0], found[1])
+
+
+def describe_difference(one: torch.Tensor, other: torch.Tensor) -> str:
+    """How much two tensors differ, in words."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return f"{one.dtype} of shape {[*one.shape]} and {other.dtype} of shape {[*other.shape]}"
+    differing = one.ne(other) & ~(one.isnan() & other.isnan())
+    count = int(differing.sum())
+    if not count:
+        return ""
+    where = f"in {count:,} of {one.numel():,} elements"
+    if one.is_complex() or one.dtype == torch.bool:
+        return where
+    distance = (one.double() - other.double()).abs()[differing]
+    return f"{where}, by at most {distance.max():.3g}"
+
+
+def _first(straight: Records, other: Records, restored_at: int | None = None) -> Difference | None:
+    """The first difference of two starts: of the earliest step, and there of the first process."""
+
+    def differences() -> Iterator[Difference]:
+        for rank, lines in enumerate(other.lines):
+            for step, line in sorted(lines.items()):
+                expected = straight.lines[rank].get(step)
+                found = first_difference(expected, line, step == restored_at) if expected is not None else None
+                if found is not None:
+                    yield dataclasses.replace(found, rank=rank)
+                    break
+
+    return min(differences(), key=lambda difference: difference.step, default=None)
+
+
+def _counts(records: Records) -> dict[str, int]:
+    last = records.lines[0][max(records.lines[0])]
+    return {part: len(found) for part, found in last.parts.items()}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+    return "; the last that it wrote:\n" + "\n".join(f"    {line}" for line in lines) if lines else ""
