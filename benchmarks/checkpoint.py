@@ -29,13 +29,8 @@ import torch
 from torch.utils.data import Dataset
 
 from trainer_kit import Callback, Run, Trainer, TrainingArguments
-from trainer_kit.checkpoint import (
-    load_checkpoint_in_model,
-    newest_valid,
-    read_state,
-    take_snapshot,
-    write_checkpoint,
-)
+from trainer_kit.checkpoint import newest_valid, read_state, take_snapshot, write_checkpoint
+from trainer_kit.checkpoint.loading import load_weights
 
 WIDTH = 1024
 BYTES_A_LAYER = 4 * WIDTH * (WIDTH + 1)
@@ -97,29 +92,31 @@ def timed(function: Callable[[], Any]) -> float:
 
 
 class Stall(Callback):
-    """Measures how long the loop stands between two steps, and what a `torch.save` takes there.
+    """Measures how long the loop stands still for saves, how long steps take, and what a `torch.save` takes.
 
     Attributes:
-        gaps: Seconds from the end of a step to the begin of the next, by step.
+        stood: Seconds that the loop stood still from the end of a step to the end of the next, by that.
+        took: Seconds of each step, from the end of the one before, without `torch.save`.
         blocking: Seconds of each `torch.save`, and of the same with fsync.
         memory: Bytes of this process before the first save, and the most since then.
     """
 
     def __init__(self, path: Path, every: int) -> None:
         self.path, self.every = path, every
-        self.gaps: dict[int, float] = {}
+        self.stood: dict[int, float] = {}
+        self.took: dict[int, float] = {}
         self.blocking: list[tuple[float, float]] = []
         self.memory = [0, 0]
-        self._end = 0.0
+        self._end = self._stood = 0.0
         self._ended = threading.Event()
-
-    def on_step_begin(self, run: Run) -> None:
-        if self._end:
-            self.gaps[run.state.step] = time.perf_counter() - self._end
 
     def on_step_end(self, run: Run) -> None:
         step = run.state.step
-        if step == self.every - 1:
+        if self._end:
+            self.took[step] = time.perf_counter() - self._end
+            self.stood[step] = run.save_seconds - self._stood
+        self._stood = run.save_seconds
+        if step == 1:  # after which the memory for copies is taken
             threading.Thread(target=self._watch, daemon=True).start()
         if step % self.every == self.every // 2 and step > self.every:
             self.memory, memory = [0, 0], self.memory  # what torch.save takes is not counted
@@ -150,14 +147,19 @@ def measure_stall(folder: Path, layers: int, turns: int, every: int = 8) -> None
     args = arguments(folder / "run", max_steps=every * (turns + 1), save_steps=every, save_total_limit=1)
     trainer = Trainer(Net(layers), args, Points(), callbacks=[stall])
     trainer.train()
-    quiet = statistics.median(gap for step, gap in stall.gaps.items() if step % every)
-    first, *later = [gap - quiet for step, gap in sorted(stall.gaps.items()) if step % every == 0]
     blocking, flushed = (statistics.median(column) for column in zip(*stall.blocking, strict=True))
-    usual, size = statistics.median(later), 3 * layers * BYTES_A_LAYER
     print(f"blocking torch.save      {blocking:7.3f} s       with fsync {flushed:.3f} s")
-    for name, seconds in (("first save ", first), ("later saves", usual)):
-        ratios = f"ratio {seconds / blocking:.3f}, with fsync {seconds / flushed:.3f}"
-        print(f"stall of {name}     {seconds:7.3f} s       {ratios}")
+    saves = range(every + 1, every * (turns + 1), every)  # the steps in which a copy is made
+    quiet = statistics.median(seconds for step, seconds in stall.took.items() if step % every == 0)
+    figures = {
+        "first save: stood still": stall.stood[saves[0]],
+        "later saves: stood still": statistics.median(stall.stood[step] for step in saves[1:]),
+        "and that step was longer by": statistics.median(stall.took[step] - quiet for step in saves[1:]),
+    }
+    for name, seconds in figures.items():
+        print(f"{name:28} {seconds:7.3f} s    ratio {seconds / blocking:.3f}, with fsync {seconds / flushed:.3f}")
+    print(f"a step without a save        {quiet:7.3f} s")
+    size = 3 * layers * BYTES_A_LAYER
     print(f"memory beyond training   {(stall.memory[1] - stall.memory[0]) / size:7.3f} of the state")
 
 
@@ -213,7 +215,7 @@ def measure_loading(
     def load() -> None:
         found = newest_valid(folder, print)
         assert found is not None
-        load_checkpoint_in_model(model, found)
+        load_weights(model, found, is_verified=True)  # as a resume does
         optimizer.load_state_dict(read_state(found, "optimizer") or {})
 
     def load_theirs() -> None:

@@ -37,6 +37,7 @@ class Freezing(Callback):
     """
 
     priority = -100
+    leaves_weights = True
 
     def __init__(
         self,

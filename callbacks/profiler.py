@@ -38,6 +38,7 @@ class Profiler(Callback):
     """
 
     priority = 100
+    leaves_weights = True
 
     def __init__(
         self,

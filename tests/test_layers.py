@@ -18,7 +18,7 @@ LAYERS = (
     {"arguments", "state", "precision", "trees"},
     {"strategies", "optim", "loss", "checkpoint"},
     {"run", "inspection"},
-    {"data", "diagnosis", "figures", "metrics"},
+    {"data", "diagnosis", "figures", "metrics", "copying"},
     {"callback", "evaluation", "agreement", "continuity", "saving"},
     {"callbacks", "postmortem", "resume"},
     {"trainer", "accelerator"},

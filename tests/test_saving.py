@@ -18,7 +18,7 @@ import torch
 from ranks import on_ranks
 from scenarios.task import digest, make_trainer
 
-from trainer_kit import DDP, Callback, Run, SaveError, saving
+from trainer_kit import DDP, Callback, Run, SaveError, SingleDevice, saving
 from trainer_kit.callbacks import read_log
 from trainer_kit.checkpoint import find_checkpoints, load_tensors, newest_valid, read_state, verify
 
@@ -363,7 +363,7 @@ def test_the_copy_of_the_state_is_made_in_the_same_memory_again(tmp_path: Path) 
 
     class Look(Callback):
         def on_save(self, run: Run, directory: Path) -> None:
-            places.append({buffer.data_ptr() for buffer in trainer._checkpoints.saver._buffers})
+            places.append({buffer.data_ptr() for buffer in trainer._checkpoints.saver.copies._places})
 
     trainer = make_trainer(tmp_path, Look())
     trainer.train()
@@ -396,3 +396,94 @@ def test_warnings_of_one_run_count_from_one(tmp_path: Path, caplog: pytest.LogCa
     assert caplog.text.count("could not be written") == 1
     assert "(1 failed so far)" in caplog.text
     assert "there is no other checkpoint" in caplog.text
+
+
+class Slow(SingleDevice):
+    """Copies are under way until they are let go."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.go = threading.Event()
+        self.sizes: list[tuple[bool, int]] = []
+
+    def copy_to_host(self, tensors: Any, places: Any, moment: Any = None) -> None:
+        beside = threading.current_thread() is not threading.main_thread()
+        self.sizes.append((beside, sum(tensor.nbytes for tensor in tensors)))
+        if beside:
+            assert self.go.wait(60)
+        super().copy_to_host(tensors, places, moment)
+
+
+class LetGo(Callback):
+    """Lets copies go on at a moment of the step after the save."""
+
+    def __init__(self, strategy: Slow, leaves_weights: bool) -> None:
+        self.strategy, self.leaves_weights = strategy, leaves_weights
+        self.begun: list[int] = []
+
+    def on_step_begin(self, run: Run) -> None:
+        self.begun.append(run.state.step)
+        if run.state.step == 4:
+            assert self.leaves_weights  # else the loop would have waited for ever
+            threading.Timer(0.3, self.strategy.go.set).start()
+
+
+def test_what_the_optimizer_changes_is_copied_during_the_next_forward_and_backward(tmp_path: Path) -> None:
+    strategy, watch = Slow(), Watch()
+    let_go = LetGo(strategy, leaves_weights=True)
+    trainer = make_trainer(tmp_path, watch, let_go, strategy=strategy, save_total_limit=None)
+    trainer.train()
+    for step in (4, 8):
+        saved = load_tensors(tmp_path / f"checkpoint-{step}")
+        assert all(torch.equal(saved[name], value) for name, value in watch.weights[step].items()), step
+    assert trainer.run.optimizer is not None
+    state = {value.data_ptr(): value.nbytes for each in trainer.run.optimizer.state.values() for value in each.values()}
+    weights = {each.data_ptr(): each.nbytes for each in trainer.run.model.parameters()}
+    beside = [size for is_beside, size in strategy.sizes if is_beside]
+    assert beside == [sum(state.values()) + sum(weights.values())] * 6
+    assert trainer.run.save_seconds > 0.2  # it did wait before the optimizer's step
+
+
+def test_a_listener_that_may_change_weights_is_waited_for(tmp_path: Path) -> None:
+    class Changes(Callback):
+        def on_step_begin(self, run: Run) -> None:
+            assert not trainer._checkpoints.saver.copies.is_under_way
+            for parameter in run.model.parameters():
+                parameter.data.mul_(0.99)
+
+    watch = Watch()
+    trainer = make_trainer(tmp_path, watch, Changes(), save_total_limit=None)
+    trainer.train()
+    for step in (4, 8, 12, 24):
+        saved = load_tensors(tmp_path / f"checkpoint-{step}")
+        assert all(torch.equal(saved[name], value) for name, value in watch.weights[step].items()), step
+
+
+def test_a_copy_of_weights_that_were_written_to_is_no_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Changes(Callback):
+        leaves_weights = True  # which is not true
+
+        def on_step_begin(self, run: Run) -> None:
+            if run.state.step == 4:
+                with torch.no_grad():
+                    for parameter in run.model.parameters():
+                        parameter.mul_(0.5)
+                strategy.go.set()
+
+    strategy = Slow()
+    make_trainer(tmp_path, Changes(), strategy=strategy, save_total_limit=None).train()
+    assert names(tmp_path) == [f"checkpoint-{step}" for step in (8, 12, 16, 20, 24)]
+    assert "weights were written to while they were copied" in caplog.text
+
+
+def test_no_memory_for_the_copy_is_a_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: Any) -> Any:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(SingleDevice, "host_memory", refuse)
+    with pytest.raises(SaveError, match=r"no host memory for a copy of the state \(.*\); set async_save=False"):
+        make_trainer(tmp_path, max_steps=4).train()

@@ -24,6 +24,7 @@ from trainer_kit.checkpoint import (
     write_checkpoint,
 )
 from trainer_kit.checkpoint.files import readable_size
+from trainer_kit.copying import HostCopies
 from trainer_kit.run import Run
 
 logger = logging.getLogger("trainer_kit")
@@ -62,6 +63,7 @@ class Saver:
         is_busy: Whether a checkpoint is being written, or nobody has asked what became of it.
         failed: The last save, where it failed.
         failures: How many saves have failed in this start.
+        copies: The host's copies of the run, for the loop to wait for.
     """
 
     def __init__(self, run: Run) -> None:
@@ -74,7 +76,8 @@ class Saver:
         self._requests = run.requests
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[Outcome] | None = None  # on the main process
-        self._buffers: list[torch.Tensor] = []
+        self._reserving: Future[None] | None = None
+        self.copies = HostCopies(run)
 
     @property
     def newest(self) -> Path | None:
@@ -156,10 +159,12 @@ class Saver:
         """Frees the memory of the snapshots."""
         self.run.strategy.before_aborting(None)
         self._thread.shutdown()
-        self._buffers = []
+        self.copies.free()
 
     def check_space(self, model_state: Mapping[str, torch.Tensor], states: States) -> None:
         """Warns, with figures, where the disk has no room for the checkpoints to come; all processes take part.
+
+        The host's memory for copies of the state is taken too, beside training.
 
         Raises:
             TypeError: If a state holds something that a checkpoint cannot hold.
@@ -168,7 +173,7 @@ class Saver:
         self.run.strategy.on_main(lambda: self._check_space(model_state, states))
 
     def _check_space(self, model_state: Mapping[str, torch.Tensor], states: States) -> None:
-        size = self._snapshot(model_state, states([])).nbytes
+        size = self._snapshot(model_state, states([]), copy=self._reserve).nbytes
         count = checkpoints_at_once(self.run) - len(self.committed)
         free = shutil.disk_usage(self.folder).free
         if size * count > free:
@@ -220,12 +225,18 @@ class Saver:
             copy=copy,
         )
 
+    def _reserve(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self.run.args.async_save:
+            self._reserving = self._thread.submit(self.copies.reserve, tensors)
+        return tensors
+
     def _copies(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        self._buffers = self.run.strategy.copy_to_host(tensors, self._buffers)
-        return self._buffers
+        if self._reserving is not None:
+            self._reserving.result()
+        return self.copies.take(tensors)
 
     def _with(self, new: Committed) -> list[Committed]:
-        """The run's checkpoints after the next commit, which may replace one of the same step and so the same weights."""
+        """The run's checkpoints after the next commit, which may replace one of the same step (and weights)."""
         number, metric = (self.committed[-1].number if self.committed else 0) + 1, new.metric
         for same in (each for each in self.committed if each.name == new.name):
             number, metric = same.number, same.metric if metric is None else metric
@@ -235,6 +246,8 @@ class Saver:
     def _write(self, snapshot: Snapshot, committed: list[Committed], protect: Collection[str]) -> Outcome:
         args = self.run.args
         try:
+            if args.async_save:
+                self.copies.complete()
             write_checkpoint(
                 self.folder, snapshot, max_shard_size=args.max_shard_size, to_host=self.run.strategy.to_host
             )
@@ -273,4 +286,3 @@ def checkpoints_at_once(run: Run) -> int:
     for_good = planned // args.save_keep_every if args.save_keep_every else 0
     limit = args.save_total_limit + best + for_good
     return (min(limit, planned) if args.save_strategy in ("steps", "epoch") else limit) + 1
-

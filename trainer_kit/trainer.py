@@ -215,9 +215,9 @@ class Trainer:
             begin = time.perf_counter()
             self._train()
             output = self._summary(time.perf_counter() - begin, *first)
+            self._finish_save()
             if self._agreement.due.exit_code is None:
                 self.events.emit("on_log", run, output.metrics)
-            self._finish_save()
             self.events.emit("on_train_end", run)
             self._agreement.reach()
             self._serve()
@@ -458,6 +458,8 @@ class Trainer:
             run.last_loss = scale_gradients(run.optimizer, run.last_loss, window.samples, in_all)
         if args.gradient_accumulation_steps > 1:  # the optimizer's part is one computation then, whatever came before
             strategy.dispatch()
+        if self._checkpoints.saver.copies.is_under_way:
+            self._wait_for_copy()
         emit("on_pre_optimizer_step", run)
         run.last_norms = strategy.step(run.optimizer, args.max_grad_norm, args.max_grad_value, args.nonfinite)
         emit("on_optimizer_step", run)
@@ -644,6 +646,8 @@ class Trainer:
     def _run_evaluator(self, dataset: Any, prefix: str, keep: bool = False) -> PredictionOutput:
         run = self.run
         evaluator = Evaluator(run, self._inspection, self.metrics, self.compute_metrics)
+        if self._checkpoints is not None:
+            self._wait_for_copy()  # listeners may put other weights in
         try:
             self.events.emit("on_evaluate_begin", run)
             return evaluator(make_evaluation_batches(run, dataset, self._reading), prefix, keep)
@@ -685,9 +689,17 @@ class Trainer:
         state = run.strategy.model_state(self._loss.model)
         self._checkpoints.begin_save(state, evaluation_is_due=self._agreement.due.evaluate)
         self._saved_step = run.state.step
+        if not self.events.leave_weights:
+            self._checkpoints.saver.copies.wait()
         run.save_seconds += time.perf_counter() - begin
         if not self.args.async_save:
             self._finish_save()
+
+    def _wait_for_copy(self) -> None:
+        """Lets the copy of what is trained, for a checkpoint, come to its end before it changes."""
+        begin = time.perf_counter()
+        self._checkpoints.saver.copies.wait()
+        self.run.save_seconds += time.perf_counter() - begin
 
     def _finish_save(self) -> None:
         """Waits for the checkpoint that is being written, if there is one."""

@@ -70,16 +70,32 @@ def test_a_missing_manifest_and_a_missing_folder_are_named(tmp_path: Path) -> No
 def test_another_format_version_is_refused(tmp_path: Path) -> None:
     make(tmp_path)
     rewrite(tmp_path, format_version=2, trainer_kit_version="9.1")
-    with pytest.raises(CheckpointError, match=r"format version 2, .* reads version 1; use .* that wrote it \(9\.1\)"):
+    with pytest.raises(CheckpointError, match=r"format version 2, .* reads version 1; use .* that wrote it \('9\.1'\)"):
         Manifest.read(tmp_path)
 
 
-@pytest.mark.parametrize("changes", [{"files": []}, {"files": {"a": {"size": 1}}}, {"files": {"a": 3}}, {"more": 1}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"files": files} for files in ([], {"a": {"size": 1}}, {"a": 3}, {"a": {"size": "1", "checksum": "x"}})),
+        *({"files": {"a": {"size": size, "checksum": check}}} for size, check in ((-1, "x"), (1.0, "x"), (1, 2))),
+        *(
+            {"more": 1},
+            {"a\nb": 1},
+            {"step": "3"},
+            {"step": -1},
+            {"world_size": None},
+            {"time": 3},
+            {"torch_version": []},
+        ),
+    ],
+)
 def test_a_manifest_of_another_shape_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
     make(tmp_path)
     rewrite(tmp_path, **changes)
-    with pytest.raises(CheckpointError, match="is no manifest"):
+    with pytest.raises(CheckpointError, match="is no manifest") as caught:
         Manifest.read(tmp_path)
+    assert str(caught.value).isprintable()
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "state/../../outside", "..", "C:/x", "a\\b", "."])

@@ -75,6 +75,11 @@ def test_a_read_that_gives_less_than_was_asked_for_goes_on(tmp_path: Path, monke
     assert torch.equal(load_source(source)["a"], tensor)
 
 
+def test_bools_that_are_none_become_some(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.safetensors", {"a": entry("BOOL", [3], [0, 3])}, b"\x00\x01\xfe")
+    assert load_source(read_header(path))["a"].view(torch.uint8).tolist() == [0, 1, 1]
+
+
 def test_one_tensor_of_a_file_is_read_alone(tmp_path: Path) -> None:
     tied = torch.randn(3)
     save_tensors({"a": tied, "b": torch.ones(2), "c": tied}, tmp_path)

@@ -282,7 +282,7 @@ def read_journal(path: Path) -> Journal:
     texts = [text for _, _, text in lines]
     starts = [int(step) for step, _, text in lines if text == "starts"]
     return Journal(
-        texts, int(lines[-1][0]) if lines else 0, starts[0] if starts else None,
+        texts, max((int(step) for step, _, _ in lines), default=0), starts[0] if starts else None,
         _numbers(texts, "begins "), _numbers(texts, "committed "),
     )  # fmt: skip
 

@@ -297,13 +297,15 @@ def test_copies_on_the_host_are_nobody_elses(dtype: torch.dtype) -> None:
     strategy = make_strategy()
     tensors = [torch.arange(6).reshape(2, 3).to(dtype), torch.ones((), dtype=dtype), torch.ones(0, 2, dtype=dtype)]
     tensors.append(tensors[0].t())
-    copies = strategy.copy_to_host(tensors)
+    copies = strategy.host_memory(tensors)
+    strategy.copy_to_host(tensors, copies)
     assert all(torch.equal(*pair) for pair in zip(tensors, copies, strict=True))
     tensors[0].zero_()
     assert copies[0].sum() == 15
     places = {copy.data_ptr() for copy in copies}
-    again = strategy.copy_to_host(tensors[:3], copies)
+    again = strategy.host_memory(tensors[:3], copies)
+    strategy.copy_to_host(tensors[:3], again)
     assert all(torch.equal(*pair) for pair in zip(tensors, again, strict=False))
     assert {copy.data_ptr() for copy in again} <= places
-    other = strategy.copy_to_host([torch.ones(5), torch.ones(5)], again)
+    other = strategy.host_memory([torch.ones(5), torch.ones(5)], again)
     assert other[0].data_ptr() != other[1].data_ptr()

@@ -15,6 +15,7 @@ from torch import nn
 from trainer_kit import Callback, Run, SingleDevice, Strategy, Trainer, TrainingArguments
 from trainer_kit.callbacks import Freezing
 from trainer_kit.strategies.ddp import DDP, Replica
+from trainer_kit.strategies.heartbeat import LostProcessError
 
 WORLDS = [2, 3]
 
@@ -504,6 +505,24 @@ def test_what_fails_on_the_main_process_fails_everywhere(portable: bool) -> None
     assert "the disk" in str(first)
     assert "the disk" in str(second.error)
     assert isinstance(second.error, ValueError if portable else RuntimeError)
+
+
+def forward_without_the_first() -> None:
+    """DistributedDataParallel arranges its buckets in the second forward pass, as the first process says."""
+    strategy = DDP(device="cpu", heartbeat_timeout=1.0)
+    strategy.setup()
+    model = strategy.prepare(nn.Linear(2, 1))
+    strategy.backward(model(torch.ones(1, 2)).sum())
+    if strategy.rank == 0:
+        torch.distributed.destroy_process_group()
+    else:
+        model(torch.ones(1, 2))
+
+
+def test_a_process_that_is_lost_in_a_forward_pass_is_told_as_lost() -> None:
+    _, second = try_on_ranks(2, forward_without_the_first)
+    assert isinstance(second, RankFailed)
+    assert isinstance(second.error, LostProcessError)
 
 
 def different(folder: str, what: str) -> None:

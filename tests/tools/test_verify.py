@@ -58,6 +58,7 @@ def test_an_honest_script_is_equal(way: str, seed: int, tmp_path: Path) -> None:
         ("unseeded generator", False, "loss", "RNG", "model.generator is a generator"),
         ("buffer", True, "loss", "an object without state", "the buffer calls of the model"),
         ("callback", True, "hyperparameters", "a callback or object without state", "callback Decay.factor has"),
+        ("stops later", True, "end", "a callback or object without state", "callback Stop.left has"),
         ("wrong state", True, "states", "a state that does not come back", "callback Counts"),
         ("system", False, "loss", "nondeterministic kernel", "two runs that nobody stopped differ as well"),
         ("weights", False, "model", "other weights at the beginning", "something else that is random"),

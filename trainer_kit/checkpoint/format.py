@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
@@ -23,6 +24,7 @@ STATE_FOLDER = "state"
 CHECKPOINT_PREFIX = "checkpoint-"
 STAGING_PREFIX = ".staging-"
 REPLACED_PREFIX = ".replaced-"
+_CHECKSUM = re.compile("[0-9a-f]{16}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +35,7 @@ class FileEntry:
     checksum: str
 
     def __post_init__(self) -> None:
-        if not (_is_count(self.size) and isinstance(self.checksum, str)):
+        if not (_is_count(self.size) and isinstance(self.checksum, str) and _CHECKSUM.fullmatch(self.checksum)):
             raise TypeError(f"a file has size={self.size!r:.50} and checksum={self.checksum!r:.50}")
 
 
@@ -100,14 +102,14 @@ class Manifest:
         version = content.get("format_version")
         if version != FORMAT_VERSION:
             raise CheckpointError(
-                f"{path} is of format version {version!r}, this trainer_kit reads version {FORMAT_VERSION}; "
-                f"use the trainer_kit that wrote it ({content.get('trainer_kit_version')})"
+                f"{path} is of format version {version!r:.50}, this trainer_kit reads version {FORMAT_VERSION}; "
+                f"use the trainer_kit that wrote it ({content.get('trainer_kit_version')!r:.50})"
             )
         try:
             files = {name: FileEntry(**entry) for name, entry in content.pop("files").items()}
             return cls(**content, files=files)
         except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} is no manifest: {error}") from error
+            raise CheckpointError(f"{path} is no manifest: {str(error)!r:.200}") from error
 
     def check(self, directory: Path, names: Iterable[str] | None = None) -> None:
         """Compares files on the disk with this manifest: all of them, or those in `names`.
@@ -115,12 +117,11 @@ class Manifest:
         Raises:
             CheckpointError: If one is missing, a link, of another size or another checksum.
         """
-        expected = self.check_sizes(directory, names)
-        paths = sorted(expected, key=lambda path: -expected[path].size)  # so that the largest is not begun last
+        paths = self.check_sizes(directory, names)
         for path, found in zip(paths, _entries(paths), strict=True):
-            if found != expected[path]:
+            if found != paths[path]:
                 raise CheckpointError(
-                    f"{path} is damaged: its checksum is {found.checksum} instead of {expected[path].checksum}"
+                    f"{path} is damaged: its checksum is {found.checksum} instead of {paths[path].checksum}"
                 )
 
     def check_sizes(self, directory: Path, names: Iterable[str] | None = None) -> dict[Path, FileEntry]:

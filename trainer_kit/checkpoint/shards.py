@@ -104,14 +104,14 @@ def save_tensors(
 
 def storage_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors that are one and the same view of one memory (tied weights), different for all others."""
-    memory = _address(tensor)
+    memory = address(tensor)
     if memory == 0 or tensor.numel() == 0:
         return (id(tensor),)
     view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return (tensor.device, memory, *view)
 
 
-def _address(tensor: torch.Tensor) -> int:
+def address(tensor: torch.Tensor) -> int:
     """Where its memory begins; 0 for one without, and on devices that do not tell (XLA)."""
     try:
         return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0

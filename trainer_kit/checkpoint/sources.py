@@ -108,11 +108,11 @@ def _sharded(directory: Path, index_name: str, listed: Listed | None) -> list[So
         source = read_header(path)
         for tensor in (*source.entries, *source.aliases):
             if holder.setdefault(tensor, name) != name:
-                raise CheckpointError(f"{index} is damaged: {tensor!r} is in {holder[tensor]} and in {name}")
+                raise CheckpointError(f"{index} is damaged: {tensor!r:.80} is in {holder[tensor]} and in {name}")
         found.append(source)
     for tensor, name in weight_map.items():
         if holder.get(tensor) != name:
-            raise CheckpointError(f"{index} says that {tensor!r} is in {name}, which does not hold it")
+            raise CheckpointError(f"{index} says that {tensor!r:.80} is in {name}, which does not hold it")
     return found
 
 
@@ -159,7 +159,7 @@ def _source(path: Path, header: Any, start: int, size: int) -> Source:
     end = start
     for name, entry in entries.items():
         if entry.start != end:
-            raise ValueError(f"the tensor {name!r} overlaps another, or nothing lies before it")
+            raise ValueError(f"the tensor {name!r:.80} overlaps another, or nothing lies before it")
         end += entry.nbytes
     if end != size:
         raise ValueError(f"its tensors end at byte {end}, it ends at byte {size}")
@@ -176,17 +176,17 @@ def _source(path: Path, header: Any, start: int, size: int) -> Source:
 
 def _entry(name: str, fields: Any, start: int) -> Entry:
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"the tensor {name!r} has no dtype, shape and data_offsets")
+        raise ValueError(f"the tensor {name!r:.80} has no dtype, shape and data_offsets")
     shape, offsets = fields["shape"], fields["data_offsets"]
     if not (_are_sizes(shape) and len(shape) <= _MOST_DIMENSIONS and _are_sizes(offsets) and len(offsets) == 2):
-        raise ValueError(f"the tensor {name!r} has a shape or data_offsets that make no sense")
+        raise ValueError(f"the tensor {name!r:.80} has a shape or data_offsets that make no sense")
     dtype = _DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
     if dtype is None:
-        raise ValueError(f"the tensor {name!r} is of dtype {fields['dtype']!r:.50}, which is not known here")
+        raise ValueError(f"the tensor {name!r:.80} is of dtype {fields['dtype']!r:.50}, which is not known here")
     nbytes = math.prod(shape) * dtype.itemsize
     # torch's strides take a size of 0 for 1.
     if nbytes != offsets[1] - offsets[0] or math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 2**63:
-        raise ValueError(f"the tensor {name!r} has a shape that does not fit its data_offsets")
+        raise ValueError(f"the tensor {name!r:.80} has a shape that does not fit its data_offsets")
     return Entry(dtype, tuple(shape), start + offsets[0], nbytes)
 
 
@@ -203,7 +203,7 @@ def _complex_names(metadata: Mapping[str, str], path: Path) -> list[str]:
 
 def _as_complex(name: str, entry: Entry) -> Entry:
     if entry.dtype not in _AS_COMPLEX or entry.shape[-1:] != (2,):
-        raise ValueError(f"the tensor {name!r} holds no complex numbers, as its metadata say")
+        raise ValueError(f"the tensor {name!r:.80} holds no complex numbers, as its metadata say")
     return dataclasses.replace(entry, dtype=_AS_COMPLEX[entry.dtype], shape=entry.shape[:-1])
 
 
@@ -247,6 +247,9 @@ def _read(path: Path, entries: Mapping[str, Entry], into: Tensors) -> dict[str, 
                 pass
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    for tensor in loaded.values():
+        if tensor.dtype == torch.bool:
+            tensor.view(torch.uint8).clamp_(max=1)  # torch's kernels rely on bools that are 0 or 1
     return loaded
 
 

@@ -87,6 +87,11 @@ class Strategy:
         return self.device.type == "cpu"
 
     @property
+    def copies_beside(self) -> bool:
+        """Whether `copy_to_host` may be called in another thread, while the device is at work."""
+        return self.device.type in ("cpu", "cuda")
+
+    @property
     def scales_gradients(self) -> bool:
         """Whether fp16's gradient scaler is at work, which leaves out steps whose gradients overflow."""
         return self.precision is not None and self.precision.scaler is not None
@@ -378,27 +383,41 @@ class Strategy:
         """A tensor of a model or an optimizer on the host, whole."""
         return tensor.cpu()
 
-    def copy_to_host(self, tensors: Sequence[torch.Tensor], buffers: Iterable[torch.Tensor] = ()) -> list[torch.Tensor]:
-        """Copies on the host, whole, that nothing computed later changes; waits for the device once.
-
-        Args:
-            tensors: Of a model or an optimizer.
-            buffers: What an earlier call returned and nobody needs any more: its memory is used again where it fits.
-        """
-        free: dict[Any, list[torch.Tensor]] = {}
-        for buffer in buffers:
-            free.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
-        copies = [
+    def host_memory(self, tensors: Iterable[torch.Tensor], free: Iterable[torch.Tensor] = ()) -> list[torch.Tensor]:
+        """Memory on the host for a copy of each tensor; that of `free`, which nobody needs any more, where it fits."""
+        places: dict[Any, list[torch.Tensor]] = {}
+        for place in free:
+            places.setdefault((place.shape, place.dtype), []).append(place)
+        return [
             found.pop()
-            if (found := free.get((tensor.shape, tensor.dtype)))
+            if (found := places.get((tensor.shape, tensor.dtype)))
             else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pins_memory)
             for tensor in tensors
         ]
-        if copies:
-            torch._foreach_copy_(copies, [tensor.detach() for tensor in tensors], non_blocking=self.pins_memory)
-        if self.pins_memory:
-            torch.get_device_module(self.device).current_stream().synchronize()
-        return copies
+
+    def moment(self) -> Any:
+        """What was given to the device by now, for `copy_to_host` in another thread; None where it need not know."""
+        return torch.get_device_module(self.device).current_stream().record_event() if self.pins_memory else None
+
+    def copy_to_host(self, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor], moment: Any = None) -> None:
+        """Copies tensors, whole, and waits until they are there.
+
+        Args:
+            tensors: Of a model or an optimizer, on any device.
+            places: Where to, as `host_memory` gives them.
+            moment: After which they are to be copied, beside what the device was given since; None: after everything.
+        """
+        stream: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if moment is not None:
+            module = torch.get_device_module(self.device)
+            side = module.Stream(self.device)
+            side.wait_event(moment)
+            stream = module.stream(side)
+        with stream:
+            if tensors:
+                torch._foreach_copy_([*places], [each.detach() for each in tensors], non_blocking=self.pins_memory)
+            if self.pins_memory:
+                torch.get_device_module(self.device).current_stream(self.device).synchronize()
 
     def memory(self) -> dict[str, float]:
         """Memory in GiB: `memory_gib` in use now and `peak_memory_gib` since the start of the process.

@@ -128,7 +128,7 @@ class DDP(Processes, SingleDevice):
                 )
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
         model = super().prepare(model)
-        replica = Replica(model, self._wrap)
+        replica = Replica(model, self._wrap, self._watched)
         self.check_same(replica.shapes())
         with self._watched():
             take_from_main([*model.parameters(), *replica.buffers_to_share()])

@@ -26,6 +26,7 @@ class Replica(torch.nn.Module):
     Args:
         module: On the device, with the same weights on all processes.
         wrap: Makes the DistributedDataParallel.
+        watched: Makes the context of a forward pass, in which that may wait for the other processes.
 
     Attributes:
         alive: All there are.
@@ -34,12 +35,16 @@ class Replica(torch.nn.Module):
     alive: ClassVar[weakref.WeakSet[Replica]] = weakref.WeakSet()
 
     def __init__(
-        self, module: torch.nn.Module, wrap: Callable[[torch.nn.Module], DistributedDataParallel]
-    ) -> None:  # fmt: skip
+        self,
+        module: torch.nn.Module,
+        wrap: Callable[[torch.nn.Module], DistributedDataParallel],
+        watched: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
         super().__init__()
         self.module = module
         self.called = False
         self._wrap = wrap
+        self._watched = watched
         self._named = list(module.named_parameters())
         self._shared = _kept_buffers(module)
         self._trained: list[bool] = []
@@ -53,7 +58,8 @@ class Replica(torch.nn.Module):
             return self.module(*args, **kwargs)
         self.called = True
         try:
-            return module(*args, **kwargs)
+            with self._watched():
+                return module(*args, **kwargs)
         except RuntimeError as error:
             if (sentence := self._without_gradient(error)) is None:
                 raise

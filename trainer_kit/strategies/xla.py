@@ -354,8 +354,9 @@ class XLA(Processes):
             return tensor.cpu()
         return self._division.joined(tensor)
 
-    def copy_to_host(self, tensors: Sequence[torch.Tensor], buffers: Iterable[torch.Tensor] = ()) -> list[torch.Tensor]:
-        return [self.to_host(each) if each.device.type == "xla" else each.detach().clone() for each in tensors]
+    def copy_to_host(self, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor], moment: Any = None) -> None:
+        for tensor, place in zip(tensors, places, strict=True):
+            place.copy_(self.to_host(tensor.detach()))
 
     def memory(self) -> dict[str, Any]:
         """`memory_gib` in use on the first device now and `peak_memory_gib`, as far as the device reports them."""

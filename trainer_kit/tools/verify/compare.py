@@ -18,6 +18,7 @@ PARTS = {
     "optimizer": "optimizer",
     "states": "state",
     "figures": "record",
+    "end": "end of the training",
 }
 """What is compared, in the order in which one thing in a step follows from another, and what it is called."""
 

@@ -109,13 +109,13 @@ class Verification:
         save_at, steps = straight.header["save_at"], max(straight.lines[0])
         kill = choose_kill(self.seed, save_at, steps, self.processes)
         begun = Result(steps, straight.header["total_steps"], None, None, _counts(straight))
-        common = self._start("stopped", steps, save_at=save_at, against="straight")
+        common = self._start("stopped", self._steps, save_at=save_at, against="straight")
         stopped = self._run(dataclasses.replace(common, kill=kill), "run that is killed")
         difference = _first(straight, stopped)
+        if difference is None and not self._was_killed(common):
+            difference = _other_end(straight, stopped)
         if difference is not None:
             return self._explained(begun, difference, straight, stopped, stopped)
-        if not self._was_killed(common):
-            raise ScriptFailed(f"the second start ended before step {kill.step}, which the first one reached")
         assert max(stopped.lines[0]) < kill.step, "it went on after SIGKILL"
         moment = MOMENTS[kill.moment] + (f", process {kill.rank}" if self.processes > 1 else "")
         self.say(f"killed in step {kill.step}, {moment}; the checkpoint is of step {save_at}")
@@ -126,11 +126,7 @@ class Verification:
         result = dataclasses.replace(begun, kill=kill, resumed_from=at)
         if at == 0:
             raise ScriptFailed("the start after the kill found no checkpoint to go on from")
-        difference = _first(straight, resumed, at)
-        if difference is None and max(resumed.lines[0]) < steps:
-            raise ScriptFailed(
-                f"the resumed run ended at step {max(resumed.lines[0])}, the straight one at step {steps}"
-            )
+        difference = _first(straight, resumed, at) or _other_end(straight, resumed)
         return result if difference is None else self._explained(result, difference, straight, stopped, resumed)
 
     def _straight(self) -> Records:
@@ -203,7 +199,8 @@ class Verification:
         if self.processes == 1:
             return [sys.executable, "-m", *words]
         options = ["--num-processes", str(self.processes), "--num-nodes", "1", "--node-rank", "0"]
-        options += ["--max-restarts", "0", "--prefix", *(["--cpu"] if count_gpus() < self.processes else [])]
+        options += ["--max-restarts", "0", "--prefix", "--log-dir", str(self._folder / f"{start.name}-output")]
+        options += ["--cpu"] if count_gpus() < self.processes else []
         return [sys.executable, "-m", "trainer_kit", "launch", *options, "-m", *words]
 
     def _was_killed(self, start: Start) -> bool:
@@ -251,6 +248,14 @@ def _first(straight: Records, other: Records, restored_at: int | None = None) ->
                     break
 
     return min(differences(), key=lambda difference: difference.step, default=None)
+
+
+def _other_end(straight: Records, other: Records) -> Difference | None:
+    """The difference of two starts that are equal as far as both came, where one of them went on."""
+    expected, found = max(straight.lines[0]), max(other.lines[0])
+    if found == expected:
+        return None
+    return Difference(min(expected, found), "end", "", f"step {expected}", f"step {found}", others=0, is_restored=False)
 
 
 def _counts(records: Records) -> dict[str, int]:
