@@ -37,8 +37,6 @@ class Compilation(Callback):
     have compiled (with gradient accumulation, where the same shape is compiled for several places in a step, up to 30).
     """
 
-    leaves_weights = True
-
     def __init__(self) -> None:
         self._began = self._mark = _Mark(0, 0.0, None)
         self._training = self._warned = False

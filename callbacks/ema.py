@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +56,9 @@ class EMA(Callback):
         self._check(live)
         self._averages = {name: self._averages[name].to(_wide(tensor)) for name, tensor in live.items()}
         self._weights = list(live.values())
+
+    def on_rollback(self, run: Run, directory: Path) -> None:
+        self.on_train_begin(run)  # the averages of the checkpoint, where the weights are
 
     def on_step_end(self, run: Run) -> None:
         step = run.state.step

@@ -37,7 +37,6 @@ class Freezing(Callback):
     """
 
     priority = -100
-    leaves_weights = True
 
     def __init__(
         self,

@@ -85,6 +85,9 @@ class _Adapter(Callback):
     def on_predict(self, run: Run, metrics: dict[str, Any]) -> None:
         self._call("on_predict", run, metrics=dict(metrics))
 
+    def on_rollback(self, run: Run, directory: Path) -> None:
+        self._set_best(run)
+
     def on_save(self, run: Run, directory: Path) -> None:
         if directory.name == f"checkpoint-{run.state.best_step}":
             self._state.best_model_checkpoint = str(directory)

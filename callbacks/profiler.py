@@ -38,7 +38,6 @@ class Profiler(Callback):
     """
 
     priority = 100
-    leaves_weights = True
 
     def __init__(
         self,

@@ -38,7 +38,6 @@ class Progress(Callback):
     """
 
     priority = 100
-    leaves_weights = True
 
     def __init__(self) -> None:
         self._bar: tqdm.tqdm[Any] | None = None

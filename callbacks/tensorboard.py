@@ -51,7 +51,8 @@ class TensorBoard(Callback):
     def on_rollback(self, run: Run, directory: Path) -> None:
         if self._writer is not None:  # a writer anew, which purges what came after that step
             self._close()
-            self._writer = self._open(run, purge_step=run.state.step + 1)
+            with self._failures_told():
+                self._writer = self._open(run, purge_step=run.state.step + 1)
 
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
         self._write(run, record, "train")

@@ -68,7 +68,7 @@ def make(folder: Path, dataset: Any, *callbacks: Callback, strategy: Strategy | 
         "seed": SEED,
     }  # fmt: skip
     args = TrainingArguments(**(arguments | changes))
-    return Trainer(Line(), args, dataset, callbacks=[EMA(decay=0.9), *callbacks], strategy=strategy)
+    return Trainer(Line(), args, dataset, Points(), callbacks=[EMA(decay=0.9), *callbacks], strategy=strategy)
 
 
 def by_hand(batches: list[list[int]], points: Points) -> torch.Tensor:
@@ -167,6 +167,92 @@ def test_the_end_is_looked_at_too(tmp_path: Path) -> None:
     trainer = make(tmp_path, Points(bad), num_train_epochs=1, logging_strategy="no")
     trainer.train()
     assert trainer.run.model.state_dict()["linear.weight"].isfinite().all()
+
+
+class Place(torch.utils.data.IterableDataset[Any]):
+    """Knows where it stands."""
+
+    def __init__(self, *bad: int) -> None:
+        self.points, self.place = Points(*bad), 0
+
+    def __iter__(self) -> Any:
+        while self.place < SAMPLES:
+            self.place += 1
+            yield self.points[self.place - 1]
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("save_steps", [4, 100])
+def test_a_dataset_that_knows_its_place_is_set_back(tmp_path: Path, save_steps: int) -> None:
+    trainer = make(tmp_path, Place(5, 13, 30), max_steps=SAMPLES // BATCH - 3, save_steps=save_steps)
+    trainer.train()
+    order = [[*range(start, start + BATCH)] for start in range(0, SAMPLES, BATCH) if start not in (4, 12, 28)]
+    expected = by_hand(order, Points(5, 13, 30))
+    torch.testing.assert_close(trainer.run.model.state_dict()["linear.weight"], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Damage(Callback):
+        def on_save(self, run: Run, directory: Path) -> None:
+            if directory.name == "checkpoint-4":
+                path = directory / "model.safetensors"
+                content = bytearray(path.read_bytes())
+                content[-1] ^= 1
+                path.write_bytes(content)
+
+    bad, seen = permutation(SAMPLES, SEED, 0)[7 * BATCH].item(), Seen()
+    trainer = make(tmp_path, Points(bad), Damage(), seen, num_train_epochs=1, log_level="warning")
+    trainer.train()
+    assert seen.rollbacks == [(0, "checkpoint-0")]
+    assert "checkpoint-4 is passed over" in caplog.text
+    expected = by_hand(batches((0, 7))[: SAMPLES // BATCH - 1], Points(bad))
+    torch.testing.assert_close(trainer.run.model.state_dict()["linear.weight"], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_without_a_checkpoint_the_step_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("trainer_kit.saving.write_checkpoint", full)
+    with pytest.raises(NonFiniteError, match="is not finite"):
+        make(tmp_path, Points(17)).train()
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_an_epoch_whose_end_is_passed_over_ends(tmp_path: Path, epochs: int) -> None:
+    """Where the checkpoint stands right before the window, and where steps come between."""
+    ends: list[tuple[int, float]] = []
+
+    class Ends(Callback):
+        def on_rollback(self, run: Run, directory: Path) -> None:
+            ends[:] = [end for end in ends if end <= (run.state.step, run.state.epochs)]  # not what was undone
+
+        def on_epoch_end(self, run: Run) -> None:
+            ends.append((run.state.step, run.state.epochs))
+
+        def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+            evaluated.append(run.state.step)
+
+    evaluated: list[int] = []
+    bad = permutation(SAMPLES, SEED, 0)[-1].item()
+    for save_steps in (3, 4):
+        ends.clear()
+        evaluated.clear()
+        trainer = make(
+            tmp_path / str(save_steps), Points(bad), Ends(), num_train_epochs=epochs, save_steps=save_steps,
+            eval_strategy="epoch", max_rollbacks=5,
+        )  # fmt: skip
+        trainer.train()
+        last = trainer.run.state.step
+        assert last == epochs * SAMPLES // BATCH - epochs
+        assert ends == [(9, 1.0), (last, 2.0)][:epochs]
+        assert sorted({*evaluated} - {10}) == [9, last][:epochs]
 
 
 def test_no_checkpoints_no_going_back() -> None:

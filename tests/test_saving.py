@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import shutil
+import signal
 import sys
 import threading
 from collections import namedtuple
@@ -71,7 +72,7 @@ def held_back(monkeypatch: pytest.MonkeyPatch, wait: Callable[[], Any]) -> None:
     monkeypatch.setattr(saving, "write_checkpoint", patched)
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, *numbers: int, error: OSError | None = None) -> list[int]:
+def failing(monkeypatch: pytest.MonkeyPatch, *numbers: int, error: Exception | None = None) -> list[int]:
     """Lets the writes of these numbers, from 1, fail; the list grows with each write."""
     calls: list[int] = []
 
@@ -150,6 +151,16 @@ def test_an_error_waits_for_the_save_that_was_begun(tmp_path: Path, monkeypatch:
     assert newest_valid(tmp_path, print) == tmp_path / "checkpoint-4"
 
 
+@pytest.mark.timeout(60)
+def test_an_error_in_a_save_that_training_waits_for_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as torch raises wherever the main thread is, when a data worker was killed."""
+    failing(monkeypatch, 1, error=RuntimeError("DataLoader worker is killed"))
+    with pytest.raises(RuntimeError, match="worker is killed"):
+        make_trainer(tmp_path, async_save=False).train()
+
+
 def test_a_failed_save_is_a_warning_and_the_next_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -201,7 +212,7 @@ def test_a_folder_removed_meanwhile_is_made_again(tmp_path: Path) -> None:
             if run.state.step == 6:
                 shutil.rmtree(tmp_path / "run", ignore_errors=True)  # the writer may be at work in it
 
-    make_trainer(tmp_path / "run", Remove(), save_total_limit=2).train()
+    make_trainer(tmp_path / "run", Remove(), save_total_limit=2, async_save=False).train()
     assert names(tmp_path / "run") == ["checkpoint-20", "checkpoint-24"]
 
 
@@ -303,6 +314,27 @@ def test_a_checkpoint_written_again_after_a_resume_is_still_the_best(tmp_path: P
     committed = (read_state(tmp_path / "checkpoint-8", "trainer") or {})["committed"]
     assert [name for name, _, _ in committed] == ["checkpoint-4", "checkpoint-8"]
     assert all(metric is not None for _, _, metric in committed)
+
+
+class LeaveInEvaluation(Callback):
+    """Is told to leave in the first evaluation."""
+
+    def on_evaluate_begin(self, run: Run) -> None:
+        if run.state.step == 4:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_an_evaluation_that_was_broken_off_counts_for_its_checkpoint(tmp_path: Path) -> None:
+    changes = {"save_total_limit": 1, "metric_for_best_model": "eval_loss", "max_steps": 8}
+    with pytest.raises(SystemExit):
+        make_trainer(tmp_path, LeaveInEvaluation(), **changes).train()
+    make_trainer(tmp_path, **changes).train(resume_from_checkpoint=True)
+    committed = (read_state(tmp_path / "checkpoint-8", "trainer") or {})["committed"]
+    evaluations = [record["eval_loss"] for record in read_log(tmp_path / "log.jsonl") if "eval_loss" in record]
+    assert [(name, metric) for name, _, metric in committed] == [
+        ("checkpoint-4", evaluations[0]),
+        ("checkpoint-8", evaluations[1]),
+    ]
 
 
 _auditors: list[Callable[[str, tuple[Any, ...]], None]] = []
@@ -415,67 +447,81 @@ class Slow(SingleDevice):
 
 
 class LetGo(Callback):
-    """Lets copies go on at a moment of the step after the save."""
+    """Lets copies go on a while after the begin of the step after the save."""
 
-    def __init__(self, strategy: Slow, leaves_weights: bool) -> None:
-        self.strategy, self.leaves_weights = strategy, leaves_weights
-        self.begun: list[int] = []
+    def __init__(self, strategy: Slow) -> None:
+        self.strategy = strategy
 
     def on_step_begin(self, run: Run) -> None:
-        self.begun.append(run.state.step)
         if run.state.step == 4:
-            assert self.leaves_weights  # else the loop would have waited for ever
             threading.Timer(0.3, self.strategy.go.set).start()
 
 
-def test_what_the_optimizer_changes_is_copied_during_the_next_forward_and_backward(tmp_path: Path) -> None:
+def test_what_the_optimizer_keeps_is_copied_during_the_next_forward_and_backward(tmp_path: Path) -> None:
+    states: dict[int, dict[str, torch.Tensor]] = {}
+
+    class State(Callback):
+        def on_step_end(self, run: Run) -> None:
+            assert run.optimizer is not None
+            kept = run.optimizer.state_dict()["state"]
+            states[run.state.step] = {
+                f"state.{number}.{name}": value.clone() for number in kept for name, value in kept[number].items()
+            }
+
     strategy, watch = Slow(), Watch()
-    let_go = LetGo(strategy, leaves_weights=True)
-    trainer = make_trainer(tmp_path, watch, let_go, strategy=strategy, save_total_limit=None)
+    trainer = make_trainer(tmp_path, watch, State(), LetGo(strategy), strategy=strategy, save_total_limit=None)
     trainer.train()
     for step in (4, 8):
         saved = load_tensors(tmp_path / f"checkpoint-{step}")
         assert all(torch.equal(saved[name], value) for name, value in watch.weights[step].items()), step
-    assert trainer.run.optimizer is not None
-    state = {value.data_ptr(): value.nbytes for each in trainer.run.optimizer.state.values() for value in each.values()}
-    weights = {each.data_ptr(): each.nbytes for each in trainer.run.model.parameters()}
+        saved = load_tensors(tmp_path / f"checkpoint-{step}" / "state", "optimizer")
+        assert saved.keys() == states[step].keys()
+        assert all(torch.equal(saved[name], value) for name, value in states[step].items()), step
     beside = [size for is_beside, size in strategy.sizes if is_beside]
-    assert beside == [sum(state.values()) + sum(weights.values())] * 6
+    assert beside == [sum(value.nbytes for value in states[4].values())] * 6
     assert trainer.run.save_seconds > 0.2  # it did wait before the optimizer's step
 
 
-def test_a_listener_that_may_change_weights_is_waited_for(tmp_path: Path) -> None:
-    class Changes(Callback):
-        def on_step_begin(self, run: Run) -> None:
-            assert not trainer._checkpoints.saver.copies.is_under_way
-            for parameter in run.model.parameters():
-                parameter.data.mul_(0.99)
+class Renormed(torch.nn.Module):
+    """Its forward pass writes to a weight."""
 
-    watch = Watch()
-    trainer = make_trainer(tmp_path, watch, Changes(), save_total_limit=None)
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(3, 4, max_norm=0.1)
+        self.head = torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.head.bias.data.clamp_(-0.01, 0.01)
+        return {"loss": (self.head(x) - self.embedding(labels)).square().mean()}
+
+
+def test_a_forward_pass_may_write_to_weights(tmp_path: Path) -> None:
+    strategy, watch = Slow(), Watch()
+    trainer = make_trainer(
+        tmp_path, watch, LetGo(strategy), model=Renormed(), strategy=strategy, save_total_limit=None, eval_strategy="no"
+    )
     trainer.train()
-    for step in (4, 8, 12, 24):
+    assert names(tmp_path) == [f"checkpoint-{step}" for step in range(4, 25, 4)]
+    for step in range(4, 25, 4):
         saved = load_tensors(tmp_path / f"checkpoint-{step}")
         assert all(torch.equal(saved[name], value) for name, value in watch.weights[step].items()), step
 
 
-def test_a_copy_of_weights_that_were_written_to_is_no_checkpoint(
+def test_a_copy_of_an_optimizer_that_was_written_to_is_no_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Changes(Callback):
-        leaves_weights = True  # which is not true
-
         def on_step_begin(self, run: Run) -> None:
             if run.state.step == 4:
-                with torch.no_grad():
-                    for parameter in run.model.parameters():
-                        parameter.mul_(0.5)
+                assert run.optimizer is not None
+                for state in run.optimizer.state.values():
+                    state["exp_avg"].mul_(0.5)
                 strategy.go.set()
 
     strategy = Slow()
     make_trainer(tmp_path, Changes(), strategy=strategy, save_total_limit=None).train()
     assert names(tmp_path) == [f"checkpoint-{step}" for step in (8, 12, 16, 20, 24)]
-    assert "weights were written to while they were copied" in caplog.text
+    assert "the optimizer's state was written to while it was copied" in caplog.text
 
 
 def test_no_memory_for_the_copy_is_a_failed_save(
@@ -487,3 +533,53 @@ def test_no_memory_for_the_copy_is_a_failed_save(
     monkeypatch.setattr(SingleDevice, "host_memory", refuse)
     with pytest.raises(SaveError, match=r"no host memory for a copy of the state \(.*\); set async_save=False"):
         make_trainer(tmp_path, max_steps=4).train()
+
+
+def test_a_folder_that_is_gone_when_its_space_is_looked_at(tmp_path: Path) -> None:
+    class Remove(Callback):
+        def on_step_end(self, run: Run) -> None:
+            if run.state.step == 1:
+                shutil.rmtree(tmp_path / "run")
+
+    make_trainer(tmp_path / "run", Remove(), max_steps=8).train()
+    assert names(tmp_path / "run") == ["checkpoint-4", "checkpoint-8"]
+
+
+def test_what_the_models_files_refuse_is_told_after_the_first_step(tmp_path: Path) -> None:
+    class Tokenizer:
+        def save_pretrained(self, directory: Path) -> None:
+            raise ValueError("this tokenizer cannot be saved")
+
+    trainer = make_trainer(tmp_path)
+    trainer.run.processing_class = Tokenizer()
+    with pytest.raises(ValueError, match="this tokenizer cannot be saved"):
+        trainer.train()
+    assert trainer.run.state.step == 1
+
+
+def test_the_launcher_hears_of_a_checkpoint_that_an_error_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Raise(Callback):
+        def on_step_end(self, run: Run) -> None:
+            if run.state.step == 5:
+                threading.Timer(0.1, begun.set).start()
+                raise ValueError("broken")
+
+    told: list[int] = []
+    monkeypatch.setattr(SingleDevice, "report_progress", lambda self, step: told.append(step))
+    begun = threading.Event()
+    held_back(monkeypatch, lambda: begun.wait(60))
+    with pytest.raises(RuntimeError, match="broken"):
+        make_trainer(tmp_path, Raise()).train()
+    assert told == [4]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint")]
+
+
+def test_retention_leaves_what_somebody_put_in_a_checkpoints_place(tmp_path: Path) -> None:
+    make_trainer(tmp_path / "one", StopAt(12), save_total_limit=None).train()
+    make_trainer(tmp_path / "two", StopAt(4), save_total_limit=None).train()
+    shutil.rmtree(tmp_path / "one" / "checkpoint-4")
+    shutil.copytree(tmp_path / "two" / "checkpoint-4", tmp_path / "one" / "checkpoint-4")
+    make_trainer(tmp_path / "one", save_total_limit=1).train(resume_from_checkpoint=True)
+    assert names(tmp_path / "one") == ["checkpoint-4", "checkpoint-12", "checkpoint-24"]

@@ -416,6 +416,22 @@ def test_nonfinite_stop_names_step_loss_and_parameter(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "checkpoint-4").exists()
 
 
+def test_nonfinite_stop_sees_a_step_in_which_no_label_counts(tmp_path: Path) -> None:
+    """Its gradients may not be finite all the same, and hold the weights still."""
+
+    class Unlabelled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2))
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": (self.weight * x).sum() * torch.tensor(float("inf"))}
+
+    samples = [{"x": torch.ones(2), "labels": torch.tensor(-100)} for _ in range(8)]
+    with pytest.raises(NonFiniteError, match="is not finite"):
+        Trainer(Unlabelled(), arguments(tmp_path, max_steps=4, logging_steps=2), samples).train()
+
+
 @pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
 def test_nonfinite_skip_leaves_the_step_out(tmp_path: Path, optim: str) -> None:
     weights, records = [], []

@@ -25,15 +25,9 @@ class Callback:
     Hooks get the `Run`, on every process. Callbacks with a lower `priority` are called first, those with the same
     one in the order of the list. A callback asks for things by `run.requests.log|evaluate|save|stop = True`;
     the loop acts on them at the end of the step.
-
-    Attributes:
-        priority: See above.
-        leaves_weights: Whether its `on_epoch_begin`, `on_step_begin` and `on_substep_end` leave what is trained as it
-            is. Then a checkpoint's copy of it can be made meanwhile.
     """
 
     priority: int = 0
-    leaves_weights: bool = False
 
     def on_init_end(self, run: Run) -> None:
         """The Trainer is made; the model is still where the user left it."""
@@ -129,12 +123,6 @@ class Events:
             hook: [(each, getattr(each, hook)) for each in self.callbacks if _overrides(each, hook)]
             for hook in (*HOOKS, "metrics")
         }
-
-    @property
-    def leave_weights(self) -> bool:
-        """Whether nobody who is called before a step's `on_pre_optimizer_step` changes what is trained."""
-        hooks = ("on_epoch_begin", "on_step_begin", "on_substep_end")
-        return all(callback.leaves_weights for hook in hooks for callback, _ in self._listeners[hook])
 
     def emit(self, hook: str, run: Run, *arguments: Any) -> None:
         """Calls one hook of every callback that overrides it.

@@ -17,9 +17,9 @@ from trainer_kit.trees import tensors as tensors_of
 class HostCopies:
     """Copies of a run's tensors, in memory that is used again from one checkpoint to the next.
 
-    Most of a state changes in the optimizer's step alone: the parameters that it trains, and what it keeps of them.
-    Another thread copies these (`complete`) while the next step's forward and backward pass runs; before its
-    optimizer's step the loop waits (`wait`). Everything else is copied at once.
+    What the optimizer keeps, two thirds of AdamW's state, changes in its step alone: another thread copies it
+    (`complete`) while the next step's forward and backward pass runs; before its optimizer's step the loop waits
+    (`wait`). Everything else is copied at once: a forward pass may write to weights too (`Embedding(max_norm=1)`).
 
     Args:
         run: Its optimizer is made.
@@ -50,7 +50,7 @@ class HostCopies:
         """
         strategy = self.run.strategy
         self._places = places = self._memory_for(tensors)
-        stable = self._changed_by_the_optimizer() if strategy.copies_beside else set()
+        stable = self._of_the_optimizer() if strategy.copies_beside else set()
         pairs = [(tensor, place, address(tensor) in stable) for tensor, place in zip(tensors, places, strict=True)]
         self._later = [(tensor, place, tensor._version) for tensor, place, waits in pairs if waits]
         self._moment = strategy.moment()
@@ -71,8 +71,8 @@ class HostCopies:
             self.run.strategy.copy_to_host(sources, [place for _, place, _ in later], self._moment)
             if any(tensor._version != version for tensor, _, version in later):
                 raise OSError(
-                    "weights were written to while they were copied, before the optimizer's step (by a hook, or in the "
-                    "forward pass); set async_save=False"
+                    "the optimizer's state was written to while it was copied, before the optimizer's step (by a "
+                    "listener); set async_save=False"
                 )
         finally:
             self._done.set()
@@ -89,6 +89,7 @@ class HostCopies:
     def free(self) -> None:
         """Gives the memory back."""
         self._places = []
+        self._done.set()
 
     def _memory_for(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         try:
@@ -98,8 +99,6 @@ class HostCopies:
             text = f"no host memory for a copy of the state ({size}); set async_save=False"
             raise OSError(errno.ENOMEM, text) from error
 
-    def _changed_by_the_optimizer(self) -> set[int]:
-        optimizer = self.run.optimizer
-        assert optimizer is not None
-        trained = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
-        return {address(tensor) for tensor in [*trained, *tensors_of(optimizer.state)]} - {0}
+    def _of_the_optimizer(self) -> set[int]:
+        assert self.run.optimizer is not None
+        return {address(tensor) for tensor in tensors_of(self.run.optimizer.state)} - {0}

@@ -52,7 +52,7 @@ class StepFigures(NamedTuple):
 
     Attributes:
         taken: The step.
-        loss: Mean over the step's items.
+        loss: Mean over the step's items; None where it has none.
         norm: Norm of all gradients together before clipping; None where nothing asked for it.
         bad_parameter: The first whose gradient is not finite; None where all are, or where only the norm of them all is
             too large for its dtype.
@@ -60,7 +60,7 @@ class StepFigures(NamedTuple):
     """
 
     taken: Taken
-    loss: float
+    loss: float | None
     norm: float | None
     bad_parameter: torch.Tensor | None
     held: bool = False
@@ -75,22 +75,23 @@ class History:
     """Losses and gradient norms of the steps since the last reading: kept on the device, read in one go."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Taken, torch.Tensor, GradientNorms | None]] = []
+        self._waiting: list[tuple[Taken, torch.Tensor | None, GradientNorms | None]] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def append(self, taken: Taken, loss: torch.Tensor, norms: GradientNorms | None) -> None:
-        """Keeps this process's share of a step's loss (a scalar) and the norms of the step's gradients."""
+    def append(self, taken: Taken, loss: torch.Tensor | None, norms: GradientNorms | None) -> None:
+        """Keeps this process's share of a step's loss (a scalar, if it has one) and the norms of its gradients."""
         self._waiting.append((taken, loss, norms))
 
     def read(self, strategy: Strategy) -> list[StepFigures]:
         """The figures since the last reading; waits for the device once. Losses are summed over all processes."""
         waiting, self._waiting = self._waiting, []
-        losses = strategy.read([loss for _, loss, _ in waiting], summed=True)
+        losses = iter(strategy.read([loss for _, loss, _ in waiting if loss is not None], summed=True))
         totals = iter(strategy.read([norms.total for _, _, norms in waiting if norms is not None]))
         figures = []
-        for (taken, _, norms), loss in zip(waiting, losses, strict=True):
+        for taken, share, norms in waiting:
+            loss = None if share is None else next(losses)
             total = None if norms is None else next(totals)
             bad = None if norms is None or total is None or math.isfinite(total) else _first_bad(norms)
             figures.append(StepFigures(taken, loss, total, bad, norms is not None and norms.held))
@@ -116,10 +117,9 @@ class Figures:
     def __len__(self) -> int:
         return len(self.history)
 
-    def append(self, taken: Taken) -> None:
-        """Keeps the loss and the norms of the step that was just counted."""
-        assert self.run.last_loss is not None
-        self.history.append(taken, self.run.last_loss, self.run.last_norms)
+    def append(self, taken: Taken, has_items: bool = True) -> None:
+        """Keeps the loss, if it has items to be one of, and the norms of the step that was just counted."""
+        self.history.append(taken, self.run.last_loss if has_items else None, self.run.last_norms)
 
     def forget(self) -> None:
         """Leaves out what nobody has read: steps that are not part of the run any more."""
@@ -142,8 +142,10 @@ class Figures:
                 state.grad_norm = figures.norm
             if not figures.has_finite_gradient and self._leaves_out():
                 state.skipped_steps += 1
-                if not math.isfinite(figures.loss):
+                if figures.loss is None or not math.isfinite(figures.loss):
                     continue
+            if figures.loss is None:
+                continue
             state.loss_sum += figures.loss
             state.loss_steps += 1
             state.interval_loss_sum += figures.loss
@@ -170,7 +172,8 @@ class Figures:
     def _ends_the_run(self, figures: StepFigures) -> bool:
         # fp16's scaler looks for a scale by trying: its gradients overflow now and then, by design.
         bad_gradient = not figures.has_finite_gradient and not self.run.strategy.scales_gradients
-        return self.run.args.nonfinite in ("stop", "rollback") and (bad_gradient or not math.isfinite(figures.loss))
+        bad_loss = figures.loss is not None and not math.isfinite(figures.loss)
+        return self.run.args.nonfinite in ("stop", "rollback") and (bad_gradient or bad_loss)
 
     def _error(self, figures: StepFigures, newest_checkpoint: Path | None) -> NonFiniteError:
         names = [name for name, each in self.run.model.named_parameters() if each is figures.bad_parameter]

@@ -14,6 +14,7 @@ import logging
 import platform
 import random
 import shlex
+import shutil
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -26,7 +27,7 @@ import torch
 from trainer_kit.callback import CallbackError
 from trainer_kit.checkpoint import take_snapshot, write_checkpoint
 from trainer_kit.checkpoint.shards import refuse_unstorable
-from trainer_kit.data.fetch import Fetcher
+from trainer_kit.data.fetch import DataError, Fetcher
 from trainer_kit.data.loader import MicroBatch, TrainLoader
 from trainer_kit.data.order import Slot, mix, permutation, ranges, slots
 from trainer_kit.data.stream import StreamLoader
@@ -44,6 +45,8 @@ SPOILED = "after it, already spoiled"
 """What `report["weights_are"]` says of weights that cannot show how the step went wrong."""
 
 _LONGEST_DESCRIPTION = 2000
+_ROOM = 8
+"""Times the size of the weights that must be free for them to be kept: each process may keep its own."""
 _PACKAGES = ("trainer_kit", "torch", "numpy", "transformers")
 
 
@@ -128,7 +131,7 @@ class Postmortem:
         run = self.run
         generators = self._generators()  # before samples are read again, each with a seed of its own
         scene, missing = self._scene(error), _Missing()
-        scene, pieces = self._pieces(scene, missing)
+        scene, pieces = self._pieces(error, scene, missing)
         works = [piece.work for piece in pieces if piece.work.batch is not None]
         found = None
         if isinstance(error, NonFiniteError) and works:
@@ -163,10 +166,12 @@ class Postmortem:
 
     # The batch
 
-    def _pieces(self, scene: Scene, missing: _Missing) -> tuple[Scene, list[Piece]]:
+    def _pieces(self, error: Exception, scene: Scene, missing: _Missing) -> tuple[Scene, list[Piece]]:
         """This process's micro-batches of the step, and which step that is."""
         if scene.epoch is None:
             missing.append("batch: no step was being taken")
+        elif scene.fetching and self.loader.reading.workers and not _is_of_the_dataset(error):
+            missing.append("batch: a worker that read it has ended, as this process might by reading it again")
         elif isinstance(self.loader, TrainLoader):
             return self._read_again(self.loader, scene, missing)
         elif self.micro is None:
@@ -252,7 +257,13 @@ class Postmortem:
                 "weights: no step had been taken, they are what the script or a resume begins with"
             )
             return {}
-        return self.run.model.state_dict(keep_vars=True)
+        state = self.run.model.state_dict(keep_vars=True)
+        size = sum(tensor.nbytes for tensor in state.values())
+        if shutil.disk_usage(self.run.args.output_dir).free < _ROOM * size:  # checkpoints come first
+            report["weights_by_rank"] = None
+            report["missing"].append("weights: the disk has little room left, which checkpoints need")
+            return {}
+        return state
 
     def _report(
         self, error: Exception, scene: Scene, pieces: list[Piece], newest_checkpoint: Path | None, missing: _Missing
@@ -302,6 +313,11 @@ class Postmortem:
             states["report"]["weights_by_rank"] = None
             states["report"]["missing"].append(f"weights: they could not be written: {type(error).__name__}: {error}")
             return write({})
+
+
+def _is_of_the_dataset(error: Exception) -> bool:
+    """Whether the dataset raised; else a worker was ended from outside."""
+    return isinstance(error, DataError) and not isinstance(error.__cause__, (EOFError, ConnectionError))
 
 
 _Missing = list[str]

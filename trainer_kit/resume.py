@@ -70,7 +70,7 @@ class Checkpoints:
         self.data_state: dict[str, Any] | None = None
         self.shifts_labels: bool | None = None
         self.resumed_from: Path | None = None
-        self.saver = Saver(run)
+        self.saver = Saver(run, self._is_of_this_run)
         self.metric: tuple[int, float] | None = None
         self.plan: Plan = None  # type: ignore[assignment]  # made by lay_out()
         self._source: Path | None = None  # the same, as this process can read it
@@ -124,7 +124,10 @@ class Checkpoints:
         """Fits the loader, the run's counters and its steps to one another; the schedule is made from `plan` then."""
         run = self.run
         loader.passed_over = run.state.passed_over
+        epoch = run.state.epoch
         run.state.enter_epochs_of(loader.epoch_length)
+        if run.state.epoch != epoch:
+            self.data_state = None  # that of the epoch before
         self.plan = make_plan(run, loader, self._earlier)
         run.total_steps = self.plan.end
 
@@ -155,11 +158,16 @@ class Checkpoints:
         remove_stale_staging(writable_folder(self.folder))
         set_aside(self.folder, keep={each.name for each in self.saver.committed})
 
-    def go_back(self) -> Path:
-        """Takes everything up again from the newest checkpoint, which it returns."""
-        run, directory = self.run, self.newest or self.resumed_from
-        assert directory is not None, "there is one of the beginning"
+    def go_back(self) -> Path | None:
+        """Takes everything up again from the newest checkpoint that is whole, which it returns; None without any."""
+        run = self.run
+        directory = run.strategy.on_main(self._newest_valid)
+        if directory is None:
+            return None
         source = run.strategy.local_copy(directory)
+        if source != directory and run.strategy.is_local_main:
+            verify(source)
+        self.metric = None
         run.state.load_state_dict((read_state(source, "trainer") or {})["counters"])
         self.data_state = read_state(source, "data")
         self._load(source)
@@ -187,6 +195,23 @@ class Checkpoints:
         metric = self.metric[1] if self.metric is not None and self.metric[0] == self.run.state.step else None
         protect = {each.name for each in (self.resumed_from, self.best) if each is not None}
         self.saver.begin(model_state, lambda committed: self._states(committed, evaluation_is_due), metric, protect)
+
+    def _newest_valid(self) -> Path | None:
+        there = [self.folder / each.name for each in reversed(self.saver.committed)]
+        for directory in [*there, *([self.resumed_from] if self.resumed_from is not None else [])]:
+            try:
+                verify(directory)
+            except ValueError as error:
+                logger.warning("%s is passed over: %s", directory.name, error)
+            else:
+                return directory
+        return None
+
+    def judge(self, metric: float) -> None:
+        """Takes what an evaluation of this step gave; its checkpoint is there already where one was broken off."""
+        step = self.run.state.step
+        self.metric = step, metric
+        self.saver.judge(f"{CHECKPOINT_PREFIX}{step}", metric)
 
     def check_space(self, model_state: Mapping[str, torch.Tensor]) -> None:
         """Warns where the disk has no room for the checkpoints to come (see `Saver.check_space`)."""

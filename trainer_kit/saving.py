@@ -57,6 +57,7 @@ class Saver:
 
     Args:
         run: The run.
+        is_own: Whether a checkpoint is of this training, asked before it is deleted.
 
     Attributes:
         committed: The run's checkpoints, oldest first.
@@ -66,8 +67,9 @@ class Saver:
         copies: The host's copies of the run, for the loop to wait for.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, is_own: Callable[[Path], bool]) -> None:
         self.run = run
+        self.is_own = is_own
         self.folder = Path(run.args.output_dir)
         self.committed: list[Committed] = []
         self.is_busy = False
@@ -83,6 +85,12 @@ class Saver:
     def newest(self) -> Path | None:
         """The checkpoint that was committed last."""
         return self.folder / self.committed[-1].name if self.committed else None
+
+    def judge(self, name: str, metric: float) -> None:
+        """Notes what an evaluation gave for a checkpoint, where there is one of that name."""
+        self.committed = [
+            dataclasses.replace(each, metric=metric) if each.name == name else each for each in self.committed
+        ]
 
     def begin(
         self,
@@ -119,12 +127,9 @@ class Saver:
         """
         outcome = self.run.strategy.on_main(self._outcome)
         self.is_busy = self._requests.written = False
-        self.committed = outcome.committed
+        self._take_in(outcome)
         if outcome.error is None:
-            self.failed = None
-            self.run.strategy.report_progress(outcome.step)
             return self.newest
-        self.failed, self.failures = outcome, self.failures + 1
         if self.run.args.save_failures == "raise":
             raise self.error()
         logger.warning(
@@ -132,6 +137,14 @@ class Saver:
             outcome.step, outcome.error, self._kept(), self.failures,
         )  # fmt: skip
         return None
+
+    def _take_in(self, outcome: Outcome) -> None:
+        self.committed = outcome.committed
+        if outcome.error is None:
+            self.failed = None
+            self.run.strategy.report_progress(outcome.step)
+        else:
+            self.failed, self.failures = outcome, self.failures + 1
 
     def error(self) -> SaveError:
         """The error of the last save."""
@@ -146,14 +159,13 @@ class Saver:
         if pending is None:
             return
         if not pending.done():
-            logger.info("the checkpoint that was begun is still being written")
+            logger.warning("the checkpoint that was begun is still being written; waiting for it")
         if error := pending.exception():
             logger.warning("the checkpoint that was begun could not be written: %s", error)
             return
-        outcome = pending.result()
-        self.committed = outcome.committed
-        if outcome.error is not None:
-            logger.warning("the checkpoint of step %d could not be written: %s", outcome.step, outcome.error)
+        self._take_in(pending.result())
+        if self.failed is not None:
+            logger.warning("%s", self.error())
 
     def close(self) -> None:
         """Frees the memory of the snapshots."""
@@ -175,7 +187,11 @@ class Saver:
     def _check_space(self, model_state: Mapping[str, torch.Tensor], states: States) -> None:
         size = self._snapshot(model_state, states([]), copy=self._reserve).nbytes
         count = checkpoints_at_once(self.run) - len(self.committed)
-        free = shutil.disk_usage(self.folder).free
+        try:
+            pretrained_files(self.run.model, self.run.processing_class)  # what it refuses is told now
+            free = shutil.disk_usage(self.folder).free
+        except OSError:
+            return  # a save says so when it comes
         if size * count > free:
             logger.warning(
                 "%s may run out of space: %d more checkpoints of %s take %s, %s are free; set a smaller "
@@ -204,8 +220,9 @@ class Saver:
         if run.args.async_save:
             self._pending = self._thread.submit(self._write, snapshot, committed, protect)
         else:
-            self._pending = Future()
-            self._pending.set_result(self._write(snapshot, committed, protect))
+            outcome = self._write(snapshot, committed, protect)
+            self._pending = Future()  # only now: after an error nobody waits for it
+            self._pending.set_result(outcome)
 
     def _snapshot(
         self,
@@ -251,7 +268,7 @@ class Saver:
             write_checkpoint(
                 self.folder, snapshot, max_shard_size=args.max_shard_size, to_host=self.run.strategy.to_host
             )
-            return Outcome(snapshot.step, prune(self.folder, committed, retention(args), protect))
+            return Outcome(snapshot.step, prune(self.folder, committed, retention(args), protect, self.is_own))
         except OSError as error:
             return Outcome(snapshot.step, self.committed, str(error))
         finally:

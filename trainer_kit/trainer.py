@@ -40,7 +40,7 @@ from trainer_kit.loss import (
     weighed,
 )
 from trainer_kit.metrics import Metric, metrics_by_name
-from trainer_kit.optim import Schedule, check_optimizer, make_optimizer, make_scheduler
+from trainer_kit.optim import check_optimizer, make_optimizer, make_scheduler
 from trainer_kit.postmortem import Postmortem
 from trainer_kit.resume import Checkpoints, check_stateful
 from trainer_kit.run import Run
@@ -243,7 +243,10 @@ class Trainer:
             self._postmortem = None
         run.strategy.teardown()
         if exit_code is not None:
-            kept = f"; the newest checkpoint is {self._checkpoints.newest}" if self._checkpoints.newest else ""
+            newest = self._checkpoints.newest
+            kept = f"; the newest checkpoint is {newest}" if newest else ""
+            if self._checkpoints.saver.failed:
+                kept = f", but {self._checkpoints.saver.error()}"
             logger.warning(
                 "left at step %d of %d%s; train(resume_from_checkpoint=True) goes on",
                 run.state.step,
@@ -256,6 +259,7 @@ class Trainer:
     def _keep_what_there_is(self, error: BaseException) -> None:
         if self._checkpoints is not None:
             self._checkpoints.saver.settle()
+            self._checkpoints.saver.close()
         if self._postmortem is not None:
             self._postmortem.write(error, self._checkpoints.newest)
 
@@ -342,10 +346,12 @@ class Trainer:
             raise error
         bad, done, passed_over = error.taken, run.state.rollbacks, run.state.passed_over
         directory = self._checkpoints.go_back()
+        if directory is None:
+            raise error
         run.state.rollbacks = done + 1
         run.state.passed_over = [*passed_over, bad[1:]]
         self._checkpoints.lay_out(self._loader)
-        if isinstance(run.lr_scheduler, Schedule):  # fewer steps have another schedule
+        if self.lr_scheduler is None:  # fewer steps have another schedule
             assert run.optimizer is not None
             run.lr_scheduler = self._make_scheduler(run.optimizer)
         self._figures.forget()
@@ -356,6 +362,14 @@ class Trainer:
             "went back to %s (%d of %d times): %s", directory, run.state.rollbacks, run.args.max_rollbacks, error
         )
         self.events.emit("on_rollback", run, directory)
+        if run.state.position and not self._loader.steps_left(run.state.epoch, run.state.position):
+            self._close_epoch()  # nothing is left of it
+
+    def _close_epoch(self) -> None:
+        state = self.run.state
+        state.epoch, state.position, self._checkpoints.data_state = state.epoch + 1, 0, None
+        self.events.emit("on_epoch_end", self.run)
+        self._ask_by_epoch()
 
     def _train_on(self) -> None:
         run, args, state, emit = self.run, self.args, self.run.state, self.events.emit
@@ -493,8 +507,8 @@ class Trainer:
             self._checkpoints.data_state = None
         # A step in which no label counts has no loss, not one of zero (labels on a device are not waited for).
         items = self._loss.items(window)
-        if not isinstance(items, int) or items:
-            self._figures.append(Taken(state.step, window.epoch, window.start, window.stop))
+        has_items = not isinstance(items, int) or items > 0
+        self._figures.append(Taken(state.step, window.epoch, window.start, window.stop), has_items)
 
     def _ask_by_step(self) -> None:
         args, requests, step = self.args, self.run.requests, self.run.state.step
@@ -622,7 +636,7 @@ class Trainer:
             raise ValueError(f"metric_for_best_model={name!r} is not among what evaluation gives: {', '.join(metrics)}")
         if self.args.metric_for_best_model is not None:
             value = float(metrics[name])
-            self._checkpoints.metric = state.step, value
+            self._checkpoints.judge(value)
             if self._is_better(value):
                 state.best_metric, state.best_step = value, state.step
         if isinstance(run.lr_scheduler, ReduceLROnPlateau):
@@ -646,8 +660,6 @@ class Trainer:
     def _run_evaluator(self, dataset: Any, prefix: str, keep: bool = False) -> PredictionOutput:
         run = self.run
         evaluator = Evaluator(run, self._inspection, self.metrics, self.compute_metrics)
-        if self._checkpoints is not None:
-            self._wait_for_copy()  # listeners may put other weights in
         try:
             self.events.emit("on_evaluate_begin", run)
             return evaluator(make_evaluation_batches(run, dataset, self._reading), prefix, keep)
@@ -689,14 +701,12 @@ class Trainer:
         state = run.strategy.model_state(self._loss.model)
         self._checkpoints.begin_save(state, evaluation_is_due=self._agreement.due.evaluate)
         self._saved_step = run.state.step
-        if not self.events.leave_weights:
-            self._checkpoints.saver.copies.wait()
         run.save_seconds += time.perf_counter() - begin
         if not self.args.async_save:
             self._finish_save()
 
     def _wait_for_copy(self) -> None:
-        """Lets the copy of what is trained, for a checkpoint, come to its end before it changes."""
+        """Lets the copy of the optimizer's state, for a checkpoint, come to its end before that changes."""
         begin = time.perf_counter()
         self._checkpoints.saver.copies.wait()
         self.run.save_seconds += time.perf_counter() - begin
@@ -707,6 +717,7 @@ class Trainer:
             return
         begin = time.perf_counter()
         directory = self._checkpoints.saver.finish()
+        self._agreement.due.written = False
         if directory is not None:
             self.events.emit("on_save", self.run, directory)
         else:

@@ -142,6 +142,23 @@ def test_workers_leave_this_process_its_generators(workers: int) -> None:
     assert (torch.rand(1).item(), np.random.rand(), random.random()) == expected
 
 
+class Lost:
+    """Cannot be taken over from a worker, as a tensor cannot whose worker was killed."""
+
+    def __reduce__(self) -> Any:
+        return _not_there, ()
+
+
+def _not_there() -> None:
+    raise ConnectionResetError(104, "Connection reset by peer")
+
+
+def test_a_worker_that_ends_while_it_hands_over_a_batch_is_told_of() -> None:
+    lost = TrainLoader(Counting(4), Layout(2), reading(1, lambda samples: Lost()))
+    with pytest.raises(DataError, match="a DataLoader worker ended while it handed over a batch"):
+        list(lost.micro_batches(0, 0, 1))
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 40), st.builds(Layout, st.integers(1, 6), st.integers(1, 4), st.integers(1, 3), st.just(0)))
 def test_a_step_is_counted_whole_before_its_first_batch_is_worked_on(length: int, layout: Layout) -> None:

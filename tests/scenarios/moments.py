@@ -22,12 +22,13 @@ from torch.utils.data import get_worker_info
 from trainer_kit import Callback, Run, resume, saving
 from trainer_kit.callbacks import jsonl
 from trainer_kit.checkpoint.format import REPLACED_PREFIX, STAGING_PREFIX
+from trainer_kit.copying import HostCopies
 from trainer_kit.trainer import Trainer
 
 ON_ANY_RANK = ("training", "evaluation", "fetching", "a data worker", "a snapshot", "leaving", "reading a checkpoint")
 KINDS = ("the weights", "a state", "the manifest", "the arguments")
 IN_A_SAVE = (
-    "making a folder", *(f"{verb} {kind}" for kind in KINDS for verb in ("writing", "flushing", "renaming")),
+    "copying the rest", "making a folder", *(f"{verb} {kind}" for kind in KINDS for verb in ("writing", "flushing", "renaming")),
     "flushing a staged folder", "committing", "flushing the commit",
     "hiding an old one", "flushing the hiding", "deleting an old one", "after the save",
 )  # fmt: skip
@@ -132,6 +133,7 @@ class Watch(Callback):
         _before(Trainer, "_fetch", lambda *_, **__: passes("fetching"))
         _before(saving.Saver, "begin", lambda *_, **__: (self.note(f"begins {self.step}"), passes("a snapshot")))
         _before(saving.Saver, "_copies", lambda *_, **__: passes("a snapshot"))
+        _before(HostCopies, "complete", lambda *_, **__: passes("copying the rest"))
         _before(saving, "take_snapshot", lambda *_, **__: passes("a snapshot"))
         _before(jsonl.JsonLines, "_append", self._log_line)
         _Calls(self).install()

@@ -92,7 +92,7 @@ def train(start: Start, rank: int, port: int) -> None:
     trainer.run.eval_dataset = Read(watch, 10, "evaluation")
     trainer.train(resume_from_checkpoint=True)
     records = [record for record in read_log(start.output_dir / "log.jsonl") if record["event"] == "evaluate"]
-    evaluations = [(record["step"], record["eval_loss"]) for record in records]
+    evaluations = sorted({(record["step"], record["eval_loss"]) for record in records})
     start.file("end", rank).write_text(f"{task.digest(trainer)} {evaluations}")
     ddp.shut_down()
 

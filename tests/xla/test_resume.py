@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ class At(Callback):
 
 
 def killed(run: Run) -> None:
+    while not any(Path(run.args.output_dir).glob("checkpoint-*")):
+        time.sleep(0.01)  # it is still being written
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from trainer_kit.checkpoint.disk import fsync_directory, remove_folder
@@ -68,7 +68,11 @@ class Retention:
 
 
 def prune(
-    folder: Path, committed: Sequence[Committed], retention: Retention, protect: Collection[str] = ()
+    folder: Path,
+    committed: Sequence[Committed],
+    retention: Retention,
+    protect: Collection[str] = (),
+    is_own: Callable[[Path], bool] = lambda path: True,
 ) -> list[Committed]:
     """Deletes the checkpoints of a run that need not stay.
 
@@ -80,14 +84,17 @@ def prune(
         committed: What this run committed, oldest first; nothing else is ever deleted.
         retention: Says which stay.
         protect: Names of those that stay in any case.
+        is_own: Asked before one is deleted: whether it is still the run's, and not one that somebody put there.
 
     Returns:
         Those that remain, oldest first.
     """
-    stay = retention.stays(committed)
-    return [
-        each for each in committed if each in stay or each.name in protect or not delete_checkpoint(folder / each.name)
-    ]
+    stay, remaining = retention.stays(committed), []
+    for each in committed:
+        path = folder / each.name
+        if each in stay or each.name in protect or (is_own(path) and not delete_checkpoint(path)):
+            remaining.append(each)
+    return remaining
 
 
 def delete_checkpoint(path: Path) -> bool:

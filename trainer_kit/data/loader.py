@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer_kit.data.collate import Collator
-from trainer_kit.data.fetch import Fetcher
+from trainer_kit.data.fetch import DataError, Fetcher
 from trainer_kit.data.order import (
     Layout,
     Slot,
@@ -219,6 +219,9 @@ def from_workers(dataset: Any, reading: Reading, sampler: Iterable[Any] | None =
     """What a DataLoader gives whose workers do all the work and whose randomness is its own.
 
     The generator matters: `iter(DataLoader)` would otherwise draw from the global one and shift dropout.
+
+    Raises:
+        DataError: If a worker was ended from outside while it handed over a batch (torch tells of other moments).
     """
     loader = DataLoader(
         dataset,
@@ -236,6 +239,11 @@ def from_workers(dataset: Any, reading: Reading, sampler: Iterable[Any] | None =
         # The DataLoader's frames form a circle with the error. Left to the garbage collector, the workers would be
         # ended late and noisily.
         traceback.clear_frames(error.__traceback__)
+        if isinstance(error, (EOFError, ConnectionError)) and "in DataLoader worker" not in str(error):
+            raise DataError(
+                "a DataLoader worker ended while it handed over a batch; where the system killed it for its memory, "
+                "set a smaller dataloader_num_workers or batch size"
+            ) from error
         raise
 
 

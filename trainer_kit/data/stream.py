@@ -103,6 +103,7 @@ class StreamLoader:
         self.passed_over: Sequence[tuple[int, int, int]] = ()
         self._readers = max(1, reading.workers)
         self._warned = False
+        self._fresh: Any = None  # the dataset's state where an epoch begins
         self.epoch_length = 0  # unknown
         if hasattr(dataset, "__len__"):
             self._full, self._tail = _batches_of(len(dataset), layout.batch_size, self._readers, drop_last)
@@ -147,6 +148,11 @@ class StreamLoader:
         self, epoch: int, position: int, steps: int, data_state: dict[str, Any] | None = None
     ) -> Iterator[MicroBatch]:
         """The micro-batches of the next `steps` steps, from `position` in `epoch` on."""
+        if isinstance(self.dataset, Stateful):
+            if self._fresh is None:
+                self._fresh = copy.deepcopy(self.dataset.state_dict())
+            elif data_state is None:  # a run that went back, while the dataset stood in the middle of an epoch
+                self.dataset.load_state_dict(copy.deepcopy(self._fresh))
         while steps > 0:
             for window in self._windows(epoch, position, data_state):
                 position = window[0].window.stop

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import math
 import os
 import random
@@ -22,6 +23,7 @@ from trainer_kit.precision import Precision
 from trainer_kit.strategies.shapes import ShapeLedger
 from trainer_kit.trees import map_tensors
 
+logger = logging.getLogger("trainer_kit")
 T = TypeVar("T")
 GIB = 2**30
 
@@ -373,7 +375,12 @@ class Strategy:
         """Tells this machine's launcher, who may start the run anew, that it could go on from this step."""
         path = environment.progress_file()
         if path is not None and self.is_local_main:
-            Path(path).write_text(f"{step}\n")
+            new = Path(f"{path}.new")
+            try:
+                new.write_text(f"{step}\n")
+                os.replace(new, path)
+            except OSError as error:
+                logger.warning("the launcher could not be told of the checkpoint of step %d: %s", step, error)
 
     def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The whole model's state under the user's own names; all processes take part."""
