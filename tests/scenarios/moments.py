@@ -28,7 +28,8 @@ from trainer_kit.trainer import Trainer
 ON_ANY_RANK = ("training", "evaluation", "fetching", "a data worker", "a snapshot", "leaving", "reading a checkpoint")
 KINDS = ("the weights", "a state", "the manifest", "the arguments")
 IN_A_SAVE = (
-    "copying the rest", "making a folder", *(f"{verb} {kind}" for kind in KINDS for verb in ("writing", "flushing", "renaming")),
+    "copying the rest", "making a folder",
+    *(f"{verb} {kind}" for kind in KINDS for verb in ("writing", "flushing", "renaming")),
     "flushing a staged folder", "committing", "flushing the commit",
     "hiding an old one", "flushing the hiding", "deleting an old one", "after the save",
 )  # fmt: skip
