@@ -583,3 +583,14 @@ def test_retention_leaves_what_somebody_put_in_a_checkpoints_place(tmp_path: Pat
     shutil.copytree(tmp_path / "two" / "checkpoint-4", tmp_path / "one" / "checkpoint-4")
     make_trainer(tmp_path / "one", save_total_limit=1).train(resume_from_checkpoint=True)
     assert names(tmp_path / "one") == ["checkpoint-4", "checkpoint-12", "checkpoint-24"]
+
+
+def test_lists_too_long_for_a_checkpoint_are_told_after_the_first_step(tmp_path: Path) -> None:
+    class Long(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": [1] * 5_000_000}
+
+    trainer = make_trainer(tmp_path, Long())
+    with pytest.raises(ValueError, match=r"the state 'callbacks' holds too long lists for a checkpoint"):
+        trainer.train()
+    assert trainer.run.state.step == 1

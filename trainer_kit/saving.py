@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import shutil
 from collections.abc import Callable, Collection, Mapping
@@ -23,7 +24,7 @@ from trainer_kit.checkpoint import (
     take_snapshot,
     write_checkpoint,
 )
-from trainer_kit.checkpoint.files import readable_size
+from trainer_kit.checkpoint.files import is_too_large, readable_size
 from trainer_kit.copying import HostCopies
 from trainer_kit.run import Run
 
@@ -185,7 +186,11 @@ class Saver:
         self.run.strategy.on_main(lambda: self._check_space(model_state, states))
 
     def _check_space(self, model_state: Mapping[str, torch.Tensor], states: States) -> None:
-        size = self._snapshot(model_state, states([]), copy=self._reserve).nbytes
+        snapshot = self._snapshot(model_state, states([]), copy=self._reserve)
+        for name, (tree, _) in snapshot.states.items():
+            if is_too_large(json.dumps(tree).encode()):
+                raise ValueError(f"the state {name!r} holds too long lists for a checkpoint; keep them as tensors")
+        size = snapshot.nbytes
         count = checkpoints_at_once(self.run) - len(self.committed)
         try:
             pretrained_files(self.run.model, self.run.processing_class)  # what it refuses is told now
@@ -269,8 +274,8 @@ class Saver:
                 self.folder, snapshot, max_shard_size=args.max_shard_size, to_host=self.run.strategy.to_host
             )
             return Outcome(snapshot.step, prune(self.folder, committed, retention(args), protect, self.is_own))
-        except OSError as error:
-            return Outcome(snapshot.step, self.committed, str(error))
+        except (OSError, MemoryError) as error:
+            return Outcome(snapshot.step, self.committed, str(error) or "no memory")
         finally:
             self._requests.written = True
 

@@ -166,7 +166,8 @@ def test_only_staging_of_dead_processes_is_removed(tmp_path: Path) -> None:
     dead = dead_pid()
     parent = psutil.Process().ppid()
     stale = [f".staging-checkpoint-7-{dead}", f".staging-delete-checkpoint-3-{dead}"]
-    kept = [f".staging-checkpoint-7-{os.getpid()}", f".staging-checkpoint-8-{parent}", ".staging-mine", "checkpoint-7"]
+    stale.append(f".staging-checkpoint-7-{os.getpid()}")  # this process writes nothing: an earlier container's
+    kept = [f".staging-checkpoint-8-{parent}", ".staging-mine", "checkpoint-7"]
     for name in (*stale, *kept):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()

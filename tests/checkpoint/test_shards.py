@@ -17,6 +17,7 @@ from safetensors import safe_open
 from trainer_kit.arguments import parse_size
 from trainer_kit.checkpoint import CheckpointError, load_tensors, save_tensors
 from trainer_kit.checkpoint.files import checksum
+from trainer_kit.checkpoint.sources import sources
 
 DTYPES = [
     torch.float64,
@@ -299,13 +300,19 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
             load_tensors(tmp_path)
 
 
-def test_an_index_cannot_lead_over_a_link(tmp_path: Path) -> None:
-    save_tensors({"a": torch.zeros(2)}, tmp_path, "secret")
+def test_links_lead_elsewhere_where_no_manifest_says_what_there_is(tmp_path: Path) -> None:
+    """As in the Hub's cache, in which all files are links."""
+    save_tensors({"a": torch.ones(2)}, tmp_path, "secret")
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "linked.safetensors").symlink_to(tmp_path / "secret.safetensors")
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "linked.safetensors"}}))
+    assert load_tensors(directory)["a"].tolist() == [1, 1]
     with pytest.raises(CheckpointError, match="is a link"):
+        sources(directory, "model", ["model.safetensors.index.json", "linked.safetensors"])
+    (directory / "linked.safetensors").unlink()
+    os.mkfifo(directory / "linked.safetensors")
+    with pytest.raises(CheckpointError, match="neither a plain file nor a folder"):
         load_tensors(directory)
 
 

@@ -210,3 +210,35 @@ def test_a_disk_that_fills_up_at_any_step_costs_no_older_checkpoint(
         model = torch.nn.Linear(2, 4, bias=False)
         load_checkpoint_in_model(model, found)
         assert model.weight[0, 0].item() in ((1, 2) if fails_at >= len(steps) - 1 else (1,))
+
+
+def test_a_new_folder_is_flushed_in_those_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: set[int] = set()
+    fsync = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: (flushed.add(os.fstat(descriptor).st_ino), fsync(descriptor))[1]
+    )
+    write_checkpoint(tmp_path / "a" / "b", take_snapshot(1, {"w": torch.ones(1)}, {}, arguments={}))
+    assert {path.stat().st_ino for path in (tmp_path, tmp_path / "a", tmp_path / "a" / "b")} <= flushed
+
+
+def test_what_somebody_else_commits_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = os.rename
+
+    def other_is_faster(source: Any, target: Any) -> None:
+        if Path(source).name.startswith(".staging"):
+            monkeypatch.setattr(os, "rename", rename)
+            write_checkpoint(tmp_path, take_snapshot(1, {"w": torch.zeros(1)}, {}, arguments={}, world_size=9))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "getpid", iter(range(1000, 2000)).__next__)
+    monkeypatch.setattr(os, "rename", other_is_faster)
+    with pytest.raises(OSError, match="not empty"):
+        write_checkpoint(tmp_path, take_snapshot(1, {"w": torch.ones(1)}, {}, arguments={}))
+    assert verify(tmp_path / "checkpoint-1").world_size == 9
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "arguments.json", "state/x.json", "model.safetensors"])
+def test_a_processors_files_cannot_take_a_checkpoints_names(name: str) -> None:
+    with pytest.raises(ValueError, match="which is a checkpoint's own"):
+        take_snapshot(1, {"w": torch.ones(1)}, {}, arguments={}, files={name: b"{}"})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,17 +15,18 @@ import pytest
 import torch
 
 from trainer_kit.checkpoint import take_snapshot, write_checkpoint
+from trainer_kit.checkpoint.format import _content_checksum
 from trainer_kit.cli.main import main
 
 METRICS = {10: 0.5, 20: 0.25, 30: 0.75, 40: None}
 
 
-def save(run: Path, step: int, name: str | None = None, value: float = 1.0) -> Path:
+def save(run: Path, step: int, name: str | None = None, value: float = 1.0, run_id: str = "run") -> Path:
     committed = [
         [f"checkpoint-{each}", number, METRICS[each]] for number, each in enumerate(METRICS, 1) if each <= step
     ]
     counters = {"step": step, "best_step": 20 if step >= 20 else None, "best_metric": 0.25 if step >= 20 else None}
-    states = {"trainer": {"counters": counters, "committed": committed}}
+    states = {"trainer": {"counters": counters, "committed": committed, "run_id": run_id}}
     arguments: dict[str, Any] = {"metric_for_best_model": "eval_loss", "greater_is_better": False, "seed": 1}
     snapshot = take_snapshot(step, {"w": torch.full((300,), value)}, states, arguments=arguments)
     return write_checkpoint(run, snapshot, name=name)
@@ -250,3 +253,26 @@ def test_help_does_not_import_torch() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "prune" in done.stdout
+
+
+def test_prune_leaves_what_is_not_the_runs(run: Path, told: Any) -> None:
+    shutil.rmtree(run / "checkpoint-10")
+    save(run, 10, run_id="another")
+    foreign = run / "checkpoint-15"  # transformers writes such ones
+    foreign.mkdir()
+    (foreign / "model.safetensors").write_bytes(b"x")
+    newer = save(run, 35)
+    manifest = json.loads((newer / "manifest.json").read_text())
+    del manifest["checksum"]
+    content = manifest | {"format_version": 2}
+    (newer / "manifest.json").write_text(json.dumps(content | {"checksum": _content_checksum(content)}))
+    code, text = told("prune", run, "--keep", 1, "--keep-best", 1, "--damaged")
+    assert code == 0
+    assert names(run) == [f"checkpoint-{step}" for step in (10, 15, 20, 30, 35)]
+    assert "checkpoint-15: left, invalid" in text
+    assert "checkpoint-35: left, invalid" in text
+
+
+def test_a_run_in_a_folder_that_is_named_like_a_checkpoint(run: Path, told: Any) -> None:
+    renamed = run.rename(run.with_name("checkpoint-3"))
+    assert "checkpoint-20" in told("ls", renamed)[1]

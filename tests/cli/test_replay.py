@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -25,13 +27,15 @@ def test_the_script_gets_its_own_arguments(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def replay(folder: Path, words: Sequence[str], say: Callable[[str], None]) -> bool:
+    def replay(folder: Path, words: Sequence[str], say: Callable[[str], None], fail: object) -> NoReturn:
         assert (folder, words) == (Path("run/crash-7"), script)
         say("what was found")
-        return reproduced
+        sys.exit(0 if reproduced else 1)
 
     monkeypatch.setattr("trainer_kit.tools.replay.replay", replay)
-    assert main(["replay", "run/crash-7", *words]) == (0 if reproduced else 1)
+    with pytest.raises(SystemExit) as left:
+        main(["replay", "run/crash-7", *words])
+    assert left.value.code == (0 if reproduced else 1)
     assert capsys.readouterr().out == "what was found\n"
 
 

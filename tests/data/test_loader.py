@@ -1,8 +1,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -157,6 +162,27 @@ def test_a_worker_that_ends_while_it_hands_over_a_batch_is_told_of() -> None:
     lost = TrainLoader(Counting(4), Layout(2), reading(1, lambda samples: Lost()))
     with pytest.raises(DataError, match="a DataLoader worker ended while it handed over a batch"):
         list(lost.micro_batches(0, 0, 1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
+def test_workers_leave_whose_process_was_killed_while_they_started() -> None:
+    script = (
+        "import os, signal, threading, time\n"
+        "from trainer_kit.data.loader import Reading, from_workers\n"
+        "os.register_at_fork(after_in_child=lambda: time.sleep(1))\n"
+        "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
+        "list(from_workers(list(range(100)), Reading(list, 0, workers=2)))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True, env=environment
+    )
+    try:
+        process.communicate(timeout=60)  # until nobody holds the pipe any more
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
 
 
 @settings(deadline=None, max_examples=50)

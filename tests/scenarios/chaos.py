@@ -101,7 +101,7 @@ class Story:
                 card = next(card for card in deck if self._fits(card))
                 deck.remove(card)
                 if not self._start(*self._plan(card), card):
-                    deck.append(card)  # the run had less left to do
+                    deck.insert(0, card)  # the run had less left to do
             if not self._has_finished():
                 self._start(Start(self.folder, ranks=self.ranks))
             end = self.end()
@@ -276,7 +276,7 @@ def table(told: list[Story]) -> str:
     """A line for each moment."""
     head = ("moment of the kill", "kills", "resumed from newest", "one before", "start", "steps again", "lost", "equal")
     rows = [head]
-    for card in cards(2):
+    for card in cards(max(story.ranks for story in told)):
         lived = [(kill, story) for story in told for kill in story.kills if kill.card == card]
         kills = [kill for kill, _ in lived]
         again = [kill.step - kill.newest for kill in kills]

@@ -30,8 +30,6 @@ ARGUMENTS = {
 LIMIT = 120.0  # seconds for a start
 ALONE = 60.0  # seconds in which a process must end by itself when another one is gone
 
-_fork = multiprocessing.get_context("fork")
-
 
 class Start(NamedTuple):
     """One start of a run.
@@ -109,8 +107,8 @@ class Job:
 
     def __init__(self, start: Start) -> None:
         self.start = start
-        port = free_port()
-        self.processes = [_fork.Process(target=train, args=(start, rank, port)) for rank in range(start.ranks)]
+        fork, port = multiprocessing.get_context("fork"), free_port()
+        self.processes = [fork.Process(target=train, args=(start, rank, port)) for rank in range(start.ranks)]
         for process in self.processes:
             process.start()
 

@@ -8,13 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from scenarios import chaos
 
 pytestmark = [
     pytest.mark.scenario,
     pytest.mark.slow,
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="forks"),
+    pytest.mark.skipif(sys.platform != "linux", reason="forks processes that train"),
 ]
 
 KILLS = {1: 60, 2: 40}  # by ranks
@@ -30,6 +31,8 @@ def test_whenever_a_run_is_killed_it_ends_with_the_same_bits(tmp_path: Path) -> 
     finally:
         for process in processes.values():
             process.kill()
+    _, alive = psutil.wait_procs(left_over(tmp_path), timeout=20)  # data workers look after their parents now and then
+    assert not alive
     for ranks, process in processes.items():
         assert process.returncode == 0, outputs[ranks]
     kills = {ranks: json.loads(report.read_text()) for ranks, report in reports.items()}
@@ -52,3 +55,15 @@ def start(ranks: int, report: Path) -> subprocess.Popen[str]:
         text=True,
         env=environment,
     )
+
+
+def left_over(folder: Path) -> list[psutil.Process]:
+    """What still runs with this folder for its temporary files."""
+    return [process for process in psutil.process_iter() if _environment(process).get("TMPDIR") == str(folder)]
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from trainer_kit import Callback, Run, Trainer, TrainingArguments
+from trainer_kit.callbacks.from_transformers import from_transformers
 
 WAY = sys.argv[1] if len(sys.argv) > 1 else ""
 SAMPLES = 24
@@ -126,9 +127,11 @@ class Counts(Callback):
 
     def on_step_end(self, run: Run) -> None:
         self.seen += len(run.batch["x"])
+        if WAY == "raises":
+            raise LookupError("nothing was found")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen}
+        return {"seen": self.seen, **({"at": time.time_ns()} if WAY == "clock state" else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.seen = state["seen"] + (WAY == "wrong state")
@@ -151,18 +154,25 @@ def main() -> None:
     args = TrainingArguments(
         "never-made", max_steps=1 if WAY == "one step" else 6,
         per_device_train_batch_size=4, gradient_accumulation_steps=2,
-        learning_rate=1e-2, logging_steps=2, eval_strategy="steps", eval_steps=2, use_cpu=True, log_level="error",
+        metric_for_best_model="loss", learning_rate=1e-2,
+        logging_steps=2, eval_strategy="steps", eval_steps=2, use_cpu=True, log_level="error",
         dataloader_num_workers=2 if WAY == "workers" else 0,
     )  # fmt: skip
     callbacks = [Counts(), *([Decay()] if WAY == "callback" else []), *([Stop()] if "stops" in WAY else [])]
+    if WAY == "transformers":
+        from transformers import EarlyStoppingCallback
+
+        callbacks.append(from_transformers(EarlyStoppingCallback(9)))
     dataset = Stream() if WAY.startswith("stream") else Samples()
     trainer = Trainer(Net(), args, dataset, Samples(), callbacks=callbacks)
     if WAY == "fails":
         raise ValueError("this script has a mistake")
     if WAY == "never trains":
         return
-    trainer.train()
-    raise AssertionError("what follows the training is left out")
+    try:
+        trainer.train()
+    finally:
+        trainer.save_model("final")  # is left out, as is all that follows the training
 
 
 if __name__ == "__main__":

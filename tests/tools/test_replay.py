@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -89,16 +90,30 @@ args = TrainingArguments(
 )
 trainer = Trainer(Net(), args, Data(), data_collator=collate, callbacks=[Raise()])
 if kind != "idle":
-    trainer.train()
+    try:
+        trainer.train()
+    except BaseException:
+        if sys.argv[3:]:
+            trainer.save_model("final-" + sys.argv[3])
+        raise
 """
 
 Lines = list[str]
+
+
+class Left(BaseException):
+    """In place of the end of this process."""
+
+
+def left(code: int) -> NoReturn:
+    raise Left(code)
 
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The script's path; it may be run in this process, which is as before afterwards."""
     monkeypatch.setattr(Trainer, "train", Trainer.train)
+    monkeypatch.setattr("trainer_kit.tools.takeover.leave", left)
     monkeypatch.setattr(sys, "argv", [*sys.argv])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
@@ -122,8 +137,9 @@ def broken_off(script: str, tmp_path: Path) -> Callable[[str, type[Exception]], 
 
 def replayed(folder: Path, *words: str) -> tuple[bool, str]:
     lines: Lines = []
-    reproduced = replay(folder, [*words, str(folder.parent)], lines.append)
-    return reproduced, "\n".join(lines)
+    with pytest.raises(Left) as caught:
+        replay(folder, [*words, str(folder.parent)], lines.append, lines.append)
+    return caught.value.args == (0,), "\n".join(lines)
 
 
 def line_of(text: str) -> int:
@@ -219,21 +235,22 @@ def test_a_batch_of_objects_is_made_again(script: str, broken_off: Broken) -> No
 
 
 def test_an_error_between_two_steps(script: str, broken_off: Broken) -> None:
-    folder = broken_off("callback", RuntimeError)
-    with pytest.raises(ValueError, match="holds no batch to run again: batch: no step was being taken"):
-        replayed(folder, script, "callback")
+    reproduced, shown = replayed(broken_off("callback", RuntimeError), script, "callback")
+    assert not reproduced
+    assert "holds no batch to run again: batch: no step was being taken" in shown
 
 
 def test_another_model_and_scripts_that_do_not_train(
     script: str, broken_off: Broken, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = broken_off("bad", NonFiniteError)
-    with pytest.raises(ValueError, match="holds the weights of another model than this Net"):
-        replayed(folder, script, "wider")
+    reproduced, shown = replayed(folder, script, "wider")
+    assert not reproduced
+    assert "holds the weights of another model than this Net" in shown
     with pytest.raises(ValueError, match=r"train.py never called Trainer\.train"):
         replayed(folder, script, "idle")
     with pytest.raises(ValueError, match=r"train.py raised before it called Trainer\.train: IndexError"):
-        replay(folder, [script], print)
+        replay(folder, [script], print, print)
     assert "kind = sys.argv[1]" in capsys.readouterr().err
 
 
@@ -271,9 +288,10 @@ def test_the_command(script: str, tmp_path: Path) -> None:
     assert trained.returncode == 1
     command = trained.stderr.rpartition("trainer-kit replay ")[2].splitlines()[0].split()
     assert command[1:] == ["train.py", "grows", "run"]
-    done = run("-m", "trainer_kit", "replay", *command)
+    done = run("-m", "trainer_kit", "replay", *command, "bad")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "reproduced: the step is not finite on the CPU either"
+    assert not (tmp_path / "final-bad").exists()  # what the script saves when its training fails
     fine = run("-m", "trainer_kit", "replay", command[0], "train.py", "wider", "run")
     assert fine.returncode == 1
     assert fine.stderr.startswith("trainer-kit replay: run/crash-") or "another model" in fine.stderr

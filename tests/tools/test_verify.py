@@ -13,10 +13,11 @@ from forked import ForkedVerification
 
 from trainer_kit.cli.main import main
 from trainer_kit.tools.verify.compare import Line, first_difference, read_lines
-from trainer_kit.tools.verify.marks import attributes, mark_of, marks, sample_marks
+from trainer_kit.tools.verify.marks import attributes, mark_of, marks, sample_marks, state_marks
 from trainer_kit.tools.verify.plan import checkpoint_step, choose_kill
 from trainer_kit.tools.verify.report import describe
 from trainer_kit.tools.verify.verification import Result, ScriptFailed, describe_difference
+from trainer_kit.trees import split
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="starts are forked, and killed by SIGKILL")
 TASK = Path(__file__).with_name("task.py")
@@ -32,7 +33,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.scenario
-@pytest.mark.parametrize(("way", "seed"), [("", 1), ("", 2), ("stream", 3), ("unsaved cache", 4)])
+@pytest.mark.parametrize(("way", "seed"), [("", 1), ("", 2), ("stream", 3), ("unsaved cache", 4), ("transformers", 5)])
 def test_an_honest_script_is_equal(way: str, seed: int, tmp_path: Path) -> None:
     result = verified(way, seed)
     assert result.difference is None, describe(result, "")
@@ -40,7 +41,7 @@ def test_an_honest_script_is_equal(way: str, seed: int, tmp_path: Path) -> None:
     assert result.resumed_from is not None
     assert 0 < result.resumed_from < result.kill.step <= result.steps == 6
     assert describe(result, "again").startswith("bitwise equal: 6 of 6 steps, killed and resumed")
-    assert not list(tmp_path.iterdir())  # the script's own output_dir is not touched
+    assert not list(tmp_path.iterdir())  # neither the script's own output_dir, nor what it saves after the training
 
 
 @pytest.mark.scenario
@@ -61,6 +62,7 @@ def test_an_honest_script_is_equal(way: str, seed: int, tmp_path: Path) -> None:
         ("stops later", True, "end", "a callback or object without state", "callback Stop.left has"),
         ("wrong state", True, "states", "a state that does not come back", "callback Counts"),
         ("system", False, "loss", "nondeterministic kernel", "two runs that nobody stopped differ as well"),
+        ("clock state", False, "states", "a state that depends on the clock or the machine", "callback Counts differs"),
         ("weights", False, "model", "other weights at the beginning", "something else that is random"),
     ],
 )
@@ -83,15 +85,17 @@ def test_a_cause_is_told(way: str, resumed: bool, part: str, cause: str, told: s
     ("way", "told"),
     [
         ("fails", "ValueError: this script has a mistake"),
+        ("raises", "LookupError: nothing was found"),
         ("never trains", "without a training by Trainer.train()"),
         ("one step", "ends by itself at step 1, too early"),
         ("stops early", "ends by itself at step 1, too early"),
     ],
 )
-def test_a_script_that_cannot_be_verified(way: str, told: str) -> None:
+def test_a_script_that_cannot_be_verified(way: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(ScriptFailed) as caught:
         verified(way, seed=8)
     assert told in str(caught.value)
+    assert not list(tmp_path.iterdir())
 
 
 # The command, with real starts
@@ -195,6 +199,30 @@ def test_marks_of_a_tree_are_named_by_their_place() -> None:
     view = torch.arange(6).reshape(2, 3).T
     assert mark_of(view) == mark_of(view.clone(memory_format=torch.contiguous_format))
     assert mark_of(torch.empty(0)) is not None
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"seen": {1, 2}}, {"seen": {1, 3}}),
+        ({"at": Path("a")}, {"at": Path("b")}),
+        ({"seen": [], "step": 1}, {"step": 1}),
+        ({"seen": []}, {"seen": ()}),
+        ({1: 2.0}, {"1": 2.0}),
+        ({"a": {1: 0, "1": 1}}, {"a": {1: 1, "1": 0}}),
+        ({"ema": {"w": torch.zeros(2)}}, {"ema": {"w": torch.ones(2)}}),
+        ({"w": torch.zeros(2)}, {"w": torch.zeros(2).numpy()}),
+    ],
+)
+def test_marks_of_a_state_differ_where_a_checkpoint_does(one: object, other: object) -> None:
+    assert state_marks(*split(one), "state") != state_marks(*split(other), "state")
+    assert state_marks(*split(one), "state") == state_marks(*split(one), "state")
+
+
+def test_marks_of_a_state_are_named_by_its_entries() -> None:
+    found = state_marks(*split({"seen": 8, "w": torch.zeros(2)}), "callback EMA")
+    assert found["callback EMA.seen"] == "8"
+    assert found["callback EMA.w"].endswith(str(mark_of(torch.zeros(2))))
 
 
 def test_samples_have_the_same_mark_wherever_they_stand() -> None:

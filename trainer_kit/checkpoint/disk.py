@@ -74,6 +74,19 @@ def make_folders(directory: Path) -> None:
     os.makedirs(directory, exist_ok=True)
 
 
+def make_run_folder(directory: Path) -> None:
+    """Makes the folder of a run, and those above it, and flushes that they are there."""
+    missing = [each for each in (directory, *directory.parents) if not each.exists()]
+    make_folders(directory)
+    for each in reversed(missing):
+        with contextlib.suppress(OSError):  # those above need not be readable, and are not the run's matter
+            descriptor = os.open(each.parent, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
 def fsync_directory(directory: Path) -> None:
     """Flushes the entries of a folder (which files it holds) to the disk."""
     if os.name == "nt":  # folders cannot be opened there, and need not be

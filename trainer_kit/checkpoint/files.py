@@ -84,8 +84,13 @@ def readable_size(size: float) -> str:
     return f"{size:,.4g} TB"
 
 
-def inside(directory: Path, name: Any) -> Path:
+def inside(directory: Path, name: Any, follows_links: bool = False) -> Path:
     """The path of a file that a manifest or an index names, which must lie inside `directory`.
+
+    Args:
+        directory: The folder.
+        name: With forward slashes.
+        follows_links: Whether a link may lead elsewhere, as those of the Hub's cache do.
 
     Raises:
         CheckpointError: If the name is absolute, leads out of the folder, over a link or to a device, or is not
@@ -105,14 +110,14 @@ def inside(directory: Path, name: Any) -> Path:
     path = directory
     for part in PurePosixPath(name).parts:
         path = path / part
-        _refuse_special(path)
+        _refuse_special(path, follows_links)
     return path
 
 
-def _refuse_special(path: Path) -> None:
+def _refuse_special(path: Path, follows_links: bool) -> None:
     """Refuses what leads elsewhere (a link) and what would be waited for (a pipe, a device)."""
     try:
-        mode = os.lstat(path).st_mode
+        mode = (os.stat if follows_links else os.lstat)(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return
     except (OSError, ValueError) as error:

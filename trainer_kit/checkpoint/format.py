@@ -66,6 +66,7 @@ class Manifest:
             raise TypeError(f"step={self.step!r:.50} or world_size={self.world_size!r:.50} is no number")
         if not all(isinstance(text, str) for text in (self.torch_version, self.trainer_kit_version, self.time)):
             raise TypeError("a version or the time is no text")
+        datetime.fromisoformat(self.time)
 
     @classmethod
     def of(cls, files: Mapping[str, FileEntry], step: int, world_size: int) -> Manifest:
@@ -108,7 +109,7 @@ class Manifest:
         try:
             files = {name: FileEntry(**entry) for name, entry in content.pop("files").items()}
             return cls(**content, files=files)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path} is no manifest: {str(error)!r:.200}") from error
 
     def check(self, directory: Path, names: Iterable[str] | None = None) -> None:

@@ -39,6 +39,7 @@ class Progress:
     """What a checkpoint knows of its run.
 
     Attributes:
+        run_id: Of the run.
         committed: The run's checkpoints up to it, oldest first, as far as they are still there.
         best_step: The step of the best evaluation; None before any.
         best_metric: What that gave.
@@ -46,6 +47,7 @@ class Progress:
         greater_is_better: Whether the largest value is the best.
     """
 
+    run_id: str
     committed: list[Committed]
     best_step: int | None
     best_metric: float | None
@@ -62,12 +64,13 @@ def checkpoints_at(path: Path) -> list[Path]:
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder; give the output_dir of a run, or one of its checkpoints")
     path = path if path.name not in ("", "..") else path.resolve()
-    siblings = [each.name for prefix in PREFIXES for each in find_checkpoints(path.parent, prefix)]
-    if path.name in siblings or (path / MANIFEST_NAME).exists():
+    if (path / MANIFEST_NAME).exists():
         return [path]
     for prefix in PREFIXES:
         if found := find_checkpoints(path, prefix):
             return found
+    if path.name in [each.name for prefix in PREFIXES for each in find_checkpoints(path.parent, prefix)]:
+        return [path]
     raise CheckpointError(f"{path} holds no checkpoints; give the output_dir of a run, or one of its checkpoints")
 
 
@@ -100,6 +103,7 @@ def _progress(directory: Path) -> Progress:
     try:
         known = [Committed(*each) for each in trainer["committed"]]
         return Progress(
+            run_id=trainer["run_id"],
             committed=[each for each in known if (directory.parent / each.name).is_dir()],
             best_step=trainer["counters"]["best_step"],
             best_metric=trainer["counters"]["best_metric"],
@@ -116,7 +120,18 @@ def excess(entries: Sequence[Entry], known: Progress, retention: Retention) -> l
     committed = [each for each in known.committed if each.name in names]
     stay = retention.stays(committed)
     gone = {each.name for each in committed if each not in stay}
-    return [entry for entry in entries if entry.directory.name in gone]
+    return [entry for entry in entries if entry.directory.name in gone and _run_of(entry.directory) == known.run_id]
+
+
+def is_damaged(entry: Entry) -> bool:
+    """Whether this is one of ours that is not whole; else it is another program's, or not for this one to judge."""
+    foreign = entry.problem is not None and ("of format version" in entry.problem or "cannot be read" in entry.problem)
+    return entry.problem is not None and not foreign and (entry.directory / MANIFEST_NAME).is_file()
+
+
+def _run_of(directory: Path) -> str | None:
+    trainer = read_state(directory, "trainer")
+    return None if trainer is None else trainer["run_id"]
 
 
 def _size(directory: Path) -> int:

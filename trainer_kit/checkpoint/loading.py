@@ -126,6 +126,9 @@ def _compare(
     model_name: str,
     strict: bool,
 ) -> None:
+    empty = next((name for name, tensor in state.items() if tensor.is_meta), None)
+    if empty is not None:
+        raise ValueError(f"{empty!r} of this {model_name} is on the device 'meta', which holds nothing; use to_empty()")
     present = {storage_key(tensor) for name, tensor in state.items() if name in shapes}
     missing = [name for name, tensor in state.items() if name not in shapes and storage_key(tensor) not in present]
     unexpected = [name for name in shapes if name not in state]

@@ -75,9 +75,11 @@ def recover_replaced(output_dir: Path) -> None:
     """Puts back a checkpoint that was moved aside for one that was then never committed."""
     if not output_dir.is_dir():
         return
+    busy = [path.name for path in at_work(output_dir) if not path.name.endswith(f"-{os.getpid()}")]
     for path in output_dir.glob(f"{REPLACED_PREFIX}*"):
         original = path.with_name(path.name.removeprefix(REPLACED_PREFIX))
-        if not original.exists():
+        is_being_replaced = any(name.startswith(f"{STAGING_PREFIX}{original.name}-") for name in busy)
+        if not original.exists() and not is_being_replaced:
             os.rename(path, original)
 
 
@@ -90,7 +92,9 @@ def remove_stale_staging(output_dir: Path) -> None:
         staging = _STAGING.fullmatch(path.name)
         if path.is_symlink() or not path.is_dir():
             continue
-        if (staging and not _is_at_work(int(staging[1]), path)) or _is_superseded(path):
+        number = int(staging[1]) if staging else None
+        # This process writes nothing yet: its number is that of one in an earlier container.
+        if (number is not None and (number == os.getpid() or not _is_at_work(number, path))) or _is_superseded(path):
             remove_folder(path)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from trainer_kit.checkpoint.shards import refuse_unstorable, storage_key
+from trainer_kit.checkpoint.format import ARGUMENTS_NAME, MANIFEST_NAME, STATE_FOLDER
+from trainer_kit.checkpoint.shards import is_file_of, refuse_unstorable, storage_key
 from trainer_kit.trees import split
 
 Tensors = Mapping[str, torch.Tensor]
@@ -76,14 +77,16 @@ def take_snapshot(
         The snapshot. But for the tensors it shares nothing with the states, which may change from now on.
 
     Raises:
-        ValueError: If `step` or a name makes no sense, or a tensor has no content (device "meta").
+        ValueError: If `step` or a name makes no sense, a file has the name of a checkpoint's own, or a tensor has no
+            content (device "meta").
         TypeError: If a state or the arguments hold something that a checkpoint cannot hold, naming its place.
     """
     if step < 0:
         raise ValueError(f"step={step} is negative; steps count from 0")
     more_models = more_models or {}
     _check_names("state", states)
-    _check_names("model", ["model", *more_models])
+    stems = ["model", *more_models]
+    _check_names("model", stems)
     for tensors in (model_state, *more_models.values()):
         _refuse_unstorable(tensors)
     taken = {name: _take_state(name, state) for name, state in states.items()}
@@ -91,6 +94,13 @@ def take_snapshot(
     if tensors_of_arguments:
         place = next(iter(tensors_of_arguments))
         raise TypeError(f"the arguments hold a tensor or an array ({place}); give a number or a list")
+    for name in files or ():
+        if (
+            name in (MANIFEST_NAME, ARGUMENTS_NAME)
+            or name.partition("/")[0] == STATE_FOLDER
+            or _is_a_shard(name, stems)
+        ):
+            raise ValueError(f"the model or its processor writes a file {name!r}, which is a checkpoint's own")
     groups = [model_state, *more_models.values(), *(tensors for _, tensors in taken.values())]
     model, *others = groups if copy is None else _copied(groups, copy)
     of_states = others[len(more_models) :]
@@ -103,6 +113,10 @@ def take_snapshot(
         files=dict(files or {}),
         more_models=dict(zip(more_models, others, strict=False)),
     )
+
+
+def _is_a_shard(name: str, stems: Iterable[str]) -> bool:
+    return any(is_file_of(name, stem) for stem in stems)
 
 
 def _check_names(what: str, names: Iterable[str]) -> None:

@@ -79,7 +79,7 @@ def sources(directory: Path, stem: str, listed: Listed | None = None) -> list[So
     """
     single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
     if _is_there(directory, single, listed):
-        return [read_header(inside(directory, single))]
+        return [read_header(inside(directory, single, listed is None))]
     if not _is_there(directory, index, listed):
         there = sorted(path.name for path in directory.glob("*") if path.suffix in (".safetensors", ".bin", ".pt"))
         hint = f"; it holds {', '.join(there[:3])}" if there else ""
@@ -88,12 +88,12 @@ def sources(directory: Path, stem: str, listed: Listed | None = None) -> list[So
 
 
 def _is_there(directory: Path, name: str, listed: Listed | None) -> bool:
-    path = inside(directory, name)
+    path = inside(directory, name, listed is None)
     return path.exists() if listed is None else name in listed
 
 
 def _sharded(directory: Path, index_name: str, listed: Listed | None) -> list[Source]:
-    index = inside(directory, index_name)
+    index = inside(directory, index_name, listed is None)
     content = read_json(index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -102,7 +102,7 @@ def _sharded(directory: Path, index_name: str, listed: Listed | None) -> list[So
     holder: dict[str, str] = {}
     found = []
     for name in dict.fromkeys(weight_map.values()):
-        path = inside(index.parent, name)
+        path = inside(index.parent, name, listed is None)
         if listed is not None and (f"{folder}/{name}" if folder else name) not in listed:
             raise CheckpointError(f"{index} names {name}, which the manifest does not list; do not trust it")
         source = read_header(path)

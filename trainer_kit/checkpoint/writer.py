@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -11,6 +12,7 @@ import torch
 from trainer_kit.checkpoint.disk import (
     fsync_directory,
     make_folders,
+    make_run_folder,
     remove_folder,
     rename_folder,
     write_file,
@@ -29,6 +31,8 @@ from trainer_kit.checkpoint.format import (
 )
 from trainer_kit.checkpoint.shards import ToHost, save_tensors
 from trainer_kit.checkpoint.snapshot import Snapshot
+
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # somebody else has put something there meanwhile
 
 
 def write_checkpoint(
@@ -60,7 +64,7 @@ def write_checkpoint(
     """
     final = output_dir / (name or f"{CHECKPOINT_PREFIX}{snapshot.step}")
     staging = output_dir / f"{STAGING_PREFIX}{final.name}-{os.getpid()}"
-    make_folders(output_dir)
+    make_run_folder(output_dir)
     remove_folder(staging)  # of an earlier process that had the same number
     try:
         os.mkdir(staging)
@@ -106,9 +110,10 @@ def _commit(staging: Path, final: Path) -> None:
         rename_folder(final, replaced)
     try:
         rename_folder(staging, final)
-    except BaseException:
-        remove_folder(final)  # no more than a part of it can be there
-        if replaced.exists():
+    except BaseException as error:
+        if not (isinstance(error, OSError) and error.errno in _TAKEN):
+            remove_folder(final)  # no more than a part of it can be there
+        if replaced.exists() and not final.exists():
             rename_folder(replaced, final)
         raise
     fsync_directory(final.parent)

@@ -125,7 +125,7 @@ def _diff(options: argparse.Namespace) -> int:
 def _prune(options: argparse.Namespace) -> int:
     from trainer_kit.checkpoint import CheckpointError, Retention
     from trainer_kit.checkpoint.files import readable_size
-    from trainer_kit.checkpoint.inventory import checkpoints_at, excess, inspect, newest_progress
+    from trainer_kit.checkpoint.inventory import checkpoints_at, excess, inspect, is_damaged, newest_progress
     from trainer_kit.checkpoint.reader import at_work
     from trainer_kit.checkpoint.retention import delete_checkpoint
 
@@ -135,15 +135,18 @@ def _prune(options: argparse.Namespace) -> int:
         raise CheckpointError(f"{options.folder} holds no valid checkpoint of a Trainer; nothing is removed")
     retention = Retention(options.keep, options.keep_best, options.keep_every, known.greater_is_better)
     damaged = [entry for entry in entries if entry.problem is not None]
-    gone = [*excess(entries, known, retention), *(damaged if options.damaged else [])]
+    removable = [entry for entry in damaged if options.damaged and is_damaged(entry)]
+    gone = [*excess(entries, known, retention), *removable]
     if busy := at_work(options.folder):
         print(f"a process is writing here ({busy[0].name}); its run removes checkpoints by its own arguments, too")
     removed = [entry for entry in gone if options.dry_run or delete_checkpoint(entry.directory)]
     for entry in removed:
         what = "would be removed" if options.dry_run else "removed"
         _print_row(f"{entry.directory.name}: ", f"{what}, {readable_size(entry.size)}")
-    for entry in damaged if not options.damaged else []:
-        _print_row(f"{entry.directory.name}: ", f"left, invalid: {entry.problem} (--damaged removes it)")
+    for entry in damaged:
+        if entry not in removable:
+            hint = " (--damaged removes it)" if is_damaged(entry) else ""
+            _print_row(f"{entry.directory.name}: ", f"left, invalid: {entry.problem}{hint}")
     stay = [entry.directory.name for entry in entries if entry not in removed]
     freed = readable_size(sum(entry.size for entry in removed))
     print(f"{freed} {'would be ' if options.dry_run else ''}freed; {len(stay)} stay: {', '.join(stay)}")

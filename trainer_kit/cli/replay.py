@@ -1,8 +1,12 @@
-"""Run the step at which a run broke off once more, and find where it goes wrong."""
+"""Run the step at which a run broke off once more, and find where it goes wrong.
+
+The process ends where the script calls train(): nothing that follows it runs, no `finally` either.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 
@@ -17,8 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the step on the CPU and returns 0 if what ended the run came up again, else 1."""
+    """Runs the step on the CPU and leaves with 0 if what ended the run came up again, else with 1."""
     from trainer_kit.tools.replay import replay
 
     words = [*(["-m"] if options.module else []), options.script, *options.arguments]
-    return 0 if replay(options.folder, words, lambda line: print(line, flush=True)) else 1
+    replay(
+        options.folder,
+        words,
+        say=lambda line: print(line, flush=True),
+        fail=lambda why: print(f"trainer-kit replay: {why}", file=sys.stderr),
+    )

@@ -5,9 +5,9 @@ at a random moment after a checkpoint, and again from that checkpoint. At each s
 the gradients' norm, weights, buffers, optimizer, states of callbacks and of run.stateful, and logged losses must have
 the same bits. Else it says what differs first, and likely why; for that the script runs once more.
 
-Only the script's first train() runs, up to --steps, into a temporary folder; what follows it is left out. What the
-script does before, and what its callbacks do, happens in each start. Exit code 0: equal; 1: diverged; 2: the script
-failed or never trained.
+Only the script's first train() runs, up to --steps, into a temporary folder; what follows it is left out, a
+`finally` too. What the script does before, and what its callbacks do, happens in each start. Exit code 0: equal;
+1: diverged; 2: the script failed or never trained.
 """
 
 from __future__ import annotations

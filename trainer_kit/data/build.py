@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from trainer_kit.arguments import TrainingArguments
+from trainer_kit.checkpoint.disk import make_run_folder
 from trainer_kit.data.collate import Collator
 from trainer_kit.data.loader import Reading, TrainLoader, evaluation_batches, is_iterable
 from trainer_kit.data.order import Layout
@@ -73,7 +74,7 @@ def writable_folder(path: str | Path) -> Path:
     """
     folder = Path(path)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_run_folder(folder)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"x")
     except OSError as error:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import multiprocessing
+import os
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -230,7 +233,7 @@ def from_workers(dataset: Any, reading: Reading, sampler: Iterable[Any] | None =
         num_workers=reading.workers,
         collate_fn=_as_is,
         pin_memory=reading.pin_memory,
-        worker_init_fn=_outlive_signals,
+        worker_init_fn=functools.partial(_begin_worker, os.getpid()),
         generator=torch.Generator().manual_seed(reading.seed),
     )
     try:
@@ -251,7 +254,14 @@ def _as_is(item: Any) -> Any:
     return item
 
 
-def _outlive_signals(_: int) -> None:
+def _begin_worker(main: int, _: int) -> None:
+    """Ends a worker whose main process was killed meanwhile: torch would take who has adopted it for that, for ever."""
+    if multiprocessing.get_start_method() == "fork" and os.getppid() != main:
+        os._exit(1)
+    _outlive_signals()
+
+
+def _outlive_signals() -> None:
     """Ctrl-C and a scheduler's signals reach the workers too; the main process finishes the step and needs their data.
 
     SIGTERM is also how a worker that hangs is ended: for that it has a few seconds.

@@ -28,48 +28,36 @@ _OWN = tuple(f"{Path(str(module.__file__)).parent}/" for module in (torch, train
 _FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)\n\s+(.+)')
 
 
-class _Done(SystemExit):
-    """Ends the script: the step was run, or could not be (`error`)."""
-
-    def __init__(self, reproduced: bool = False, error: ValueError | None = None) -> None:
-        super().__init__(1)
-        self.reproduced = reproduced
-        self.error = error
-
-
-def replay(folder: Path, words: Sequence[str], say: Callable[[str], None]) -> bool:
+def replay(folder: Path, words: Sequence[str], say: Callable[[str], None], fail: Callable[[str], None]) -> NoReturn:
     """Runs a user's script up to its training, and in place of that the one step that a crash folder keeps.
+
+    The process ends with it: with code 0 if what ended the run came up again, else 1.
 
     Args:
         folder: `crash-STEP`.
         words: The script, or "-m" and a module, then its arguments: as they were in the run.
         say: Told what was found, line by line.
-
-    Returns:
-        Whether what ended the run came up again.
+        fail: Told why the step cannot be run: the folder is of another model, or holds no batch.
 
     Raises:
-        ValueError: If the folder is damaged or none of a crash, is of another model, holds no batch, or if the script
-            does not train.
+        ValueError: If the folder is damaged or none of a crash, or if the script does not train.
     """
     verify(folder)
     report = read_state(folder, "report")
     if not isinstance(report, dict) or "error" not in report:
         raise ValueError(f"{folder} is no folder that a broken-off run left (crash-STEP in its output_dir)")
 
-    def take_over(trainer: Trainer, train: Train, resume_from_checkpoint: bool | str | Path | None) -> NoReturn:
+    def take_over(trainer: Trainer, train: Train, resume_from_checkpoint: bool | str | Path | None) -> int:
         try:
-            reproduced = _Replay(folder, report, trainer, say).run()
+            return 0 if _Replay(folder, report, trainer, say).run() else 1
+        except BrokenPipeError:  # the reader has what it wanted (`| head`)
+            return 0
         except ValueError as error:
-            raise _Done(error=error) from error
-        raise _Done(reproduced)
+            fail(str(error))
+            return 1
 
     try:
         run_script(words, take_over)
-    except _Done as done:
-        if done.error is not None:
-            raise done.error from None
-        return done.reproduced
     except SystemExit as error:
         raise ValueError(f"{words[0]} left (code {error.code}) before it called Trainer.train") from error
     except Exception as error:

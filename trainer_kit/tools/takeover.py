@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import multiprocessing.util
+import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
+from trainer_kit.launch.failures import write_failure
 from trainer_kit.launch.script import run_as_main
 from trainer_kit.trainer import Trainer, TrainOutput
 
@@ -15,10 +20,10 @@ Train = Callable[[bool | str | Path | None], TrainOutput]
 
 
 class TakeOver(Protocol):
-    """What a tool does in place of `Trainer.train`."""
+    """What a tool does in place of the script's first `Trainer.train`."""
 
-    def __call__(self, trainer: Trainer, train: Train, resume_from_checkpoint: bool | str | Path | None) -> TrainOutput:
-        """Takes over one call of `train`.
+    def __call__(self, trainer: Trainer, train: Train, resume_from_checkpoint: bool | str | Path | None) -> int:
+        """Takes over the call.
 
         Args:
             trainer: The user's Trainer.
@@ -26,28 +31,53 @@ class TakeOver(Protocol):
             resume_from_checkpoint: What the script asked for.
 
         Returns:
-            What the script gets; a tool that has seen enough raises SystemExit instead.
+            The exit code of the process, which ends.
         """
 
 
 def run_script(words: Sequence[str], take_over: TakeOver) -> None:
-    """Runs a script, or a module, as the main program, and calls `take_over` where it calls `Trainer.train`.
+    """Runs a script, or a module, as the main program, up to its call of `Trainer.train`.
 
-    The method is replaced for good, on the class: the process belongs to the tool.
+    There `take_over` is called, and the process ends with its exit code, or with its error: neither comes back to the
+    script, whose `finally` might save the weights of half a training over good ones. The method is replaced for good,
+    on the class: the process belongs to the tool.
 
     Args:
         words: The script, or "-m" and a module, then its arguments.
         take_over: Called with the Trainer, its own `train` and what the script wanted to resume from.
 
     Raises:
-        SystemExit: The script's own, or that of `take_over`.
-        BaseException: What the script raises.
+        BaseException: What the script raises, SystemExit too, before it trains.
     """
     train = Trainer.train
 
     @functools.wraps(train)
-    def taken(self: Trainer, resume_from_checkpoint: bool | str | Path | None = None) -> TrainOutput:
-        return take_over(self, functools.partial(train, self), resume_from_checkpoint)
+    def taken(self: Trainer, resume_from_checkpoint: bool | str | Path | None = None) -> NoReturn:
+        try:
+            code = take_over(self, functools.partial(train, self), resume_from_checkpoint)
+        except BaseException as error:
+            code = _show(error)
+        leave(code)
 
     Trainer.train = taken  # type: ignore[method-assign]
     run_as_main([*words])
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process, and nothing of the script runs any more: no `except`, no `finally`, no atexit."""
+    # What multiprocessing does at the end of a process: it leaves process groups and closes pools and managers.
+    multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
+    for child in multiprocessing.active_children():
+        child.terminate()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
+            stream.flush()
+    os._exit(code)
+
+
+def _show(error: BaseException) -> int:
+    """Shows an error as the interpreter does at the end, and to the launcher if there is one; gives the exit code."""
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        return error.code or 0
+    sys.excepthook(type(error), error, write_failure(error, own_files=[__file__]))
+    return 130 if isinstance(error, KeyboardInterrupt) else 1

@@ -170,6 +170,12 @@ def _not_reproducible(evidence: Evidence) -> Cause:
             "RNG",
             f"{_are_generators(suspects)}, seeded otherwise in every start; {_USE_THE_GLOBAL_ONE}",
         )
+    if evidence.difference.part == "states":
+        return Cause(
+            "a state that depends on the clock or the machine",
+            f"{_owner(evidence.difference)} differs though model and optimizer are equal, and it does so in two runs "
+            "that nobody stopped: keep in it only what follows from the training, no times, speeds, memory or paths",
+        )
     return Cause(
         "nondeterministic kernel",
         "all was equal before, and two runs that nobody stopped differ as well: an operation of the device that gives "
@@ -183,8 +189,8 @@ def _not_restored(evidence: Evidence) -> Cause:
     if part == "states" and not name.startswith("the schedule"):
         return Cause(
             "a state that does not come back",
-            f"{name.partition('.')[0]} is not after load_state_dict() what it was before: let its two methods fit, and "
-            "change nothing that counts in on_save or on_train_begin",
+            f"{_owner(evidence.difference)} is not after load_state_dict() what it was before: let its two methods "
+            "fit, and change nothing that counts in on_save or on_train_begin",
         )
     suspects = evidence.suspects(_LISTENERS)
     told = f"; {_have(suspects)} another value than in the straight run" if suspects else ""
@@ -228,6 +234,12 @@ def _other_step(evidence: Evidence) -> Cause:
         "batch, loss and all before it are equal: a callback, the optimizer or the schedule counts on its own, and no "
         f"checkpoint keeps that; {remedy}",
     )
+
+
+def _owner(difference: Difference) -> str:
+    """Whose state differs: callback EMA, run.stateful counter."""
+    kind, _, rest = difference.name.partition(" ")
+    return f"{kind} {rest.partition('.')[0]}"
 
 
 def _buffers_not_saved(evidence: Evidence) -> list[str]:

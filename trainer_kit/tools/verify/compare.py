@@ -33,8 +33,8 @@ class Line:
     Attributes:
         step: Number of the step that is over; the first line of a start is the state that it begins with.
         parts: Marks by part (see `PARTS`) and name; all must be equal.
-        hints: What may explain a difference, but need not be equal: "random" (the host's generators after the last
-            forward pass), "attributes" (of the user's objects), "samples" (one mark a sample).
+        hints: What may explain a difference, but need not be equal: "attributes" (of the user's objects),
+            "samples" (one mark a sample).
     """
 
     step: int

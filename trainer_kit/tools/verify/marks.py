@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,6 +37,23 @@ def marks(tree: Any, name: str = "") -> dict[str, str]:
     return found
 
 
+def state_marks(json_tree: Any, tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, str]:
+    """Marks of all that a checkpoint holds of a state: of each entry, and of each tensor in it.
+
+    Args:
+        json_tree: What `trees.split` makes of the state.
+        tensors: The same.
+        name: Of the state; names begin with it.
+    """
+    has_entries = isinstance(json_tree, dict) and json_tree
+    entries = {f"{name}.{key}": value for key, value in json_tree.items()} if has_entries else {name: json_tree}
+    found = {place: _shortened(json.dumps(value, sort_keys=True)) for place, value in entries.items()}
+    for key, tensor in tensors.items():
+        place = f"{name}.{key}"  # an entry that is a tensor has it too
+        found[place] = f"{found.get(place, '')} {mark_of(tensor)}".lstrip()
+    return found
+
+
 def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Place and value of everything in nested dicts, lists and tuples."""
     if isinstance(tree, Mapping):
@@ -61,9 +79,12 @@ def mark_of(value: Any) -> str | None:
     if isinstance(value, float):
         return f"{value!r} {value.hex()}"
     if isinstance(value, _PLAIN):
-        text = repr(value)
-        return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}… {_checksum(text.encode())}"
+        return _shortened(repr(value))
     return None
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}… {_checksum(text.encode())}"
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -100,13 +121,6 @@ def sample_marks(batch: Any) -> list[str]:
         for checksum, row in zip(checksums, column.detach().cpu(), strict=True):
             checksum.update(tensor_bytes(row))
     return [checksum.hexdigest() for checksum in checksums]
-
-
-def random_state() -> dict[str, str]:
-    """Marks of the host's own generators."""
-    numpy_state = [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state(legacy=True)]
-    states = {"torch": torch.get_rng_state().tolist(), "numpy": numpy_state, "random": random.getstate()}
-    return {name: _checksum(repr(state).encode()) for name, state in states.items()}
 
 
 def attributes(owner: Any) -> dict[str, str]:

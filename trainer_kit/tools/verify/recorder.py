@@ -19,9 +19,10 @@ from trainer_kit.callback import Callback
 from trainer_kit.data.loader import MicroBatch
 from trainer_kit.run import Run
 from trainer_kit.tools.verify.compare import Line, first_difference, read_lines, records_file
-from trainer_kit.tools.verify.marks import attributes, leaves, marks, random_state, sample_marks
+from trainer_kit.tools.verify.marks import attributes, leaves, marks, sample_marks, state_marks
 from trainer_kit.tools.verify.plan import MOMENTS, Kill, checkpoint_step
 from trainer_kit.trainer import Trainer
+from trainer_kit.trees import split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +88,6 @@ class Recorder:
         self.last_step = start.steps
         self.save_at = start.save_at
         self._step: dict[str, dict[str, str]] = {}  # what the step under way has shown so far
-        self._random: dict[str, str] = {}
         self._fetched: deque[tuple[MicroBatch, dict[str, str], list[str]]] = deque()
         self._has_begun = False
 
@@ -114,10 +114,13 @@ class Recorder:
         """Writes the line of the step that is over."""
         if self.is_different:
             return
-        live = self._live(run)
+        live, states = self._live(run), self._states(run)
         parts = {**self._step, **{name: marks(tree) for name, tree in live.items()}}
-        hints = {"random": self._random, "attributes": self._attributes(run)}
-        line = Line(run.state.step, parts, hints)
+        parts["states"], live["states"] = {}, {}
+        for name, (tree, tensors) in states.items():
+            parts["states"] |= state_marks(tree, tensors, name)
+            live["states"] |= {f"{name}.{place}": tensor for place, tensor in tensors.items()}
+        line = Line(run.state.step, parts, {"attributes": self._attributes(run)})
         if self._has_begun:
             self._add_batches(line, live)
         self._write(dataclasses.asdict(line), "a")
@@ -140,7 +143,6 @@ class Recorder:
         self.note("loss", {"": _number(run.last_loss)})
         if run.last_norms is not None:
             self.note("gradients", {"norm": _number(run.last_norms.total)})
-        self._random = random_state()
         if run.state.step == self.save_at:
             run.requests.save = True
         if run.state.step >= self.last_step or self.is_different:
@@ -171,19 +173,23 @@ class Recorder:
         line.hints["samples"] = {str(number): mark for number, mark in enumerate(samples)}
 
     def _live(self, run: Run) -> dict[str, dict[str, Any]]:
-        """All that a resumed run must have again, by part and name."""
+        """The tensors and numbers that a resumed run must have again, by part and name."""
         saved = run.model.state_dict().keys()
         tensors = {**dict(run.model.named_parameters()), **dict(run.model.named_buffers())}
-        states: dict[str, Any] = {f"callback {name}": state for name, state in self.trainer.events.state_dict().items()}
-        states |= {f"run.stateful {name}": entry.state_dict() for name, entry in run.stateful.items()}
-        if hasattr(run.lr_scheduler, "state_dict"):
-            states["the schedule"] = run.lr_scheduler.state_dict()
         return {
             "model": {name: tensor for name, tensor in tensors.items() if name in saved},
             "unsaved": {name: tensor for name, tensor in tensors.items() if name not in saved},
             "optimizer": _optimizer_state(run),
-            "states": dict(leaves(states)),
         }
+
+    def _states(self, run: Run) -> dict[str, tuple[Any, dict[str, torch.Tensor]]]:
+        """The states that a resumed run must have again, by their owners, as a checkpoint holds them."""
+        callbacks = self.trainer.events.state_dict()
+        states = {f"callback {name}": _without_clock(state) for name, state in callbacks.items()}
+        states |= {f"run.stateful {name}": entry.state_dict() for name, entry in run.stateful.items()}
+        if hasattr(run.lr_scheduler, "state_dict"):
+            states["the schedule"] = run.lr_scheduler.state_dict()
+        return {owner: split(state) for owner, state in states.items()}
 
     def _attributes(self, run: Run) -> dict[str, str]:
         """What may explain a difference: plain attributes of the user's own objects."""
@@ -261,20 +267,28 @@ class _Last(Callback):
         self.recorder.at("on_step_end", run)
 
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
-        self.recorder.note("figures", _losses("logged", record))
+        self.recorder.note("figures", marks(_losses(record), "logged"))
 
     def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
-        self.recorder.note("figures", _losses("evaluated", metrics))
+        self.recorder.note("figures", marks(_losses(metrics), "evaluated"))
 
 
 assert all(moment in vars(_Last) for moment in MOMENTS)
 
 
-def _losses(where: str, record: Mapping[str, Any]) -> dict[str, str]:
+def _losses(record: Mapping[str, Any]) -> dict[str, Any]:
     """What in a record of a step does not depend on how long something took."""
     kept = {name: value for name, value in record.items() if name in ("loss", "grad_norm") or name.endswith("_loss")}
     kept.pop("train_loss", None)  # of the record at the end, wherever that is
-    return marks(kept, where)
+    return kept
+
+
+def _without_clock(state: dict[str, Any]) -> dict[str, Any]:
+    """A callback's state; of what `from_transformers` keeps, without speeds, memory and the run's folder."""
+    if not {"log_history", "best_model_checkpoint"} <= state.keys():
+        return state
+    records = [losses for record in state["log_history"] if (losses := _losses(record))]
+    return {**state, "log_history": records, "best_model_checkpoint": None}
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

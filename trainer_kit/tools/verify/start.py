@@ -10,21 +10,17 @@ from trainer_kit.callback import Events
 from trainer_kit.strategies.base import seed_generators
 from trainer_kit.tools.takeover import Train, run_script
 from trainer_kit.tools.verify.recorder import Recorder, Start
-from trainer_kit.trainer import Trainer, TrainOutput
+from trainer_kit.trainer import Trainer
 
 
 def main() -> None:
-    """Runs the script that `sys.argv` names up to the end of its first training.
-
-    Raises:
-        SystemExit: With 0 when that is over.
-    """
+    """Runs the script that `sys.argv` names up to the end of its first training, with which the process ends."""
     start = Start.loads(sys.argv[1])
 
-    def take_over(trainer: Trainer, train: Train, resume_from_checkpoint: bool | str | Path | None) -> TrainOutput:
+    def take_over(trainer: Trainer, train: Train, resume_from_checkpoint: bool | str | Path | None) -> int:
         watch(trainer, start)
         train(start.resume)
-        sys.exit(0)
+        return 0
 
     # Else a script that seeds nothing before it makes its model would be another one in each start.
     seed_generators(start.chance)
