@@ -133,4 +133,6 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     wide = _wide(tensor)
-    return wide.clone() if wide.data_ptr() == tensor.data_ptr() else wide
+    if wide.device.type == "cpu":
+        return wide.clone() if wide.data_ptr() == tensor.data_ptr() else wide
+    return wide.cpu().to(wide.device)  # by way of the host: XLA would give both one buffer, which a step frees

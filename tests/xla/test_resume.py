@@ -15,7 +15,8 @@ import xla_task
 from on_xla import on_cpu, on_xla, try_on_xla
 from safetensors import safe_open
 
-from trainer_kit import Callback, Run, Trainer
+from trainer_kit import Callback, Run, Trainer, TrainingArguments
+from trainer_kit.callbacks import EMA
 
 pytestmark = pytest.mark.scenario
 
@@ -136,3 +137,32 @@ def keys(checkpoint: Path) -> dict[str, list[str]]:
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     with safe_open(folder / f"checkpoint-{STEPS}" / "model.safetensors", "pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+
+
+class Line(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.linear(x)[:, 0] - labels).square().mean()}
+
+
+def test_going_back_with_averages_of_the_weights(tmp_path: Path) -> None:
+    """It saves before the first step, and takes the averages back to where the weights are."""
+
+    def go_back() -> tuple[int, bool]:
+        samples = [{"x": torch.ones(3) * index, "labels": torch.tensor(1.0)} for index in range(32)]
+        samples[13]["x"][0] = torch.inf
+        args = TrainingArguments(
+            output_dir=str(tmp_path), num_train_epochs=1, per_device_train_batch_size=4, optim="sgd",
+            learning_rate=1e-3, logging_steps=1, save_steps=3, report_to="none", disable_tqdm=True,
+            log_level="error", nonfinite="rollback", strategy="xla",
+        )  # fmt: skip
+        average = EMA(decay=0.9)
+        trainer = Trainer(Line(), args, samples, callbacks=[average])
+        trainer.train()
+        finite = all(bool(value.isfinite().all()) for value in average.state_dict()["averages"].values())
+        return trainer.run.state.rollbacks, finite
+
+    assert on_xla(1, go_back) == (1, True)
