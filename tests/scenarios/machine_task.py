@@ -69,6 +69,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         output_dir=str(options.output_dir), num_train_epochs=2, per_device_train_batch_size=options.batch_size,
         learning_rate=options.learning_rate, logging_steps=1, save_steps=3, save_total_limit=3, use_cpu=True,
         report_to="jsonl", disable_tqdm=True, log_level="info",
+        async_save=not options.deaths,  # else a death may come before the other machine has heard of the checkpoint
     )  # fmt: skip
     torch.manual_seed(0)
     model = Smooth() if options.model == "smooth" else task.Net()
