@@ -38,7 +38,7 @@ def write(folder: Path, step: int, name: str | None = None) -> Path:
     if step > 500:
         weights["head.weight"][:] = 4.0
         weights["head.bias"][:2] = torch.tensor([0.99, torch.nan])
-    states = {"trainer": {"counters": counters, "committed": committed}}
+    states = {"trainer": {"counters": counters, "committed": committed, "run_id": "demo"}}
     arguments = {"metric_for_best_model": "eval_loss", "greater_is_better": False}
     return write_checkpoint(folder, take_snapshot(step, weights, states, arguments=arguments), name=name)
 
