@@ -23,18 +23,16 @@ class Checkpointing(Callback):
 
     def __init__(self) -> None:
         self._saved_step = 0
-        self._every = 0
         self._due = float("inf")  # by the monotonic clock, in seconds
 
     def on_train_begin(self, run: Run) -> None:
         self._saved_step = run.state.step
-        self._every = int(run.args.save_steps) if run.args.save_strategy == "steps" else 0
         self._wind_up(run)
         if run.args.nonfinite == "rollback" and run.state.step == 0:
             run.requests.save = True  # what there is to go back to before the first checkpoint that is due
 
     def on_step_end(self, run: Run) -> None:
-        if (self._every and run.state.step % self._every == 0) or time.monotonic() >= self._due:
+        if run.args.saves_after(run.state.step) or time.monotonic() >= self._due:
             run.requests.save = True
             self._wind_up(run)
 

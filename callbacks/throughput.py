@@ -81,5 +81,6 @@ class Throughput(Callback):
 
     def _measure(self, run: Run) -> _Mark:
         state = run.state
-        paused = self._paused + run.save_seconds
-        return _Mark(time.perf_counter(), paused, run.data_seconds, state.step, state.samples, state.tokens)
+        seconds = run.ledger.seconds()
+        paused = self._paused + seconds.get("saving", 0.0)
+        return _Mark(time.perf_counter(), paused, seconds.get("data", 0.0), state.step, state.samples, state.tokens)

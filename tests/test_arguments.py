@@ -57,6 +57,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "dataloader_num_workers": [-1],
     "pad_to_multiple_of": [0],
     "pad_to_lengths": [[], [64, 0]],
+    "profile": ["", "10", "0:3", "20:10", "10-20", "1:2:3"],
     "report_to": ["wandb", ["tensorboard", "wandb"], ["all", "jsonl"], ["none", "jsonl"]],
     "logging_dir": [""],
     "log_level": ["loud"],
@@ -69,6 +70,7 @@ WRONG_TYPES: dict[str, list[Any]] = {
     "num_train_epochs": ["3", None, True, 1j],
     "max_steps": [10.0, "10", True],
     "per_device_train_batch_size": [8.0, "8", True, None],
+    "auto_find_batch_size": [1, None],
     "per_device_eval_batch_size": [8.5, True],
     "gradient_accumulation_steps": [True, 1.0],
     "learning_rate": ["5e-5", None, False, [1e-4]],
@@ -113,6 +115,7 @@ WRONG_TYPES: dict[str, list[Any]] = {
     "pad_to_lengths": [64, [64.5]],
     "report_to": [None, 3, [3]],
     "logging_dir": [3],
+    "profile": [10, ["10:20"]],
     "disable_tqdm": [None],
     "log_level": [20],
     "use_cpu": ["cpu"],
@@ -151,7 +154,7 @@ def test_every_field_is_checked() -> None:
         ("per_device_eval_batch_size", 0, "it must be a whole number of at least 1, or None"),
         ("mixed_precision", "fp8", "it must be one of 'no', 'fp16', 'bf16'"),
         ("use_cpu", 1, "it must be True or False"),
-        ("report_to", "wandb", "it must be 'all', 'none', or a list of 'tensorboard' and 'jsonl'"),
+        ("report_to", "wandb", "it must be 'all', 'none', or a list of 'tensorboard', 'jsonl', 'html'"),
         ("max_shard_size", "big", "it must be a number of bytes of at least 1, or a string such as '5GB' or '200MiB'"),
     ],
 )
@@ -266,8 +269,8 @@ def test_values_become_plain_python_types() -> None:
         ("none", []),
         (["none"], []),
         ([], []),
-        ("all", ["tensorboard", "jsonl"]),
-        (["all"], ["tensorboard", "jsonl"]),
+        ("all", ["tensorboard", "jsonl", "html"]),
+        (["all"], ["tensorboard", "jsonl", "html"]),
         ("jsonl", ["jsonl"]),
         (["jsonl", "tensorboard", "jsonl"], ["tensorboard", "jsonl"]),
     ],
@@ -317,7 +320,7 @@ def test_defaults_are_not_shared() -> None:
     assert isinstance(first.report_to, list)
     first.report_to.clear()
     first.lr_scheduler_kwargs["power"] = 1
-    assert TrainingArguments().report_to == ["tensorboard", "jsonl"]
+    assert TrainingArguments().report_to == ["tensorboard", "jsonl", "html"]
     assert TrainingArguments().lr_scheduler_kwargs == {}
     TrainingArguments(lr_scheduler_kwargs=numbers).lr_scheduler_kwargs.clear()
     assert numbers == {"power": 2.0}

@@ -15,14 +15,14 @@ import trainer_kit.callbacks
 
 LAYERS = (
     {"fields", "environment"},
-    {"arguments", "state", "precision", "trees"},
+    {"arguments", "state", "precision", "trees", "ledger", "flops", "peaks"},
     {"strategies", "optim", "loss", "checkpoint"},
     {"run", "inspection"},
     {"data", "diagnosis", "figures", "metrics", "copying"},
     {"callback", "evaluation", "agreement", "continuity", "saving"},
-    {"callbacks", "postmortem", "resume"},
+    {"callbacks", "planning", "postmortem", "resume"},
     {"trainer", "accelerator"},
-    {"launch"},
+    {"launch", "summary"},
     {"tools"},
     {"cli"},
     {"__main__"},

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trainer_kit.strategies.multinode import MultiNode
     from trainer_kit.strategies.single import SingleDevice
     from trainer_kit.strategies.xla import XLA
+    from trainer_kit.summary import print_summary
     from trainer_kit.trainer import Trainer, TrainOutput
 
 __version__ = "0.1.0.dev0"
@@ -58,6 +59,7 @@ __all__ = [
     "callbacks",
     "load_checkpoint_in_model",
     "notebook_launcher",
+    "print_summary",
     "set_seed",
     "write_basic_config",
 ]
@@ -86,6 +88,7 @@ _HOMES = {
     "XLA": "strategies.xla",
     "load_checkpoint_in_model": "checkpoint",
     "notebook_launcher": "launch.notebook",
+    "print_summary": "summary",
     "set_seed": "accelerator",
     "write_basic_config": "launch.config",
 }

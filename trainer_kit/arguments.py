@@ -17,7 +17,7 @@ from trainer_kit.fields import Rule, check_names, check_values, load_fields, sav
 T = TypeVar("T")
 Arguments = TypeVar("Arguments", bound="TrainingArguments")
 
-REPORTERS = ("tensorboard", "jsonl")
+REPORTERS = ("tensorboard", "jsonl", "html")
 
 # What users of other trainers write for a field that has another name here, where the spelling gives no hint.
 _NAMED_OTHERWISE = {
@@ -61,6 +61,11 @@ def _is_size(value: int | str) -> bool:
         return False
 
 
+def _is_interval(value: str) -> bool:
+    match = re.fullmatch(r"(\d+):(\d+)", value)
+    return match is not None and 1 <= int(match[1]) <= int(match[2])
+
+
 def _is_dict_of_numbers(value: Any) -> bool:
     return isinstance(value, dict) and all(
         isinstance(key, str) and isinstance(item, (int, float)) and not isinstance(item, bool) and math.isfinite(item)
@@ -85,10 +90,11 @@ _Lengths = Annotated[
 ]
 _Numbers = Annotated[dict[str, Any], Rule("a dict of finite numbers by name", _is_dict_of_numbers)]
 _Size = Annotated[int | str, Rule("a number of bytes of at least 1, or a string such as '5GB' or '200MiB'", _is_size)]
+_Interval = Annotated[str, Rule("the first and the last step, such as '10:20'", lambda value: _is_interval(value))]
 _Reporters = Annotated[
     str | list[str],
     Rule(
-        f"'all', 'none', or a list of {' and '.join(map(repr, REPORTERS))}",
+        f"'all', 'none', or a list of {', '.join(map(repr, REPORTERS))}",
         lambda value: set([value] if isinstance(value, str) else value) <= {*REPORTERS, "all", "none"},
     ),
 ]
@@ -123,6 +129,9 @@ class TrainingArguments:
         max_steps: Steps to train; overrides `num_train_epochs` unless it is -1. The schedule then counts steps, also
             where a resume changes the samples of a step.
         per_device_train_batch_size: Samples of one micro-batch on one process.
+        auto_find_batch_size: Divides `per_device_train_batch_size`, and multiplies `gradient_accumulation_steps` by the
+            same, until a micro-batch fits into the memory of all devices: a step keeps its samples. With several
+            processes gradients are exchanged after the backward pass, not during it.
         per_device_eval_batch_size: Samples of one evaluation batch on one process; None: the training batch size.
         gradient_accumulation_steps: Micro-batches of one step.
         learning_rate: Peak learning rate.
@@ -173,8 +182,11 @@ class TrainingArguments:
         pad_to_multiple_of: Pads sequences to a multiple of this many tokens; None: to the longest of the batch.
         pad_to_lengths: Pads sequences to the smallest of these lengths that fits the batch's longest; None: as
             `pad_to_multiple_of` says, or to the next power of two where each new shape costs a compilation (TPU).
-        report_to: Where records are written: a list of "tensorboard" and "jsonl", "all", or "none".
+        report_to: Where records are written: a list of "tensorboard", "jsonl" and "html" (a page of plots, made from
+            "jsonl" at the end), "all", or "none".
         logging_dir: Folder of TensorBoard's files; None: `output_dir`/logs.
+        profile: Steps to profile, the first and the last, such as "10:20"; see `callbacks.Profiler`. Default: what the
+            launcher was told, else None.
         disable_tqdm: Shows no progress bar.
         log_level: "debug", "info", "warning", "error" or "critical".
         use_cpu: Trains on the CPU even where there is an accelerator. Default: what the launcher was told, else False.
@@ -195,6 +207,7 @@ class TrainingArguments:
     num_train_epochs: _Positive = 3.0
     max_steps: _Steps = -1
     per_device_train_batch_size: _Count = 8
+    auto_find_batch_size: bool = False
     per_device_eval_batch_size: _Count | None = None
     gradient_accumulation_steps: _Count = 1
     learning_rate: _NotNegative = 5e-5
@@ -242,6 +255,7 @@ class TrainingArguments:
     pad_to_lengths: _Lengths | None = None
     report_to: _Reporters = dataclasses.field(default_factory=lambda: list(REPORTERS))
     logging_dir: _Folder | None = None
+    profile: _Interval | None = dataclasses.field(default_factory=environment.profile)
     disable_tqdm: bool = False
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
     use_cpu: bool = dataclasses.field(default_factory=environment.use_cpu)
@@ -310,6 +324,19 @@ class TrainingArguments:
     def log_dir(self) -> Path:
         """Folder that records are written to."""
         return Path(self.logging_dir) if self.logging_dir is not None else Path(self.output_dir) / "logs"
+
+    def logs_after(self, step: int) -> bool:
+        """Whether the number of a step asks for a record after it."""
+        by_number = step % self.logging_steps == 0 or (step == 1 and self.logging_first_step)
+        return self.logging_strategy == "steps" and by_number
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether the number of a step asks for an evaluation after it."""
+        return self.eval_strategy == "steps" and step % (self.eval_steps or self.logging_steps) == 0
+
+    def saves_after(self, step: int) -> bool:
+        """Whether the number of a step asks for a checkpoint after it."""
+        return self.save_strategy == "steps" and step % self.save_steps == 0
 
     def to_dict(self) -> dict[str, Any]:
         """All fields by name: strings, numbers, booleans, None, lists and dicts of them."""

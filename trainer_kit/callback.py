@@ -90,6 +90,10 @@ class Callback:
         """This callback's own numbers, asked for when a record is due."""
         return {}
 
+    def summary(self, run: Run) -> dict[str, Any]:
+        """This callback's own numbers for the whole training, asked for when it ends."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of this callback (nothing, unless overridden)."""
         return {}
@@ -119,9 +123,13 @@ class Events:
                 raise TypeError(f"callbacks holds {callback!r}, which is no trainer_kit Callback{hint}")
             self.callbacks.append(callback)
         self.callbacks.sort(key=lambda callback: callback.priority)
-        self._listeners: dict[str, list[tuple[Callback, Any]]] = {
-            hook: [(each, getattr(each, hook)) for each in self.callbacks if _overrides(each, hook)]
-            for hook in (*HOOKS, "metrics")
+        self._listeners: dict[str, list[tuple[Callback, str, Any]]] = {
+            hook: [
+                (each, f"callback/{type(each).__name__}", getattr(each, hook))
+                for each in self.callbacks
+                if _overrides(each, hook)
+            ]
+            for hook in (*HOOKS, "metrics", "summary")
         }
 
     def emit(self, hook: str, run: Run, *arguments: Any) -> None:
@@ -130,28 +138,44 @@ class Events:
         Raises:
             CallbackError: If a callback raised, naming it and the hook.
         """
-        for callback, method in self._listeners[hook]:
+        listeners = self._listeners[hook]
+        if not listeners:
+            return
+        before = run.ledger.activity
+        for callback, activity, method in listeners:
+            run.ledger.enter(activity)
             try:
                 method(run, *arguments)
             except Exception as error:
                 raise _named(callback, hook, error) from error
+        run.ledger.enter(before)
 
     def emit_exception(self, run: Run, error: BaseException) -> None:
         """Tells every listener of `error`; what one raises itself is logged, so that all are told."""
-        for callback, method in self._listeners["on_exception"]:
+        for callback, _, method in self._listeners["on_exception"]:
             try:
                 method(run, error)
             except Exception as second:
                 logger.error("%s", _named(callback, "on_exception", second))
 
     def metrics(self, run: Run) -> dict[str, Any]:
-        """The numbers of all callbacks, merged."""
+        """The numbers of all callbacks for a record, merged."""
+        return self._gathered("metrics", run)
+
+    def summary(self, run: Run) -> dict[str, Any]:
+        """The numbers of all callbacks for the whole training, merged."""
+        return self._gathered("summary", run)
+
+    def _gathered(self, hook: str, run: Run) -> dict[str, Any]:
         merged: dict[str, Any] = {}
-        for callback, method in self._listeners["metrics"]:
+        before = run.ledger.activity
+        for callback, activity, method in self._listeners[hook]:
+            run.ledger.enter(activity)
             try:
                 merged.update(method(run))
             except Exception as error:
-                raise _named(callback, "metrics", error) from error
+                raise _named(callback, hook, error) from error
+        run.ledger.enter(before)
         return merged
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from trainer_kit.checkpoint import read_state
+from trainer_kit.checkpoint import find_checkpoints, newest_valid, read_state, verify
 from trainer_kit.data.plan import Plan, step_numbers
 from trainer_kit.data.stream import check_workers
 from trainer_kit.optim import Schedule
@@ -29,6 +29,36 @@ _BY_DEVICE = ("capturable", "foreach", "fused")
 """Options of torch's optimizers that fit the device of this start, not the one that the checkpoint was made on."""
 
 _ANEW = "start anew with load_checkpoint_in_model(model, checkpoint)"
+
+
+def find_checkpoint(output_dir: Path, request: bool | str | Path, repair: bool = True) -> Path | None:
+    """The checkpoint that `resume_from_checkpoint` asks for; None where True finds none yet.
+
+    Args:
+        output_dir: Folder of the run.
+        request: True, a checkpoint, or the folder of a run.
+        repair: Whether to put right what a killed run left there (see `newest_valid`).
+
+    Raises:
+        ValueError: If a path is given that holds no valid checkpoint, saying what is wrong with it.
+    """
+    if request is True:
+        found = newest_valid(output_dir, logger.warning, repair=repair)
+        if found is None and find_checkpoints(output_dir):
+            logger.warning("no checkpoint in %s is whole: training starts from the beginning", output_dir)
+        elif found is None:
+            logger.info("no checkpoint in %s yet: training starts from the beginning", output_dir)
+        return found
+    directory = Path(str(request))
+    if not directory.is_dir():
+        raise ValueError(f"resume_from_checkpoint={str(request)!r} is no folder; give a checkpoint's folder, or True")
+    if find_checkpoints(directory):
+        found = newest_valid(directory, logger.warning, repair=repair)
+        if found is None:
+            raise ValueError(f"resume_from_checkpoint={str(request)!r} holds no checkpoint that is whole")
+        return found
+    verify(directory)
+    return directory
 
 
 def check_same_run(run: Run, trainer: Mapping[str, Any], data_state: Mapping[str, Any] | None, directory: Path) -> None:

@@ -23,6 +23,7 @@ _SETTINGS = (
 # What `trainer-kit launch` and `notebook_launcher` tell the processes that they start.
 MIXED_PRECISION = "TRAINER_KIT_MIXED_PRECISION"
 USE_CPU = "TRAINER_KIT_USE_CPU"
+PROFILE = "TRAINER_KIT_PROFILE"
 USE_TPU = "TRAINER_KIT_USE_TPU"
 PROGRESS_FILE = "TRAINER_KIT_PROGRESS_FILE"
 DEBUG = ("TRAINER_KIT_DEBUG", "ACCELERATE_DEBUG_MODE")
@@ -91,6 +92,12 @@ def place() -> Place:
     if place.world_size == 1:
         place = tpu_host()
     return place._replace(restarts=restarts)
+
+
+def launcher() -> str | None:
+    """The variable by which a launcher tells how many processes there are, as NAME=VALUE; None where there is none."""
+    name = next((name for name in _LAUNCHERS if name in os.environ), None)
+    return None if name is None else f"{name}={os.environ[name]}"
 
 
 def _of_torchrun(world_size: int) -> Place:
@@ -242,6 +249,11 @@ def mixed_precision() -> str:
 def use_cpu() -> bool:
     """Whether the launcher was told to train on the CPU."""
     return os.environ.get(USE_CPU, "") in ("1", "true", "yes")
+
+
+def profile() -> str | None:
+    """The steps that the launcher was told to profile; None where it was not told."""
+    return os.environ.get(PROFILE)
 
 
 def use_tpu() -> bool:

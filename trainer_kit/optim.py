@@ -200,6 +200,18 @@ def make_scheduler(
     return made
 
 
+def own_scheduler(given: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """The user's own scheduler, or what the user's function makes for the optimizer.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    made = given(optimizer) if callable(given) and not hasattr(given, "state_dict") else given
+    if not hasattr(made, "step"):
+        raise TypeError(f"lr_scheduler gave {made!r}; give a scheduler, or a function that returns one")
+    return made
+
+
 def _require(holds: bool, name: str, value: float, allowed: str) -> None:
     if not holds:
         raise ValueError(f"lr_scheduler_kwargs has {name}={value!r}, which is not allowed; it must be {allowed}")

@@ -17,7 +17,6 @@ from trainer_kit.checkpoint import (
     Committed,
     find_checkpoints,
     load_checkpoint_in_model,
-    newest_valid,
     read_arguments,
     read_state,
     remove_stale_staging,
@@ -27,6 +26,7 @@ from trainer_kit.checkpoint.loading import check_weights, load_weights
 from trainer_kit.continuity import (
     check_same_run,
     dataset_length,
+    find_checkpoint,
     fitting_optimizer_state,
     load_optimizer,
     report_changes,
@@ -41,7 +41,7 @@ from trainer_kit.saving import Saver
 
 logger = logging.getLogger("trainer_kit")
 
-OWN_STATES = ("trainer", "optimizer", "lr_scheduler", "precision", "callbacks", "data")
+OWN_STATES = ("trainer", "optimizer", "lr_scheduler", "precision", "callbacks", "data", "ledger")
 """Names that `run.stateful` may not use."""
 
 
@@ -143,6 +143,7 @@ class Checkpoints:
         run, directory = self.run, self._source
         if directory is not None:
             self._load(directory)
+            run.ledger.go_on(read_state(directory, "ledger") or {}, run.strategy.on_main(self._last_sign))
             if isinstance(run.lr_scheduler, Schedule):
                 run.lr_scheduler.go_on_at(self.plan.place)
             self.saver.committed = run.strategy.on_main(self._of_earlier_starts)
@@ -152,6 +153,13 @@ class Checkpoints:
         run.strategy.on_main(self._take_folder)
         run.strategy.announce_output(self.folder)
         run.strategy.release_copies()
+
+    def _last_sign(self) -> float:
+        """When an earlier start was at work for certain, by what it wrote last: a record or a checkpoint."""
+        assert self.resumed_from is not None
+        folder = self.resumed_from.parent
+        written = [self.resumed_from, folder / "log.jsonl", *folder.glob(f"{CHECKPOINT_PREFIX}*")]
+        return max(path.stat().st_mtime for path in written if path.exists())
 
     def _take_folder(self) -> None:
         """Makes the folder this run's own; nothing is written there before."""
@@ -169,6 +177,7 @@ class Checkpoints:
             verify(source)
         self.metric = None
         run.state.load_state_dict((read_state(source, "trainer") or {})["counters"])
+        run.ledger.go_back(read_state(source, "ledger") or {})
         self.data_state = read_state(source, "data")
         self._load(source)
         run.strategy.release_copies()
@@ -248,6 +257,7 @@ class Checkpoints:
             },
             "callbacks": self.events.state_dict(),
             "data": self.data_state,
+            "ledger": run.ledger.state_dict(),
         }
         for name in ("optimizer", "lr_scheduler"):
             states[name] = getattr(run, name).state_dict()
@@ -285,31 +295,6 @@ def check_stateful(run: Run) -> None:
             raise ValueError(f"run.stateful[{name!r}] uses a name of the run itself; choose another than {OWN_STATES}")
         if not (hasattr(entry, "state_dict") and hasattr(entry, "load_state_dict")):
             raise TypeError(f"run.stateful[{name!r}] is a {type(entry).__name__} without state_dict or load_state_dict")
-
-
-def find_checkpoint(output_dir: Path, request: bool | str | Path) -> Path | None:
-    """The checkpoint that `resume_from_checkpoint` asks for; None where True finds none yet.
-
-    Raises:
-        ValueError: If a path is given that holds no valid checkpoint, saying what is wrong with it.
-    """
-    if request is True:
-        found = newest_valid(output_dir, logger.warning)
-        if found is None and find_checkpoints(output_dir):
-            logger.warning("no checkpoint in %s is whole: training starts from the beginning", output_dir)
-        elif found is None:
-            logger.info("no checkpoint in %s yet: training starts from the beginning", output_dir)
-        return found
-    directory = Path(str(request))
-    if not directory.is_dir():
-        raise ValueError(f"resume_from_checkpoint={str(request)!r} is no folder; give a checkpoint's folder, or True")
-    if find_checkpoints(directory):
-        found = newest_valid(directory, logger.warning)
-        if found is None:
-            raise ValueError(f"resume_from_checkpoint={str(request)!r} holds no checkpoint that is whole")
-        return found
-    verify(directory)
-    return directory
 
 
 def set_aside(output_dir: Path, keep: Collection[str] = ()) -> None:

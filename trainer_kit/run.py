@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from trainer_kit.arguments import TrainingArguments
+from trainer_kit.ledger import Ledger
 from trainer_kit.state import Requests, Stateful, TrainState
 from trainer_kit.strategies.base import GradientNorms, Strategy
 
@@ -32,8 +33,7 @@ class Run:
             the device; reading it waits for the device.
         last_norms: Norms of the last step's gradients before clipping, on the device.
         batch: The micro-batch being worked on, on the device.
-        data_seconds: Seconds that the loop waited for data since training began.
-        save_seconds: Seconds that the loop stood still for checkpoints since training began.
+        ledger: Where the time goes.
         stateful: The user's own objects; each is kept in every checkpoint under its name.
     """
 
@@ -51,6 +51,5 @@ class Run:
     last_loss: torch.Tensor | None = None
     last_norms: GradientNorms | None = None
     batch: Any = None
-    data_seconds: float = 0.0
-    save_seconds: float = 0.0
+    ledger: Ledger = dataclasses.field(default_factory=Ledger)
     stateful: dict[str, Stateful] = dataclasses.field(default_factory=dict)

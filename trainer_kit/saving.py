@@ -294,17 +294,24 @@ def retention(args: TrainingArguments) -> Retention:
     return Retention(args.save_total_limit, args.save_best_limit, args.save_keep_every, bool(args.greater_is_better))
 
 
-def checkpoints_at_once(run: Run) -> int:
-    """How many checkpoints of this run will be on the disk together at the most, as far as that is known before."""
+def checkpoints_at_once(run: Run, planned: int | None = None) -> int:
+    """How many checkpoints of this run will be on the disk together at the most, as far as that is known before.
+
+    Args:
+        run: Its steps are counted.
+        planned: How many it commits in all, where that is known.
+    """
     args = run.args
-    planned = 1
-    if args.save_strategy == "steps":
-        planned = max(1, -(-run.total_steps // args.save_steps))
-    elif args.save_strategy == "epoch" and args.max_steps == -1:
-        planned = int(-(-args.num_train_epochs // 1))
+    is_known = planned is not None or args.save_strategy in ("steps", "epoch")
+    if planned is None:
+        planned = 1
+        if args.save_strategy == "steps":
+            planned = max(1, -(-run.total_steps // args.save_steps))
+        elif args.save_strategy == "epoch" and args.max_steps == -1:
+            planned = int(-(-args.num_train_epochs // 1))
     if args.save_total_limit is None:
         return planned
     best = args.save_best_limit if args.metric_for_best_model is not None else 0
     for_good = planned // args.save_keep_every if args.save_keep_every else 0
     limit = args.save_total_limit + best + for_good
-    return (min(limit, planned) if args.save_strategy in ("steps", "epoch") else limit) + 1
+    return (min(limit, planned) if is_known else limit) + 1

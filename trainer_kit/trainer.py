@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -32,6 +32,7 @@ from trainer_kit.data.padding import Padding
 from trainer_kit.evaluation import EvalPrediction, EvaluationInterrupted, Evaluator, PredictionOutput
 from trainer_kit.figures import Figures, NonFiniteError, Taken
 from trainer_kit.inspection import Inspection
+from trainer_kit.ledger import Ledger
 from trainer_kit.loss import (
     ComputeLoss,
     Loss,
@@ -40,13 +41,16 @@ from trainer_kit.loss import (
     weighed,
 )
 from trainer_kit.metrics import Metric, metrics_by_name
-from trainer_kit.optim import check_optimizer, make_optimizer, make_scheduler
+from trainer_kit.optim import check_optimizer, make_optimizer, make_scheduler, own_scheduler
 from trainer_kit.postmortem import Postmortem
 from trainer_kit.resume import Checkpoints, check_stateful
 from trainer_kit.run import Run
 from trainer_kit.state import Requests, TrainState
 from trainer_kit.strategies.base import Strategy, generators_kept
 from trainer_kit.strategies.choice import choose_strategy
+
+if TYPE_CHECKING:
+    from trainer_kit.planning import TrainingPlan
 
 logger = logging.getLogger("trainer_kit")
 
@@ -213,6 +217,7 @@ class Trainer:
             self.events.emit("on_train_begin", run)
             first = (run.state.step, run.state.samples)
             begin = time.perf_counter()
+            run.ledger.enter("loop")
             self._train()
             output = self._summary(time.perf_counter() - begin, *first)
             self._finish_save()
@@ -268,7 +273,7 @@ class Trainer:
         run, args = self.run, self.args
         if run.state.step and hasattr(self.lr_scheduler, "state_dict"):
             raise ValueError("train() is called again, but lr_scheduler has run its course; give a function instead")
-        run.state, run.requests, run.data_seconds, run.save_seconds = TrainState(), Requests(), 0.0, 0.0
+        run.state, run.requests, run.ledger = TrainState(), Requests(), Ledger()
         self._checkpoints, self._figures, self._stopping = Checkpoints(run, self.events), Figures(run), False
         self._agreement, self._saved_step, self._space_checked = Agreement(run), None, False
         self._prepare()
@@ -309,20 +314,18 @@ class Trainer:
         """Brings strategy, model and loss together."""
         run = self.run
         run.strategy.setup()
+        run.ledger.keep_time_by(run.strategy.clock())
         check_same_start(run)
         self._loss = Loss(run.strategy.prepare(run.model), run.model, self.compute_loss)
         self._inspection = Inspection(self._loss, run.strategy)
         self._reading = make_reading(self.args, run.strategy, self.collate)
 
     def _make_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
-        run, scheduler = self.run, self.lr_scheduler
-        if scheduler is None:
+        run = self.run
+        if self.lr_scheduler is None:
             plan = self._checkpoints.plan
             return make_scheduler(optimizer, plan.scheduled(self.args), plan.length, plan.place)
-        if callable(scheduler) and not hasattr(scheduler, "state_dict"):
-            scheduler = scheduler(optimizer)
-        if not hasattr(scheduler, "step"):
-            raise TypeError(f"lr_scheduler gave {scheduler!r}; give a scheduler, or a function that returns one")
+        scheduler = own_scheduler(self.lr_scheduler, optimizer)
         if isinstance(scheduler, ReduceLROnPlateau) and (self.args.eval_strategy == "no" or run.eval_dataset is None):
             raise ValueError("ReduceLROnPlateau steps at evaluations; set eval_strategy and give eval_dataset")
         return scheduler
@@ -425,15 +428,17 @@ class Trainer:
         return micro
 
     def _fetch(self) -> MicroBatch:
-        begin = time.perf_counter()
+        ledger = self.run.ledger
+        before = ledger.enter("data")
         try:
             return next(self._micro_batches)
         finally:
-            self.run.data_seconds += time.perf_counter() - begin
+            ledger.enter(before)
 
     def _step(self) -> Window:
         """One optimizer step; waits for data, never for the device."""
         run, args, strategy, loss, emit = self.run, self.args, self.run.strategy, self._loss, self.events.emit
+        ledger = run.ledger
         assert run.optimizer is not None
         run.last_loss, pair_count = None, None
         while True:
@@ -452,6 +457,7 @@ class Trainer:
                 items, total = strategy.operand(items), strategy.operand(total)
             if not (isinstance(items, int) and items):
                 batch = loss.weightless(batch, items, strategy.autocast)
+            ledger.enter("forward")
             strategy.seed(mix(args.seed, window.epoch, micro.start))
             with _SYNC if micro.last else strategy.no_sync(loss.model):
                 with strategy.autocast():
@@ -459,7 +465,9 @@ class Trainer:
                 if count is not None and not micro.counts.samples:  # a stand-in
                     value, count = value * 0, count * 0
                 share = weighed(value, items, total) if count is None else value / strategy.operand(window.samples)
+                ledger.enter("backward")
                 strategy.backward(share)
+            ledger.enter("loop")
             share = share.detach()
             run.last_loss = share if run.last_loss is None else run.last_loss + share
             if count is not None:
@@ -475,7 +483,9 @@ class Trainer:
         if self._checkpoints.saver.copies.is_under_way:
             self._wait_for_copy()
         emit("on_pre_optimizer_step", run)
+        ledger.enter("optimizer")
         run.last_norms = strategy.step(run.optimizer, args.max_grad_norm, args.max_grad_value, args.nonfinite)
+        ledger.enter("loop")
         emit("on_optimizer_step", run)
         self._step_scheduler()
         strategy.clear_gradients(run.optimizer)
@@ -512,12 +522,8 @@ class Trainer:
 
     def _ask_by_step(self) -> None:
         args, requests, step = self.args, self.run.requests, self.run.state.step
-        if args.logging_strategy == "steps" and (
-            step % args.logging_steps == 0 or (step == 1 and args.logging_first_step)
-        ):
-            requests.log = True
-        if args.eval_strategy == "steps" and step % (args.eval_steps or args.logging_steps) == 0:
-            requests.evaluate = True
+        requests.log = requests.log or args.logs_after(step)
+        requests.evaluate = requests.evaluate or args.evaluates_after(step)
 
     def _ask_by_epoch(self) -> None:
         requests = self.run.requests
@@ -528,7 +534,6 @@ class Trainer:
         """Does what was asked for, in a fixed order: a checkpoint knows its evaluation."""
         run, due, reach = self.run, self._agreement.due, self._agreement.reach
         if due.written:
-            due.written = False
             self._finish_save()
             if not (due.log or due.evaluate or due.save or due.stop):
                 return  # without waiting for the device
@@ -562,8 +567,9 @@ class Trainer:
         return self._checkpoints.newest
 
     def _log(self) -> None:
-        record = self._figures.record() | self.events.metrics(self.run)
-        self.events.emit("on_log", self.run, record)
+        with self.run.ledger.during("logging"):
+            record = self._figures.record() | self.events.metrics(self.run)
+            self.events.emit("on_log", self.run, record)
 
     def _summary(self, seconds: float, first_step: int, first_sample: int) -> TrainOutput:
         state = self.run.state
@@ -576,9 +582,8 @@ class Trainer:
             "train_runtime": seconds,
             "train_samples_per_second": (state.samples - first_sample) / seconds,
             "train_steps_per_second": (state.step - first_step) / seconds,
-            "peak_memory_gib": self.run.strategy.memory()["peak_memory_gib"],
         }
-        return TrainOutput(state.step, mean, metrics)
+        return TrainOutput(state.step, mean, metrics | self.run.strategy.memory() | self.events.summary(self.run))
 
     # Evaluation
 
@@ -626,6 +631,35 @@ class Trainer:
         self.events.emit("on_predict", self.run, output.metrics)
         return output
 
+    def plan(
+        self, resume_from_checkpoint: bool | str | Path | None = None, num_processes: int | None = None
+    ) -> TrainingPlan:
+        """What `train` would do, found without a step, a file or a change to anything.
+
+        Args:
+            resume_from_checkpoint: As for `train`.
+            num_processes: As if so many processes had been launched; None: as this one was.
+
+        Returns:
+            The plan: print it, or take its `to_dict()`.
+
+        Raises:
+            ValueError: If there is no dataset or an empty one, or no checkpoint where one is asked for.
+        """
+        from trainer_kit.planning import Subject, make_training_plan  # takes its time
+
+        subject = Subject(
+            run=self.run,
+            events=self.events,
+            collate=self.collate,
+            compute_loss=self.compute_loss,
+            compute_metrics=self.compute_metrics,
+            metrics=self.metrics,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+        )
+        return make_training_plan(subject, resume_from_checkpoint, num_processes)
+
     def _evaluate_step(self) -> None:
         """The evaluation of a training step, whose result the checkpoint and the schedule get to know."""
         run, state = self.run, self.run.state
@@ -660,11 +694,12 @@ class Trainer:
     def _run_evaluator(self, dataset: Any, prefix: str, keep: bool = False) -> PredictionOutput:
         run = self.run
         evaluator = Evaluator(run, self._inspection, self.metrics, self.compute_metrics)
-        try:
-            self.events.emit("on_evaluate_begin", run)
-            return evaluator(make_evaluation_batches(run, dataset, self._reading), prefix, keep)
-        finally:
-            self.events.emit("on_evaluate_end", run)
+        with run.ledger.during("evaluation"):
+            try:
+                self.events.emit("on_evaluate_begin", run)
+                return evaluator(make_evaluation_batches(run, dataset, self._reading), prefix, keep)
+            finally:
+                self.events.emit("on_evaluate_end", run)
 
     # Saving
 
@@ -695,34 +730,30 @@ class Trainer:
         run.strategy.on_main(lambda: save_model_folder(folder, state, run.model, run.processing_class, size, to_host))
 
     def _save(self) -> None:
-        run = self.run
         self._finish_save()  # one at a time
-        begin = time.perf_counter()
-        state = run.strategy.model_state(self._loss.model)
-        self._checkpoints.begin_save(state, evaluation_is_due=self._agreement.due.evaluate)
-        self._saved_step = run.state.step
-        run.save_seconds += time.perf_counter() - begin
+        with self.run.ledger.during("saving"):
+            state = self.run.strategy.model_state(self._loss.model)
+            self._checkpoints.begin_save(state, evaluation_is_due=self._agreement.due.evaluate)
+        self._saved_step = self.run.state.step
         if not self.args.async_save:
             self._finish_save()
 
     def _wait_for_copy(self) -> None:
         """Lets the copy of the optimizer's state, for a checkpoint, come to its end before that changes."""
-        begin = time.perf_counter()
-        self._checkpoints.saver.copies.wait()
-        self.run.save_seconds += time.perf_counter() - begin
+        with self.run.ledger.during("saving"):
+            self._checkpoints.saver.copies.wait()
 
     def _finish_save(self) -> None:
         """Waits for the checkpoint that is being written, if there is one."""
+        self._agreement.due.written = False
         if not self._checkpoints.saver.is_busy:
             return
-        begin = time.perf_counter()
-        directory = self._checkpoints.saver.finish()
-        self._agreement.due.written = False
-        if directory is not None:
-            self.events.emit("on_save", self.run, directory)
-        else:
-            self._saved_step = None
-        self.run.save_seconds += time.perf_counter() - begin
+        with self.run.ledger.during("saving"):
+            directory = self._checkpoints.saver.finish()
+            if directory is not None:
+                self.events.emit("on_save", self.run, directory)
+            else:
+                self._saved_step = None
 
 
 def _summed(strategy: Strategy, count: Any) -> Any:

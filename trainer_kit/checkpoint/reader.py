@@ -52,15 +52,19 @@ def verify(directory: Path) -> Manifest:
     return manifest
 
 
-def newest_valid(output_dir: Path, say: Callable[[str], None], prefix: str = CHECKPOINT_PREFIX) -> Path | None:
+def newest_valid(
+    output_dir: Path, say: Callable[[str], None], prefix: str = CHECKPOINT_PREFIX, repair: bool = True
+) -> Path | None:
     """The newest checkpoint that is whole, None where there is none.
 
     Args:
         output_dir: Folder of the run.
         say: Told in one sentence of each newer checkpoint that is passed over, and why.
         prefix: How the folders' names begin, before the number.
+        repair: Whether to put back a checkpoint that a killed process had moved aside.
     """
-    recover_replaced(output_dir)
+    if repair:
+        recover_replaced(output_dir)
     for directory in reversed(find_checkpoints(output_dir, prefix)):
         try:
             verify(directory)

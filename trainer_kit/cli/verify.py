@@ -13,10 +13,11 @@ Only the script's first train() runs, up to --steps, into a temporary folder; wh
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import shlex
 import sys
+
+from trainer_kit.cli.target import declare_target, missing_target, read_target, target_words
 
 _STEPS = 20
 _TIMEOUT = 3600.0
@@ -25,11 +26,9 @@ _USAGE = "trainer-kit verify [options] [-m] script.py|module [options] [-- argum
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options, the script and its arguments."""
-    parser.usage = _USAGE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = __doc__
     _add_options(parser)
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="script.py|module", help="what to run")
+    declare_target(parser, _USAGE)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,13 +48,13 @@ def run(options: argparse.Namespace) -> int:
     from trainer_kit.tools.verify.report import describe
     from trainer_kit.tools.verify.verification import ScriptFailed, Verification
 
-    options = _read(options)
+    options = read_target(options, "verify", _USAGE, _add_options)
     if (wrong := _wrong(options)) is not None:
         _say(wrong)
         return 2
     seed = random.randrange(10**6) if options.seed is None else options.seed
-    words = [*(["-m"] if options.module else []), options.script, *options.arguments]
-    verification = Verification(words, options.steps, seed, options.num_processes, options.timeout, _say)
+    words, steps = target_words(options), options.steps
+    verification = Verification(words, steps, seed, options.num_processes, options.timeout, _say)
     try:
         result = verification.run()
     except ScriptFailed as error:
@@ -65,28 +64,10 @@ def run(options: argparse.Namespace) -> int:
     return 0 if result.difference is None else 1
 
 
-def _read(options: argparse.Namespace) -> argparse.Namespace:
-    """With the script, the options that follow it, and what is the script's own: all after `--`.
-
-    Raises:
-        SystemExit: With code 2 for a command line that makes no sense.
-    """
-    words = options.words
-    end = words.index("--") if "--" in words else len(words)
-    parser = argparse.ArgumentParser(
-        "trainer-kit verify", _USAGE, epilog="Arguments of the script stand after --", add_help=False
-    )
-    _add_options(parser)
-    parser.add_argument("script")
-    parser.parse_args(words[:end], options)
-    options.arguments = words[end + 1 :]
-    return options
-
-
 def _wrong(options: argparse.Namespace) -> str | None:
     """What is wrong with the command line."""
-    if not options.module and not os.path.isfile(options.script):
-        return f"there is no script {options.script!r}; for a module write -m before its name"
+    if (missing := missing_target(options)) is not None:
+        return missing
     for name, least in (("steps", 2), ("num_processes", 1), ("timeout", 1)):
         if getattr(options, name) < least:
             return f"--{name.replace('_', '-')} {getattr(options, name)} makes no sense; give {least} or more"

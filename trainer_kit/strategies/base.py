@@ -19,6 +19,7 @@ import psutil
 import torch
 
 from trainer_kit import environment
+from trainer_kit.ledger import Clock, HostClock
 from trainer_kit.precision import Precision
 from trainer_kit.strategies.shapes import ShapeLedger
 from trainer_kit.trees import map_tensors
@@ -43,6 +44,7 @@ class Strategy:
             `per_device_train_batch_size` samples.
         static_shapes: Whether each new shape of a batch costs a compilation, so that loaders avoid them.
         shapes: The shapes of the batches that were fed to the model.
+        reason: Why it is this one, for people.
     """
 
     device: torch.device = torch.device("cpu")
@@ -51,6 +53,7 @@ class Strategy:
     world_size: int = 1
     devices: int = 1
     static_shapes: bool = False
+    reason: str = "chosen by the program"
 
     def __init__(self, precision: Precision | None = None) -> None:
         self.precision = precision
@@ -425,6 +428,10 @@ class Strategy:
                 torch._foreach_copy_([*places], [each.detach() for each in tensors], non_blocking=self.pins_memory)
             if self.pins_memory:
                 torch.get_device_module(self.device).current_stream(self.device).synchronize()
+
+    def clock(self) -> Clock:
+        """What tells how long the device takes."""
+        return HostClock()
 
     def memory(self) -> dict[str, float]:
         """Memory in GiB: `memory_gib` in use now and `peak_memory_gib` since the start of the process.

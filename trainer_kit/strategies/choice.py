@@ -38,14 +38,41 @@ def choose_strategy(
 
 
 def _by_name(args: TrainingArguments, downcast_bf16: bool, ddp: Mapping[str, Any]) -> Strategy:
-    place, device = environment.place(), "cpu" if args.use_cpu else None
-    name = args.strategy
-    if name == "auto" and not args.use_cpu and environment.xla_device_type() is not None:
-        name = "xla"
-    elif name == "auto" and environment.pjrt_device() == "TPU" and not environment.has_torch_xla():
-        warnings.warn("PJRT_DEVICE=TPU, but torch_xla is not installed: this run does not use the TPU", stacklevel=4)
-    if name == "auto":
-        name = "single" if place.world_size == 1 else "multinode" if place.has_several_machines else "ddp"
+    place = environment.place()
+    name, reason = _name(args, place)
+    strategy = _made(name, args, place, downcast_bf16, ddp)
+    strategy.reason = "; ".join([reason, *_why_device(args, strategy)])
+    return strategy
+
+
+def _name(args: TrainingArguments, place: environment.Place) -> tuple[str, str]:
+    """The strategy's name, and why it is that."""
+    if args.strategy != "auto":
+        return args.strategy, f"strategy={args.strategy!r} asks for it"
+    if not args.use_cpu and (kind := environment.xla_device_type()) is not None:
+        return "xla", f"XLA finds devices of the type {kind}"
+    if environment.pjrt_device() == "TPU" and not environment.has_torch_xla():
+        warnings.warn("PJRT_DEVICE=TPU, but torch_xla is not installed: this run does not use the TPU", stacklevel=5)
+    if place.world_size == 1:
+        return "single", "no launcher started several processes"
+    started = f"a launcher started {place.world_size} processes ({environment.launcher()})"
+    if place.has_several_machines:
+        return "multinode", f"{started}, {place.local_world_size} of them on this machine"
+    return "ddp", started
+
+
+def _why_device(args: TrainingArguments, strategy: Strategy) -> list[str]:
+    if args.use_cpu:
+        return ["use_cpu=True"]
+    if strategy.device.type == "cpu":
+        return ["torch finds no accelerator"]
+    return ["torch finds this accelerator"] if strategy.device.type in ("cuda", "mps") else []
+
+
+def _made(
+    name: str, args: TrainingArguments, place: environment.Place, downcast_bf16: bool, ddp: Mapping[str, Any]
+) -> Strategy:
+    device = "cpu" if args.use_cpu else None
     # Imported where they are used: torch.distributed takes its time.
     if name == "ddp":
         from trainer_kit.strategies.ddp import DDP

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 
+from trainer_kit.ledger import Clock
 from trainer_kit.precision import Precision
 from trainer_kit.strategies.base import GIB, Strategy
 from trainer_kit.trees import map_tensors, tensors
@@ -66,6 +68,9 @@ class SingleDevice(Strategy):
             tensor = tensor if tensor.is_pinned() else tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
 
+    def clock(self) -> Clock:
+        return CudaClock() if self.device.type == "cuda" else super().clock()
+
     def memory(self) -> dict[str, float]:
         """On CUDA: `memory_gib` and `peak_memory_gib` in tensors, `reserved_memory_gib` held by PyTorch's allocator.
 
@@ -81,6 +86,21 @@ class SingleDevice(Strategy):
         if self.device.type == "mps":
             figures["memory_gib"] = torch.mps.current_allocated_memory() / GIB
         return figures
+
+
+class CudaClock:
+    """Events on the GPU's present stream: they are passed when all is done that it was given before."""
+
+    def mark(self) -> torch.cuda.Event:
+        """An event that is recorded now."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def passed(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+        """Seconds between the events that have passed."""
+        there = itertools.takewhile(lambda pair: pair[1].query(), itertools.pairwise(marks))
+        return [before.elapsed_time(after) / 1000 for before, after in there]  # CUDA tells milliseconds
 
 
 def _best_device() -> torch.device:
