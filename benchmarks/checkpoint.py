@@ -114,8 +114,8 @@ class Stall(Callback):
         step = run.state.step
         if self._end:
             self.took[step] = time.perf_counter() - self._end
-            self.stood[step] = run.save_seconds - self._stood
-        self._stood = run.save_seconds
+            self.stood[step] = run.ledger.seconds().get("saving", 0.0) - self._stood
+        self._stood = run.ledger.seconds().get("saving", 0.0)
         if step == 1:  # after which the memory for copies is taken
             threading.Thread(target=self._watch, daemon=True).start()
         if step % self.every == self.every // 2 and step > self.every:

@@ -6,7 +6,8 @@ Within a hook, callbacks are called by `priority`, then in the order of the list
 - 0: yours, and those that only ask for things (`Checkpointing`, `EarlyStopping`, `Preemption`);
 - 100: those that write down what happened (`Progress`, `Console`, `TensorBoard`, `JsonLines`), so that they also
   write what yours added to a record or to an evaluation's metrics;
-- 110: `Throughput`, whose clock leaves out what the others did.
+- 110: `Throughput`, which counts the operations of a step without what the others compute;
+- 200: `Report`, which reads what was written.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .preemption import Preemption
     from .profiler import Profiler
     from .progress import Progress
+    from .report import Report
     from .tensorboard import TensorBoard
     from .throughput import Throughput
 
@@ -49,6 +51,7 @@ __all__ = [
     "Preemption",
     "Profiler",
     "Progress",
+    "Report",
     "TensorBoard",
     "Throughput",
     "default_callbacks",
@@ -70,6 +73,7 @@ _MODULES = {
     "Preemption": "preemption",
     "Profiler": "profiler",
     "Progress": "progress",
+    "Report": "report",
     "TensorBoard": "tensorboard",
     "Throughput": "throughput",
     "read_log": "jsonl",
@@ -93,8 +97,8 @@ def default_callbacks(args: TrainingArguments, own: Sequence[Callback] = ()) -> 
 
     Checkpoints, clean leaving on signals, compilations, memory and throughput always; a progress bar on a terminal or
     in a notebook, plain lines elsewhere and with `args.disable_tqdm` (neither with that and a `log_level` of "error");
-    the writers that `args.report_to` names. One of the user's `own` callbacks takes the place of a default of its
-    class; bar and lines take each other's.
+    the writers that `args.report_to` names; a `Profiler` of the steps that `args.profile` names. One of the user's
+    `own` callbacks takes the place of a default of its class; bar and lines take each other's.
     """
     from .checkpointing import Checkpointing
     from .compilation import Compilation
@@ -103,6 +107,11 @@ def default_callbacks(args: TrainingArguments, own: Sequence[Callback] = ()) -> 
     from .throughput import Throughput
 
     callbacks: list[Callback] = [Checkpointing(), Preemption(), Compilation(), Memory(), Throughput()]
+    if args.profile is not None:
+        from .profiler import Profiler
+
+        first, last = map(int, args.profile.split(":"))
+        callbacks.append(Profiler(first, last))
     quiet = args.disable_tqdm and args.log_level in ("error", "critical")
     if not quiet and not any(type(each).__name__ in ("Progress", "Console") for each in own):
         callbacks.append(_display(args))
@@ -114,6 +123,10 @@ def default_callbacks(args: TrainingArguments, own: Sequence[Callback] = ()) -> 
         from .jsonl import JsonLines
 
         callbacks.append(JsonLines())
+    if "html" in args.report_to:
+        from .report import Report
+
+        callbacks.append(Report())
     return [each for each in callbacks if not any(isinstance(one, type(each)) for one in own)]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_kit.callback import Callback
 
-from .formatting import HIDDEN, duration, is_summary, metrics_line, pairs
+from .formatting import HIDDEN, duration, is_summary, metrics_line, pairs, summary_line
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
@@ -53,7 +53,7 @@ class Console(Callback):
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
         if is_summary(record):
             self._write_waiting(run)
-            self._write(run, pairs(record))
+            self._write(run, summary_line(record))
             return
         self._waiting = record
         if time.monotonic() >= self._record_due:

@@ -7,10 +7,15 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 HIDDEN = frozenset(
-    {"steps_per_second", "data_wait", "memory_gib", "reserved_memory_gib", "peak_memory_gib"}
-    | {f"{compiler}/{figure}" for compiler in ("xla", "compile") for figure in ("compiles", "compile_seconds")}
-)
-"""What a record holds beside what fits into a line; the writers of files have it all."""
+    {
+        "steps_per_second", "data_wait", "goodput", "model_flops_per_second", "hardware_flops_per_second", "memory_gib",
+        "reserved_memory_gib", "peak_memory_gib", "device_memory_gib", "process_memory_gib", "host_memory_gib",
+        "fragmentation",
+    }
+)  # fmt: skip
+"""What a record holds beside what fits into a line, and what has "/" in its name; the writers of files have it all."""
+
+_HIDDEN_AT_THE_END = HIDDEN - {"peak_memory_gib", "goodput"}
 
 _SHORT_NAMES = {"learning_rate": "lr", "samples_per_second": "samples/s", "tokens_per_second": "tokens/s"}
 
@@ -22,15 +27,24 @@ def number(value: Any) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
-def pairs(values: Mapping[str, Any], hidden: Collection[str] = ()) -> str:
-    """All names but the step and the `hidden` ones with their numbers in one line: "loss 0.4321  lr 5e-05"."""
-    names = [name for name in values if name != "step" and name not in hidden]
-    return "  ".join(f"{_SHORT_NAMES.get(name, name)} {number(values[name])}" for name in names)
+def pairs(record: Mapping[str, Any], hidden: Collection[str] = ()) -> str:
+    """A record in one line, without the step, `hidden` names and groups ("seconds/data"): "loss 0.4321  lr 5e-05"."""
+    return _line({name: value for name, value in record.items() if "/" not in name and name not in hidden})
 
 
 def metrics_line(metrics: Mapping[str, Any]) -> str:
     """An evaluation's metrics in one line, without its steps per second."""
-    return pairs(metrics, {name for name in metrics if name.endswith("_steps_per_second")})
+    return _line({name: value for name, value in metrics.items() if not name.endswith("_steps_per_second")})
+
+
+def _line(values: Mapping[str, Any]) -> str:
+    names = [name for name in values if name != "step"]
+    return "  ".join(f"{_SHORT_NAMES.get(name, name)} {number(values[name])}" for name in names)
+
+
+def summary_line(record: Mapping[str, Any]) -> str:
+    """The figures of the whole run in one line, as far as they fit into it."""
+    return pairs(record, _HIDDEN_AT_THE_END)
 
 
 def is_summary(record: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""`JsonLines`: everything a run reports as lines of JSON, and `read_log`, which reads them."""
+"""`JsonLines`: everything a run reports as lines of JSON, which `read_log` reads."""
 
 from __future__ import annotations
 
@@ -7,30 +7,45 @@ import json
 import logging
 import math
 import os
+import platform
+import socket
+import sys
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trainer_kit import __version__
 from trainer_kit.callback import Callback
+from trainer_kit.report.log import FORMAT, NAME, read_log
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
-from trainer_kit.state import TrainState
+    from trainer_kit.state import TrainState
+
+__all__ = ["JsonLines", "read_log"]
 
 _logger = logging.getLogger("trainer_kit")
-_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_MOST_WARNINGS = 1000
+_LONGEST_WARNING = 2000
 
 
 class JsonLines(Callback):
     """Appends one JSON object a line to a file, read back by `read_log`.
 
-    Each line holds `event` ("start", "log", "evaluate", "predict", "save", "rollback", "end" or "exception"), `time`
-    (seconds since 1970), `step`, and what belongs to the event. A line "start" heads each start and restart of the run:
-    a reader must pass over earlier lines of a greater step, since the run went back; "rollback" says the same of a run
-    that did so by itself. JSON has no NaN or infinity, so these are written as the strings "nan", "inf" and "-inf".
-    Each line is written at once and in whole; where that fails (a full disk), a warning says so once and the run goes
-    on without it.
+    Each line holds `event` ("start", "log", "evaluate", "predict", "save", "rollback", "warning", "end" or
+    "exception"), `time` (seconds since 1970), `step`, and what belongs to the event. A line "start" heads each start
+    and restart of the run: a reader must pass over earlier lines of a greater step, since the run went back; "rollback"
+    says the same of a run that did so by itself. A "start" tells the version of this `format`, when this start `began`
+    to set up, the `environment`, the `arguments`, and how many `parameters` the model has and how many of them are
+    `trainable`. A "warning" holds the `message` and the `source` of one of Python's warnings or of a line that
+    trainer_kit logged as a warning or an error; the first 1,000 of a start are written.
+
+    JSON has no NaN or infinity, so these are written as the strings "nan", "inf" and "-inf". Each line is written at
+    once and in whole; where that fails (a full disk), a warning says so once and the run goes on without it.
 
     Args:
         path: The file; None: `log.jsonl` in `args.output_dir`.
@@ -43,10 +58,27 @@ class JsonLines(Callback):
         self._state: TrainState | None = None  # of the training that is written down
         self._wrote = False
         self._failed = False
+        self._listener: _Listener | None = None
 
     def on_train_begin(self, run: Run) -> None:
         self._state = run.state
-        self._write(run, "start", trainer_kit=__version__, total_steps=run.total_steps, arguments=run.args.to_dict())
+        parameters = list(run.model.parameters())
+        self._write(
+            run,
+            "start",
+            format=FORMAT,
+            trainer_kit=__version__,
+            began=run.ledger.started,
+            total_steps=run.total_steps,
+            environment=_environment(run),
+            parameters=sum(each.numel() for each in parameters),
+            trainable=sum(each.numel() for each in parameters if each.requires_grad),
+            arguments=run.args.to_dict(),
+        )
+        self._stop_listening()
+        if run.strategy.is_main:
+            self._listener = _Listener(lambda source, message: self._warn(run, source, message))
+            self._listener.attach()
 
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
         self._write(run, "log", **record)
@@ -69,19 +101,31 @@ class JsonLines(Callback):
     def on_exception(self, run: Run, error: BaseException) -> None:
         if run.state is self._state:  # a start that was refused leaves the folder as it is
             self._write(run, "exception", type=type(error).__name__, message=str(error))
+        self._stop_listening()
+
+    def on_exit(self, run: Run) -> None:
+        self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.detach()
+            self._listener = None
+
+    def _warn(self, run: Run, source: str, message: str) -> None:
+        self._write(run, "warning", source=source, message=message[:_LONGEST_WARNING])
 
     def _write(self, run: Run, event: str, /, **values: Any) -> None:
         if not run.strategy.is_main:
             return
-        path = Path(self._path) if self._path is not None else Path(run.args.output_dir) / "log.jsonl"
+        path = Path(self._path) if self._path is not None else Path(run.args.output_dir) / NAME
         record = {"event": event, "time": time.time(), "step": run.state.step, **values}
         line = json.dumps(_plain(record), allow_nan=False).encode() + b"\n"
         try:
             self._append(path, line, begins=event == "start")
         except OSError as error:
-            if not self._failed:
+            failed_before, self._failed = self._failed, True  # before the warning, which is to be written down too
+            if not failed_before:
                 _logger.warning("%s could not be written to: %s; the run goes on", path, error.strerror)
-            self._failed = True
 
     def _append(self, path: Path, line: bytes, begins: bool) -> None:
         if begins or not self._wrote:
@@ -97,58 +141,72 @@ class JsonLines(Callback):
         self._failed = False
 
 
-def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The records of a file that `JsonLines` wrote, without those of steps that were taken again after a restart.
-
-    "nan", "inf" and "-inf" come back as numbers. A line cut short by the end of its process is left out.
+class _Listener(logging.Handler):
+    """Hands on the warnings of Python and of trainer_kit's logger while it is attached.
 
     Args:
-        path: The file.
-
-    Returns:
-        One dict a line, in the order of writing, see `JsonLines`.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If a line is damaged in another way; it names the file and the line.
+        take: Gets the source and the message of each.
     """
-    lines = Path(path).read_bytes().split(b"\n")
-    records: list[dict[str, Any]] = []
-    cut: int | None = None
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        record = _parsed(line)
-        if cut is not None and (record is None or record["event"] != "start"):
-            break
-        cut = number if record is None else None
-        if record is None:
-            continue
-        if record["event"] in ("start", "rollback"):
-            records = [earlier for earlier in records if earlier["step"] <= record["step"]]
-        records.append(record)
-    if cut is not None and any(lines[cut:]):
-        raise ValueError(f"{os.fspath(path)}: line {cut} is no record of a run; repair or remove that line")
-    return records
+
+    def __init__(self, take: Callable[[str, str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._take = take
+        self._left = _MOST_WARNINGS
+        self._show_before = warnings.showwarning
+
+    def attach(self) -> None:
+        self._show_before, warnings.showwarning = warnings.showwarning, self._show
+        _logger.addHandler(self)
+
+    def detach(self) -> None:
+        self._left = 0
+        _logger.removeHandler(self)
+        if warnings.showwarning == self._show:  # else somebody else goes on to call it
+            warnings.showwarning = self._show_before
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._hand_on(record.name, record.getMessage())
+        except Exception:  # as every handler of the standard library does
+            self.handleError(record)
+
+    def _show(self, message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        self._hand_on(category.__name__, str(message))
+        self._show_before(message, category, *place, **more)
+
+    def _hand_on(self, source: str, message: str) -> None:
+        if self._left > 0:
+            self._left -= 1
+            self._take(source, message)
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """The record in `line`; None where it holds none."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(record, dict) or "event" not in record or not isinstance(record.get("step"), int):
-        return None
-    return {name: _restored(value) for name, value in record.items()}
+def _environment(run: Run) -> dict[str, Any]:
+    """What the run is at work with."""
+    strategy = run.strategy
+    transformers = sys.modules.get("transformers")
+    versions = {"CUDA": torch.version.cuda, "transformers": transformers and transformers.__version__}
+    return {
+        "trainer_kit": __version__,
+        "Python": platform.python_version(),
+        "PyTorch": torch.__version__,
+        **{name: version for name, version in versions.items() if version},
+        "system": platform.platform(),
+        "host": socket.gethostname(),
+        "device": _device_name(strategy.device),
+        "processes": strategy.world_size,
+        "precision": run.args.mixed_precision if strategy.precision is None else strategy.precision.mode,
+    }
 
 
-def _restored(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _restored(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_restored(item) for item in value]
-    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    facts = Path("/proc/cpuinfo")  # platform.processor() knows no more than the architecture on Linux
+    lines = facts.read_text(encoding="utf-8", errors="replace").splitlines() if facts.exists() else []
+    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return named or platform.processor() or platform.machine()
 
 
 def _plain(value: Any) -> Any:

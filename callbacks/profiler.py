@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.profiler import profile, schedule, supported_activities
+import torch
+from torch.profiler import profile, record_function, supported_activities
 
 from trainer_kit.callback import Callback
 
@@ -16,25 +20,38 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("trainer_kit")
 
+# Python's frames are events of the thread that they run in, and so are ranges, which begin in a frame of
+# `record_function.__enter__` and outlive it. Viewers want the events of a track nested: Perfetto leaves the ranges out.
+_RANGE = re.compile(r'("cat": "user_annotation",\s*"name": "(?:[^"\\]|\\.)*",\s*"pid": (\d+),\s*"tid": )(\d+)')
+
 
 class Profiler(Callback):
     """Records what the optimizer steps `start` to `stop` spend their time on.
 
     Writes `steps-START-STOP.json`, a trace for chrome://tracing or https://ui.perfetto.dev, and `steps-START-STOP.txt`,
-    a table of the 20 operators that took longest. In the trace each step is a scope `ProfilerStep#N`, counted from the
-    first one recorded.
+    a table of the 20 operators that took longest. Where there are several processes, each writes its own files, with
+    `-rank-N` in their names: they wait for one another, so that only all of them tell which one was slow. (On XLA the
+    trace shows the host's part.)
+
+    In the trace a track "activities" shows what the ledger counts, such as `forward`, `optimizer` and `callback/NAME`,
+    in ranges `ProfilerStep#N`: step N from the end of the step before. On the track of the thread are Python's
+    functions with file and line (`train.py(12): collate`), modules (`nn.Module: Linear_0`) and PyTorch's operators.
+
+    On CUDA there is `steps-START-STOP.pickle` too, a snapshot of the allocator with all that was allocated and freed in
+    these steps, for https://pytorch.org/memory_viz. It is a pickle, because that is what PyTorch writes and the viewer
+    takes; nothing here ever reads it.
 
     Args:
-        start: First step to record, from 2, as the step before it warms the profiler up. A run that is resumed beyond
-            that records nothing.
-        stop: Last step to record.
+        start: First step to record. A run that is resumed beyond that records nothing.
+        stop: Last step to record; a run that ends before writes what there is.
         directory: Folder of the files; None: `profile` in `args.output_dir`.
         record_shapes: Records the shapes of operators' inputs.
         profile_memory: Records allocations.
-        with_stack: Records the Python source of each operator, which slows the steps.
+        with_stack: Records Python's functions. It makes steps slower by about a tenth and traces twice as large, and is
+            left out on Python 3.13 with a PyTorch before 2.8, which it crashes.
 
     Raises:
-        ValueError: If `start` is below 2 or above `stop`.
+        ValueError: If `start` is below 1 or above `stop`.
     """
 
     priority = 100
@@ -46,55 +63,143 @@ class Profiler(Callback):
         directory: str | os.PathLike[str] | None = None,
         record_shapes: bool = False,
         profile_memory: bool = False,
-        with_stack: bool = False,
+        with_stack: bool = True,
     ) -> None:
-        if not 2 <= start <= stop:
-            raise ValueError(f"Profiler(start={start!r}, stop={stop!r}) must be steps from 2, start first")
+        if not 1 <= start <= stop:
+            raise ValueError(f"Profiler(start={start!r}, stop={stop!r}) must be steps from 1, start first")
         self.start = start
         self.stop = stop
         self.directory = directory
         self._options: dict[str, Any] = {
             "record_shapes": record_shapes,
             "profile_memory": profile_memory,
-            "with_stack": with_stack,
+            "with_stack": with_stack and _can_record_functions(),
         }
         self._profile: profile | None = None
-        self._files = Path()
+        self._step: record_function | None = None  # the range of the present step, while it records
+        self._has_memory_history = False
+
+    def on_train_begin(self, run: Run) -> None:
+        if run.state.step + 1 == self.start:
+            self._prepare()
+            self._begin(run)
 
     def on_step_begin(self, run: Run) -> None:
-        if run.state.step + 2 == self.start and run.strategy.is_main:
-            directory = Path(self.directory or Path(run.args.output_dir) / "profile")
-            self._files = directory / f"steps-{self.start}-{self.stop}"
-            self._profile = profile(
-                activities=supported_activities(),
-                schedule=schedule(wait=0, warmup=1, active=self.stop - self.start + 1, repeat=1),
-                on_trace_ready=self._write,
-                **self._options,
-            )
-            self._profile.start()
+        if run.state.step + 2 == self.start and self._profile is None:
+            self._prepare()  # with the step before, so that the start costs nothing in those recorded
 
     def on_step_end(self, run: Run) -> None:
-        if self._profile is not None:
-            self._profile.step()
-            if run.state.step >= self.stop:
-                self._finish()
+        if self._profile is None:
+            return
+        if self._step is None:
+            self._begin(run)
+        elif run.state.step < self.stop:
+            self._open_step(run)
+        else:
+            self._finish(run)
 
     def on_train_end(self, run: Run) -> None:
-        self._finish()
+        self._finish(run)
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        self._finish()
+        self._finish(run)
 
-    def _finish(self) -> None:
-        if self._profile is not None:
-            self._profile.stop()  # writes what was recorded, if the last step was not reached
-            self._profile = None
+    def _prepare(self) -> None:
+        self._profile = profile(activities=supported_activities(), **self._options)
+        self._profile.prepare_trace()
 
-    def _write(self, recorded: profile) -> None:
-        self._files.parent.mkdir(parents=True, exist_ok=True)
-        recorded.export_chrome_trace(f"{self._files}.json")
-        averages = recorded.key_averages()
-        has_device_times = any(average.self_device_time_total for average in averages)
-        key = "self_device_time_total" if has_device_times else "self_cpu_time_total"
-        self._files.with_suffix(".txt").write_text(averages.table(sort_by=key, row_limit=20), encoding="utf-8")
-        _logger.info("profile written to %s.json and .txt", self._files)
+    def _begin(self, run: Run) -> None:
+        assert self._profile is not None
+        self._profile.start_trace()
+        if run.strategy.device.type == "cuda" and torch.cuda.memory.get_allocator_backend() == "native":
+            torch.cuda.memory._record_memory_history(stacks="python")
+            self._has_memory_history = True
+        self._open_step(run)
+
+    def _open_step(self, run: Run) -> None:
+        """Begins the range of the next step, in which the ledger's ranges begin and end."""
+        self._close_step(run)
+        self._step = record_function(f"ProfilerStep#{run.state.step + 1}")
+        self._step.__enter__()
+        run.ledger.annotate = True
+        run.ledger.enter(run.ledger.activity)
+
+    def _close_step(self, run: Run) -> None:
+        run.ledger.annotate = False
+        run.ledger.enter(run.ledger.activity)
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
+
+    def _finish(self, run: Run) -> None:
+        recorded, self._profile = self._profile, None
+        if recorded is None:
+            return
+        has_steps = self._step is not None
+        if has_steps:
+            self._close_step(run)
+        else:
+            recorded.start_trace()  # what is prepared can only be stopped after that
+        recorded.stop_trace()
+        if has_steps:
+            self._write(run, recorded)
+        if self._has_memory_history:
+            torch.cuda.memory._record_memory_history(enabled=None)
+            self._has_memory_history = False
+
+    def _write(self, run: Run, recorded: profile) -> None:
+        rank = f"-rank-{run.strategy.rank}" if run.strategy.world_size > 1 else ""
+        folder = Path(self.directory or Path(run.args.output_dir) / "profile")
+        trace = folder / f"steps-{self.start}-{self.stop}{rank}.json"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if self._has_memory_history:
+                torch.cuda.memory._dump_snapshot(str(trace.with_suffix(".pickle")))
+            recorded.export_chrome_trace(str(trace))
+            _move_ranges(trace)
+            trace.with_suffix(".txt").write_text(_table(recorded), encoding="utf-8")
+        except OSError as error:
+            _logger.warning("%s could not be written: %s; the run goes on", trace, error.strerror)
+        else:
+            _logger.info("profile written to %s and beside it", trace)
+
+
+def _can_record_functions() -> bool:
+    """Whether torch.profiler's `with_stack` works (it ends the process where not: pytorch/pytorch issue 144094)."""
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    return sys.version_info < (3, 13) or (major, minor) >= (2, 8)
+
+
+def _move_ranges(trace: Path) -> None:
+    """Moves the ranges of each thread to a track of their own."""
+    # PyTorch on Python 3.11 may write names that are no text: pytorch/pytorch issue 121219.
+    text = trace.read_text(encoding="utf-8", errors="replace")
+    threads = {(int(process), int(thread)) for _, process, thread in _RANGE.findall(text)}
+    names = [
+        {"ph": "M", "name": "thread_name", "pid": process, "tid": _track(thread), "args": {"name": "activities"}}
+        for process, thread in sorted(threads)
+    ]
+    text = _RANGE.sub(lambda match: f'{match[1]}"{_track(int(match[3]))}"', text)
+    head, key, events = text.partition('"traceEvents": [')
+    trace.write_text("".join([head, key, *(f"\n{json.dumps(name)}," for name in names), events]), encoding="utf-8")
+
+
+def _track(thread: int) -> str:
+    return f"activities of {thread}"
+
+
+def _is_operator(event: Any) -> bool:
+    """Or a kernel; not a function of Python, which are events since torch 2.13, and not a range."""
+    return not getattr(event, "is_python_function", False) and not event.is_user_annotation
+
+
+def _table(recorded: profile) -> str:
+    """The 20 operators that took longest, on the device where it has one."""
+    events = recorded.events()
+    assert events is not None
+    events[:] = [event for event in events if _is_operator(event)]
+    averages = recorded.key_averages()
+    has_device_times = any(average.self_device_time_total for average in averages)
+    key = "self_device_time_total" if has_device_times else "self_cpu_time_total"
+    table: str = averages.table(sort_by=key, row_limit=20, max_name_column_width=80)
+    return table

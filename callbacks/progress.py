@@ -14,7 +14,7 @@ import tqdm
 
 from trainer_kit.callback import Callback
 
-from .formatting import HIDDEN, is_summary, metrics_line, pairs
+from .formatting import HIDDEN, is_summary, metrics_line, pairs, summary_line
 
 with warnings.catch_warnings():
     # In a notebook without widgets; the bar of characters serves there as well.
@@ -84,7 +84,7 @@ class Progress(Callback):
         if self._bar is None:
             return
         if is_summary(record):
-            self._bar.write(pairs(record), file=sys.stderr)
+            self._bar.write(summary_line(record), file=sys.stderr)
         else:  # drawn with the bar's next move
             self._bar.set_postfix_str(pairs(record, _HIDDEN), refresh=False)
 

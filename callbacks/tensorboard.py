@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("trainer_kit")
 _GROUPS = ("eval", "test")
+_FIGURES = ("train/loss", "train/train_loss", "train/train_runtime", "train/peak_memory_gib")
 
 
 class TensorBoard(Callback):
-    """Writes every number of the records as a scalar, and the arguments as text.
+    """Writes every number of the records as a scalar, and the arguments as text and for TensorBoard's table "HPARAMS".
 
     Tags are `train/loss`, `eval/loss`, `test/loss` and the like, as transformers has them; the step is the optimizer
-    step. Numbers that are not finite are written as they are. After a resume the same folder is gone on with, and what
-    had been written beyond that step is hidden.
+    step. What the last record says of the whole run is not mixed with the records' figures: it stands under `run/`.
+    Numbers that are not finite are written as they are. After a resume the same folder is gone on with, and what had
+    been written beyond that step is hidden.
 
     Args:
         log_dir: Folder of the event files; None: `args.log_dir`.
@@ -39,6 +41,7 @@ class TensorBoard(Callback):
         self._log_dir = log_dir
         self._writer: SummaryWriter | None = None
         self._failed = False
+        self._session_end: Any = None  # what tells TensorBoard that the run came to its end
 
     def on_train_begin(self, run: Run) -> None:
         self._close()
@@ -47,6 +50,7 @@ class TensorBoard(Callback):
             arguments = json.dumps(run.args.to_dict(), indent=2, default=str)
             self._writer = self._open(run, purge_step=run.state.step + 1)
             self._writer.add_text("arguments", f"```json\n{arguments}\n```", run.state.step)
+            self._write_hyperparameters(run)
 
     def on_rollback(self, run: Run, directory: Path) -> None:
         if self._writer is not None:  # a writer anew, which purges what came after that step
@@ -55,7 +59,12 @@ class TensorBoard(Callback):
                 self._writer = self._open(run, purge_step=run.state.step + 1)
 
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
-        self._write(run, record, "train")
+        if "train_runtime" not in record:
+            self._write(run, record, "train")
+            return
+        its_own = {name for name in record if name.startswith("train_") or name in ("step", "epoch")}
+        self._write(run, {name: record[name] for name in record if name in its_own}, "train")
+        self._write(run, {name: record[name] for name in record if name not in its_own}, "run")
 
     def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
         self._write(run, metrics, "eval")
@@ -69,10 +78,31 @@ class TensorBoard(Callback):
                 self._writer.flush()
 
     def on_train_end(self, run: Run) -> None:
+        if self._writer is not None and self._session_end is not None:
+            with self._failures_told():
+                _add(self._writer, self._session_end)
         self._close()
 
     def on_exception(self, run: Run, error: BaseException) -> None:
         self._close()
+
+    def _write_hyperparameters(self, run: Run) -> None:
+        """Writes the arguments, and the tags of the figures that runs are compared by.
+
+        `SummaryWriter.add_hparams` would begin a run of its own for them.
+        """
+        from torch.utils.tensorboard.summary import hparams
+
+        arguments = run.args.to_dict()
+        values = {name: value for name, value in arguments.items() if isinstance(value, (bool, int, float, str))}
+        tags = [*_FIGURES]
+        if run.args.eval_strategy != "no":
+            best = run.args.metric_for_best_model or "eval_loss"
+            tags += dict.fromkeys(["eval/loss", f"eval/{best.removeprefix('eval_')}"])
+        *beginning, self._session_end = hparams(values, dict.fromkeys(tags, 0.0))
+        assert self._writer is not None
+        for summary in beginning:
+            _add(self._writer, summary)
 
     def _open(self, run: Run, purge_step: int | None = None) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter
@@ -93,8 +123,7 @@ class TensorBoard(Callback):
         with self._failures_told():
             writer = self._writer or self._open(run)  # an evaluation before or after training has a writer of its own
             # One event for all: `add_scalar` makes one each, which costs as much as several steps of a small model.
-            assert writer.file_writer is not None
-            writer.file_writer.add_summary(scalars, run.state.step)
+            _add(writer, scalars, run.state.step)
             if writer is not self._writer:
                 writer.close()
 
@@ -113,3 +142,8 @@ class TensorBoard(Callback):
             if not self._failed:
                 _logger.warning("TensorBoard's files cannot be written any more: %s; the run goes on", error)
             self._failed, self._writer = True, None
+
+
+def _add(writer: SummaryWriter, summary: Any, step: int | None = None) -> None:
+    assert writer.file_writer is not None
+    writer.file_writer.add_summary(summary, step)

@@ -1,86 +1,176 @@
-"""`Throughput`: how fast the run goes, and how much of its time it waits for data."""
+"""`Throughput`: how fast the run goes, what its time is spent on, and how much of the devices it uses."""
 
 from __future__ import annotations
 
-import time
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer_kit.callback import Callback
+from trainer_kit.peaks import computing_dtype, peak_of
+
+from .operations import Operations
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
 
+_logger = logging.getLogger("trainer_kit")
+
+_USEFUL = ("forward", "backward", "optimizer")
+_NO_TRAINING = frozenset({"setup", "evaluation", "saving", "lost", "down", "callback/Throughput"})
+_LARGE = 2**40
+"""Operations are summed over processes in multiples of this and the rest: 63 bits would not do for all in one."""
+
 
 class _Mark(NamedTuple):
-    """Where the run stood when the last record was made; `paused` are seconds that were no training."""
+    """What was done until a moment; seconds are those of training, operations those of this process."""
 
-    time: float
-    paused: float
+    seconds: float
     data_seconds: float
-    step: int
-    samples: int
-    tokens: int
+    step: float
+    samples: float
+    tokens: float
+    model: float
+    hardware: float
 
 
 class Throughput(Callback):
-    """Adds to every record the rates since the record before it, over all processes.
+    """Adds to every record the figures since the record before it, over all processes.
 
-    `samples_per_second`, `steps_per_second`, `tokens_per_second` (where batches have tokens; padding not counted) and
-    `data_wait`: the share of the time, 0 to 1, that the loop waited for the next batch.
-    Time spent in evaluations and checkpoints is left out.
+    - `samples_per_second`, `steps_per_second`, `tokens_per_second` (where batches have tokens; padding not counted),
+      and `data_wait`: the share of the time, 0 to 1, that the loop waited for the next batch. Time spent in
+      evaluations and checkpoints is left out.
+    - `model_flops_per_second`: floating-point operations a second that the model needs, forward and backward, and
+      `hardware_flops_per_second`: those with what is computed again (activation checkpointing).
+    - `mfu`: the model's share of what the devices can do at their peak, 0 to 1 (Chowdhery et al. 2022, appendix B).
+    - `seconds/ACTIVITY`: where the time went, see `trainer_kit.ledger`, and `goodput`: the share of it, 0 to 1, in
+      which the model went forward, backward and took the optimizer's step.
+
+    The record at the end has `seconds/ACTIVITY`, `wall_seconds` and `goodput` of all starts of the run, FLOP/s and MFU
+    of this start.
+
+    Operations are counted while the first step runs, and while a few later ones do where batches come in new shapes
+    (see `trainer_kit.flops`); that changes no value. Such a step is slower: rates leave it out, its time and what it
+    did, unless there are no others since the record before. What cannot be known is left out, and a line of the log
+    says why: the peak of a device that is not in the table, FLOP/s under XLA, and those of a compiled model that does
+    not run on fake tensors.
     """
 
     priority = 110
 
     def __init__(self) -> None:
-        self._mark: _Mark | None = None
-        self._paused = 0.0  # seconds of evaluations since training began
-        self._busy_until = 0.0  # when the last step, record or evaluation ended
-        self._evaluation_began = 0.0
+        self._operations = Operations()
+        self._seconds: dict[str, float] = {}  # of the ledger, when the last record was made
+        self._recorded: _Mark | None = None  # when the last record was made
+        self._since: _Mark | None = None  # the same, or the end of a step that was counted since
+        self._counting_since: _Mark | None = None
+        self._in_all = [0.0, 0.0, 0.0]  # of this start: seconds, operations of the model, of the hardware
+        self._peak: float | None = None
+        self._told: set[str] = set()
 
     def on_train_begin(self, run: Run) -> None:
-        self._paused = 0.0
-        self._mark = self._measure(run)
+        self._operations.begin(run)
+        self._in_all, self._peak, self._counting_since = [0.0, 0.0, 0.0], None, None
+        self._told.clear()
+        self._seconds, self._recorded = self._measure(run)
+        self._since = self._recorded
+
+    def on_step_begin(self, run: Run) -> None:
+        if self._operations.due or self._counting_since is not None:  # one that was broken off is taken again
+            self._counting_since = self._measure(run)[1]
+            self._operations.start(run)
+
+    def on_substep_end(self, run: Run) -> None:
+        if self._counting_since is not None:
+            self._operations.note(run)
 
     def on_step_end(self, run: Run) -> None:
-        self._busy_until = time.perf_counter()
-
-    def on_evaluate_begin(self, run: Run) -> None:
-        self._evaluation_began = time.perf_counter()
-
-    def on_evaluate_end(self, run: Run) -> None:
-        self._pause(since=self._evaluation_began)
-
-    def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
-        self._pause(since=self._busy_until)
+        if self._counting_since is not None:
+            self._operations.note(run)
+            self._operations.stop()
+            began, self._counting_since = self._counting_since, None
+            assert self._since is not None
+            step = (after - before for after, before in zip(self._measure(run)[1], began, strict=True))
+            self._since = _Mark(*(before + own for before, own in zip(self._since, step, strict=True)))
 
     def on_rollback(self, run: Run, directory: Path) -> None:
-        self._mark = self._measure(run)
+        self._seconds, self._recorded = self._measure(run)
+        self._since = self._recorded
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self._operations.stop()
 
     def metrics(self, run: Run) -> dict[str, Any]:
-        before, now = self._mark, self._measure(run)
-        if before is None or now.step == before.step:
+        if self._recorded is None or self._since is None or run.state.step == self._recorded.step:
             return {}
-        self._mark, self._busy_until = now, now.time
-        seconds = now.time - before.time - (now.paused - before.paused)
+        all_seconds, now = self._measure(run)
+        since = self._since if now.step > self._since.step else self._recorded
+        passed = {name: value - self._seconds.get(name, 0.0) for name, value in all_seconds.items()}
+        self._seconds, self._recorded, self._since = all_seconds, now, now
+        flops = self._flops(run, now.model - since.model, now.hardware - since.hardware)
+        seconds = now.seconds - since.seconds
         if seconds <= 0:
             return {}
-        rates = {
-            "samples_per_second": (now.samples - before.samples) / seconds,
-            "steps_per_second": (now.step - before.step) / seconds,
-            "data_wait": min(1.0, (now.data_seconds - before.data_seconds) / seconds),
+        figures = {
+            "samples_per_second": (now.samples - since.samples) / seconds,
+            "steps_per_second": (now.step - since.step) / seconds,
+            "data_wait": min(1.0, (now.data_seconds - since.data_seconds) / seconds),
         }
-        if now.tokens > before.tokens:
-            rates["tokens_per_second"] = (now.tokens - before.tokens) / seconds
-        return rates
+        if now.tokens > since.tokens:
+            figures["tokens_per_second"] = (now.tokens - since.tokens) / seconds
+        if flops is not None:
+            self._in_all = [total + own for total, own in zip(self._in_all, (seconds, *flops), strict=True)]
+            figures |= self._use(run, seconds, *flops)
+        return figures | _by_activity(passed)
 
-    def _pause(self, since: float) -> None:
-        self._busy_until = time.perf_counter()
-        self._paused += self._busy_until - since
-
-    def _measure(self, run: Run) -> _Mark:
-        state = run.state
+    def summary(self, run: Run) -> dict[str, Any]:
+        self.metrics(run)  # what came since the last record
         seconds = run.ledger.seconds()
-        paused = self._paused + seconds.get("saving", 0.0)
-        return _Mark(time.perf_counter(), paused, seconds.get("data", 0.0), state.step, state.samples, state.tokens)
+        figures = self._use(run, *self._in_all) if self._in_all[1] else {}
+        return figures | {"wall_seconds": sum(seconds.values())} | _by_activity(seconds)
+
+    def _measure(self, run: Run) -> tuple[dict[str, float], _Mark]:
+        seconds, state, flops = run.ledger.seconds(), run.state, self._operations.so_far(run)
+        training = sum(value for name, value in seconds.items() if name not in _NO_TRAINING)
+        data = seconds.get("data", 0.0)
+        return seconds, _Mark(training, data, state.step, state.samples, state.tokens, flops.model, flops.hardware)
+
+    def _flops(self, run: Run, model: float, hardware: float) -> tuple[float, float] | None:
+        """The operations of all processes, which all take part; None where one does not know its own."""
+        operations = self._operations
+        fails = operations.reason is not None
+        parts = (*divmod(int(model), _LARGE), *divmod(int(hardware), _LARGE))
+        sums = run.strategy.sum_numbers([*parts, operations.unknown, fails])
+        operations.expect(sums[4])
+        if sums[5] or not any(sums[:2]):
+            self._tell("FLOP/s are left out", operations.reason)
+            return None
+        return float(sums[0] * _LARGE + sums[1]), float(sums[2] * _LARGE + sums[3])
+
+    def _use(self, run: Run, seconds: float, model: float, hardware: float) -> dict[str, float]:
+        figures = {"model_flops_per_second": model / seconds, "hardware_flops_per_second": hardware / seconds}
+        strategy = run.strategy
+        if self._peak is None and "MFU is left out" not in self._told:
+            try:
+                dtype = computing_dtype(run.model, run.args.mixed_precision)
+                self._peak = peak_of(strategy.device, dtype).flops_per_second
+            except LookupError as error:
+                self._tell("MFU is left out", str(error))
+        if self._peak is not None:
+            figures["mfu"] = model / seconds / (self._peak * strategy.world_size * strategy.devices)
+        return figures
+
+    def _tell(self, what: str, reason: str | None) -> None:
+        if reason is not None and what not in self._told:
+            self._told.add(what)
+            _logger.info("%s: %s", what, reason)
+
+
+def _by_activity(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by activity, as far as there are any, and the share of those that bring the model on."""
+    figures = {f"seconds/{name}": value for name, value in seconds.items() if value > 0}
+    total = sum(figures.values())
+    if total > 0:
+        figures["goodput"] = sum(figures.get(f"seconds/{name}", 0.0) for name in _USEFUL) / total
+    return figures

@@ -1,24 +1,34 @@
-"""Starts of a script for `trainer_kit.tools.verify` without importing torch each time: forked from one that has."""
+"""Processes that need not import torch, forked from a server that has; `trainer_kit.tools.verify` starts such ones."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import sys
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from trainer_kit.tools.verify.recorder import Start
 from trainer_kit.tools.verify.start import main
 from trainer_kit.tools.verify.verification import Verification
 
+# For all tests, since there is one server. Python before 3.13 looks for them without what pytest adds to sys.path, and
+# says nothing where it finds none: no module of the tests can be among them.
+_IMPORTED = ["torch._dynamo", "trainer_kit.strategies.heartbeat", "trainer_kit.tools.verify.start"]
+
+
+def fork_server() -> ForkServerContext:
+    """Makes processes, of functions in modules that they can import."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    return context
+
 
 class ForkedVerification(Verification):
     """Its starts are children of a server that has imported everything but the script."""
 
     def _execute(self, start: Start, log: Path) -> int:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["trainer_kit.tools.verify.start", "torch._dynamo"])
-        process = context.Process(target=_run, args=(start.dumps(), self.words, str(log)))
+        process = fork_server().Process(target=_run, args=(start.dumps(), self.words, str(log)))
         process.start()
         try:
             process.join(60)

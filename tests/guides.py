@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def unsaid(sentence: str) -> list[str]:
     return [part for part in parts if not any(part in text for text in texts)]
 
 
+@functools.cache
 def _texts() -> list[str]:
     """The texts in the sources, what is filled into them left out."""
     folders = [Path(package.__file__).parent for package in (trainer_kit, trainer_kit.callbacks)]

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from scenarios.rank_task import Stop
-from scenarios.task import Net, Noisy, Stream, make_trainer
+from scenarios.task import Net, Noisy, StopAt, Stream, make_trainer
 
 from trainer_kit import Callback, Trainer
 
@@ -181,7 +180,7 @@ def resumed(folder: Path, caplog: pytest.LogCaptureFixture, **changes: Any) -> l
 def test_one_sentence_tells_of_another_layout(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], said: list[str]
 ) -> None:
-    make_trainer(tmp_path, Stop(STEP), log_level="info").train()
+    make_trainer(tmp_path, StopAt(STEP), log_level="info").train()
     assert resumed(tmp_path, caplog, **changes) == said
 
 
@@ -192,8 +191,8 @@ def test_a_scheduler_of_the_users_own_counts_as_it_likes(tmp_path: Path, caplog:
         trainer.train(resume_from_checkpoint=True)
         return float(trainer.run.lr_scheduler.get_last_lr()[0])
 
-    train(Stop(STEP))
+    train(StopAt(STEP))
     with pytest.warns(UserWarning, match="LambdaLR of your own, which counts steps: those taken had 8 samples, .* 4$"):
-        assert train(Stop(STEP + 2), per_device_train_batch_size=2) == pytest.approx(1e-2 * 0.9 ** (STEP + 2))
+        assert train(StopAt(STEP + 2), per_device_train_batch_size=2) == pytest.approx(1e-2 * 0.9 ** (STEP + 2))
     assert "4 samples a step instead of 8: 42 steps are left" in caplog.text
     assert "the schedule goes on" not in caplog.text

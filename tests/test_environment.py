@@ -142,12 +142,18 @@ def test_what_a_launcher_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from trainer_kit import TrainingArguments
 
     assert (environment.mixed_precision(), environment.use_cpu(), environment.progress_file()) == ("no", False, None)
+    assert environment.profile() is TrainingArguments().profile is None
     set_all(
         monkeypatch, {"TRAINER_KIT_MIXED_PRECISION": "bf16", "TRAINER_KIT_USE_CPU": "1", "ACCELERATE_DEBUG_MODE": "yes"}
     )
     assert environment.debug()
     args = TrainingArguments()
     assert (args.mixed_precision, args.use_cpu) == ("bf16", True)
+    monkeypatch.setenv("TRAINER_KIT_PROFILE", "10:20")
+    assert environment.profile() == TrainingArguments().profile == "10:20"
+    assert TrainingArguments(profile=None).profile is None
+    monkeypatch.setenv("TRAINER_KIT_PROFILE", "")
+    assert environment.profile() is None
     assert TrainingArguments(mixed_precision="no", use_cpu=False).mixed_precision == "no"
     monkeypatch.setenv("TRAINER_KIT_MIXED_PRECISION", "fp8")
     with pytest.raises(ValueError, match="mixed_precision='fp8' is not allowed"):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from guides import Guide
 from ranks import on_ranks
 
 from trainer_kit import load_checkpoint_in_model
@@ -204,6 +205,21 @@ def test_custom_loss_is_the_same_in_every_layout(tmp_path: Path) -> None:
     assert [mean > 1e-3 for _, mean in figures["differences"]] == [False, True, True]
     assert figures["losses"] == pytest.approx(figures["losses"][:1] * 3, abs=1e-12)
     assert figures["recalls"][0] > figures["recalls"][1]
+
+
+def test_anatomy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = run("anatomy", tmp_path, "--short")
+    shown = capsys.readouterr().out
+    assert figures["estimated"] == pytest.approx(figures["measured"], rel=0.1)
+    assert f"Time: {figures['train_runtime']:.2f}\nSamples/second: " in shown
+    seconds = sum(map(float, re.findall(r"^[\w/]+ +([\d.]+) s ", shown, re.MULTILINE)))
+    assert seconds == pytest.approx(figures["wall_seconds"], rel=0.05, abs=0.05)
+    if not torch.cuda.is_available():  # the guide shows a CPU's
+        told = Guide("docs/anatomy.md").text.partition("a small BERT on cpu")[2].partition("```")[0]
+        words = [re.findall(r"[A-Za-z/]+", text.partition("where the memory")[2]) for text in (told, shown)]
+        assert words[0] == words[1]
+        lines = [re.findall(r"^\D+:", text, re.MULTILINE) for text in (told, shown)]
+        assert lines[0] == lines[1]
 
 
 def test_ddp_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,8 @@ LAYERS = (
     {"arguments", "state", "precision", "trees", "ledger", "flops", "peaks"},
     {"strategies", "optim", "loss", "checkpoint"},
     {"run", "inspection"},
-    {"data", "diagnosis", "figures", "metrics", "copying"},
-    {"callback", "evaluation", "agreement", "continuity", "saving"},
+    {"data", "diagnosis", "figures", "memory", "metrics", "copying"},
+    {"callback", "evaluation", "agreement", "continuity", "fitting", "saving", "report"},
     {"callbacks", "planning", "postmortem", "resume"},
     {"trainer", "accelerator"},
     {"launch", "summary"},
@@ -28,7 +28,7 @@ LAYERS = (
     {"__main__"},
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS, start=1) for part in parts}
-SEEN_BY_CALLBACKS = LAYERS[0] | LAYERS[1] | {"callback", "run"}
+SEEN_BY_CALLBACKS = LAYERS[0] | LAYERS[1] | {"callback", "run", "report"}
 
 # What a module other than a strategy must not name, as a word of its own or as part of a snake_case name.
 HARDWARE = re.compile(r"(?<![a-z])(cuda|mps|xla|tpu|nccl|gloo|world_?size)(?![a-z])", re.IGNORECASE)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from ranks import on_ranks
-from scenarios.rank_task import Exact, Stop
-from scenarios.task import SAMPLES, Stream, digest, make_trainer
+from scenarios.rank_task import Exact
+from scenarios.task import SAMPLES, StopAt, Stream, digest, make_trainer
 
 from trainer_kit import Callback, Run, Trainer
 from trainer_kit.data.order import permutation
@@ -65,7 +65,7 @@ def go_on(folder: Path, batch_size: int, accumulation: int, until: int) -> Left:
     """Trains on to a step, where it saves."""
     torch.set_num_threads(1)
     notes = Notes()
-    trainer = exact_trainer(folder, notes, Stop(until), batch_size=batch_size, accumulation=accumulation)
+    trainer = exact_trainer(folder, notes, StopAt(until), batch_size=batch_size, accumulation=accumulation)
     trainer.train(resume_from_checkpoint=True)
     schedule = trainer.run.lr_scheduler
     assert isinstance(schedule, Schedule)
@@ -183,7 +183,7 @@ def test_after_a_change_a_resume_ends_with_the_same_bits(
     def train(folder: Path, *stops: int, **layout: int) -> Trainer:
         for until in stops:
             arguments: dict[str, Any] = schedule | layout
-            trainer = make_trainer(folder, Stop(until), dataset=dataset and dataset(), **arguments)
+            trainer = make_trainer(folder, StopAt(until), dataset=dataset and dataset(), **arguments)
             trainer.train(resume_from_checkpoint=True)
         return trainer
 
@@ -212,9 +212,9 @@ def rates_of(folder: Path, *callbacks: Callback, **changes: Any) -> list[float]:
 def test_back_in_the_first_layout_the_first_schedule_goes_on(tmp_path: Path) -> None:
     given: dict[str, Any] = SCHEDULES[0] | {"eval_strategy": "no"}
     straight = rates_of(tmp_path / "straight", **given)
-    first = rates_of(tmp_path / "run", Stop(2), **given)
+    first = rates_of(tmp_path / "run", StopAt(2), **given)
     small = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
-    middle = rates_of(tmp_path / "run", Stop(2 + 12), **given, **small)
+    middle = rates_of(tmp_path / "run", StopAt(2 + 12), **given, **small)
     last = rates_of(tmp_path / "run", **given)
     assert first == straight[:2]
     assert middle == [pytest.approx(PEAK * place / 20) for place in range(8, 20)]  # the warmup takes 40 samples
@@ -224,7 +224,7 @@ def test_back_in_the_first_layout_the_first_schedule_goes_on(tmp_path: Path) -> 
 def test_max_steps_are_counted_as_they_are_taken(tmp_path: Path) -> None:
     given: dict[str, Any] = {"max_steps": 20, "lr_scheduler_type": "linear", "warmup_steps": 8}
     straight = rates_of(tmp_path / "straight", **given)
-    both = rates_of(tmp_path / "run", Stop(5), **given)
+    both = rates_of(tmp_path / "run", StopAt(5), **given)
     both += rates_of(tmp_path / "run", **given, gradient_accumulation_steps=1)
     assert both == straight
 
@@ -232,7 +232,7 @@ def test_max_steps_are_counted_as_they_are_taken(tmp_path: Path) -> None:
 def test_samples_passed_over_are_not_trained_on_in_any_layout(tmp_path: Path) -> None:
     """As after a rollback: the schedule fits, counters go on, and a resume knows of it."""
 
-    class PassOver(Stop):
+    class PassOver(StopAt):
         def on_step_end(self, run: Run) -> None:
             run.state.passed_over = [(0, 24, 32), (1, 0, 8)]
             super().on_step_end(run)
@@ -240,7 +240,7 @@ def test_samples_passed_over_are_not_trained_on_in_any_layout(tmp_path: Path) ->
     notes: list[tuple[list[int], float]] = []
     for number, (batch_size, accumulation) in enumerate([(4, 2), (5, 1), (4, 2)]):
         until = (2, 6, 1000)[number]
-        stop = PassOver(until) if number == 0 else Stop(until)
+        stop = PassOver(until) if number == 0 else StopAt(until)
         each = Notes()
         trainer = exact_trainer(tmp_path, each, stop, batch_size=batch_size, accumulation=accumulation)
         trainer.train(resume_from_checkpoint=True)

@@ -142,8 +142,8 @@ def build(kind: str, source: Path, target: Path) -> Path:
 
 
 def modules_in(names: Iterable[str]) -> list[str]:
-    """The modules among the files of an archive, and the mark that they are typed."""
-    return sorted(name for name in names if name.endswith(".py") or name.endswith("py.typed"))
+    """The modules among the files of an archive, the mark that they are typed, and style sheets."""
+    return sorted(name for name in names if name.endswith((".py", "py.typed", ".css")))
 
 
 def test_archives_hold_the_whole_package_once(checkout: Path, tmp_path: Path) -> None:

@@ -7,23 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from scenarios.task import SAMPLES, Noisy, Stream, digest, make_trainer
+from scenarios.task import SAMPLES, Noisy, StopAt, Stream, digest, make_trainer
 
 from trainer_kit import Callback, Run
 from trainer_kit.data.order import permutation
 
 STEPS = 24  # 62 samples in windows of 8: 8 steps an epoch, 3 epochs
-
-
-class StopAt(Callback):
-    """Asks to save and stop after a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, run: Run) -> None:
-        if run.state.step == self.step:
-            run.requests.save = run.requests.stop = True
 
 
 def interrupted(folder: Path, steps: list[int], **changes: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import on_ranks
-from scenarios.task import digest, logged_losses
+from scenarios.task import StopAt, digest, logged_losses
 
 from trainer_kit import DDP, Callback, NonFiniteError, Run, Strategy, Trainer, TrainingArguments
 from trainer_kit.callbacks import EMA, read_log
@@ -118,14 +118,6 @@ def test_the_bad_steps_are_passed_over_and_all_else_is_trained_on_once(tmp_path:
 
 
 def test_a_run_that_goes_back_and_is_resumed_ends_with_the_same_bits(tmp_path: Path) -> None:
-    class StopAt(Callback):
-        def __init__(self, step: int) -> None:
-            self.step = step
-
-        def on_step_end(self, run: Run) -> None:
-            if run.state.step == self.step:
-                run.requests.save = run.requests.stop = True
-
     straight = make(tmp_path / "straight", Points(17))
     straight.train()
     for step in (1, 5, 9, 12, 17):

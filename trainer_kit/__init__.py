@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trainer_kit.figures import NonFiniteError
     from trainer_kit.launch.config import write_basic_config
     from trainer_kit.launch.notebook import notebook_launcher
+    from trainer_kit.planning import TrainingPlan
     from trainer_kit.precision import Precision
     from trainer_kit.run import Run
     from trainer_kit.saving import SaveError
@@ -55,6 +56,7 @@ __all__ = [
     "TrainState",
     "Trainer",
     "TrainingArguments",
+    "TrainingPlan",
     "__version__",
     "callbacks",
     "load_checkpoint_in_model",
@@ -85,6 +87,7 @@ _HOMES = {
     "TrainState": "state",
     "Trainer": "trainer",
     "TrainingArguments": "arguments",
+    "TrainingPlan": "planning",
     "XLA": "strategies.xla",
     "load_checkpoint_in_model": "checkpoint",
     "notebook_launcher": "launch.notebook",

@@ -35,11 +35,11 @@ _NAMED_OTHERWISE = {
 }
 
 
-def parse_size(size: int | str) -> int:
+def parse_size(size: int | str, name: str = "max_shard_size") -> int:
     """The bytes in `size`: a number of bytes, or a string such as "5GB" (10**9) or "200MiB" (2**20).
 
     Raises:
-        ValueError: If it is less than one byte or no size at all.
+        ValueError: If it is less than one byte or no size at all, calling it `name`.
     """
     count: float = 0
     if isinstance(size, int) and not isinstance(size, bool):
@@ -48,9 +48,7 @@ def parse_size(size: int | str) -> int:
         number, prefix, binary = match.groups()
         count = float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix.upper()) + 1)
     if count < 1:
-        raise ValueError(
-            f"max_shard_size={size!r} is not known; use a number of bytes or a string such as '5GB' or '200MiB'"
-        )
+        raise ValueError(f"{name}={size!r} is not known; use a number of bytes or a string such as '5GB' or '200MiB'")
     return int(count)
 
 
@@ -90,7 +88,7 @@ _Lengths = Annotated[
 ]
 _Numbers = Annotated[dict[str, Any], Rule("a dict of finite numbers by name", _is_dict_of_numbers)]
 _Size = Annotated[int | str, Rule("a number of bytes of at least 1, or a string such as '5GB' or '200MiB'", _is_size)]
-_Interval = Annotated[str, Rule("the first and the last step, such as '10:20'", lambda value: _is_interval(value))]
+Interval = Annotated[str, Rule("the first and the last step, such as '10:20'", lambda value: _is_interval(value))]
 _Reporters = Annotated[
     str | list[str],
     Rule(
@@ -255,7 +253,7 @@ class TrainingArguments:
     pad_to_lengths: _Lengths | None = None
     report_to: _Reporters = dataclasses.field(default_factory=lambda: list(REPORTERS))
     logging_dir: _Folder | None = None
-    profile: _Interval | None = dataclasses.field(default_factory=environment.profile)
+    profile: Interval | None = dataclasses.field(default_factory=environment.profile)
     disable_tqdm: bool = False
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
     use_cpu: bool = dataclasses.field(default_factory=environment.use_cpu)

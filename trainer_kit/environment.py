@@ -253,7 +253,7 @@ def use_cpu() -> bool:
 
 def profile() -> str | None:
     """The steps that the launcher was told to profile; None where it was not told."""
-    return os.environ.get(PROFILE)
+    return os.environ.get(PROFILE) or None
 
 
 def use_tpu() -> bool:

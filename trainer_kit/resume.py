@@ -23,6 +23,7 @@ from trainer_kit.checkpoint import (
     verify,
 )
 from trainer_kit.checkpoint.loading import check_weights, load_weights
+from trainer_kit.checkpoint.reader import first_valid, is_of_run
 from trainer_kit.continuity import (
     check_same_run,
     dataset_length,
@@ -207,14 +208,7 @@ class Checkpoints:
 
     def _newest_valid(self) -> Path | None:
         there = [self.folder / each.name for each in reversed(self.saver.committed)]
-        for directory in [*there, *([self.resumed_from] if self.resumed_from is not None else [])]:
-            try:
-                verify(directory)
-            except ValueError as error:
-                logger.warning("%s is passed over: %s", directory.name, error)
-            else:
-                return directory
-        return None
+        return first_valid([*there, *([self.resumed_from] if self.resumed_from is not None else [])], logger.warning)
 
     def judge(self, metric: float) -> None:
         """Takes what an evaluation of this step gave; its checkpoint is there already where one was broken off."""
@@ -276,11 +270,7 @@ class Checkpoints:
         return [each for each in known if self._is_of_this_run(self.folder / each.name)]
 
     def _is_of_this_run(self, directory: Path) -> bool:
-        try:
-            trainer = read_state(directory, "trainer")
-        except ValueError:
-            return False  # a damaged one: not this run's to judge or remove
-        return trainer is not None and trainer["run_id"] == self.run_id
+        return is_of_run(directory, "trainer", self.run_id)
 
 
 def check_stateful(run: Run) -> None:

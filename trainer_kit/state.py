@@ -40,6 +40,7 @@ class TrainState:
         best_step: The step that gave it.
         passed_over: Samples that `nonfinite="rollback"` passes over, as (epoch, first position, position after).
         rollbacks: How often it went back.
+        micro_batch: Samples of a micro-batch that were found to fit (`auto_find_batch_size`); None where nobody looked.
     """
 
     step: int = 0
@@ -58,6 +59,7 @@ class TrainState:
     best_step: int | None = None
     passed_over: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     rollbacks: int = 0
+    micro_batch: int | None = None
 
     @property
     def epochs(self) -> float:

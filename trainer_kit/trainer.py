@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import gc
 import logging
 import math
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -26,11 +29,13 @@ from trainer_kit.data.build import (
 )
 from trainer_kit.data.collate import Collator, default_collator
 from trainer_kit.data.fetch import DataError
+from trainer_kit.data.first import first_batch
 from trainer_kit.data.loader import MicroBatch, Window
 from trainer_kit.data.order import mix
 from trainer_kit.data.padding import Padding
 from trainer_kit.evaluation import EvalPrediction, EvaluationInterrupted, Evaluator, PredictionOutput
 from trainer_kit.figures import Figures, NonFiniteError, Taken
+from trainer_kit.fitting import Buffers, estimated_batch_size
 from trainer_kit.inspection import Inspection
 from trainer_kit.ledger import Ledger
 from trainer_kit.loss import (
@@ -50,6 +55,7 @@ from trainer_kit.strategies.base import Strategy, generators_kept
 from trainer_kit.strategies.choice import choose_strategy
 
 if TYPE_CHECKING:
+    from trainer_kit.memory import Estimate
     from trainer_kit.planning import TrainingPlan
 
 logger = logging.getLogger("trainer_kit")
@@ -276,6 +282,7 @@ class Trainer:
         run.state, run.requests, run.ledger = TrainState(), Requests(), Ledger()
         self._checkpoints, self._figures, self._stopping = Checkpoints(run, self.events), Figures(run), False
         self._agreement, self._saved_step, self._space_checked = Agreement(run), None, False
+        run.strategy.exchange_later(args.auto_find_batch_size)
         self._prepare()
         if args.gradient_checkpointing:
             run.strategy.recompute_activations(run.model)
@@ -290,6 +297,11 @@ class Trainer:
             resume = run.strategy.restarts > 0
         self._began = True
         self._checkpoints.find(run.strategy.broadcast(resume))
+        if args.auto_find_batch_size:
+            found = run.state.micro_batch
+            if found is None:
+                found = estimated_batch_size(run, self._reading, self.compute_loss, self.optimizer)
+            self._take_micro_batches(found)
         self._checkpoints.lay_out(self._loader)
         run.lr_scheduler = self._make_scheduler(run.optimizer)
         check_stateful(run)
@@ -299,7 +311,6 @@ class Trainer:
             logger.warning(
                 "nothing is left to do: step %d is reached, training ends at %d", run.state.step, run.total_steps
             )
-        self._padding = Padding(self._inspection, run.strategy, self._loader.layout.batch_size, training=True)
         self._open_data()
         self._postmortem = Postmortem(run, self._loss, self._loader)
 
@@ -307,6 +318,7 @@ class Trainer:
         """Makes ready the micro-batches from where the run stands to its end."""
         run, state = self.run, self.run.state
         steps = run.total_steps - state.step
+        self._padding = Padding(self._inspection, run.strategy, self._loader.layout.batch_size, training=True)
         micro_batches = self._loader.micro_batches(state.epoch, state.position, steps, self._checkpoints.data_state)
         self._micro_batches, self._ahead = run.strategy.prepare_loader(self._padding.filled(micro_batches)), None
 
@@ -347,11 +359,11 @@ class Trainer:
         self._finish_save()
         if run.args.nonfinite != "rollback" or run.state.rollbacks >= run.args.max_rollbacks or error.taken is None:
             raise error
-        bad, done, passed_over = error.taken, run.state.rollbacks, run.state.passed_over
+        bad, done, passed_over, found = error.taken, run.state.rollbacks, run.state.passed_over, run.state.micro_batch
         directory = self._checkpoints.go_back()
         if directory is None:
             raise error
-        run.state.rollbacks = done + 1
+        run.state.rollbacks, run.state.micro_batch = done + 1, found
         run.state.passed_over = [*passed_over, bad[1:]]
         self._checkpoints.lay_out(self._loader)
         if self.lr_scheduler is None:  # fewer steps have another schedule
@@ -447,34 +459,19 @@ class Trainer:
             if micro.number == 0:
                 emit("on_step_begin", run)
                 strategy.dispatch()  # what callbacks computed, and an evaluation left
-            batch = run.batch = self._padding.settled(strategy.to_device(micro.batch), micro.unfilled)
-            if loss.shifts is None:
-                self._inspection.shift(batch)
-                self._checkpoints.shifts_labels = loss.settle(strategy.gather_object(loss.shifts))
-            items, total = loss.items(micro.counts), loss.items(window)
-            # A step's only micro-batch has the weight 1, whatever it counts.
-            if not (micro.number == 0 and micro.last and isinstance(items, int) and items):
-                items, total = strategy.operand(items), strategy.operand(total)
-            if not (isinstance(items, int) and items):
-                batch = loss.weightless(batch, items, strategy.autocast)
-            ledger.enter("forward")
-            strategy.seed(mix(args.seed, window.epoch, micro.start))
-            with _SYNC if micro.last else strategy.no_sync(loss.model):
-                with strategy.autocast():
-                    value, count = loss(batch)
-                if count is not None and not micro.counts.samples:  # a stand-in
-                    value, count = value * 0, count * 0
-                share = weighed(value, items, total) if count is None else value / strategy.operand(window.samples)
-                ledger.enter("backward")
-                strategy.backward(share)
-            ledger.enter("loop")
-            share = share.detach()
+            passed = self._attempt(micro) if args.auto_find_batch_size else self._pass(micro)
+            if passed is None:
+                pair_count = None  # the step begins anew
+                continue
+            share, count = passed
             run.last_loss = share if run.last_loss is None else run.last_loss + share
             if count is not None:
                 pair_count = count if pair_count is None else pair_count + count
             if micro.last:
                 break
             emit("on_substep_end", run)
+        if args.auto_find_batch_size:
+            strategy.exchange(loss.model)
         if pair_count is not None:
             in_all = strategy.operand(_summed(strategy, pair_count))
             run.last_loss = scale_gradients(run.optimizer, run.last_loss, window.samples, in_all)
@@ -491,6 +488,81 @@ class Trainer:
         strategy.clear_gradients(run.optimizer)
         self._count(window)
         return window
+
+    def _pass(self, micro: MicroBatch) -> tuple[torch.Tensor, Any]:
+        """One forward and backward pass: its share of the step's loss, and what a loss counted that counts itself."""
+        run, strategy, loss, window = self.run, self.run.strategy, self._loss, micro.window
+        batch = run.batch = self._padding.settled(strategy.to_device(micro.batch), micro.unfilled)
+        if loss.shifts is None:
+            try:
+                self._inspection.shift(batch)
+            finally:  # the other processes wait for the answer
+                self._checkpoints.shifts_labels = loss.settle(strategy.gather_object(loss.shifts))
+        items, total = loss.items(micro.counts), loss.items(window)
+        # A step's only micro-batch has the weight 1, whatever it counts.
+        if not (micro.number == 0 and micro.last and isinstance(items, int) and items):
+            items, total = strategy.operand(items), strategy.operand(total)
+        if not (isinstance(items, int) and items):
+            batch = loss.weightless(batch, items, strategy.autocast)
+        run.ledger.enter("forward")
+        strategy.seed(mix(self.args.seed, window.epoch, micro.start))
+        with _SYNC if micro.last else strategy.no_sync(loss.model):
+            with strategy.autocast():
+                value, count = loss(batch)
+            if count is not None and not micro.counts.samples:  # a stand-in
+                value, count = value * 0, count * 0
+            share = weighed(value, items, total) if count is None else value / strategy.operand(window.samples)
+            run.ledger.enter("backward")
+            strategy.backward(share)
+        run.ledger.enter("loop")
+        return share.detach(), count
+
+    def _attempt(self, micro: MicroBatch) -> tuple[torch.Tensor, Any] | None:
+        """The same where memory may not suffice: None if it did not on some process; the step then begins anew."""
+        strategy, passed, why = self.run.strategy, None, ""
+        if micro.number == 0:
+            self._buffers = Buffers(self.run.model)
+        try:
+            passed = self._pass(micro)
+        except Exception as error:
+            if not strategy.is_out_of_memory(error):
+                raise
+            why = str(error).partition("\n")[0]
+            traceback.clear_frames(error.__traceback__)  # they hold the activations
+        if not strategy.sum_numbers([passed is None])[0]:
+            return passed
+        self._divide(next(text for text in strategy.gather_object(why) if text))
+        return None
+
+    def _divide(self, why: str) -> None:
+        """Has the step begin anew in smaller micro-batches."""
+        run, strategy, loader = self.run, self.run.strategy, self._loader
+        assert run.optimizer is not None
+        run.batch = run.last_loss = None
+        run.model.zero_grad()
+        strategy.clear_gradients(run.optimizer)
+        self._buffers.restore()
+        gc.collect()
+        strategy.empty_cache()
+        size = loader.layout.batch_size
+        if size == 1:
+            raise MemoryError(
+                f"not even one sample at a time fits into the devices' memory at step {run.state.step + 1} ({why}); "
+                "see Trainer.estimate() for what would need less"
+            )
+        self._take_micro_batches(size // 2)
+        self._checkpoints.plan = dataclasses.replace(self._checkpoints.plan, layout=loader.layout)
+        logger.warning(
+            "step %d did not fit into memory with micro-batches of %d samples (%s): from now on they are of %d, %d of "
+            "them to a step", run.state.step + 1, size, why, loader.layout.batch_size, loader.layout.accumulation,
+        )  # fmt: skip
+        self._open_data()
+        self._look_ahead()
+
+    def _take_micro_batches(self, limit: int) -> None:
+        """Divides a step into micro-batches of at most `limit` samples."""
+        self._loader.divide(limit)
+        self.run.state.micro_batch = self._loader.layout.batch_size
 
     def _step_scheduler(self) -> None:
         scheduler = self.run.lr_scheduler
@@ -630,6 +702,26 @@ class Trainer:
             output = self._run_evaluator(test_dataset, metric_key_prefix, keep=True)
         self.events.emit("on_predict", self.run, output.metrics)
         return output
+
+    def estimate(self, device_memory: int | str | None = None) -> Estimate:
+        """The memory of a step with this model, these arguments and the first batch, found without memory for it.
+
+        Args:
+            device_memory: Bytes, or a string such as "24GiB", that a device has; None: as much as the one here has.
+
+        Returns:
+            The memory by component, whether it fits, the largest batch that does and what would need less: print its
+            `table()`, or take its `to_dict()`.
+
+        Raises:
+            ValueError: If there is no dataset, or one that can be read only once, if `device_memory` is no size, or if
+                the model computes what hangs on values that are not known.
+        """
+        from trainer_kit.memory.advice import advise_run  # takes its time
+
+        reading = make_reading(self.args, self.run.strategy, self.collate)
+        batch = first_batch(self.run, reading)
+        return advise_run(self.run, batch, self.compute_loss, self.optimizer, device_memory)
 
     def plan(
         self, resume_from_checkpoint: bool | str | Path | None = None, num_processes: int | None = None

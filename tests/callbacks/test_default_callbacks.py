@@ -28,7 +28,7 @@ def names(**arguments: Any) -> set[str]:
 
 
 ALWAYS = {"Checkpointing", "Preemption", "Compilation", "Memory", "Throughput"}
-WRITERS = {"TensorBoard", "JsonLines"}
+WRITERS = {"TensorBoard", "JsonLines", "Report"}
 
 
 def test_a_pipe_gets_plain_lines() -> None:
@@ -72,10 +72,25 @@ def test_a_notebook_gets_a_bar(monkeypatch: pytest.MonkeyPatch, config: dict[str
 
 @pytest.mark.parametrize(
     ("report_to", "expected"),
-    [("none", set()), (["jsonl"], {"JsonLines"}), (["tensorboard"], {"TensorBoard"}), ("all", WRITERS)],
+    [
+        ("none", set()),
+        (["jsonl"], {"JsonLines"}),
+        (["tensorboard"], {"TensorBoard"}),
+        (["html"], {"Report"}),
+        ("all", WRITERS),
+    ],
 )
 def test_report_to_names_the_writers(report_to: Any, expected: set[str]) -> None:
     assert names(report_to=report_to) & WRITERS == expected
+
+
+def test_steps_to_profile() -> None:
+    [profiler] = [
+        each
+        for each in callbacks.default_callbacks(TrainingArguments(profile="1:3"))
+        if type(each) is callbacks.Profiler
+    ]
+    assert (profiler.start, profiler.stop) == (1, 3)
 
 
 def test_every_public_name_is_there() -> None:

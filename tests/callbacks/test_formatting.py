@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from trainer_kit.callbacks.formatting import duration, metrics_line, number, pairs
+from trainer_kit.callbacks.formatting import HIDDEN, duration, metrics_line, number, pairs, summary_line
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,18 @@ def test_pairs() -> None:
 def test_metrics_line() -> None:
     metrics = {"eval_loss": 0.5, "eval_samples_per_second": 8.0, "eval_steps_per_second": 2.0}
     assert metrics_line(metrics) == "eval_loss 0.5  eval_samples_per_second 8"
+
+
+def test_a_line_has_no_groups_and_few_figures() -> None:
+    record = {
+        "loss": 0.5, "mfu": 0.4, "memory_gib": 1.0, "host_memory_gib": 1.0, "fragmentation": 0.1, "goodput": 0.9,
+        "model_flops_per_second": 1e12, "seconds/callback/EMA": 1.0, "anatomy/weights_gib": 1.0, "xla/compiles": 2,
+    }  # fmt: skip
+    assert pairs(record, HIDDEN) == "loss 0.5  mfu 0.4"
+    assert summary_line({"train_loss": 0.5, "peak_memory_gib": 2.0} | record).split("  ") == [
+        "train_loss 0.5", "peak_memory_gib 2", "loss 0.5", "mfu 0.4", "goodput 0.9",
+    ]  # fmt: skip
+    assert metrics_line({"eval_squad/f1": 0.5}) == "eval_squad/f1 0.5"
 
 
 def test_duration() -> None:

@@ -210,8 +210,8 @@ def test_callbacks_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_trace_of_real_steps(tmp_path: Path) -> None:
     trainer(tmp_path, Profiler(3, 4)).train()
-    assert (tmp_path / "profile" / "steps-3-4.json").stat().st_size > 1000
-    assert "AdamW" in (tmp_path / "profile" / "steps-3-4.txt").read_text()
+    assert "AdamW" in (tmp_path / "profile" / "steps-3-4.json").read_text()
+    assert "aten::addmm" in (tmp_path / "profile" / "steps-3-4.txt").read_text()
 
 
 def test_a_bar_of_ones_own_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,8 @@ import io
 import json
 import logging
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,19 @@ import torch
 
 import trainer_kit
 from trainer_kit.callbacks import JsonLines, jsonl, read_log
+from trainer_kit.report.log import FORMAT
 from trainer_kit.run import Run
+
+
+@pytest.fixture(autouse=True)
+def _nobody_listens_on() -> Iterator[None]:
+    """What listens for warnings goes when a run ends; the runs of most tests here do not."""
+    logger, shown = logging.getLogger("trainer_kit"), warnings.showwarning
+    handlers, level = [*logger.handlers], logger.level
+    logger.setLevel(logging.WARNING)
+    yield
+    logger.handlers[:], warnings.showwarning = handlers, shown
+    logger.setLevel(level)
 
 
 def log(run: Run, callback: JsonLines, *steps: int) -> None:
@@ -51,7 +64,15 @@ def test_every_event_is_a_line(make_run: Callable[..., Run]) -> None:
     assert [record["step"] for record in records] == [0, 5, 5, 5, 5, 5, 5]
     start, logged, evaluated, saved, predicted, raised, _ = records
     assert start["trainer_kit"] == trainer_kit.__version__
+    assert start["format"] == FORMAT
+    assert start["began"] == run.ledger.started
     assert start["arguments"]["learning_rate"] == run.args.learning_rate
+    assert (start["parameters"], start["trainable"]) == (10, 10)
+    environment = start["environment"]
+    assert environment["PyTorch"] == torch.__version__
+    assert (environment["processes"], environment["precision"]) == (1, "no")
+    assert environment["host"]
+    assert environment["device"]
     assert logged["loss"] == 1.0
     assert evaluated["eval_loss"] == 0.5
     assert predicted["test_loss"] == 0.25
@@ -209,3 +230,85 @@ def test_going_back_leaves_out_later_records(make_run: Callable[..., Run]) -> No
     assert [(record["event"], record["step"]) for record in read_log(path_of(run))] == [
         ("start", 0), ("log", 1), ("rollback", 1), ("log", 2),
     ]  # fmt: skip
+
+
+def warned(run: Run) -> list[tuple[str, str, int]]:
+    records = [record for record in read_log(path_of(run)) if record["event"] == "warning"]
+    return [(record["source"], record["message"], record["step"]) for record in records]
+
+
+def test_warnings_are_written_down_while_the_run_lasts(make_run: Callable[..., Run]) -> None:
+    run, callback, logger = make_run(), JsonLines(), logging.getLogger("trainer_kit")
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        before, handlers = warnings.showwarning, [*logger.handlers]
+        warnings.warn("too early", stacklevel=1)
+        callback.on_train_begin(run)
+        warnings.warn("odd", stacklevel=1)
+        run.state.step = 3
+        logger.warning("%d left", 3)
+        logger.error("gone")
+        logger.info("no matter")
+        warnings.warn("x" * 3000, RuntimeWarning, stacklevel=1)
+        callback.on_exit(run)
+        warnings.warn("too late", stacklevel=1)
+        logger.warning("too late")
+        assert warnings.showwarning is before
+        assert logger.handlers == handlers
+    expected = [("UserWarning", "odd", 0), ("trainer_kit", "3 left", 3), ("trainer_kit", "gone", 3)]
+    assert warned(run) == [*expected, ("RuntimeWarning", "x" * 2000, 3)]
+    assert [str(each.message)[:9] for each in shown] == ["too early", "odd", "x" * 9, "too late"]
+
+
+def test_a_run_that_breaks_off_listens_no_more(make_run: Callable[..., Run]) -> None:
+    run, callback, before = make_run(), JsonLines(), warnings.showwarning
+    callback.on_train_begin(run)
+    assert warnings.showwarning is not before
+    callback.on_exception(run, ValueError())
+    assert warnings.showwarning is before
+
+
+def test_a_thousand_warnings_are_enough(make_run: Callable[..., Run]) -> None:
+    run, callback = make_run(), JsonLines()
+    callback.on_train_begin(run)
+    for number in range(1100):
+        logging.getLogger("trainer_kit").warning("number %d", number)
+    assert len(warned(run)) == 1000
+
+
+def test_what_wraps_our_listener_still_warns(make_run: Callable[..., Run]) -> None:
+    """Whoever put something over it goes on calling it after the run."""
+    run, callback = make_run(), JsonLines()
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        callback.on_train_begin(run)
+        ours = warnings.showwarning
+        warnings.showwarning = lambda *arguments, **more: ours(*arguments, **more)
+        callback.on_exit(run)
+        warnings.warn("later", stacklevel=1)
+    assert [str(each.message) for each in shown] == ["later"]
+    assert warned(run) == []
+
+
+def test_a_warning_that_cannot_be_told_fails_nothing(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    run, callback = make_run(), JsonLines()
+    callback.on_train_begin(run)
+    logging.getLogger("trainer_kit").warning("%d left", "three")
+    logging.getLogger("trainer_kit").warning("and on")
+    assert [message for _, message, _ in warned(run)] == ["and on"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_no_warning_without_end(make_run: Callable[..., Run], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="trainer_kit")
+    run, callback = make_run(), JsonLines("/dev/full")
+    callback.on_train_begin(run)
+    logging.getLogger("trainer_kit").warning("something else")
+    callback.on_exit(run)
+    assert [record.getMessage() for record in caplog.records] == [
+        "/dev/full could not be written to: No space left on device; the run goes on",
+        "something else",
+    ]

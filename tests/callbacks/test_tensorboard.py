@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
 from trainer_kit.callbacks import TensorBoard
 from trainer_kit.run import Run
@@ -124,3 +125,53 @@ def test_a_full_disk_is_told_once(
     callback.on_save(run, Path("checkpoint-2"))
     callback.on_train_end(run)
     assert caplog.text.count("TensorBoard's files cannot be written any more") == 1
+
+
+def hyperparameters(directory: Path) -> dict[str, plugin_data_pb2.HParamsPluginData]:
+    """What TensorBoard's table of hyperparameters reads, by tag."""
+    content = read(directory).PluginTagToContent("hparams")
+    return {tag: plugin_data_pb2.HParamsPluginData.FromString(data) for tag, data in content.items()}
+
+
+def test_arguments_for_the_table_of_runs(make_run: Callable[..., Run]) -> None:
+    metric = {"metric_for_best_model": "accuracy", "eval_strategy": "steps"}
+    run, callback = make_run(learning_rate=0.125, optim="sgd", gradient_checkpointing=True, **metric), TensorBoard()
+    callback.on_train_begin(run)
+    log(run, callback, 1)
+    callback.on_train_end(run)
+    found = hyperparameters(run.args.log_dir)
+    started = dict(found["_hparams_/session_start_info"].session_start_info.hparams)
+    assert started["learning_rate"].number_value == 0.125
+    assert started["optim"].string_value == "sgd"
+    assert started["gradient_checkpointing"].number_value == 1
+    assert not {"lr_scheduler_kwargs", "report_to", "eval_batch_size", "save_minutes"} & {*started}
+    metrics = [each.name.tag for each in found["_hparams_/experiment"].experiment.metric_infos]
+    assert metrics == [
+        "train/loss", "train/train_loss", "train/train_runtime", "train/peak_memory_gib", "eval/loss", "eval/accuracy",
+    ]  # fmt: skip
+    assert found["_hparams_/session_end_info"].session_end_info.status == api_pb2.STATUS_SUCCESS
+    assert [path.name for path in run.args.log_dir.iterdir() if path.is_dir()] == []
+    assert scalars(run.args.log_dir, "train/loss") == [(1, 1.0)]
+
+
+def test_a_run_that_broke_off_did_not_come_to_its_end(make_run: Callable[..., Run]) -> None:
+    run, callback = make_run(), TensorBoard()
+    callback.on_train_begin(run)
+    callback.on_exception(run, ValueError())
+    assert [*hyperparameters(run.args.log_dir)] == ["_hparams_/experiment", "_hparams_/session_start_info"]
+
+
+def test_figures_of_the_whole_run_stand_apart(make_run: Callable[..., Run]) -> None:
+    run, callback = make_run(), TensorBoard()
+    callback.on_train_begin(run)
+    run.state.step = 3
+    callback.on_log(run, {"step": 3, "epoch": 1.0, "loss": 2.0, "mfu": 0.5, "seconds/callback/Progress": 1.0})
+    last = {"train_runtime": 9.0, "train_loss": 3.0, "mfu": 0.25, "seconds/callback/Progress": 8.0}
+    callback.on_log(run, {"step": 3, "epoch": 1.0, **last})
+    callback.on_train_end(run)
+    found = {tag: scalars(run.args.log_dir, tag) for tag in read(run.args.log_dir).Tags()["scalars"]}
+    assert found == {
+        "train/epoch": [(3, 1.0), (3, 1.0)], "train/loss": [(3, 2.0)], "train/mfu": [(3, 0.5)],
+        "train/seconds/callback/Progress": [(3, 1.0)], "train/train_runtime": [(3, 9.0)],
+        "train/train_loss": [(3, 3.0)], "run/mfu": [(3, 0.25)], "run/seconds/callback/Progress": [(3, 8.0)],
+    }  # fmt: skip

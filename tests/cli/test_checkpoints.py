@@ -203,7 +203,7 @@ def test_prune_leaves_what_the_run_did_not_commit(run: Path, told: Any) -> None:
 
 
 def test_prune_tells_of_a_process_that_is_writing(run: Path, told: Any) -> None:
-    (run / f".staging-checkpoint-50-{os.getpid()}").mkdir()
+    (run / f".staging-checkpoint-50-{os.getppid()}").mkdir()
     assert "a process is writing here (.staging-checkpoint-50-" in told("prune", run, "--keep", "1")[1]
 
 

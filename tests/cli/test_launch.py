@@ -57,11 +57,11 @@ def test_without_options_the_defaults_hold() -> None:
 def test_every_option_has_two_spellings(between: str) -> None:
     words = (
         "--num-processes=4 --num-nodes=2 --node-rank=1 --master-addr=host --master-port=1234 --max-restarts=3 "
-        "--rdzv-backend=c10d --rdzv-id=run --mixed-precision=bf16 --start-timeout=9.5 --cpu"
+        "--rdzv-backend=c10d --rdzv-id=run --mixed-precision=bf16 --profile=10:20 --start-timeout=9.5 --cpu"
     )
     assert configured(*words.replace("-", between).replace(f"{between}{between}", "--").split()) == LaunchConfig(
         num_processes=4, num_nodes=2, node_rank=1, master_addr="host", master_port=1234, max_restarts=3,
-        rdzv_backend="c10d", rdzv_id="run", mixed_precision="bf16", start_timeout=9.5, cpu=True,
+        rdzv_backend="c10d", rdzv_id="run", mixed_precision="bf16", profile="10:20", start_timeout=9.5, cpu=True,
     )  # fmt: skip
 
 
@@ -101,6 +101,19 @@ def test_a_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     for line in (first, second):
         assert "TRAINER_KIT_MIXED_PRECISION=bf16 TRAINER_KIT_USE_CPU=1" in line
         assert line.endswith(f"{sys.executable} -m trainer_kit.launch.script {script} --dry-run 'a b' -- -m")
+
+
+def test_the_steps_to_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    assert launch("--cpu", "--dry-run", "--profile", "1:3", str(script)) == 0
+    assert "TRAINER_KIT_PROFILE=1:3 " in capsys.readouterr().out
+    assert launch("--cpu", "--dry-run", str(script)) == 0
+    assert "TRAINER_KIT_PROFILE" not in capsys.readouterr().out
+    for value in ("3", "0:2", "4:3", "1:2:3", "a:b", ""):
+        assert launch("--cpu", "--dry-run", "--profile", value, str(script)) == 1
+        [sentence] = capsys.readouterr().err.splitlines()
+        assert f"profile={value!r} is not allowed; it must be the first and the last step, such as '10:20'" in sentence
 
 
 def test_a_dry_run_on_a_tpu(

@@ -133,17 +133,6 @@ class Trouble(Callback):
         os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGSTOP)
 
 
-class Stop(Callback):
-    """Saves and ends the run after a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, run: Run) -> None:
-        if run.state.step == self.step:
-            run.requests.save = run.requests.stop = True
-
-
 class Pause(Callback):
     """Makes steps longer."""
 
@@ -181,7 +170,7 @@ def train(words: list[str], *callbacks: Callback, **changes: Any) -> dict[str, A
     torch.set_num_threads(1)
     given.journal.mkdir(parents=True, exist_ok=True)
     journal = Journal(given.journal)
-    listeners: list[Callback] = [journal, Stop(given.until), *callbacks]
+    listeners: list[Callback] = [journal, task.StopAt(given.until), *callbacks]
     if given.trouble:
         how, rank, step = given.trouble
         waits = not given.slow_write

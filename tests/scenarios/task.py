@@ -73,6 +73,17 @@ class Net(torch.nn.Module):
         return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+class StopAt(Callback):
+    """Asks to save and stop after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step == self.step:
+            run.requests.save = run.requests.stop = True
+
+
 class Marker(Callback):
     """Leaves a file after a step, for whoever waits to kill this process."""
 

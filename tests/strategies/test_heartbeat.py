@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import watched
+from forked import fork_server
 from ranks import free_port
 
 pytestmark = [
@@ -42,7 +42,7 @@ class Run:
         if not options.get("first_serves"):
             self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             port = self.store.port
-        context = multiprocessing.get_context("forkserver")
+        context = fork_server()
         for rank in range(world_size):
             arguments = (rank, world_size, port, self.folder, what.__name__, options)
             self.processes.append(context.Process(target=watched.run, args=arguments, daemon=True))
@@ -79,11 +79,6 @@ def wait_until(true: Callable[[], bool], what: Callable[[], str]) -> None:
     while not true():
         assert time.monotonic() < end, what()
         time.sleep(0.02)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _torch_is_imported_once() -> None:
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["watched"])
 
 
 @pytest.fixture
@@ -254,7 +249,7 @@ def test_a_run_that_is_stopped_and_continued_goes_on(run: Run) -> None:
     time.sleep(4)
     for rank in range(2):
         run.signal(rank, signal.SIGCONT)
-        time.sleep(1)
+        time.sleep(watched.SLOW / 2)  # one that waits longer warns
     time.sleep(watched.PATIENCE)
     (run.folder / "end").touch()
     for rank in range(2):

@@ -33,7 +33,7 @@ from trainer_kit.checkpoint import (
 )
 from trainer_kit.checkpoint.format import Manifest, list_files
 from trainer_kit.checkpoint.loading import load_weights
-from trainer_kit.checkpoint.reader import recover_replaced
+from trainer_kit.checkpoint.reader import is_of_run, recover_replaced
 from trainer_kit.strategies.base import Strategy
 
 logger = logging.getLogger("trainer_kit")
@@ -192,17 +192,10 @@ class States:
         )
         directory = write_checkpoint(folder, snapshot, name=output_dir.name, to_host=self.strategy.to_host)
         if there and self.project.total_limit is not None:
-            own = [*(path for path in there if self._is_own(path)), directory]
+            own = [*(path for path in there if is_of_run(path, "accelerator", self.run_id)), directory]
             committed = [Committed(path.name, _number(path)) for path in own]
             prune(folder, committed, Retention(self.project.total_limit))
         return directory
-
-    def _is_own(self, directory: Path) -> bool:
-        try:
-            state = read_state(directory, "accelerator")
-        except CheckpointError:
-            return False  # a damaged one: not this run's to judge or remove
-        return state is not None and state["run_id"] == self.run_id
 
     # Loading
 

@@ -79,24 +79,17 @@ def make_run_folder(directory: Path) -> None:
     missing = [each for each in (directory, *directory.parents) if not each.exists()]
     make_folders(directory)
     for each in reversed(missing):
-        with contextlib.suppress(OSError):  # those above need not be readable, and are not the run's matter
-            descriptor = os.open(each.parent, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        # Those above need not be readable, and are not the run's matter.
+        with contextlib.suppress(OSError), _opened(each.parent) as descriptor:
+            os.fsync(descriptor)
 
 
 def fsync_directory(directory: Path) -> None:
     """Flushes the entries of a folder (which files it holds) to the disk."""
     if os.name == "nt":  # folders cannot be opened there, and need not be
         return
-    with _naming(directory):
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            _fsync(descriptor, directory)
-        finally:
-            os.close(descriptor)
+    with _naming(directory), _opened(directory) as descriptor:
+        _fsync(descriptor, directory)
 
 
 def rename_folder(source: Path, target: Path) -> None:
@@ -189,6 +182,15 @@ def _start_writing(descriptor: int) -> None:
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):  # it is advice
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@contextlib.contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _fsync(descriptor: int, path: Path) -> None:

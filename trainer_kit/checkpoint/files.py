@@ -23,6 +23,10 @@ class CheckpointError(ValueError):
     """A checkpoint or one of its files is missing, damaged or not to be trusted; the message names it."""
 
 
+class UnreadableError(CheckpointError):
+    """Nothing is known of a checkpoint: the system does not let it be read, or it is of another format version."""
+
+
 def read_json(path: Path) -> Any:
     """What a JSON file holds.
 
@@ -37,7 +41,7 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        raise UnreadableError(f"{path} cannot be read: {error.strerror}") from error
     return parse_json(content, path)
 
 
@@ -121,7 +125,7 @@ def _refuse_special(path: Path, follows_links: bool) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
+        raise UnreadableError(f"{str(path)!r} cannot be read: {error}") from error
     if stat.S_ISLNK(mode):
         raise CheckpointError(f"{path} is a link, which a checkpoint may not hold; put the file itself there")
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import xxhash
 
-from trainer_kit.checkpoint.files import CheckpointError, checksum, inside, read_json
+from trainer_kit.checkpoint.files import CheckpointError, UnreadableError, checksum, inside, read_json
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -102,7 +102,7 @@ class Manifest:
             raise CheckpointError(f"{path} is damaged: its content differs from its checksum")
         version = content.get("format_version")
         if version != FORMAT_VERSION:
-            raise CheckpointError(
+            raise UnreadableError(
                 f"{path} is of format version {version!r:.50}, this trainer_kit reads version {FORMAT_VERSION}; "
                 f"use the trainer_kit that wrote it ({content.get('trainer_kit_version')!r:.50})"
             )
@@ -168,7 +168,7 @@ def _entry(path: Path) -> FileEntry:
     try:
         return FileEntry(path.stat().st_size, checksum(path))
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        raise UnreadableError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _entries(paths: Iterable[Path]) -> list[FileEntry]:

@@ -8,9 +8,9 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from trainer_kit.checkpoint.files import CheckpointError
+from trainer_kit.checkpoint.files import CheckpointError, UnreadableError
 from trainer_kit.checkpoint.format import ARGUMENTS_NAME, CHECKPOINT_PREFIX, MANIFEST_NAME, STATE_FOLDER, Manifest
-from trainer_kit.checkpoint.reader import find_checkpoints, read_arguments, read_state, verify
+from trainer_kit.checkpoint.reader import find_checkpoints, is_of_run, read_arguments, read_state, verify
 from trainer_kit.checkpoint.retention import Committed, Retention
 
 PREFIXES = (CHECKPOINT_PREFIX, "checkpoint_", "crash-")
@@ -26,12 +26,15 @@ class Entry:
         size: Of all its files, in bytes.
         manifest: None where it cannot be read.
         problem: Why it is not valid; None where it is.
+        is_damaged: Whether this is one of ours that is not whole; else it is valid, another program's, or not for this
+            one to judge.
     """
 
     directory: Path
     size: int
     manifest: Manifest | None
     problem: str | None
+    is_damaged: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +79,7 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 def inspect(directory: Path, quick: bool = False) -> Entry:
     """Verifies a checkpoint: every checksum, or with `quick` the manifest and the sizes."""
-    manifest, problem = None, None
+    manifest, problem, is_damaged = None, None, False
     try:
         manifest = Manifest.read(directory)
         if quick:
@@ -85,7 +88,8 @@ def inspect(directory: Path, quick: bool = False) -> Entry:
             verify(directory)
     except (CheckpointError, OSError) as error:
         problem = str(error).replace(f"{directory}{os.sep}", "").removeprefix(f"{directory} ")
-    return Entry(directory, _size(directory), manifest, problem)
+        is_damaged = not isinstance(error, (UnreadableError, OSError)) and (directory / MANIFEST_NAME).is_file()
+    return Entry(directory, _size(directory), manifest, problem, is_damaged)
 
 
 def newest_progress(found: Iterable[Path]) -> Progress | None:
@@ -120,18 +124,8 @@ def excess(entries: Sequence[Entry], known: Progress, retention: Retention) -> l
     committed = [each for each in known.committed if each.name in names]
     stay = retention.stays(committed)
     gone = {each.name for each in committed if each not in stay}
-    return [entry for entry in entries if entry.directory.name in gone and _run_of(entry.directory) == known.run_id]
-
-
-def is_damaged(entry: Entry) -> bool:
-    """Whether this is one of ours that is not whole; else it is another program's, or not for this one to judge."""
-    foreign = entry.problem is not None and ("of format version" in entry.problem or "cannot be read" in entry.problem)
-    return entry.problem is not None and not foreign and (entry.directory / MANIFEST_NAME).is_file()
-
-
-def _run_of(directory: Path) -> str | None:
-    trainer = read_state(directory, "trainer")
-    return None if trainer is None else trainer["run_id"]
+    candidates = [entry for entry in entries if entry.directory.name in gone]
+    return [entry for entry in candidates if is_of_run(entry.directory, "trainer", known.run_id)]
 
 
 def _size(directory: Path) -> int:

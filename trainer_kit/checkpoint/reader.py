@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from trainer_kit.checkpoint.disk import remove_folder
-from trainer_kit.checkpoint.files import CheckpointError, inside, read_json
+from trainer_kit.checkpoint.files import CheckpointError, UnreadableError, inside, read_json
 from trainer_kit.checkpoint.format import (
     ARGUMENTS_NAME,
     CHECKPOINT_PREFIX,
@@ -48,7 +48,7 @@ def verify(directory: Path) -> Manifest:
         manifest = Manifest.read(directory)
         manifest.check(directory)
     except OSError as error:
-        raise CheckpointError(f"{error.filename or directory} cannot be read: {error.strerror}") from error
+        raise UnreadableError(f"{error.filename or directory} cannot be read: {error.strerror}") from error
     return manifest
 
 
@@ -65,7 +65,17 @@ def newest_valid(
     """
     if repair:
         recover_replaced(output_dir)
-    for directory in reversed(find_checkpoints(output_dir, prefix)):
+    return first_valid(reversed(find_checkpoints(output_dir, prefix)), say)
+
+
+def first_valid(directories: Iterable[Path], say: Callable[[str], None]) -> Path | None:
+    """The first of these checkpoints that is whole, None where none is.
+
+    Args:
+        directories: Each is verified when those before it are not whole.
+        say: Told in one sentence of each one that is passed over, and why.
+    """
+    for directory in directories:
         try:
             verify(directory)
         except CheckpointError as error:
@@ -75,11 +85,20 @@ def newest_valid(
     return None
 
 
+def is_of_run(directory: Path, state_name: str, run_id: str) -> bool:
+    """Whether a checkpoint is that run's, whose number its state `state_name` holds; a damaged one is nobody's."""
+    try:
+        state = read_state(directory, state_name)
+    except CheckpointError:
+        return False
+    return state is not None and state["run_id"] == run_id
+
+
 def recover_replaced(output_dir: Path) -> None:
     """Puts back a checkpoint that was moved aside for one that was then never committed."""
     if not output_dir.is_dir():
         return
-    busy = [path.name for path in at_work(output_dir) if not path.name.endswith(f"-{os.getpid()}")]
+    busy = [path.name for path in at_work(output_dir)]
     for path in output_dir.glob(f"{REPLACED_PREFIX}*"):
         original = path.with_name(path.name.removeprefix(REPLACED_PREFIX))
         is_being_replaced = any(name.startswith(f"{STAGING_PREFIX}{original.name}-") for name in busy)
@@ -92,24 +111,26 @@ def remove_stale_staging(output_dir: Path) -> None:
     if not output_dir.is_dir():
         return
     recover_replaced(output_dir)
-    for path in list(output_dir.iterdir()):
-        staging = _STAGING.fullmatch(path.name)
-        if path.is_symlink() or not path.is_dir():
-            continue
-        number = int(staging[1]) if staging else None
-        # This process writes nothing yet: its number is that of one in an earlier container.
-        if (number is not None and (number == os.getpid() or not _is_at_work(number, path))) or _is_superseded(path):
+    found = [path for path in output_dir.iterdir() if path.is_dir() and not path.is_symlink()]
+    busy = at_work(output_dir)  # after `found`: what another process begins in between is left alone
+    for path in found:
+        if (_STAGING.fullmatch(path.name) and path not in busy) or _is_superseded(path):
             remove_folder(path)
 
 
 def at_work(output_dir: Path) -> list[Path]:
-    """What living processes write or delete in there right now."""
+    """What other living processes write or delete in there right now.
+
+    This one is asked while it writes nothing itself: its number is that of a process in an earlier container.
+    """
     found = {path: _STAGING.fullmatch(path.name) for path in output_dir.iterdir() if path.is_dir()}
     return [path for path, match in found.items() if match and _is_at_work(int(match[1]), path)]
 
 
 def _is_at_work(pid: int, staging: Path) -> bool:
     """Whether the process that made the folder lives: one that is younger than the folder only has the same number."""
+    if pid == os.getpid():
+        return False
     try:
         process, changed = psutil.Process(pid), staging.stat().st_mtime
         # One that is dead keeps its number until its parent has waited for it.

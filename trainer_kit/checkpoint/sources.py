@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from trainer_kit.checkpoint.files import JSON_BYTES, CheckpointError, inside, parse_json, read_json
+from trainer_kit.checkpoint.files import JSON_BYTES, CheckpointError, UnreadableError, inside, parse_json, read_json
 from trainer_kit.checkpoint.shards import AS_REAL, COMPLEX, DTYPE_NAMES, RESERVED
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -29,7 +29,7 @@ Listed = Collection[str]
 """The names of the files that a manifest lists, from the checkpoint's folder: what else lies there is not read."""
 
 
-def load_tensors(directory: Path, stem: str = "model", device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+def load_tensors(directory: Path, stem: str = "model") -> dict[str, torch.Tensor]:
     """Loads what `save_tensors` or the Hub's tools saved; tied names share one tensor.
 
     Raises:
@@ -37,7 +37,7 @@ def load_tensors(directory: Path, stem: str = "model", device: torch.device | st
     """
     loaded: dict[str, torch.Tensor] = {}
     for source in sources(directory, stem):
-        loaded.update(load_source(source, device))
+        loaded.update(load_source(source))
     return loaded
 
 
@@ -134,7 +134,7 @@ def read_header(path: Path) -> Source:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        raise UnreadableError(f"{path} cannot be read: {error.strerror}") from error
     header = parse_json(content, path)
     try:
         return _source(path, header, 8 + length, size)
@@ -207,14 +207,11 @@ def _as_complex(name: str, entry: Entry) -> Entry:
     return dataclasses.replace(entry, dtype=_AS_COMPLEX[entry.dtype], shape=entry.shape[:-1])
 
 
-def load_source(
-    source: Source, device: torch.device | str = "cpu", into: Tensors | None = None
-) -> dict[str, torch.Tensor]:
+def load_source(source: Source, into: Tensors | None = None) -> dict[str, torch.Tensor]:
     """The tensors of one file, each in memory of its own, under their stored names and their aliases.
 
     Args:
         source: The file.
-        device: Where they are brought to.
         into: Tensors by stored name to read into, which are then among those returned; contiguous, on the CPU, of the
             stored shape and dtype.
 
@@ -222,8 +219,6 @@ def load_source(
         CheckpointError: If the file cannot be read, or is shorter than when its header was read.
     """
     loaded = _read(source.path, source.entries, into or {})
-    if torch.device(device).type != "cpu":
-        loaded = {name: tensor.to(device) for name, tensor in loaded.items()}
     return loaded | {alias: loaded[target] for alias, target in source.aliases.items()}
 
 
@@ -246,7 +241,7 @@ def _read(path: Path, entries: Mapping[str, Entry], into: Tensors) -> dict[str, 
             for _ in pool.map(lambda job: _read_into(path, job), _jobs(targets)):
                 pass
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        raise UnreadableError(f"{path} cannot be read: {error.strerror}") from error
     for tensor in loaded.values():
         if tensor.dtype == torch.bool:
             tensor.view(torch.uint8).clamp_(max=1)  # torch's kernels rely on bools that are 0 or 1

@@ -125,7 +125,7 @@ def _diff(options: argparse.Namespace) -> int:
 def _prune(options: argparse.Namespace) -> int:
     from trainer_kit.checkpoint import CheckpointError, Retention
     from trainer_kit.checkpoint.files import readable_size
-    from trainer_kit.checkpoint.inventory import checkpoints_at, excess, inspect, is_damaged, newest_progress
+    from trainer_kit.checkpoint.inventory import checkpoints_at, excess, inspect, newest_progress
     from trainer_kit.checkpoint.reader import at_work
     from trainer_kit.checkpoint.retention import delete_checkpoint
 
@@ -135,7 +135,7 @@ def _prune(options: argparse.Namespace) -> int:
         raise CheckpointError(f"{options.folder} holds no valid checkpoint of a Trainer; nothing is removed")
     retention = Retention(options.keep, options.keep_best, options.keep_every, known.greater_is_better)
     damaged = [entry for entry in entries if entry.problem is not None]
-    removable = [entry for entry in damaged if options.damaged and is_damaged(entry)]
+    removable = [entry for entry in damaged if options.damaged and entry.is_damaged]
     gone = [*excess(entries, known, retention), *removable]
     if busy := at_work(options.folder):
         print(f"a process is writing here ({busy[0].name}); its run removes checkpoints by its own arguments, too")
@@ -145,7 +145,7 @@ def _prune(options: argparse.Namespace) -> int:
         _print_row(f"{entry.directory.name}: ", f"{what}, {readable_size(entry.size)}")
     for entry in damaged:
         if entry not in removable:
-            hint = " (--damaged removes it)" if is_damaged(entry) else ""
+            hint = " (--damaged removes it)" if entry.is_damaged else ""
             _print_row(f"{entry.directory.name}: ", f"left, invalid: {entry.problem}{hint}")
     stay = [entry.directory.name for entry in entries if entry not in removed]
     freed = readable_size(sum(entry.size for entry in removed))

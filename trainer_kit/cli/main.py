@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from trainer_kit import __version__
-from trainer_kit.cli import checkpoints, config, env, launch, replay, test, verify
+from trainer_kit.cli import checkpoints, config, env, estimate, launch, plan, replay, report, test, verify
 
 
 class Command(Protocol):
@@ -31,6 +31,9 @@ class Command(Protocol):
 COMMANDS: dict[str, Command] = {
     "launch": launch,
     "config": config,
+    "estimate": estimate,
+    "plan": plan,
+    "report": report,
     "checkpoints": checkpoints,
     "verify": verify,
     "replay": replay,

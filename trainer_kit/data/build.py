@@ -44,6 +44,11 @@ def make_train_loader(run: Run, reading: Reading) -> TrainLoader | StreamLoader:
         raise ValueError("group_by_length=True needs a train_dataset with a length and __getitem__")
     if args.max_steps < 0 and not hasattr(dataset, "__len__"):
         raise ValueError("train_dataset has no length, so that epochs cannot be counted; set max_steps")
+    if args.auto_find_batch_size and args.dataloader_drop_last:
+        raise ValueError(
+            "auto_find_batch_size=True cannot keep the samples of an iterable train_dataset with "
+            "dataloader_drop_last=True, which leaves out batches by their size; set one of them to False"
+        )
     return StreamLoader(dataset, layout, reading, args.dataloader_drop_last)
 
 
@@ -54,7 +59,10 @@ def make_evaluation_batches(run: Run, dataset: Any, reading: Reading) -> Iterato
         TypeError: If `dataset` is none.
     """
     _check_dataset("the dataset to evaluate", dataset)
-    layout = _layout(run.strategy, run.args.eval_batch_size)
+    size = run.args.eval_batch_size
+    if run.args.per_device_eval_batch_size is None and run.state.micro_batch is not None:
+        size = min(size, run.state.micro_batch)  # what was found to fit
+    layout = _layout(run.strategy, size)
     make = stream_evaluation_batches if is_iterable(dataset) else evaluation_batches
     return make(dataset, layout, reading)
 

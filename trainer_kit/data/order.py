@@ -46,6 +46,12 @@ class Layout(NamedTuple):
         """Samples of one optimizer step over all processes."""
         return self.row * self.accumulation
 
+    def divided(self, limit: int) -> Layout:
+        """The same samples of a step in more micro-batches of at most `limit` samples, as large as they can be."""
+        samples = self.batch_size * self.accumulation
+        size = max(size for size in range(1, min(limit, self.batch_size) + 1) if samples % size == 0)
+        return self._replace(batch_size=size, accumulation=samples // size)
+
 
 class Slot(NamedTuple):
     """One micro-batch of one process: what is fetched, and its place in the step.

@@ -105,11 +105,21 @@ class StreamLoader:
         self._warned = False
         self._fresh: Any = None  # the dataset's state where an epoch begins
         self.epoch_length = 0  # unknown
+        self._count_batches()
         if hasattr(dataset, "__len__"):
-            self._full, self._tail = _batches_of(len(dataset), layout.batch_size, self._readers, drop_last)
             self.epoch_length = epoch_length(self._full * layout.batch_size + sum(self._tail), layout, drop_last)
             if self.epoch_length == 0:
                 raise ValueError(no_batch(len(dataset), layout))
+
+    def divide(self, limit: int) -> None:
+        """Gives micro-batches of at most `limit` samples, more to a step, from the next `micro_batches` on."""
+        self.layout = self.layout.divided(limit)
+        self._count_batches()
+
+    def _count_batches(self) -> None:
+        if hasattr(self.dataset, "__len__"):
+            size = self.layout.batch_size
+            self._full, self._tail = _batches_of(len(self.dataset), size, self._readers, self.drop_last)
 
     def steps_left(self, epoch: int, position: int) -> int:
         """Optimizer steps from a position to the end of an epoch, as far as the dataset's length is true.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from trainer_kit import environment
+from trainer_kit.arguments import Interval
 from trainer_kit.fields import Rule, check_names, check_values, load_fields, save_fields
 
 DEFAULT_PORT = 29500
@@ -47,6 +48,7 @@ class LaunchConfig:
             `node_rank` need not be given).
         rdzv_id: Name of the run, the same on all machines; None for "trainer_kit".
         mixed_precision: For runs whose arguments leave it at "no".
+        profile: Steps to profile in runs whose arguments do not say, the first and the last, such as "10:20".
         cpu: Whether to train on the CPU though there are GPUs.
         tpu: Whether to train on XLA devices: those that PJRT_DEVICE names, else TPUs. One process drives all devices of
             its machine; `num_processes` then counts devices, and is all of them or 1 (one chip, where it is a TPU).
@@ -65,6 +67,7 @@ class LaunchConfig:
     mixed_precision: Literal["no", "fp16", "bf16"] = dataclasses.field(
         default_factory=environment.mixed_precision  # type: ignore[arg-type]  # checked like any other value
     )
+    profile: Interval | None = dataclasses.field(default_factory=environment.profile)
     cpu: bool = dataclasses.field(default_factory=environment.use_cpu)
     tpu: bool = dataclasses.field(default_factory=environment.use_tpu)
     monitor_interval: _Seconds = 0.1

@@ -127,6 +127,8 @@ def variables(config: LaunchConfig) -> dict[str, str]:
         environment.USE_CPU: str(int(config.cpu)),
         environment.USE_TPU: str(int(config.tpu)),
     }
+    if config.profile is not None:
+        settings[environment.PROFILE] = config.profile
     processes = config.local_processes()
     if config.tpu:
         settings["PJRT_DEVICE"] = config.xla_device_type

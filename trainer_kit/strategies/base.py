@@ -28,6 +28,9 @@ logger = logging.getLogger("trainer_kit")
 T = TypeVar("T")
 GIB = 2**30
 
+_NO_MEMORY = ("not enough memory: you tried to allocate", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What torch's CPU allocator and cuBLAS say in errors that have no class of their own."""
+
 
 class Strategy:
     """Device, precision and collectives of a run.
@@ -192,6 +195,28 @@ class Strategy:
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """The context of every micro-batch but a step's last: gradients stay on this process."""
         return contextlib.nullcontext()
+
+    def exchange_later(self, later: bool) -> None:
+        """Whether gradients are exchanged by `exchange`, not in a step's last backward pass; called before `prepare`.
+
+        A process may leave a backward pass early then: no other waits for it there.
+
+        Raises:
+            ValueError: If that is not possible here.
+        """
+
+    def exchange(self, model: torch.nn.Module) -> None:
+        """Makes the gradients those of all processes, where `exchange_later` asked for that."""
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether an error says that there was no memory for a tensor."""
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
+
+    def free_memory(self) -> int:
+        """Bytes that tensors can still take on the device."""
+        return int(psutil.virtual_memory().available)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backpropagates this process's share of the step's loss; gradients add up to the sum over all processes."""

@@ -94,6 +94,7 @@ class DDP(Processes, SingleDevice):
             "bucket_cap_mb": bucket_cap_mb,
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
+        self._later = False
         self._replicas: list[Replica] = []
         self._trained: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Replica]] = weakref.WeakKeyDictionary()
 
@@ -128,7 +129,7 @@ class DDP(Processes, SingleDevice):
                 )
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
         model = super().prepare(model)
-        replica = Replica(model, self._wrap, self._watched)
+        replica = Replica(model, self._wrap, self._watched, self._later)
         self.check_same(replica.shapes())
         with self._watched():
             take_from_main([*model.parameters(), *replica.buffers_to_share()])
@@ -160,6 +161,14 @@ class DDP(Processes, SingleDevice):
         if isinstance(model, Replica) and not self.options["static_graph"]:
             return model.no_sync()
         return super().no_sync(model)
+
+    def exchange_later(self, later: bool) -> None:
+        self._later = later
+
+    def exchange(self, model: torch.nn.Module) -> None:
+        if isinstance(model, Replica) and model.later:
+            with self._watched():
+                model.exchange(self.sum_numbers, self.gradient_compression == "bf16")
 
     def backward(self, loss: torch.Tensor) -> None:
         if not any(replica.called for replica in self._replicas) and self._replicas:

@@ -27,6 +27,7 @@ class Replica(torch.nn.Module):
         module: On the device, with the same weights on all processes.
         wrap: Makes the DistributedDataParallel.
         watched: Makes the context of a forward pass, in which that may wait for the other processes.
+        later: Whether gradients are exchanged by `exchange`, not in the backward pass.
 
     Attributes:
         alive: All there are.
@@ -39,10 +40,12 @@ class Replica(torch.nn.Module):
         module: torch.nn.Module,
         wrap: Callable[[torch.nn.Module], DistributedDataParallel],
         watched: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        later: bool = False,
     ) -> None:
         super().__init__()
         self.module = module
         self.called = False
+        self.later = later
         self._wrap = wrap
         self._watched = watched
         self._named = list(module.named_parameters())
@@ -53,10 +56,10 @@ class Replica(torch.nn.Module):
         self.alive.add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.called = self.called or torch.is_grad_enabled()
         module = self._synchronized_module() if torch.is_grad_enabled() else None
         if module is None:
             return self.module(*args, **kwargs)
-        self.called = True
         try:
             with self._watched():
                 return module(*args, **kwargs)
@@ -100,12 +103,38 @@ class Replica(torch.nn.Module):
             buffers.append(buffer)
         return buffers
 
+    def exchange(self, sum_numbers: Callable[[Sequence[int]], Sequence[int]], compress: bool) -> None:
+        """Makes the gradients their mean over all processes, as DistributedDataParallel does.
+
+        Args:
+            sum_numbers: Sums whole numbers over all processes.
+            compress: Send them in bfloat16.
+        """
+        trained = [parameter for _, parameter in self._named if parameter.requires_grad]
+        having = sum_numbers([parameter.grad is not None for parameter in trained])
+        gradients = []
+        for parameter, processes in zip(trained, having, strict=True):
+            if processes and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+        if any(gradient.is_sparse for gradient in gradients):
+            raise ValueError("sparse gradients cannot be exchanged with auto_find_batch_size=True; set it to False")
+        for piece in _pieces(gradients):
+            packed = torch.cat([gradient.reshape(-1) for gradient in piece]).div_(dist.get_world_size())
+            sent = packed.bfloat16() if compress else packed
+            dist.all_reduce(sent)
+            for gradient, values in zip(piece, sent.split([each.numel() for each in piece]), strict=True):
+                gradient.copy_(values.view(gradient.shape))
+
     def let_go(self) -> None:
         """Gives up the DistributedDataParallel, which keeps the process group."""
         self._trained, self._synchronized = [], (None,)
 
     def _synchronized_module(self) -> DistributedDataParallel | None:
-        """None where no parameter needs a gradient."""
+        """None where no parameter needs a gradient, or these are exchanged later."""
+        if self.later:
+            return None
         trained = [parameter.requires_grad for _, parameter in self._named]
         if trained != self._trained:
             self._trained = trained

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -37,6 +38,11 @@ class BatchShape:
     first: int
     count: int = 0
 
+    @property
+    def elements(self) -> int:
+        """Numbers in all its tensors, padding included."""
+        return sum(math.prod(shape) for shape, _ in self.columns.values())
+
 
 class ShapeLedger:
     """Which shapes were fed to the model, and how often.
@@ -47,6 +53,7 @@ class ShapeLedger:
     Attributes:
         batches: Batches that came.
         newest: The shape that came first last.
+        latest: The shape of the batch that came last.
         complete: Whether all shapes are kept; beyond 1,000 different ones the rest is left out.
     """
 
@@ -54,6 +61,7 @@ class ShapeLedger:
         self.padded = padded
         self.batches = 0
         self.newest: BatchShape | None = None
+        self.latest: BatchShape | None = None
         self.complete = True
         self._shapes: dict[tuple[bool, Any], BatchShape] = {}
 
@@ -74,6 +82,7 @@ class ShapeLedger:
             else:
                 self.complete = False
         shape.count += 1
+        self.latest = shape
 
     def of(self, kind: str) -> list[BatchShape]:
         """The shapes of "training" or of "evaluation", in the order in which they came first."""

@@ -11,6 +11,7 @@ import torch
 from trainer_kit.ledger import Clock
 from trainer_kit.precision import Precision
 from trainer_kit.strategies.base import GIB, Strategy
+from trainer_kit.strategies.nvml import card_memory
 from trainer_kit.trees import map_tensors, tensors
 
 T = TypeVar("T")
@@ -68,19 +69,30 @@ class SingleDevice(Strategy):
             tensor = tensor if tensor.is_pinned() else tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
 
+    def free_memory(self) -> int:
+        if self.device.type == "cuda":
+            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            return torch.cuda.mem_get_info(self.device)[0] + unused
+        if self.device.type == "mps":
+            return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+        return super().free_memory()
+
     def clock(self) -> Clock:
         return CudaClock() if self.device.type == "cuda" else super().clock()
 
     def memory(self) -> dict[str, float]:
         """On CUDA: `memory_gib` and `peak_memory_gib` in tensors, `reserved_memory_gib` held by PyTorch's allocator.
 
-        On MPS the driver keeps no peak: `memory_gib` is in tensors, the peak that of the process.
+        There NVML, where it can be asked (`pip install 'trainer_kit[gpu]'`), adds `device_memory_gib`, in use on the
+        whole card, and `process_memory_gib`, of it by this process. On MPS the driver keeps no peak: `memory_gib` is in
+        tensors, the peak that of the process.
         """
         if self.device.type == "cuda":
             return {
                 "memory_gib": torch.cuda.memory_allocated(self.device) / GIB,
                 "reserved_memory_gib": torch.cuda.memory_reserved(self.device) / GIB,
                 "peak_memory_gib": torch.cuda.max_memory_allocated(self.device) / GIB,
+                **card_memory(torch.cuda.get_device_properties(self.device)),
             }
         figures = super().memory()
         if self.device.type == "mps":

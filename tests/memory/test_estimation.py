@@ -1,0 +1,310 @@
+"""Estimates on fake tensors, beside what the allocator counted in a real step."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sized_models import MODELS, bert, freeze_half, gpt2, perceptron, resnet
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer_kit import Precision, SingleDevice, TrainingArguments
+from trainer_kit.loss import call
+from trainer_kit.memory import estimate, measure
+from trainer_kit.memory.measuring import peak_on_cpu
+from trainer_kit.memory.step import Step
+from trainer_kit.optim import make_optimizer
+
+PLAIN: dict[str, Any] = {}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": PLAIN,
+    "accumulation": {"gradient_accumulation_steps": 4},
+    "checkpointing": {"gradient_checkpointing": True},
+    "bf16": {"mixed_precision": "bf16"},
+    "frozen": PLAIN,
+}
+
+
+def arguments(**given: Any) -> TrainingArguments:
+    return TrainingArguments(use_cpu=True, **given)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_peak_is_that_of_a_real_step(model: str, way: str) -> None:
+    module, batch = MODELS[model]()
+    if way == "frozen":
+        freeze_half(module)
+    args = arguments(**WAYS[way])
+    estimated, measured = estimate(module, args, batch), measure(module, args, batch)
+    # oneDNN works on copies of its own in bfloat16, which ones hangs on the processor
+    assert estimated.peak == pytest.approx(measured.peak, rel=0.1 if way == "bf16" else 0.02)
+    for name in ("weights", "buffers", "batch", "optimizer"):
+        assert estimated.nbytes(name) == measured.nbytes(name)
+    if model != "resnet":  # whose peak may be one of two moments
+        for name in ("gradients", "casts", "activations"):
+            assert estimated.nbytes(name) == pytest.approx(measured.nbytes(name), rel=0.02)
+
+
+@pytest.mark.parametrize("given", [{"optim": "sgd"}, {"optim": "adafactor"}, {"max_grad_norm": 0.0}])
+def test_the_optimizer_is_the_real_one(given: dict[str, Any]) -> None:
+    module, batch = perceptron(8)  # so that the peak is in the optimizer's step
+    estimated, measured = (function(module, arguments(**given), batch) for function in (estimate, measure))
+    assert estimated.peak == pytest.approx(measured.peak, rel=0.02)
+    assert estimated.nbytes("optimizer") == measured.nbytes("optimizer")
+
+
+def test_fp16_with_its_scaler() -> None:
+    module, batch = perceptron()
+    args = arguments(mixed_precision="fp16", optim="sgd")  # whose step waits for the scaler
+    assert estimate(module, args, batch).peak == pytest.approx(measure(module, args, batch).peak, rel=0.02)
+
+
+def test_an_optimizer_of_the_user() -> None:
+    module, batch = perceptron(8)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    plain, given = (estimate(module, arguments(optim="sgd"), batch, optimizer=each) for each in (None, optimizer))
+    assert plain.nbytes("optimizer") == 0
+    assert given.nbytes("optimizer") == given.nbytes("weights") == 4 * given.parameters
+    assert not optimizer.state
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # now it has a state
+    assert estimate(module, arguments(), batch, optimizer=optimizer).peak == given.peak
+
+
+def test_a_loss_of_the_user() -> None:
+    model, batch = nn.Linear(8, 3), (torch.randn(6, 8), torch.randint(0, 3, (6,)))
+    weights = torch.ones(3)
+
+    def mean(model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], weights)
+
+    def pair(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+
+    for compute_loss in (mean, pair):
+        estimated, measured = (
+            function(model, arguments(), batch, compute_loss=compute_loss) for function in (estimate, measure)
+        )
+        assert estimated.peak == pytest.approx(measured.peak, rel=0.05)
+    with pytest.raises(ValueError, match="Linear returned no loss"):
+        estimate(model, arguments(), batch[:1])
+
+
+def test_padding_is_looked_at_as_in_a_real_step() -> None:
+    module, batch = gpt2()
+    for part in module.modules():
+        if isinstance(getattr(part, "attn_dropout", None), nn.Dropout):
+            part.attn_dropout.p = 0.0  # with it the CPU computes scores, and masks make no difference
+    whole = estimate(module, arguments(), batch)
+    batch["attention_mask"][:, -5:] = 0
+    padded, measured = (function(module, arguments(), batch) for function in (estimate, measure))
+    assert padded.nbytes("activations") == measured.nbytes("activations")
+    assert padded.nbytes("activations") > whole.nbytes("activations")  # rows that are full need no mask
+
+
+class Choosing(nn.Module):
+    """Computes what hangs on values: on those of labels, or on those that it computed itself."""
+
+    def __init__(self, by_labels: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.by_labels = by_labels
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.linear(x)
+        if scores.isnan().any() or scores.mean().item() < -1e9:
+            raise FloatingPointError
+        chosen = scores[labels != -100] if self.by_labels else scores[scores > 0]
+        return {"loss": chosen.square().sum() / int((labels >= 0).sum())}
+
+
+def test_values_that_are_known_choose() -> None:
+    labels = torch.full((64, 50), -100)
+    labels[:, 0] = 1
+    batch = {"x": torch.randn(64, 50, 8), "labels": labels}
+    estimated, measured = (function(Choosing(True), arguments(), batch) for function in (estimate, measure))
+    assert estimated.nbytes("activations") == measured.nbytes("activations")
+    with pytest.raises(ValueError, match=r"hangs on values that are not known before training .*; measure\(\)"):
+        estimate(Choosing(False), arguments(), batch)
+    assert measure(Choosing(False), arguments(), batch).peak > 0
+
+
+@pytest.mark.parametrize("kind", ["real", "meta", "trained"])
+def test_the_callers_model_stays_as_it_is(kind: str) -> None:
+    module, batch = bert()
+    module.eval()
+    expected = estimate(module, arguments(), batch)
+    if kind == "meta":
+        with torch.device("meta"):
+            module, batch = bert()
+        module.eval()
+    if kind == "trained":
+        module(**batch).loss.backward()
+    before, grads = copy.deepcopy(module.state_dict()), [parameter.grad for parameter in module.parameters()]
+    generator = torch.get_rng_state()
+    estimated = estimate(module, arguments(gradient_checkpointing=True), batch)
+    assert estimate(module, arguments(), batch).peak == expected.peak
+    assert estimated.nbytes("weights") == sum(each.nbytes for each in module.parameters())  # the tied one once
+    assert not module.training
+    assert not any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
+    assert all(one is each.grad for one, each in zip(grads, module.parameters(), strict=True))
+    assert torch.equal(generator, torch.get_rng_state())
+    for name, tensor in module.state_dict().items():
+        assert tensor.device.type == ("meta" if kind == "meta" else "cpu")
+        assert kind == "meta" or torch.equal(tensor, before[name])
+
+
+def test_what_is_known_of_the_step() -> None:
+    module, batch = perceptron(16)
+    freeze_half(module)
+    found = estimate(module, arguments(gradient_accumulation_steps=2), batch)
+    assert found.device == "cpu"
+    assert found.parameters == sum(each.numel() for each in module.parameters())
+    assert found.trainable == sum(each.numel() for each in module.parameters() if each.requires_grad)
+    assert (found.batch_size, found.shape) == (16, {"x": [16, 64], "labels": [16]})
+    assert found.peak == sum(component.nbytes for component in found.components)
+    assert json.loads(json.dumps(found.to_dict()))["peak"] == found.peak
+
+
+def test_the_arithmetic_of_a_step() -> None:
+    module, batch = perceptron(16)
+    forward = 2 * 16 * (64 * 256 + 2 * 256 * 256 + 256 * 10)
+    backward = 2 * forward - 2 * 16 * 64 * 256  # the batch needs no gradient
+    found = estimate(module, arguments(gradient_accumulation_steps=5), batch)
+    assert (found.model_flops, found.recomputed_flops) == (5 * (forward + backward), 0)
+    found = estimate(module, arguments(gradient_checkpointing=True), batch)
+    assert (found.model_flops, found.recomputed_flops) == (forward + backward, 2 * 2 * 16 * 256 * 256)
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [(nn.LazyLinear(3), "lazy module"), (nn.Linear(3, 3).requires_grad_(False), "no parameter that requires")],
+)
+def test_what_cannot_be_estimated(model: nn.Module, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        estimate(model, arguments(), torch.randn(2, 3), compute_loss=lambda model, batch: call(model, batch).sum())
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("samples", [8, 256])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_gradients_of_several_processes_lie_in_buckets(accumulation: int, samples: int, tmp_path: Path) -> None:
+    module, batch = perceptron(samples)
+    args = arguments(gradient_accumulation_steps=accumulation)
+    estimated = estimate(module, args, batch, world_size=2)
+    with alone(tmp_path):
+        measured = measured_with_buckets(module, args, batch)
+    assert estimated.peak == pytest.approx(measured, rel=0.01)
+    gradients = 4 * estimated.parameters
+    assert estimated.nbytes("gradients") == gradients * (1 if accumulation == 1 else 2)  # before the last, beside them
+
+
+def measured_with_buckets(module: nn.Module, args: TrainingArguments, batch: Any) -> int:
+    """The peak of a step in which DistributedDataParallel exchanges gradients."""
+    wrapped = DistributedDataParallel(module.train(), gradient_as_bucket_view=True)
+    passes = itertools.count(1)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        wrapped.require_backward_grad_sync = next(passes) % args.gradient_accumulation_steps == 0  # as no_sync() does
+        result: torch.Tensor = wrapped(**batch)["loss"]
+        return result
+
+    strategy = SingleDevice("cpu", Precision())
+    strategy.setup()
+    step = Step(module, make_optimizer(module, args), args, batch, loss, strategy)
+    step()
+    step()  # in which the buckets are made anew
+    buckets = 4 * sum(parameter.numel() for parameter in module.parameters())
+    return peak_on_cpu(step) + buckets
+
+
+def test_a_gpu_is_estimated_without_one() -> None:
+    module, batch = bert()
+    cpu, gpu = (estimate(module, arguments(), batch, device=device) for device in ("cpu", "cuda:0"))
+    assert gpu.device == "cuda"
+    assert all(component.nbytes % 512 == 0 for component in gpu.components)
+    assert gpu.nbytes("runtime") > 300 * 2**20
+    assert gpu.in_tensors == gpu.peak - gpu.nbytes("runtime")
+    assert gpu.nbytes("batch") >= 2 * cpu.nbytes("batch")  # the next one is copied meanwhile
+    assert gpu.nbytes("activations") < cpu.nbytes("activations")  # dropout's masks in bytes
+    module, few = perceptron(8)
+    cpu, gpu = (estimate(module, arguments(optim="adafactor"), few, device=device) for device in ("cpu", "cuda"))
+    assert gpu.nbytes("temporary") > 2 * cpu.nbytes("temporary")  # of all parameters at once
+
+
+def test_a_gpu_with_less() -> None:
+    module, batch = bert()
+    gpu = estimate(module, arguments(), batch, device="cuda")
+    half = estimate(module, arguments(mixed_precision="bf16"), batch, device="cuda")
+    assert half.nbytes("activations") < gpu.nbytes("activations")
+    again = estimate(module, arguments(gradient_checkpointing=True), batch, device="cuda")
+    assert again.peak < gpu.peak
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", [lambda: perceptron(8192), lambda: bert(128), lambda: resnet(128)])
+def test_the_peak_is_that_of_a_real_step_on_a_gpu(make: Callable[[], tuple[nn.Module, Any]], way: str) -> None:
+    module, batch = make()
+    if way == "frozen":
+        freeze_half(module)
+    args = TrainingArguments(**WAYS[way])
+    estimated = estimate(module, args, batch, device="cuda")
+    assert estimated.in_tensors == pytest.approx(measure(module, args, batch, device="cuda").in_tensors, rel=0.1)
+
+
+LARGE = """
+import resource, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from trainer_kit import TrainingArguments
+from trainer_kit.memory import estimate
+
+def resident():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+args = TrainingArguments(use_cpu=True, mixed_precision="bf16", gradient_checkpointing=True)
+estimate(torch.nn.Linear(2, 2), args.__class__(use_cpu=True), torch.randn(2, 2), compute_loss=lambda m, b: m(b).sum())
+with torch.device("meta"):
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=4, num_attention_heads=64,
+        num_key_value_heads=8, max_position_embeddings=8192,
+    ))
+ids = torch.ones(1, 4096, dtype=torch.long)
+before = resident()
+found = estimate(model, args, {"input_ids": ids, "labels": ids, "attention_mask": ids}, device="cuda")
+print(found.peak, found.parameters, resident() - before)
+"""
+
+
+@pytest.mark.slow
+def test_a_large_model_takes_no_memory() -> None:
+    """Layers of a model with 70 billion parameters, of which it has 80 (they take as little memory, and 10 seconds)."""
+    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    peak, parameters, kibibytes = map(int, done.stdout.split())
+    assert parameters > 5e9
+    assert peak > 16 * parameters
+    assert kibibytes < 200 * 1024

@@ -1,0 +1,50 @@
+"""What operators take for themselves, beside what the allocator counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer_kit import TrainingArguments
+from trainer_kit.memory import measure
+from trainer_kit.memory.estimation import estimate
+from trainer_kit.memory.kernels import hidden_on_cpu
+
+
+class Largest(TorchDispatchMode):
+    """The most that an operator was said to take."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.most = max(self.most, hidden_on_cpu(func, args, result))
+        return result
+
+
+def summed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).exp().sum()
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+@pytest.mark.parametrize("channels", [3, 32])
+def test_a_convolution(channels: int) -> None:
+    model = nn.Sequential(nn.Conv2d(channels, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32))
+    batch, args = torch.randn(4, channels, 32, 32), TrainingArguments(use_cpu=True, optim="sgd")
+    with Largest() as largest:
+        summed(model, batch).backward()
+    image = 4 * 4 * 32 * 32 * 32
+    assert image <= largest.most <= 2.1 * image
+    estimated, measured = (function(model, args, batch, compute_loss=summed) for function in (estimate, measure))
+    assert estimated.peak == pytest.approx(measured.peak, rel=0.02)
+    assert estimated.peak > 0.75 * largest.most + 2 * image
+
+
+def test_all_others_take_nothing_of_note() -> None:
+    with Largest() as largest:
+        nn.Linear(8, 8)(torch.randn(4, 8)).relu().sum().backward()
+    assert largest.most == 0

@@ -1,0 +1,309 @@
+"""What a plan warns of, and what it says train() would not get through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from trainer_kit import Trainer, TrainingArguments
+from trainer_kit.planning import TrainingPlan
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+class Net(nn.Module):
+    """A small classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.body(x))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))  # type: ignore[assignment]
+
+
+class Unused(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(3, 3)
+
+
+class Tied(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8))  # type: ignore[assignment]
+        self.body[2].weight = self.body[1].weight  # type: ignore[index, union-attr]
+
+
+class Words(nn.Module):
+    """Takes tokens, as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(max_position_embeddings=16)
+        self.table = nn.Embedding(50, 3)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.table
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
+        return nn.functional.cross_entropy(self.table(input_ids % 50).mean(1), labels)
+
+
+class Peeking(Net):
+    """Asks for a value in each pass."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        chosen = x[x[:, 0] > -10]  # a size that hangs on values
+        return super().forward(chosen, labels)
+
+
+def samples(count: int = 64, label: int | None = None) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {"x": torch.randn(6, generator=generator), "labels": torch.tensor(number % 3 if label is None else label)}
+        for number in range(count)
+    ]
+
+
+def texts(largest: int, length: int = 8, padding: int = 0) -> list[dict[str, torch.Tensor]]:
+    ids = torch.arange(length) % largest + 1
+    mask = (torch.arange(length) >= padding).long()
+    return [{"input_ids": ids, "attention_mask": mask, "labels": torch.tensor(1)}] * 64
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        while True:
+            yield from samples()
+
+
+def plan(tmp_path: Path, **changes: Any) -> TrainingPlan:
+    """Of a training in which nothing is odd but what `changes` make so."""
+    given = {
+        name: changes.pop(name, default)
+        for name, default in {
+            "model": Net(), "train": samples(), "evaluation": samples(16), "compute_metrics": None, "optimizer": None,
+            "lr_scheduler": None, "resume": None, "processes": None, "data_collator": None, "compute_loss": None,
+        }.items()
+    }  # fmt: skip
+    arguments: dict[str, Any] = {
+        "output_dir": str(tmp_path / "run"), "num_train_epochs": 3, "per_device_train_batch_size": 8,
+        "logging_steps": 4, "eval_strategy": "epoch", "save_strategy": "epoch", "save_total_limit": 1,
+        "use_cpu": True, "report_to": "none", "disable_tqdm": True,
+    }  # fmt: skip
+    trainer = Trainer(
+        given["model"], TrainingArguments(**(arguments | changes)), given["train"], given["evaluation"],
+        compute_metrics=given["compute_metrics"], optimizer=given["optimizer"], lr_scheduler=given["lr_scheduler"],
+        data_collator=given["data_collator"], compute_loss=given["compute_loss"],
+    )  # fmt: skip
+    return trainer.plan(given["resume"], given["processes"])
+
+
+def test_nothing_is_odd(tmp_path: Path) -> None:
+    found = plan(tmp_path)
+    assert found.warnings == ()
+    assert found.problems == ()
+    assert "warnings" not in str(found)
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    return {"accuracy": float(np.mean(prediction.label_ids == 0))}
+
+
+WARNED: dict[str, tuple[dict[str, Any], str]] = {
+    "short step": ({"train": samples(60)}, "the last step of each epoch is short: 4 of 8 samples"),
+    "small dataset": ({"train": samples(6)}, "an epoch has 6 samples, fewer than the 8 of a step"),
+    "idle ranks": (
+        {"train": samples(66), "processes": 4},
+        "in the last micro-batch of each epoch 3 of 4 processes have no samples",
+    ),
+    "ranks that never work": ({"train": samples(10), "processes": 4}, "in every step 2 of 4 processes have no samples"),
+    "dropped": ({"train": samples(60), "dataloader_drop_last": True}, "leaves out 4 of 60 samples in each epoch"),
+    "batch norm": ({"train": samples(57), "model": Normed()}, "is a single sample, which the batch norm 'body.1' may"),
+    "half an epoch": ({"max_steps": 4}, "max_steps ends training in the first epoch: it sees 32 of the 64 samples"),
+    "tied": ({"model": Tied()}, "tied weights: body.1.weight = body.2.weight (trained and saved once)"),
+    "no gradient": ({"model": Unused()}, "the loss does not depend on spare.weight, spare.bias: they get no gradient"),
+    "no gradient with processes": ({"model": Unused(), "processes": 2}, "DDP needs find_unused_parameters=True"),
+    "no labels": ({"train": samples(label=-100)}, "all labels of the first 4 batches are -100"),
+    "padding": ({"model": Words(), "train": texts(40, 16, 9), "evaluation": texts(9)}, "56% of the first batches is"),
+    "long text": ({"model": Words(), "train": texts(40, 20), "evaluation": texts(9)}, "20 tokens is longer than"),
+    "tokens": ({"model": Words(), "train": texts(50, 60), "evaluation": texts(9)}, "hold the token 50, but the model"),
+    "rare records": ({"logging_steps": 30}, "logging_steps=30, but training ends after 24 steps"),
+    "no records": ({"logging_strategy": "no"}, "logging_strategy='no': no loss is written down"),
+    "no evaluation": ({"eval_strategy": "no"}, "eval_dataset is given, but eval_strategy='no'"),
+    "rare evaluations": ({"eval_strategy": "steps", "eval_steps": 30}, "eval_steps=30, but training ends after 24"),
+    "early evaluation": (
+        {"eval_strategy": "steps", "eval_steps": 20}, "the last evaluation is at step 20: what the last 4 steps give",
+    ),
+    "no checkpoint": ({"save_strategy": "no"}, "save_strategy='no': no checkpoint is saved"),
+    "rare checkpoints": ({"save_strategy": "steps", "save_steps": 30}, "save_steps=30, but training ends after 24"),
+    "no best": (
+        {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 30}, "save_strategy='best', but no",
+    ),
+    "late best": ({"save_strategy": "best", "num_train_epochs": 1}, "saves nothing before the only evaluation"),
+    "long warmup": ({"warmup_steps": 24}, "warmup_steps=24 is no shorter than training, which takes 24 steps"),
+    "no warmup": ({"warmup_steps": 2, "lr_scheduler_type": "constant"}, "lr_scheduler_type='constant' has no warmup"),
+    "no rate": ({"learning_rate": 0.0}, "the learning rate is 0 in every step: nothing is learned"),
+    "half precision": ({"model": Net().bfloat16(), "train": [
+        {"x": each["x"].bfloat16(), "labels": each["labels"]} for each in samples()
+    ], "evaluation": None, "eval_strategy": "no"}, "the weights are kept in bfloat16, in which small updates"),
+    "fp16": ({"mixed_precision": "fp16"}, "mixed_precision='fp16' on the CPU"),
+    "metric": (
+        {"metric_for_best_model": "accuracy", "compute_metrics": lambda prediction: {}["accuracy"]},
+        "an evaluation of the first 8 samples, tried with a copy of the model, raised KeyError: 'accuracy'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WARNED)
+def test_it_warns(tmp_path: Path, case: str) -> None:
+    changes, sentence = WARNED[case]
+    found = plan(tmp_path, **changes)
+    assert [each for each in found.warnings if sentence in each], found.warnings
+    assert found.problems == ()
+
+
+def test_evaluating_what_is_trained_on(tmp_path: Path) -> None:
+    data = samples()
+    assert any("eval_dataset is train_dataset" in each for each in plan(tmp_path, train=data, evaluation=data).warnings)
+
+
+def test_weights_that_the_optimizer_lacks(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    found = plan(tmp_path, model=model, optimizer=optimizer)
+    assert found.warnings == (
+        "the optimizer does not have body.weight, body.bias: they require a gradient, and are never updated",
+    )
+
+
+def test_a_schedule_that_ends_too_soon(tmp_path: Path) -> None:
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0, 10 - step))
+
+    (warning,) = plan(tmp_path, lr_scheduler=make).warnings
+    assert warning == "the learning rate is 0 in the last 14 of 24 steps: they change nothing"
+
+
+def test_a_schedule_longer_than_training(tmp_path: Path) -> None:
+    from transformers import get_linear_schedule_with_warmup
+
+    (warning,) = plan(tmp_path, lr_scheduler=lambda opt: get_linear_schedule_with_warmup(opt, 2, 240)).warnings
+    assert warning.startswith(
+        "the schedule is longer than training: LambdaLR has num_training_steps=240, training ends"
+    )
+
+
+def test_a_folder_with_checkpoints(tmp_path: Path) -> None:
+    for step in (4, 8):
+        (tmp_path / "run" / f"checkpoint-{step}").mkdir(parents=True)
+    (warning,) = plan(tmp_path).warnings
+    assert "holds checkpoint-4, checkpoint-8, where this run does not go on from" in warning
+
+
+def test_more_memory_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("cost", "advice"):
+        package = "planning" if place == "cost" else "memory"
+        monkeypatch.setattr(f"trainer_kit.{package}.{place}.capacity", lambda device: 1500)
+    found = plan(tmp_path)
+    assert found.memory.peak is not None
+    assert found.memory.peak > 1500
+    (warning,) = found.warnings
+    assert "of memory, but cpu has 1.46 KiB; at most" in warning
+
+
+def frozen() -> nn.Module:
+    return Net().requires_grad_(False)
+
+
+def short_of_columns(batch: list[Any]) -> dict[str, torch.Tensor]:
+    return {"y": torch.stack([each["x"] for each in batch]), "labels": torch.tensor([1] * len(batch))}
+
+
+def unreadable() -> Any:
+    class Broken(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            raise OSError("a rotten file")
+
+    return Broken(samples())
+
+
+PROBLEMS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "frozen": (lambda: {"model": frozen()}, "Net has no parameter that requires a gradient"),
+    "no such metric": (
+        lambda: {"metric_for_best_model": "f1", "compute_metrics": accuracy},
+        "metric_for_best_model='eval_f1' is not among what an evaluation gives: eval_accuracy, eval_loss",
+    ),
+    "no metrics at all": (
+        lambda: {"metric_for_best_model": "f1"}, "metric_for_best_model='eval_f1' is not among what an",
+    ),
+    "datasets by name": (
+        lambda: {"metric_for_best_model": "loss", "evaluation": {"a": samples(9), "b": samples(9)}},
+        "metric_for_best_model='eval_loss' is not among what an evaluation gives: eval_a_loss, eval_a_runtime",
+    ),
+    "no scheduler": (lambda: {"lr_scheduler": lambda optimizer: 3}, "lr_scheduler gave 3"),
+    "schedule": (lambda: {"lr_scheduler_kwargs": {"power": 2}}, "lr_scheduler_kwargs has 'power'"),
+    "columns": (lambda: {"data_collator": short_of_columns}, "the batch has the column y, which Net.forward does not"),
+    "no checkpointing": (lambda: {"gradient_checkpointing": True}, "Net has no gradient_checkpointing_enable()"),
+    "data": (lambda: {"train": unreadable()}, "the first batches cannot be read: DataError"),
+    "loss": (lambda: {"compute_loss": lambda model, batch: "a word"}, "compute_loss returned a str"),
+    "8-bit": (lambda: {"optim": "adamw_8bit"}, "optim='adamw_8bit' needs a package of its own"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PROBLEMS)
+def test_it_says_what_would_fail(tmp_path: Path, case: str) -> None:
+    changes, sentence = PROBLEMS[case]
+    found = plan(tmp_path, **changes())
+    assert [each for each in found.problems if sentence in each], found.problems
+    assert "train() would not go through" in str(found)
+
+
+def test_a_metric_that_is_there(tmp_path: Path) -> None:
+    assert plan(tmp_path, metric_for_best_model="accuracy", compute_metrics=accuracy).problems == ()
+
+
+def test_a_model_that_cannot_be_tried_on_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan(tmp_path, model=Peeking())
+    assert found.problems == ()
+    assert found.model.without_gradient == ()
+    assert found.memory.peak is None
+    assert found.compute is None
+    monkeypatch.setattr("trainer_kit.planning.model._CHEAP", 0)
+    (warning,) = plan(tmp_path, model=Peeking()).warnings
+    assert warning.startswith("the model could not be tried on shapes alone: ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"train": []}, "train_dataset is empty; give at least one sample"),
+        ({"train": None}, "train.. needs train_dataset"),
+        ({"train": Endless()}, "train_dataset has no length, so that epochs cannot be counted; set max_steps"),
+        (
+            {"train": Endless(), "max_steps": 4, "group_by_length": True},
+            "group_by_length=True needs a train_dataset with",
+        ),
+        ({"resume": "nowhere"}, "resume_from_checkpoint='nowhere' is no folder"),
+    ],
+)
+def test_there_is_no_plan(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        plan(tmp_path, **changes)

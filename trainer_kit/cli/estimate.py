@@ -1,0 +1,127 @@
+"""Estimate the memory of training a model: what it is made of, whether it fits, and what would save how much.
+
+A step is computed on tensors that have shapes and no memory, as the Trainer computes it: a model with 70 billion
+parameters is estimated on a laptop, and a GPU without one. MODEL is
+
+  FILE             a model's config.json of transformers
+  FOLDER           one with a config.json, such as a checkpoint
+  NAME             a model on the Hub, such as google-bert/bert-large-uncased, from its cache or by the network
+  MODULE:FUNCTION  a function of yours that takes nothing and returns a torch.nn.Module that returns its loss, with a
+                   batch: (module, batch), or (module, batch, compute_loss); modules are found in the current folder
+
+Exit code 0; 1 if MODEL cannot be estimated. A step that does not fit is no error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from trainer_kit.arguments import parse_size
+
+if TYPE_CHECKING:
+    from trainer_kit.memory import Anatomy
+
+# Option, the field of TrainingArguments that it sets, what it is read as, and its help.
+_OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("batch-size", "per_device_train_batch_size",
+     {"type": int, "metavar": "N", "help": "samples of a micro-batch on one device (default: 8, or the function's)"}),
+    ("optim", "optim", {"metavar": "NAME", "help": "adamw_torch (default), adamw_8bit, adafactor or sgd"}),
+    ("mixed-precision", "mixed_precision", {"choices": ("no", "fp16", "bf16"), "help": "what to compute in"}),
+    ("gradient-checkpointing", "gradient_checkpointing",
+     {"action": "store_true", "help": "compute activations again in the backward pass"}),
+    ("gradient-accumulation-steps", "gradient_accumulation_steps",
+     {"type": int, "metavar": "N", "help": "micro-batches of a step (default: 1)"}),
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the model and how it is to be trained, each option with dashes and with underscores."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = __doc__
+    parser.allow_abbrev = False
+    parser.add_argument("model", metavar="MODEL", help="a file, a folder, a name on the Hub, or MODULE:FUNCTION")
+    for name, field, settings in _OPTIONS:
+        _add(parser, name, dest=field, default=argparse.SUPPRESS, **settings)
+    _add(
+        parser, "seq-len", type=_count, metavar="N", help="tokens of each sequence (default: 512, or the most it takes)"
+    )
+    _add(parser, "dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: the config's)")
+    _add(parser, "num-processes", type=_count, default=1, metavar="N", help="processes, a device each (default: 1)")
+    _add(parser, "device", choices=("cuda", "cpu"), default="cuda", help="where to train (default: cuda)")
+    size = "what the device has, such as 24GiB or 80GB (default: that of the one here)"
+    _add(parser, "device-memory", type=_size, metavar="SIZE", help=size)
+    _add(parser, "json", action="store_true", help="print all figures in bytes, as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the estimate and returns 0."""
+    import torch
+
+    from trainer_kit.arguments import TrainingArguments
+    from trainer_kit.loss import samples_of
+    from trainer_kit.memory.advice import advise
+    from trainer_kit.tools.models import resolve
+
+    fields = {field for _, field, _ in _OPTIONS}
+    args = TrainingArguments(**{name: value for name, value in vars(options).items() if name in fields})
+    subject = resolve(
+        options.model,
+        batch_size=getattr(options, "per_device_train_batch_size", None),
+        seq_len=options.seq_len,
+        dtype=getattr(torch, options.dtype) if options.dtype else None,
+    )
+    args.per_device_train_batch_size = samples_of(subject.batch)
+    for name in ("transformers", "torch._subclasses.fake_tensor"):  # they would tell of each way that is tried
+        logging.getLogger(name).setLevel("CRITICAL")
+    if not options.json:
+        print(subject.origin, flush=True)  # large models take a while
+    estimate = advise(
+        subject.model,
+        args,
+        subject.batch,
+        device_memory=options.device_memory,
+        compute_loss=subject.compute_loss,
+        device=options.device,
+        world_size=options.num_processes,
+    )
+    if options.json:
+        print(json.dumps({"model": options.model, "origin": subject.origin, **estimate.to_dict()}, indent=2))
+        return 0
+    print(estimate.table())
+    print("\nhow this was found", *_sources(estimate.anatomy), sep="\n")
+    return 0
+
+
+def _sources(anatomy: Anatomy) -> Iterator[str]:
+    """A line for each source of figures, without what the table tells of a component."""
+    from trainer_kit.memory.anatomy import KINDS
+
+    names: dict[str, list[str]] = {}
+    for component in anatomy.components:
+        names.setdefault(component.source.removesuffix(f": {KINDS[component.name]}"), []).append(component.name)
+    for source, found in names.items():
+        yield f"{', '.join(found)}: {source}"
+
+
+def _add(parser: argparse.ArgumentParser, name: str, **settings: Any) -> None:
+    parser.add_argument(f"--{name}", **settings)
+    if "-" in name:
+        hidden = {**settings, "dest": settings.get("dest", name.replace("-", "_")), "default": argparse.SUPPRESS}
+        parser.add_argument(f"--{name.replace('-', '_')}", **{**hidden, "help": argparse.SUPPRESS})
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give one such as 24GiB or 80GB") from error

@@ -1,0 +1,48 @@
+"""Show what a training would do before it begins: its steps, memory, disk, and what to be warned of.
+
+The script, unmodified, is run up to its first Trainer.train. In place of that nothing is trained and no file is
+written: the effective batch and the steps, the learning rate as a small drawing, when it logs, evaluates and saves,
+the size of checkpoints against the free disk, the memory of a step against the device, the work and how long it takes
+at the least, and the hardware with the reason for it are worked out from the code that would train.
+
+Exit code 0; 1 if train() would not go through, or the script fails or never trains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from trainer_kit.cli.target import declare_target, missing_target, read_target, target_words
+
+_USAGE = "trainer-kit plan [options] [-m] script.py|module [options] [-- arguments of the script]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options, the script and its arguments."""
+    parser.description = __doc__
+    _add_options(parser)
+    declare_target(parser, _USAGE)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--num-processes", type=int, metavar="P", help="plan as if so many had been launched")
+    parser.add_argument("--json", action="store_true", help="show the plan for machines")
+    parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Shows the plan and leaves with 0, or with 1 where the training would not go through."""
+    options = read_target(options, "plan", _USAGE, _add_options)
+    if (missing := missing_target(options)) is not None:
+        raise ValueError(missing)
+    if options.num_processes is not None and options.num_processes < 1:
+        raise ValueError(f"--num-processes {options.num_processes} makes no sense; give 1 or more")
+    from trainer_kit.tools.plan import plan
+
+    plan(
+        target_words(options),
+        options.num_processes,
+        options.json,
+        fail=lambda why: print(f"trainer-kit plan: {why}", file=sys.stderr, flush=True),
+    )

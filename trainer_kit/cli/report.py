@@ -1,0 +1,28 @@
+"""Show a run: curves, time, memory, evaluations, arguments and warnings, as one page, a picture or Markdown."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the runs and the file to write."""
+    parser.add_argument("folder", metavar="RUN_DIR", type=Path, help="the output_dir of a run that wrote log.jsonl")
+    parser.add_argument("--compare", metavar="OTHER", type=Path, nargs="+", default=[], help="runs to show over it")
+    parser.add_argument("--open", action="store_true", help="open the report, as the system opens such files")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: RUN_DIR/report.html)")
+    parser.add_argument("--format", help="html, png or md (default: as FILE ends, else html)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Writes the report, says where it is and returns 0."""
+    from trainer_kit.report import write_report
+
+    path = write_report(options.folder, options.output, compare=options.compare, format=options.format)
+    print(path)
+    if options.open:
+        import webbrowser
+
+        webbrowser.open(path.resolve().as_uri())
+    return 0

@@ -1,0 +1,80 @@
+"""`auto_find_batch_size`: how many samples of a step fit into the devices' memory at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import torch
+
+from trainer_kit.data.build import make_train_loader
+from trainer_kit.data.first import first_batch
+from trainer_kit.data.loader import Reading
+from trainer_kit.loss import ComputeLoss
+from trainer_kit.run import Run
+
+logger = logging.getLogger("trainer_kit")
+
+
+def estimated_batch_size(
+    run: Run, reading: Reading, compute_loss: ComputeLoss | None, optimizer: torch.optim.Optimizer | None
+) -> int:
+    """Samples of the largest micro-batch that is estimated to fit into every device; all processes take part.
+
+    Micro-batches are looked at from the one that was asked for down, each a part of what a device takes in a step. The
+    estimate is made with the first batch: one of longer samples may still not fit, which shows when it comes.
+
+    Args:
+        run: Its model is on the device.
+        reading: How samples are read.
+        compute_loss: As the Trainer takes it.
+        optimizer: The user's own, where there is one.
+    """
+    from trainer_kit.memory import estimate  # takes its time
+    from trainer_kit.memory.advice import resized
+
+    args, strategy = run.args, run.strategy
+    room = strategy.free_memory() + _nbytes(run.model)
+    layout = make_train_loader(run, reading).layout
+    found = layout.batch_size
+    try:
+        batch = first_batch(run, reading)
+        while layout.batch_size > 1:
+            arguments = dataclasses.replace(args, gradient_accumulation_steps=layout.accumulation)
+            anatomy = estimate(
+                run.model,
+                arguments,
+                resized(batch, layout.batch_size),
+                compute_loss=compute_loss,
+                optimizer=optimizer,
+                device=strategy.device,
+                world_size=strategy.world_size,
+            )
+            there = sum(each.nbytes for each in anatomy.components if each.name == "runtime")  # taken by now
+            found = layout.batch_size
+            if anatomy.peak - there <= room:
+                break
+            layout = layout.divided(found // 2)
+            found = layout.batch_size
+    except ValueError as error:
+        logger.info("the memory of a step cannot be estimated (%s): the whole batch is tried", error)
+    return min(strategy.gather_object(found))
+
+
+def _nbytes(model: torch.nn.Module) -> int:
+    tensors = [*model.parameters(), *model.buffers()]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(storages.values())
+
+
+class Buffers:
+    """The values of a model's buffers at the beginning of a step, for a step that has to begin anew."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+
+    def restore(self) -> None:
+        """Puts them back."""
+        with torch.no_grad():
+            for buffer, value in self._kept:
+                buffer.copy_(value)

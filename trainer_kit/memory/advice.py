@@ -1,0 +1,293 @@
+"""`advise`: whether a training fits into a device's memory, the largest batch that does, what would save how much."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+
+from trainer_kit.arguments import TrainingArguments, parse_size
+from trainer_kit.loss import ComputeLoss, samples_of
+from trainer_kit.memory.anatomy import Anatomy, size_text
+from trainer_kit.memory.estimation import estimate
+from trainer_kit.memory.fakes import MOST_KNOWN, Fakes
+from trainer_kit.run import Run
+from trainer_kit.trees import map_tensors
+
+LARGEST = 2**16
+"""The largest batch that is looked at."""
+
+_TRIES = 16
+_LEAP = 64
+"""How many times as large a batch may be as the largest that is known to fit."""
+
+
+class Option(NamedTuple):
+    """A way to need less memory, estimated.
+
+    Attributes:
+        name: What to do, as the arguments that change where there are such.
+        changes: Those arguments and their values; empty for what is done to the model.
+        peak: Bytes at the peak then.
+        fits: Whether that fits into the device; None where its memory is not known.
+    """
+
+    name: str
+    changes: dict[str, Any]
+    peak: int
+    fits: bool | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """The memory of a training, and what to do about it.
+
+    Attributes:
+        anatomy: Of the step that was asked for.
+        device_memory: Bytes of the device; None where that is not known.
+        largest_batch_size: Samples of the largest micro-batch that fits, at most `LARGEST`; 0 where none does, None
+            where the device's memory is not known.
+        options: What would need less, the least first.
+    """
+
+    anatomy: Anatomy
+    device_memory: int | None
+    largest_batch_size: int | None
+    options: tuple[Option, ...]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the step fits into the device; None where its memory is not known."""
+        return None if self.device_memory is None else self.anatomy.peak <= self.device_memory
+
+    def table(self) -> str:
+        """All of it as lines of text."""
+        lines = [self.anatomy.table(), "", self._verdict()]
+        if self.options:
+            width = max(len(option.name) for option in self.options)
+            lines += ["", f"{'what would need less':<{width}}{'peak':>12}{'saved':>12}"]
+        for option in self.options:
+            fits = {None: "", True: "  fits", False: "  does not fit"}[option.fits]
+            saved = size_text(self.anatomy.peak - option.peak)
+            lines.append(f"{option.name:<{width}}{size_text(option.peak):>12}{saved:>12}{fits}")
+        return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        peak = size_text(self.anatomy.peak)
+        if self.device_memory is None:
+            return f"needs {peak}; whether it fits is not known without the device's memory (device_memory)"
+        verdict = "fits into" if self.fits else "does not fit into"
+        found = self.largest_batch_size
+        largest = "no batch does" if not found else f"the largest micro-batch that does has {found} samples"
+        return f"{peak} {verdict} {size_text(self.device_memory)}; {largest}{' or more' if found == LARGEST else ''}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as strings, numbers, lists and dicts, as JSON has them."""
+        return {
+            "anatomy": self.anatomy.to_dict(),
+            "device_memory": self.device_memory,
+            "fits": self.fits,
+            "largest_batch_size": self.largest_batch_size,
+            "options": [option._asdict() for option in self.options],
+        }
+
+
+def advise(
+    model: torch.nn.Module,
+    args: TrainingArguments,
+    batch: Any,
+    *,
+    device_memory: int | str | None = None,
+    compute_loss: ComputeLoss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    device: str | torch.device = "cpu",
+    world_size: int = 1,
+) -> Estimate:
+    """Estimates a step, the largest micro-batch that fits, and each way to need less memory by an estimate of its own.
+
+    Args:
+        model: As for `trainer_kit.memory.estimate`, and so are the other arguments.
+        args: The arguments of the run.
+        batch: A micro-batch.
+        device_memory: Bytes, or a string such as "24GiB"; None: that of the device, where it is here.
+        compute_loss: As the Trainer takes it.
+        optimizer: Of the model; default: as `args.optim` says.
+        device: Where to train.
+        world_size: Processes of the run.
+
+    Raises:
+        ValueError: If `device_memory` is no size, or `estimate` raises it.
+    """
+    limit = parse_size(device_memory, "device_memory") if device_memory is not None else capacity(torch.device(device))
+
+    def estimated(model: Any = model, args: Any = args, batch: Any = batch, optimizer: Any = optimizer) -> Anatomy:
+        return estimate(
+            model, args, batch, compute_loss=compute_loss, optimizer=optimizer, device=device, world_size=world_size
+        )
+
+    anatomy = estimated()
+    largest = None
+    if limit is not None:
+        known = {anatomy.batch_size: anatomy.peak}
+
+        def peak(samples: int) -> int:
+            try:
+                return estimated(batch=resized(batch, samples)).peak
+            except ValueError:  # a batch norm wants two samples
+                if samples > 1:
+                    raise
+                return limit + 1
+
+        largest = largest_batch(peak, known, limit)
+    options: dict[str, Option] = {}
+    for way in _ways(model, args, batch, optimizer, largest):
+        if way.name in options and options[way.name].fits is not False:
+            continue  # a larger batch did
+        try:
+            nbytes = estimated(**way.given).peak
+        except ValueError:  # the model has no activation checkpointing, or a batch norm wants two samples
+            continue
+        if nbytes < anatomy.peak:
+            fits = None if limit is None else nbytes <= limit
+            options[way.name] = Option(way.text, way.changes, nbytes, fits)
+    return Estimate(anatomy, limit, largest, tuple(sorted(options.values(), key=lambda option: option.peak)))
+
+
+def advise_run(
+    run: Run,
+    batch: Any,
+    compute_loss: ComputeLoss | None,
+    optimizer: torch.optim.Optimizer | None,
+    device_memory: int | str | None,
+) -> Estimate:
+    """`advise` for a run and one of its micro-batches."""
+    return advise(
+        run.model,
+        run.args,
+        batch,
+        device_memory=device_memory,
+        compute_loss=compute_loss,
+        optimizer=optimizer,
+        device=run.strategy.device,
+        world_size=run.strategy.world_size,
+    )
+
+
+def capacity(device: torch.device) -> int | None:
+    """Bytes of memory that a device has; None where it is not here or does not tell."""
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().total)
+    if device.type == "cuda" and torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type == "mps" and torch.backends.mps.is_available():
+        return int(torch.mps.recommended_max_memory())
+    return None
+
+
+def resized(batch: Any, samples: int) -> Any:
+    """A batch of as many samples: whole numbers are repeated, the rest has a shape alone (it is on the meta device)."""
+    present = samples_of(batch)
+
+    def other(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim == 0 or tensor.shape[0] != present:
+            return tensor
+        shape = (samples, *tensor.shape[1:])
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta or math.prod(shape) > MOST_KNOWN:
+            return torch.empty(shape, dtype=tensor.dtype, device="meta")
+        return tensor[torch.arange(samples, device=tensor.device) % present]
+
+    return map_tensors(other, batch)
+
+
+def largest_batch(peak: Callable[[int], int], known: dict[int, int], limit: int) -> int:
+    """The largest batch whose peak is within the limit, at most `LARGEST`; 0 where none is.
+
+    Each moment of a step grows with the batch along a line, and the peak is the largest of them. So between two batches
+    it lies below the line through them, and beyond them above it: few looks suffice.
+
+    Args:
+        peak: Estimates it, for a number of samples.
+        known: Peaks by numbers of samples, at least one; gets those that are looked at.
+        limit: Bytes.
+    """
+    for number in range(_TRIES):
+        fitting = sorted(samples for samples, nbytes in known.items() if nbytes <= limit)
+        others = sorted(samples for samples, nbytes in known.items() if nbytes > limit)
+        low, high = max(fitting, default=0), min(others, default=LARGEST + 1)
+        beyond = [_crossing(known, pair[0], pair[1], limit) for pair in (fitting[-2:], others[:2]) if len(pair) == 2]
+        if high - low <= 1 or min(beyond, default=high) < low + 1:
+            return low
+        if fitting and others:  # where the slope changes, lines alone would come near in small steps
+            guess = math.sqrt(low * high) if number % 2 else _crossing(known, low, high, limit)
+        else:
+            guess = min(beyond[0], _LEAP * low or high) if beyond else 2 * low or high / 2
+        guess = min(max(int(guess), low + 1), high - 1)
+        known[guess] = peak(guess)
+    return max((samples for samples, nbytes in known.items() if nbytes <= limit), default=0)
+
+
+def _crossing(known: dict[int, int], one: int, two: int, limit: int) -> float:
+    """Samples at which the line through two known peaks reaches the limit."""
+    each = (known[two] - known[one]) / (two - one)
+    return one + (limit - known[one]) / each if each > 0 else LARGEST + 1
+
+
+class _Way(NamedTuple):
+    """What could need less memory: a kind of way, its text, the arguments that change, what `estimate` is given."""
+
+    name: str
+    text: str
+    changes: dict[str, Any]
+    given: dict[str, Any]
+
+
+def _ways(
+    model: torch.nn.Module,
+    args: TrainingArguments,
+    batch: Any,
+    optimizer: torch.optim.Optimizer | None,
+    largest: int | None,
+) -> Iterator[_Way]:
+    """All ways there are; of several of one name, the first that fits is wanted."""
+    changes: dict[str, Any] = {}
+    if args.mixed_precision == "no":
+        changes["mixed_precision"] = "bf16"
+    if args.optim == "adamw_torch" and optimizer is None:
+        changes["optim"] = "adamw_8bit"
+    if not args.gradient_checkpointing:
+        changes["gradient_checkpointing"] = True
+    for name, value in changes.items():
+        yield _Way(name, f"{name}={value!r}", {name: value}, {"args": dataclasses.replace(args, **{name: value})})
+    if len(changes) > 1:
+        text = ", ".join(f"{name}={value!r}" for name, value in changes.items())
+        yield _Way("together", text, changes, {"args": dataclasses.replace(args, **changes)})
+    present = samples_of(batch)
+    most = present // 2 if largest is None else max(1, min(largest, present // 2))
+    for size in range(most, 0, -1):
+        if present % size == 0 and present > 1:
+            steps = args.gradient_accumulation_steps * present // size
+            smaller: dict[str, Any] = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
+            given = {"args": dataclasses.replace(args, **smaller), "batch": resized(batch, size)}
+            yield _Way("batch", ", ".join(f"{name}={value}" for name, value in smaller.items()), smaller, given)
+    fakes = Fakes()
+    copied = fakes.copy(model)
+    if _freeze_half(copied):
+        given = {"model": copied, "optimizer": fakes.copy(optimizer) if optimizer is not None else None}
+        yield _Way("frozen", "the first half of the weights frozen", {}, given)
+
+
+def _freeze_half(model: torch.nn.Module) -> bool:
+    """Freezes the weights that come first; whether that changes something and leaves something."""
+    weights = [*model.parameters()]
+    ends = itertools.accumulate(each.numel() for each in weights)
+    half = sum(each.numel() for each in weights) / 2
+    first = [each for each, end in zip(weights, ends, strict=True) if end <= half]
+    changes = any(each.requires_grad for each in first)
+    for each in first:
+        each.requires_grad_(False)
+    return changes and any(each.requires_grad for each in weights)

@@ -1,0 +1,141 @@
+"""`estimate`: the memory of a training step, found without taking it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trainer_kit.arguments import TrainingArguments
+from trainer_kit.flops import FlopCounter
+from trainer_kit.loss import ComputeLoss, samples_of
+from trainer_kit.memory import cuda
+from trainer_kit.memory.anatomy import KINDS, Anatomy, Component
+from trainer_kit.memory.costs import EightBitAdam
+from trainer_kit.memory.fakes import Fakes
+from trainer_kit.memory.kernels import hidden_on_cpu
+from trainer_kit.memory.step import Step
+from trainer_kit.memory.tracker import Tracker
+from trainer_kit.optim import make_optimizer, parameter_groups
+from trainer_kit.precision import Precision
+from trainer_kit.strategies.base import generators_kept
+from trainer_kit.strategies.single import SingleDevice
+from trainer_kit.trees import map_tensors, tensors
+
+_COUNTED = "counted on fake tensors"
+_MICRO_BATCHES = 3
+"""Micro-batches that show all: the first, which makes gradients, one that adds to them, and the last."""
+
+
+def estimate(
+    model: torch.nn.Module,
+    args: TrainingArguments,
+    batch: Any,
+    *,
+    compute_loss: ComputeLoss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    device: str | torch.device = "cpu",
+    world_size: int = 1,
+) -> Anatomy:
+    """The memory of an optimizer step on each device at its peak, found without memory for it.
+
+    A step is taken with fake tensors, which have a shape and no numbers, as the Trainer takes it: autocast,
+    accumulation, clipping, activation checkpointing, the optimizer's own code (8-bit Adam aside, whose kernels want
+    numbers: see `trainer_kit.memory.costs`). Every storage is followed from its birth to its end; the state that the
+    optimizer makes in its first step counts from the start. A GPU is estimated without one, see
+    `trainer_kit.memory.cuda`. With `torch_compile` it is the memory without it.
+
+    Args:
+        model: Its tensors may be real, fake or on the meta device; it stays as it is.
+        args: The arguments of the run.
+        batch: A micro-batch, for its shapes; of whole numbers the values count too, since models look at masks and
+            labels. They are ones where it is on the meta device.
+        compute_loss: As the Trainer takes it.
+        optimizer: Of the model; default: as `args.optim` says.
+        device: "cpu", "cuda" or another; any other than a GPU is estimated as the CPU is.
+        world_size: Processes of the run; with more than one, gradients lie in DistributedDataParallel's buckets.
+
+    Raises:
+        ValueError: If the model gives no loss, has nothing to train, or computes what hangs on values not known.
+    """
+    place = torch.device(device)
+    is_cuda = place.type == "cuda"
+    micro_batches = min(args.gradient_accumulation_steps, _MICRO_BATCHES)
+    repeated = args.gradient_accumulation_steps / micro_batches
+    args = copy.copy(args)
+    args.gradient_accumulation_steps = micro_batches
+    fakes, counter = Fakes(), FlopCounter()
+    with generators_kept(torch.device("cpu")), contextlib.ExitStack() as stack:
+        strategy = _Pretended(is_cuda, Precision(args.mixed_precision))
+        strategy.setup()
+        copied = fakes.copy(model).train()
+        if args.gradient_checkpointing:
+            strategy.recompute_activations(copied)
+        if is_cuda:
+            stack.enter_context(cuda.AsOnCuda())
+        stack.enter_context(fakes.computing())
+        made = fakes.copy(optimizer) if optimizer is not None else _optimizer(copied, args)
+        if is_cuda:
+            cuda.use_foreach(made)
+        trainable = [parameter for parameter in copied.parameters() if parameter.requires_grad]
+        buckets: dict[torch.Tensor, torch.Tensor] = {}
+        if world_size > 1:
+            buckets = {each: torch.empty_like(each) for each in trainable}
+        step = Step(copied, made, args, fakes.batch(batch), compute_loss, strategy, buckets)
+        tracker = Tracker(cuda.GRANULARITY) if is_cuda else Tracker(1, hidden_on_cpu)
+        ahead = map_tensors(torch.clone, step.batch) if is_cuda else None  # the next one is copied meanwhile
+        tracker.mark("batch", tensors(ahead))
+        with counter:
+            step.track(tracker)
+        tracker.close()
+    found = tracker.peak()
+    components = [Component(kind, found[kind], f"{_COUNTED}: {KINDS[kind]}") for kind in KINDS if kind in found]
+    if is_cuda:
+        components.append(cuda.runtime())
+    flops = {"model_flops": counter.flops.model, "recomputed_flops": counter.flops.recomputed}
+    flops = {name: round(count * repeated) for name, count in flops.items()}
+    return make_anatomy(components, model, batch, place, **flops)
+
+
+def make_anatomy(
+    components: list[Component], model: torch.nn.Module, batch: Any, device: torch.device, **figures: int
+) -> Anatomy:
+    """The anatomy with these components, and what there is to know of model and batch."""
+    parameters = [*model.parameters()]
+    named = batch if isinstance(batch, Mapping) else dict(enumerate([*tensors(batch)]))
+    return Anatomy(
+        components=tuple(components),
+        peak=sum(component.nbytes for component in components),
+        device=device.type,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        batch_size=samples_of(batch),
+        shape={str(name): list(each.shape) for name, each in named.items() if isinstance(each, torch.Tensor)},
+        **figures,
+    )
+
+
+def _optimizer(model: torch.nn.Module, args: TrainingArguments) -> torch.optim.Optimizer:
+    if args.optim == "adamw_8bit":
+        return EightBitAdam(parameter_groups(model, args.weight_decay))
+    return make_optimizer(model, args)
+
+
+class _Pretended(SingleDevice):
+    """The CPU in the place of the device that is estimated.
+
+    Args:
+        is_far: Whether that is a device whose values the host has to wait for.
+        precision: Of the run.
+    """
+
+    def __init__(self, is_far: bool, precision: Precision) -> None:
+        super().__init__("cpu", precision)
+        self._is_far = is_far
+
+    @property
+    def reads_freely(self) -> bool:
+        return not self._is_far

@@ -1,0 +1,56 @@
+"""What operators take for themselves while they compute: no tensor of it comes out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+_BLOCK = 8  # channels
+
+
+def hidden_on_cpu(func: Any, args: Any, result: Any) -> int:
+    """Bytes beyond its result that an operator holds on a CPU at once.
+
+    Found with `torch.profiler` (`profile_memory`), which sees every allocation:
+
+    - A convolution of oneDNN works on copies of image, weight and result in a blocked layout, and copies the result
+      back.
+    - One in float16, on a CPU that oneDNN cannot compute it on, unfolds the image into columns (im2col).
+    - The backward pass of batch norm makes one more image, unless all the gradients are one number that is repeated.
+    """
+    if func is _aten.convolution.default:
+        image, weight = args[:2]
+        if _unfolds(image):
+            return _columns(result, weight)
+        return max(_nbytes(result), _nbytes(weight) + (_nbytes(image) if _is_blocked(image) else 0))
+    if func is _aten.convolution_backward.default:
+        gradient, image, weight = args[:3]
+        if _unfolds(image):
+            return _columns(gradient, weight)
+        return _nbytes(gradient) + (_nbytes(image) if _is_blocked(image) else 0)
+    if func is _aten.native_batch_norm_backward.default:
+        gradient, image = args[:2]
+        return 0 if 0 in gradient.stride() else _nbytes(image)
+    return 0
+
+
+def _is_blocked(image: torch.Tensor) -> bool:
+    """Whether oneDNN wants the image in another layout; the few channels of a picture stay as they are."""
+    return image.shape[1] >= _BLOCK
+
+
+def _unfolds(image: torch.Tensor) -> bool:
+    return image.dtype is torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+def _columns(output: torch.Tensor, weight: torch.Tensor) -> int:
+    """Of each place of the output, the patch of the image that it sees."""
+    places = output.shape[0] * math.prod(output.shape[2:])
+    return places * math.prod(weight.shape[1:]) * output.element_size()
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,89 @@
+"""The optimizer step as the loop takes it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from trainer_kit.arguments import TrainingArguments
+from trainer_kit.loss import ComputeLoss, Loss, samples_of, weighed
+from trainer_kit.memory.tracker import Tracker
+from trainer_kit.strategies.base import Strategy
+from trainer_kit.trees import tensors
+
+
+class Step:
+    """An optimizer step on one micro-batch that stands for all, to be taken again and again.
+
+    Args:
+        model: On the strategy's device, in training mode.
+        optimizer: Of the model.
+        args: Those of the run.
+        batch: On the device.
+        compute_loss: See `trainer_kit.loss.Loss`.
+        strategy: Set up.
+        buckets: What DistributedDataParallel sends gradients in, one for each parameter that requires one, by the
+            parameter; they are the gradients' memory from the last micro-batch on (`gradient_as_bucket_view`).
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        args: TrainingArguments,
+        batch: Any,
+        compute_loss: ComputeLoss | None,
+        strategy: Strategy,
+        buckets: dict[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.args, self.batch, self.strategy = model, optimizer, args, batch, strategy
+        self._loss = Loss(model, model, compute_loss)
+        self._loss.shifts = False
+        self._samples = samples_of(batch)
+        self._buckets = buckets or {}
+        self._is_last = False
+
+    def __call__(self) -> None:
+        args, strategy = self.args, self.strategy
+        micro_batches = args.gradient_accumulation_steps
+        for number in range(1, micro_batches + 1):
+            self._is_last = number == micro_batches
+            with strategy.autocast():
+                value, items = self._loss(self.batch)
+            total = self._samples * micro_batches
+            share = weighed(value, self._samples, total) if items is None else value / total
+            strategy.backward(share)
+        strategy.step(self.optimizer, args.max_grad_norm, args.max_grad_value, args.nonfinite)
+        strategy.clear_gradients(self.optimizer)
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """The tensors that are there before and after the step, by what they are used for."""
+        return {
+            "weights": [*self.model.parameters()],
+            "buffers": [*self.model.buffers()],
+            "batch": [*tensors(self.batch)],
+            "gradients": [*self._buckets.values()],
+            "optimizer": [*tensors(dict(self.optimizer.state))],
+        }
+
+    def track(self, tracker: Tracker) -> None:
+        """Takes the step, and tells `tracker` what is what."""
+
+        def accumulated(parameter: torch.Tensor) -> None:
+            if self._is_last and parameter in self._buckets:
+                parameter.grad = self._buckets[parameter]
+            tracker.mark("gradients", [parameter.grad])
+
+        with contextlib.ExitStack() as stack:
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    stack.callback(parameter.register_post_accumulate_grad_hook(accumulated).remove)
+            held = self.held()
+            for kind, each in held.items():
+                tracker.mark(kind, each)
+            with tracker.following():
+                self()
+            state = self.held()["optimizer"]
+            tracker.mark("optimizer", state) if held["optimizer"] else tracker.move_to_start("optimizer", state)

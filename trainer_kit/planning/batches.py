@@ -1,0 +1,123 @@
+"""The first batches of a training, read as it would read them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from trainer_kit.data.loader import MicroBatch, TrainLoader
+from trainer_kit.data.stream import StreamLoader
+from trainer_kit.loss import is_whole, labels_of
+from trainer_kit.planning.stage import reading_workers
+from trainer_kit.run import Run
+from trainer_kit.state import Stateful
+from trainer_kit.trees import tensors
+
+_LOOKED_AT = 4
+"""Micro-batches that are read."""
+
+
+class First(NamedTuple):
+    """The first micro-batches of one process.
+
+    Attributes:
+        micro_batches: In their order; none where nothing is left to train on.
+        error: What reading them raised.
+    """
+
+    micro_batches: list[MicroBatch]
+    error: Exception | None = None
+
+    @property
+    def largest(self) -> Any:
+        """The batch with the most numbers in it; None without any."""
+        batches = [each.batch for each in self.micro_batches]
+        return max(batches, key=lambda batch: sum(each.numel() for each in tensors(batch)), default=None)
+
+
+def first_batches(run: Run, loader: TrainLoader | StreamLoader) -> First:
+    """Reads them.
+
+    Args:
+        run: Where it begins; iterable datasets are read from the beginning of its epoch.
+        loader: Its training batches; it stays as it is.
+    """
+    state, dataset = run.state, run.train_dataset
+    workers = reading_workers(loader.reading.workers)
+    if workers == 0 and isinstance(loader, StreamLoader) and iter(dataset) is dataset:
+        return First([], ValueError("it can be read only once"))
+    single: Any = copy.copy(loader)
+    single.layout = loader.layout._replace(accumulation=1)
+    single.reading = dataclasses.replace(loader.reading, workers=workers, pin_memory=False)
+    position = 0 if isinstance(loader, StreamLoader) else state.position
+    kept = copy.deepcopy(dataset.state_dict()) if workers == 0 and isinstance(dataset, Stateful) else None
+    source = single.micro_batches(state.epoch, position, min(_LOOKED_AT, run.total_steps - state.step))
+    found: list[MicroBatch] = []
+    try:
+        found += itertools.islice(source, _LOOKED_AT)
+        return First(found)
+    except Exception as error:  # the dataset or the collator is the user's own
+        return First(found, error)
+    finally:
+        source.close()  # ends the workers
+        if kept is not None:
+            dataset.load_state_dict(kept)
+
+
+def batch_warnings(first: First, model: nn.Module) -> Iterator[str]:
+    """What is odd about the first batches, alone and beside the model."""
+    batches = first.micro_batches
+    if not batches:
+        return
+    labels = [labels_of(each.batch) for each in batches]
+    if all(each is not None and is_whole(each) for each in labels) and not any(each.counts.labels for each in batches):
+        yield (
+            f"all labels of the first {len(batches)} batches are -100, which counts for nothing: these batches train "
+            "nothing (see the dataset or data_collator)"
+        )
+    tokens, places = sum(each.counts.tokens for each in batches), sum(_places(each.batch) for each in batches)
+    if tokens and tokens < 0.6 * places:
+        yield (
+            f"{1 - tokens / places:.0%} of the first batches is padding: group_by_length=True puts samples of like "
+            "length together"
+        )
+    config = getattr(model, "config", None)
+    longest = max((each.shape[1] for each in _ids(first)), default=0)
+    positions = getattr(config, "max_position_embeddings", None)
+    if isinstance(positions, int) and longest > positions > 0:
+        yield f"a sequence of {longest:,} tokens is longer than the {positions:,} positions that the model knows"
+    embedding = _embedding(model)
+    largest = max((int(each.max()) for each in _ids(first) if each.numel()), default=0)
+    if embedding is not None and largest >= embedding.num_embeddings:
+        yield (
+            f"the first batches hold the token {largest:,}, but the model knows {embedding.num_embeddings:,}: "
+            "tokenizer and model do not fit"
+        )
+
+
+def _ids(first: First) -> list[torch.Tensor]:
+    found = [each.batch.get("input_ids") for each in first.micro_batches if isinstance(each.batch, dict)]
+    return [each for each in found if isinstance(each, torch.Tensor) and each.ndim == 2 and is_whole(each)]
+
+
+def _places(batch: Any) -> int:
+    ids = batch.get("input_ids") if hasattr(batch, "get") else None
+    return ids.numel() if isinstance(ids, torch.Tensor) else 0
+
+
+def _embedding(model: nn.Module) -> nn.Embedding | None:
+    """What looks tokens up, where the model tells as transformers' do."""
+    look: Any = getattr(model, "get_input_embeddings", None)
+    if look is None:
+        return None
+    try:
+        found = look()
+    except NotImplementedError:
+        return None
+    return found if isinstance(found, nn.Embedding) else None

@@ -1,0 +1,93 @@
+"""What a step costs, estimated: memory and arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from trainer_kit.loss import ComputeLoss
+from trainer_kit.memory import Anatomy, estimate
+from trainer_kit.memory.advice import advise, capacity
+from trainer_kit.memory.anatomy import size_text
+from trainer_kit.peaks import computing_dtype, peak_of
+from trainer_kit.planning.facts import Batch, Compute, Memory, Steps
+from trainer_kit.run import Run
+from trainer_kit.trees import tensors
+
+
+class Cost:
+    """The cost of a step.
+
+    Args:
+        run: Its optimizer is of the kind that it would have.
+        batch: A micro-batch; None where none could be read.
+        compute_loss: The user's own loss.
+        optimizer: The user's own.
+        device: Where the run computes.
+        processes: Processes of the run.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        batch: Any,
+        compute_loss: ComputeLoss | None,
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
+        processes: int,
+    ) -> None:
+        self.run = run
+        self.batch = batch
+        self.device = device
+        self.given: dict[str, Any] = {
+            "compute_loss": compute_loss, "optimizer": optimizer, "device": device, "world_size": processes,
+        }  # fmt: skip
+        self.anatomy: Anatomy | None = None
+        self.note = "no batch could be read"
+        if batch is None:
+            return
+        try:
+            self.anatomy = estimate(run.model, run.args, batch, **self.given)
+        except Exception as error:  # the model is the user's own
+            self.note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+    def memory(self) -> Memory:
+        """The memory of a step at its peak."""
+        if self.anatomy is None:
+            return Memory({}, None, None, "", self.note)
+        parts = {each.name: each.nbytes for each in self.anatomy.components}
+        return Memory(parts, self.anatomy.peak, capacity(self.device), _described(self.batch), "")
+
+    def warnings(self) -> Iterator[str]:
+        """Where the memory does not suffice, and what would help."""
+        memory = self.memory()
+        if memory.peak is None or memory.available is None or memory.peak <= memory.available:
+            return
+        advice = advise(self.run.model, self.run.args, self.batch, **self.given)
+        means = [f"{each.name} needs {size_text(each.peak)}" for each in advice.options if each.fits]
+        largest = advice.largest_batch_size or "no"
+        yield (
+            f"a step needs {size_text(memory.peak)} of memory, but {self.device} has {size_text(memory.available)}; "
+            f"at most {largest} samples fit at once; {'; '.join(means) or 'none of the usual means suffices'}"
+        )
+
+    def compute(self, batch: Batch, steps: Steps) -> Compute | None:
+        """The arithmetic of the steps that are left."""
+        if self.anatomy is None or not self.anatomy.model_flops:
+            return None
+        step = self.anatomy.model_flops * batch.processes
+        share = steps.left if steps.samples is None else steps.samples / batch.samples
+        work = round(step * share)
+        try:
+            peak = peak_of(self.device, computing_dtype(self.run.model, self.run.args.mixed_precision))
+        except LookupError as error:
+            return Compute(step, work, None, str(error), None)
+        at_once = peak.flops_per_second * batch.processes * batch.devices
+        return Compute(step, work, peak.flops_per_second, peak.source, work / at_once)
+
+
+def _described(batch: Any) -> str:
+    shapes = dict.fromkeys(" x ".join(map(str, each.shape)) for each in tensors(batch) if each.ndim)
+    return f"a batch of {', '.join(shapes)}"

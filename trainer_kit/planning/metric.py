@@ -1,0 +1,115 @@
+"""Whether an evaluation gives the metric by which the best model is chosen."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from trainer_kit.data.build import make_evaluation_batches
+from trainer_kit.data.loader import Reading
+from trainer_kit.evaluation import EvalPrediction, Evaluator
+from trainer_kit.inspection import Inspection
+from trainer_kit.loss import ComputeLoss, Loss
+from trainer_kit.metrics import Metric
+from trainer_kit.planning.model import size_of
+from trainer_kit.planning.stage import Stage
+from trainer_kit.run import Run
+
+_BATCHES, _SAMPLES = 2, 4
+"""Batches on which an evaluation is tried, and samples of each."""
+
+_CHEAP = 100_000_000
+"""Parameters up to which it is tried with a copy of the model."""
+
+
+class Evaluation:
+    """An evaluation of a run, as far as it is known before.
+
+    Args:
+        run: The run.
+        metrics: Streaming metrics by name.
+        compute_metrics: The user's own.
+        compute_loss: The user's own.
+        scheduler: The run's, which may go by a metric too.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        metrics: Mapping[str, Metric],
+        compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None,
+        compute_loss: ComputeLoss | None,
+        scheduler: Any,
+    ) -> None:
+        self.run = run
+        self.metrics = metrics
+        self.compute_metrics = compute_metrics
+        self.compute_loss = compute_loss
+        by_metric = run.args.metric_for_best_model is not None or isinstance(scheduler, ReduceLROnPlateau)
+        self.wanted = (run.args.metric_for_best_model or "eval_loss") if by_metric else None
+        self.warnings: list[str] = []
+
+    def problems(self, reading: Reading) -> list[str]:
+        """What an evaluation would end with, as far as that is known; what is less certain goes to the warnings.
+
+        Args:
+            reading: How samples are read.
+        """
+        run, wanted, certain = self.run, self.wanted, self._certain()
+        if not self.metrics and self.compute_metrics is None:
+            found = certain
+        elif size_of(run.model) > _CHEAP:
+            if wanted is not None and wanted not in certain:
+                self.warnings.append(f"whether an evaluation gives {wanted!r} is not known before the first one")
+            return []
+        else:
+            try:
+                found = self._tried(reading)
+            except Exception as error:  # the model, the dataset and the metrics are the user's own
+                self.warnings.append(
+                    f"an evaluation of the first {_BATCHES * _SAMPLES} samples, tried with a copy of the model, raised "
+                    f"{type(error).__name__}: {first_line(error)}"
+                )
+                return []
+        if wanted is None or wanted in found:
+            return []
+        return [f"metric_for_best_model={wanted!r} is not among what an evaluation gives: {', '.join(sorted(found))}"]
+
+    def _prefixes(self) -> list[str]:
+        datasets = self.run.eval_dataset
+        return [f"eval_{name}" for name in datasets] if isinstance(datasets, Mapping) else ["eval"]
+
+    def _certain(self) -> set[str]:
+        """What every evaluation gives, whatever the model: its times, and the loss where there is one."""
+        names = ["runtime", "samples_per_second", "steps_per_second", "loss"]
+        return {f"{prefix}_{name}" for prefix in self._prefixes() for name in names}
+
+    def _tried(self, reading: Reading) -> set[str]:
+        """The names that an evaluation of a few batches gives, with copies of the model and the metrics."""
+        run, found = self.run, set()
+        datasets = run.eval_dataset if isinstance(run.eval_dataset, Mapping) else {"": run.eval_dataset}
+        strategy = Stage(run.strategy, 1, run.strategy.device)
+        args = dataclasses.replace(run.args, per_device_eval_batch_size=min(_SAMPLES, run.args.eval_batch_size))
+        other: nn.Module = copy.deepcopy(run.model)
+        stage = Run(args, strategy, other)
+        inspection = Inspection(Loss(other, other, self.compute_loss), strategy)
+        evaluator = Evaluator(stage, inspection, copy.deepcopy(dict(self.metrics)), self.compute_metrics)
+        for prefix, dataset in zip(self._prefixes(), datasets.values(), strict=True):
+            batches = make_evaluation_batches(stage, dataset, reading)
+            try:
+                found |= {*evaluator(itertools.islice(batches, _BATCHES), prefix).metrics}
+            finally:
+                if hasattr(batches, "close"):
+                    batches.close()
+        return found
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says."""
+    return (str(error).splitlines() or [""])[0]

@@ -1,0 +1,130 @@
+"""What can be told of a model before it is trained: what is tied and frozen, and what its loss depends on."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from trainer_kit.inspection import Inspection
+from trainer_kit.loss import ComputeLoss, Loss
+from trainer_kit.memory.fakes import Fakes
+from trainer_kit.planning.facts import Model
+from trainer_kit.run import Run
+
+_CHEAP = 20_000_000
+"""Parameters up to which a model is tried with its values."""
+
+
+class Trial(NamedTuple):
+    """What one forward and backward pass of a copy of a model showed.
+
+    Attributes:
+        without_gradient: Names of trainable parameters that got no gradient; None where it did not come that far.
+        error: What it raised.
+        is_real: Whether it was tried with values; on shapes alone some models cannot be.
+    """
+
+    without_gradient: tuple[str, ...] | None
+    error: Exception | None
+    is_real: bool
+
+
+def try_step(run: Run, batch: Any, compute_loss: ComputeLoss | None) -> Trial:
+    """Lets a copy of a model go forward and backward: on shapes alone, else with values where that is cheap.
+
+    Args:
+        run: Its model stays as it is.
+        batch: On the host.
+        compute_loss: The user's own loss.
+    """
+    fakes, strategy = Fakes(), run.strategy
+    assert strategy.precision is not None
+    try:
+        model = fakes.copy(run.model)
+        if run.args.gradient_checkpointing:
+            strategy.recompute_activations(model)
+        loss, shapes = Loss(model, model, compute_loss), fakes.batch(batch)
+        with fakes.computing():
+            missed = _without_gradient(loss, shapes, strategy.precision.autocast(torch.device("cpu")))
+            return Trial(missed, None, is_real=False)
+    except Exception as error:  # the model is the user's own
+        if size_of(run.model) > _CHEAP:
+            return Trial(None, error, is_real=False)
+    try:
+        model = copy.deepcopy(run.model)
+        if run.args.gradient_checkpointing:
+            strategy.recompute_activations(model)
+        loss, batch = Loss(model, model, compute_loss), strategy.to_device(batch)
+        Inspection(loss, strategy).shift(batch)  # says what is wrong with the batch's columns
+        return Trial(_without_gradient(loss, batch, strategy.autocast()), None, is_real=True)
+    except Exception as error:
+        return Trial(None, error, is_real=True)
+
+
+def _without_gradient(loss: Loss, batch: Any, autocast: AbstractContextManager[Any]) -> tuple[str, ...]:
+    model = loss.module
+    model.train()
+    model.zero_grad()
+    with autocast:
+        value, _ = loss(batch)
+    value.backward()
+    return tuple(name for name, each in model.named_parameters() if each.requires_grad and each.grad is None)
+
+
+def size_of(model: nn.Module) -> int:
+    """The elements of all parameters, tied ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def model_facts(model: nn.Module, trial: Trial | None) -> Model:
+    """The model in figures."""
+    return Model(
+        name=type(model).__name__,
+        parameters=size_of(model),
+        trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        tied=tied(model),
+        without_gradient=trial.without_gradient if trial is not None else None,
+    )
+
+
+def tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """The names of parameters that are one and the same, group by group."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return tuple(tuple(each) for each in names.values() if len(each) > 1)
+
+
+def weights_dtype(model: nn.Module) -> str:
+    """What the trained weights are kept in."""
+    kinds = {str(each.dtype).removeprefix("torch.") for each in model.parameters() if each.requires_grad}
+    return ", ".join(sorted(kinds)) or "none that is trained"
+
+
+def model_warnings(run_args: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """What is odd about the weights, whatever the data."""
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    if torch.float16 in kinds and run_args.mixed_precision == "fp16":
+        yield ("the weights are float16, whose gradients mixed_precision='fp16' cannot unscale: load them in float32")
+    elif kinds & {torch.float16, torch.bfloat16}:
+        kind = str(next(iter(kinds & {torch.float16, torch.bfloat16}))).removeprefix("torch.")
+        yield (
+            f"the weights are kept in {kind}, in which small updates are rounded away; load them in float32 and set "
+            "mixed_precision"
+        )
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [name for name, each in model.named_parameters() if each.requires_grad and each not in trained]
+    if missing and trained:
+        yield f"the optimizer does not have {listed(missing)}: they require a gradient, and are never updated"
+
+
+def listed(names: list[str] | tuple[str, ...], shown: int = 3) -> str:
+    """A few names, and how many there are beside."""
+    more = f" and {len(names) - shown:,} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

@@ -1,0 +1,171 @@
+"""The learning rate of every step, from the real scheduler on an optimizer that changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from trainer_kit.checkpoint import read_state
+from trainer_kit.continuity import fitting_optimizer_state
+from trainer_kit.data.plan import Plan
+from trainer_kit.optim import Schedule, make_scheduler, own_scheduler
+from trainer_kit.planning import facts
+from trainer_kit.planning.stage import schedule_only
+from trainer_kit.run import Run
+
+_POINTS = 1000
+"""Points of a curve that are kept."""
+
+_LENGTHS = ("total_steps", "T_max", "total_iters", "num_training_steps")
+"""What schedulers call the steps that they are made for."""
+
+
+class Rates:
+    """The learning rates of a run.
+
+    Args:
+        run: Where it begins; its optimizer stays as it is.
+        given: The user's own scheduler, or a function that makes one.
+        plan: The run's steps.
+        directory: The checkpoint that it goes on from.
+
+    Attributes:
+        scheduler: A copy of the run's, or what would be the run's.
+        rates: Of each step that is left, in the first group of parameters.
+        groups: The first rate of each group.
+        error: Why the scheduler cannot go all the way; None where it can.
+
+    Raises:
+        TypeError: If what was given is no scheduler.
+        ValueError: If an argument of the schedule makes no sense, or the checkpoint is of another optimizer.
+    """
+
+    def __init__(self, run: Run, given: Any, plan: Plan, directory: Path | None) -> None:
+        assert run.optimizer is not None
+        self.run = run
+        self.first = run.state.step
+        self.error: str | None = None
+        self.optimizer = schedule_only(run.optimizer)
+        self.scheduler = self._make(given, plan, run.optimizer)
+        if directory is not None:
+            self._take_up(directory)
+        self.groups = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.rates = list(self._stepped(plan, plan.end - self.first))
+
+    def _take_up(self, directory: Path) -> None:
+        """Goes on where the schedule stands in a checkpoint."""
+        self.run.lr_scheduler = self.scheduler
+        saved = fitting_optimizer_state(self.run, directory)
+        for group, other in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
+            group.update({name: value for name, value in other.items() if name in ("lr", "initial_lr")})
+        self.scheduler.load_state_dict(read_state(directory, "lr_scheduler"))
+
+    def _make(self, given: Any, plan: Plan, real: torch.optim.Optimizer) -> Any:
+        if given is None:
+            return make_scheduler(self.optimizer, plan.scheduled(self.run.args), plan.length, plan.place)
+        if hasattr(given, "state_dict"):
+            given = copy.deepcopy(given, {id(getattr(given, "optimizer", real)): self.optimizer})
+        return own_scheduler(given, self.optimizer)
+
+    def _stepped(self, plan: Plan, steps: int) -> Iterator[float]:
+        scheduler, group = self.scheduler, self.optimizer.param_groups[0]
+        if isinstance(scheduler, Schedule):
+            peak, factor = scheduler.base_lrs[0], scheduler.lr_lambdas[0]
+            yield from (float(peak * factor(step)) for step in range(plan.place, plan.place + steps))
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of steps of the scheduler without one of the optimizer
+            for step in range(1, steps + 1):
+                yield float(group["lr"])
+                if isinstance(scheduler, ReduceLROnPlateau):
+                    continue
+                try:
+                    scheduler.step()
+                except Exception as error:  # the user's own code
+                    self.error = (
+                        f"{type(scheduler).__name__} raises after step {self.first + step}: "
+                        f"{type(error).__name__}: {error}"
+                    )
+                    return
+
+    def facts(self) -> facts.Schedule:
+        """The same for people."""
+        count = len(self.rates)
+        places = range(count) if count <= _POINTS else [round(i * (count - 1) / (_POINTS - 1)) for i in range(_POINTS)]
+        points = tuple((self.first + place + 1, self.rates[place]) for place in places)
+        return facts.Schedule(
+            optimizer=type(self.optimizer).__name__,
+            name=self._name(),
+            points=points,
+            lowest=min(self.rates, default=self.groups[0]),
+            highest=max(self.rates, default=self.groups[0]),
+            note=self._note(),
+        )
+
+    def _name(self) -> str:
+        args = self.run.args
+        return args.lr_scheduler_type if isinstance(self.scheduler, Schedule) else type(self.scheduler).__name__
+
+    def _note(self) -> str:
+        scheduler = self.scheduler
+        if isinstance(scheduler, ReduceLROnPlateau):
+            metric = self.run.args.metric_for_best_model or "eval_loss"
+            return (
+                f"depends on {metric}: times {scheduler.factor:g} after more than {scheduler.patience} evaluations "
+                "without an improvement"
+            )
+        if len(set(self.groups)) > 1:
+            return (
+                f"of the first of {len(self.groups)} groups, which begin at {', '.join(f'{r:g}' for r in self.groups)}"
+            )
+        return ""
+
+    def warnings(self) -> Iterator[str]:
+        """What is odd about the rates."""
+        rates, steps = self.rates, self.run.total_steps
+        if self.error is not None or not rates:
+            return
+        if max(rates) == 0:
+            yield "the learning rate is 0 in every step: nothing is learned"
+            return
+        zeros = next(count for count, rate in enumerate(reversed(rates)) if rate)
+        if zeros > 1:
+            yield f"the learning rate is 0 in the last {zeros:,} of {len(rates):,} steps: they change nothing"
+        if isinstance(self.scheduler, Schedule):
+            yield from self._of_warmup()
+            return
+        for owner in [self.scheduler, *getattr(self.scheduler, "_schedulers", ())]:
+            for name, length in _lengths(owner):
+                if length > steps:
+                    yield (
+                        f"the schedule is longer than training: {type(owner).__name__} has {name}={length:,}, training "
+                        f"ends after {steps:,} steps at a learning rate of {rates[-1]:.3g}"
+                    )
+                    return
+
+    def _of_warmup(self) -> Iterator[str]:
+        args, end = self.run.args, self.run.total_steps
+        warmup = args.warmup_steps
+        if warmup >= end > 0 and args.lr_scheduler_type not in ("constant", "one_cycle"):
+            yield (
+                f"warmup_steps={warmup:,} is no shorter than training, which takes {end:,} steps: the learning rate "
+                f"never reaches {args.learning_rate:g}"
+            )
+
+
+def _lengths(scheduler: Any) -> Iterator[tuple[str, int]]:
+    """The steps that a scheduler is made for, with the name that it has for them, as far as it tells."""
+    told = dict(vars(scheduler))
+    for factor in getattr(scheduler, "lr_lambdas", ()):  # transformers' schedules are partial functions
+        told |= factor.keywords if isinstance(factor, functools.partial) else {}
+    milestones = told.get("_milestones") or told.get("milestones") or ()
+    yield from ((name, told[name]) for name in _LENGTHS if isinstance(told.get(name), int))
+    if milestones:
+        yield "milestones up to", max(milestones)

@@ -1,0 +1,142 @@
+"""The parts that a report's page is made of: plots with their legends, and tables that fit a narrow screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from trainer_kit.report import drawing, facts, wording
+from trainer_kit.report.colours import DASHES, bar_role, role_of
+from trainer_kit.report.markup import Markup, element, joined, text
+from trainer_kit.report.panels import Panel, Series, Table
+from trainer_kit.report.timeline import Timeline
+
+_STACKED_FROM = 4
+"""Columns of a table from which a narrow screen shows each row as a block of its own."""
+
+
+def curves(panel: Panel, name: str, wide: bool = False) -> Markup:
+    """A panel with its legend and its table; `name` is not that of another plot."""
+    drawn = _drawn(lambda name, size: drawing.curves(panel, name, size), name, wide)
+    legend = [_entry(line(each.style), each.label, _last(panel, each)) for each in panel.series]
+    if len(legend) == 1 and panel.series[0].style == 0:
+        legend = [_entry(Markup(), "last", _last(panel, panel.series[0]))]
+    table = panel.table()
+    return _figure(panel.title, legend, drawn, panel.notes(drawing.columns(drawing.NARROW)), table, wide)
+
+
+def timeline(each: Timeline, name: str, title: str) -> Markup:
+    """The timeline of a run with its legend, the totals as its table."""
+    drawn = _drawn(lambda name, size: drawing.timeline(each, name, size), name, wide=True)
+    shown = each.shown_totals()
+    legend = [_entry(area(role_of(name)), name, wording.percent(share)) for name, share in shown.items()]
+    marks = sorted({mark.kind for mark in each.marks}, reverse=True)
+    legend += [_entry(Markup(f'<span aria-hidden="true">{_MARKS[kind]}</span>'), kind, "") for kind in marks]
+    return _figure(title, legend, drawn, "", each.table(), wide=True)
+
+
+_MARKS = {"restart": "▼", "rollback": "◀"}
+
+
+def bars(rows: dict[str, dict[str, float]], name: str, title: str, table: Table) -> Markup:
+    """Stacked bars of GiB with their legend and table."""
+    names = list(dict.fromkeys(each for row in rows.values() for each in row))
+    only = next(iter(rows.values())) if len(rows) == 1 else {}
+    legend = [
+        _entry(area(bar_role(names, each)), each, wording.size(only[each]) if each in only else "") for each in names
+    ]
+    said = "; ".join(
+        f"{label or title}: {', '.join(f'{each} {wording.size(gib)}' for each, gib in row.items())}, together "
+        f"{wording.size(sum(row.values()))}"
+        for label, row in rows.items()
+    )
+    drawn = _drawn(lambda name, size: drawing.bars(rows, name, f"{said}.", size), name, wide=True)
+    note = facts.ANATOMY_NOTE if "activations" in names else ""
+    return _figure(title, legend, drawn, note, table, wide=True)
+
+
+def line(style: int) -> Markup:
+    """A sample of a line of a plot."""
+    dashes = " ".join(f"{1.7 * length:g}" for length in DASHES[style])
+    return Markup(
+        f'<svg class="sample" viewBox="0 0 24 8" aria-hidden="true"><path d="M1 4H23" fill="none" stroke-width="2.4" '
+        f'style="stroke:var(--line-{style})"{f""" stroke-dasharray="{dashes}" """ if dashes else ""}/></svg>'
+    )
+
+
+def area(role: str) -> Markup:
+    """A sample of an area of a plot."""
+    hatched = " hatched" if role in drawing.HATCHED else ""
+    return Markup(f'<span class="area{hatched}" style="background-color:var(--{role})" aria-hidden="true"></span>')
+
+
+def table(content: Table, caption: str, hidden_caption: bool = True) -> Markup:
+    """A table of texts whose first column names the rows; where not all rows are in it, the caption says so."""
+    if len(content.body) < content.of:
+        caption, hidden_caption = f"{caption}: {len(content.body):,} of {content.of:,}", False
+    stacked = len(content.head) >= _STACKED_FROM
+    rows = [_row(content.head, row, stacked) for row in content.body]
+    heads = [element("th", _breakable(each), scope="col", role=_role("columnheader", stacked)) for each in content.head]
+    return element(
+        "table",
+        element("caption", caption, class_="hidden" if hidden_caption else None),
+        element("thead", element("tr", *heads, role=_role("row", stacked)), role=_role("rowgroup", stacked)),
+        element("tbody", *rows, role=_role("rowgroup", stacked)),
+        class_="stacked" if stacked else None,
+        role=_role("table", stacked),
+    )
+
+
+def _row(names: Sequence[str], cells: Sequence[str], stacked: bool) -> Markup:
+    first = element(
+        "th", cells[0], scope="row", data_name=names[0] if stacked else None, role=_role("rowheader", stacked)
+    )
+    if not stacked:
+        return element("tr", first, *(element("td", cell) for cell in cells[1:]))
+    rest = [
+        element("td", element("span", cell), data_name=name, role="cell")
+        for name, cell in zip(names[1:], cells[1:], strict=True)
+    ]
+    return element("tr", first, *rest, role="row")
+
+
+def _role(role: str, stacked: bool) -> str | None:
+    """What an element stays for a screen reader where the style sheet makes a block of it."""
+    return role if stacked else None
+
+
+def _breakable(name: str) -> Markup:
+    """A name that may go on in the next line after each underscore."""
+    return Markup("_<wbr>".join(text(part) for part in name.split("_")))
+
+
+def details(summary: str, *content: str) -> Markup:
+    """What opens when it is asked for."""
+    return element("details", element("summary", summary), *content)
+
+
+def _figure(title: str, legend: Sequence[str], drawn: Markup, note: str, content: Table, wide: bool) -> Markup:
+    return element(
+        "figure",
+        element("figcaption", element("h3", title), element("ul", *legend, class_="legend")),
+        drawn,
+        element("p", note, class_="note") if note else "",
+        details(f"Table: {title}", table(content, title)),
+        class_="wide" if wide else None,
+    )
+
+
+def _drawn(draw: Callable[[str, tuple[int, int]], str], name: str, wide: bool) -> Markup:
+    """The plot; a wide one twice, of which the style sheet shows the one that fits the screen."""
+    narrow = Markup(draw(name, drawing.NARROW))
+    if not wide:
+        return narrow
+    broad = Markup(draw(f"{name}-wide", drawing.WIDE))
+    return joined([element("div", broad, class_="broad"), element("div", narrow, class_="narrow")])
+
+
+def _entry(sample: Markup, label: str, value: str) -> Markup:
+    return element("li", sample, element("span", label), element("b", value) if value else "")
+
+
+def _last(panel: Panel, series: Series) -> str:
+    return panel.word(float(series.values[-1]))

@@ -1,0 +1,270 @@
+"""What a report says of a run in words and single numbers: how it ended, its key figures, arguments and warnings."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainer_kit.report import wording
+from trainer_kit.report.history import ANATOMY, History
+from trainer_kit.report.panels import Table, names_of
+from trainer_kit.report.timeline import DOWN, LOST, Timeline
+
+ANATOMY_TITLE = "Memory by component"
+ANATOMY_NOTE = "Activations: what is left of the peak of a step, temporary buffers included."
+
+_GIB = "_gib"
+_SHOWN_EVALUATIONS = 100
+
+
+class Status(NamedTuple):
+    """How a run ended.
+
+    Attributes:
+        kind: "good", "bad" or "open".
+        word: In one word or two.
+        sentence: What else is known; may be empty.
+    """
+
+    kind: str
+    word: str
+    sentence: str
+
+
+class Figure(NamedTuple):
+    """A key figure: its name, its value, and a note that may be empty."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+def status(history: History) -> Status:
+    """How the newest start of the run ended."""
+    begins = history.starts[-1].place if history.starts else 0
+    last = {event.name: event for event in history.events if event.place >= begins}
+    total = _whole(history.beginning.get("total_steps"))
+    if "exception" in last:
+        record = last["exception"].record
+        return Status("bad", "broke off", f"{record.get('type', 'Error')}: {record.get('message', '')}")
+    if "end" not in last:
+        return Status("open", "no end recorded", "It still runs, or its process was killed.")
+    if total is not None and history.step < total:
+        return Status("open", "stopped early", f"At step {history.step:,} of {total:,}.")
+    return Status("good", "finished", "")
+
+
+def key_figures(history: History, timeline: Timeline | None) -> list[Figure]:
+    """The figures that matter most, as far as the log has them."""
+    makers = (_steps, _time, _loss, _best, _throughput, _memory, _goodput, _parameters)
+    return [figure for make in makers if (figure := make(history, timeline)) is not None]
+
+
+def _steps(history: History, timeline: Timeline | None) -> Figure:
+    total = _whole(history.beginning.get("total_steps"))
+    epochs = history.curve("epoch")[1]
+    notes = [f"of {total:,}"] if total is not None and total != history.step else []
+    notes += [f"{epochs[-1]:.3g} epochs"] if len(epochs) and epochs[-1] else []
+    return Figure("Steps", f"{history.step:,}", ", ".join(notes))
+
+
+def _time(history: History, timeline: Timeline | None) -> Figure | None:
+    restarts = len(history.starts) - 1
+    notes = [wording.count(restarts, "restart")] if restarts > 0 else []
+    if timeline is not None:
+        lost = {name: timeline.totals.get(name, 0.0) for name in (LOST, DOWN)}
+        notes += [f"{wording.duration(seconds)} {name}" for name, seconds in lost.items() if seconds >= 1]
+        return Figure("Wall time", wording.duration(timeline.wall), ", ".join(notes))
+    if not history.starts or not math.isfinite(history.ends[-1] - history.starts[0].time):
+        return None
+    return Figure("Wall time", wording.duration(history.ends[-1] - history.starts[0].time), ", ".join(notes))
+
+
+def _loss(history: History, timeline: Timeline | None) -> Figure | None:
+    values = history.curve("loss")[1]
+    mean = history.summary.get("train_loss")
+    if not len(values):
+        return None if mean is None else Figure("Training loss", wording.number(mean), "mean of the run")
+    note = f"in the last record; mean {wording.number(mean)}" if mean is not None else "in the last record"
+    return Figure("Training loss", wording.number(float(values[-1])), note)
+
+
+def _best(history: History, timeline: Timeline | None) -> Figure | None:
+    arguments, records = history.arguments, history.evaluations
+    name = arguments.get("metric_for_best_model") or "eval_loss"
+    values = {record["step"]: record[name] for record in records if is_finite(record.get(name))}
+    if not values:
+        return None
+    step = (max if arguments.get("greater_is_better") else min)(values, key=lambda step: values[step])
+    return Figure(f"Best {name}", wording.number(values[step]), f"at step {step:,}")
+
+
+def _throughput(history: History, timeline: Timeline | None) -> Figure | None:
+    for unit in ("tokens", "samples"):
+        name = f"{unit}_per_second"
+        values = history.curve(name)[1]
+        values = values[np.isfinite(values)]
+        if len(values):
+            return Figure("Throughput", f"{wording.number(float(np.median(values)))} {unit}/s", "median of the records")
+    rate = history.summary.get("train_samples_per_second")
+    return None if rate is None else Figure("Throughput", f"{wording.number(rate)} samples/s", "with all pauses")
+
+
+def _memory(history: History, timeline: Timeline | None) -> Figure | None:
+    values = history.curve("peak_memory_gib")[1]
+    told: Any = history.summary.get("peak_memory_gib")
+    peak = max(float(np.fmax.reduce(values, initial=-math.inf)), float(told) if is_finite(told) else -math.inf)
+    return Figure("Peak memory", wording.size(peak), "of one device") if math.isfinite(peak) else None
+
+
+def _goodput(history: History, timeline: Timeline | None) -> Figure | None:
+    told: Any = history.summary.get("goodput")
+    share: float | None = told if is_finite(told) else timeline.goodput if timeline is not None else None
+    if share is None:
+        return None
+    mfu: Any = history.summary.get("mfu")
+    note = f"MFU {wording.percent(float(mfu))}" if is_finite(mfu) else "forward, backward and optimizer"
+    return Figure("Goodput", wording.percent(share), note)
+
+
+def _parameters(history: History, timeline: Timeline | None) -> Figure | None:
+    parameters, trainable = history.beginning.get("parameters"), history.beginning.get("trainable")
+    if not isinstance(parameters, int):
+        return None
+    note = "all trained" if trainable == parameters else f"{wording.number(trainable)} trained"
+    return Figure("Parameters", wording.short(parameters), note)
+
+
+def anatomy(history: History) -> dict[str, float]:
+    """GiB by component in the record in which they came to most; empty where no record tells."""
+    names = [name for name in history.names if name.startswith(ANATOMY)]
+    if not names:
+        return {}
+    values = np.stack([history.column(name)[history.kept] for name in names], axis=1)
+    values = np.where(np.isfinite(values), values, 0.0)
+    if not values.sum():
+        return {}
+    row = values[int(values.sum(axis=1).argmax())]
+    return {
+        name.removeprefix(ANATOMY).removesuffix(_GIB): gib
+        for name, gib in zip(names, row.tolist(), strict=True)
+        if gib > 0
+    }
+
+
+def anatomy_table(histories: Sequence[History]) -> Table:
+    """The components of all runs."""
+    parts = [anatomy(history) for history in histories]
+    names = list(dict.fromkeys(name for part in parts for name in part))
+    head = ["Component", *(["Size", "Share"] if len(parts) == 1 else names_of(histories))]
+    rows = []
+    for name in names:
+        cells = [wording.size(part[name]) if name in part else "-" for part in parts]
+        if len(parts) == 1:
+            cells.append(wording.percent(parts[0][name] / sum(parts[0].values())))
+        rows.append([name, *cells])
+    sums = [wording.size(sum(part.values())) for part in parts]
+    return Table(head, [*rows, ["together", *sums, *(["100 %"] if len(parts) == 1 else [])]], len(rows) + 1)
+
+
+def evaluations(history: History, rows: int = _SHOWN_EVALUATIONS) -> Table | None:
+    """All evaluations, or `rows` of them evenly spaced where there are more; None where there was none."""
+    records = history.evaluations
+    names = list(dict.fromkeys(name for record in records for name in record if name not in ("event", "time", "step")))
+    names = [name for name in names if not name.endswith(("_samples_per_second", "_steps_per_second"))]
+    if not records:
+        return None
+    chosen = records
+    if len(records) > rows:
+        chosen = [records[place] for place in np.linspace(0, len(records) - 1, rows).round().astype(int)]
+    body = [[f"{record['step']:,}", *(_cell(name, record.get(name)) for name in names)] for record in chosen]
+    return Table(["step", *names], body, len(records))
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    return wording.duration(value) if name.endswith("_runtime") and is_finite(value) else wording.number(value)
+
+
+class Warned(NamedTuple):
+    """A warning, how often it came, and the step at which it came first."""
+
+    message: str
+    source: str
+    times: int
+    step: int
+
+
+def warnings(history: History) -> list[Warned]:
+    """The warnings of all starts, each message once."""
+    records = [event.record for event in history.events if event.name == "warning"]
+    counts = collections.Counter(str(record.get("message")) for record in records)
+    first = {str(record.get("message")): record for record in reversed(records)}
+    return [
+        Warned(message, str(first[message].get("source", "")), number, first[message]["step"])
+        for message, number in counts.items()
+    ]
+
+
+def notices(history: History) -> list[str]:
+    """What is to be known of the log itself."""
+    found = []
+    if history.cut:
+        lines = wording.listed(map(str, history.cut[:5]))
+        noun = "Line" if len(history.cut) == 1 else "Lines"
+        found.append(
+            f"{noun} {lines} of {history.path.name} {'was' if len(history.cut) == 1 else 'were'} cut short when the "
+            "process ended, and left out; all others are shown."
+        )
+    gone = int((~history.kept).sum())
+    if gone:
+        found.append(
+            f"{wording.count(gone, 'record')} of steps that were taken again after a restart or rollback "
+            f"{'is' if gone == 1 else 'are'} not in the curves."
+        )
+    return found
+
+
+def environment(history: History) -> list[tuple[str, str]]:
+    """Name and value of what the run was at work with."""
+    told = history.beginning.get("environment")
+    facts = dict(told) if isinstance(told, dict) else {}
+    facts.setdefault("trainer_kit", history.beginning.get("trainer_kit", "unknown"))
+    return [(str(name), wording.number(value)) for name, value in facts.items()]
+
+
+def arguments(history: History) -> list[tuple[str, str, bool]]:
+    """Name and value of each argument, and whether it is another than the default, those first."""
+    from trainer_kit.arguments import TrainingArguments
+
+    usual = TrainingArguments().to_dict()
+    rows = [
+        (name, _shown(value), name not in usual or usual[name] != value) for name, value in history.arguments.items()
+    ]
+    return sorted(rows, key=lambda row: not row[2])
+
+
+def differing(histories: Sequence[History]) -> list[tuple[str, list[str]]]:
+    """The arguments that are not the same in all runs, each with its values."""
+    told = [history.arguments for history in histories]
+    names = list(dict.fromkeys(name for arguments in told for name in arguments))
+    rows = [(name, [_shown(arguments[name]) if name in arguments else "-" for arguments in told]) for name in names]
+    return [(name, values) for name, values in rows if len(set(values)) > 1]
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a number that can be drawn."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else repr(value)
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

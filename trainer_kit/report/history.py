@@ -1,0 +1,228 @@
+"""`History`: what a run's log tells, in columns, so that 100,000 records are a matter of a second."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+from collections.abc import Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer_kit.report.log import BEGINNINGS, NAME, LogFile, Record, restored
+
+Array = npt.NDArray[np.float64]
+Places = npt.NDArray[np.int64]
+
+SECONDS = "seconds/"
+ANATOMY = "anatomy/"
+CALLBACK = "callback/"
+
+
+class Event(NamedTuple):
+    """A record other than the regular "log" ones.
+
+    Attributes:
+        place: Number of the record in the log, from 0.
+        record: As `read_log` gives it.
+    """
+
+    place: int
+    record: Record
+
+    @property
+    def name(self) -> str:
+        return str(self.record["event"])
+
+    @property
+    def step(self) -> int:
+        return int(self.record["step"])
+
+    @property
+    def time(self) -> float:
+        time = self.record.get("time")
+        return float(time) if isinstance(time, (int, float)) else math.nan
+
+
+class _Block(NamedTuple):
+    """Regular records of one piece of the log that hold the same names: one row each."""
+
+    places: Places
+    names: dict[str, int]
+    values: Array
+
+
+class History:
+    """A run as its log tells it.
+
+    Args:
+        folder: The run's `output_dir`, or the log itself.
+
+    Attributes:
+        name: Of the folder.
+        path: The log.
+        cut: Numbers of lines that were cut short when their process ended, and are left out.
+        count: Records in the log.
+        events: All records but the regular "log" ones, in the order of writing.
+        places: Which records of the log are the regular ones.
+
+    Raises:
+        FileNotFoundError: If there is no log.
+        ValueError: If it holds no records, or cannot be read, see `LogFile`.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.path = Path(folder) if Path(folder).is_file() else Path(folder) / NAME
+        if not self.path.exists():
+            what = f"has no {NAME}" if Path(folder).is_dir() else "does not exist"
+            raise FileNotFoundError(
+                f"{os.fspath(folder)} {what}; give the output_dir of a run that had 'jsonl' in report_to"
+            )
+        self.name = self.path.resolve().parent.name
+        self.events: list[Event] = []
+        self.count = 0
+        self._blocks: list[_Block] = []
+        self._columns: dict[str, Array] = {}
+        log = LogFile(self.path)
+        for piece in log.pieces():
+            self._add(piece)
+        self.cut = log.cut
+        if not self.count:
+            raise ValueError(f"{self.path} holds no records; give the output_dir of a run that has begun")
+        self.places = np.concatenate([np.empty(0, np.int64), *(block.places for block in self._blocks)])
+        self._order = np.argsort(self.places, kind="stable")
+        self.places = self.places[self._order]
+
+    def _add(self, piece: Sequence[Record]) -> None:
+        rows: dict[tuple[str, ...], list[int]] = {}
+        for place, record in enumerate(piece):
+            if record["event"] == "log" and "train_runtime" not in record:
+                rows.setdefault(tuple(record), []).append(place)
+            else:
+                self.events.append(Event(self.count + place, restored(record)))
+        for keys, places in rows.items():
+            names = [name for name in keys if name != "event"]
+            records = [piece[place] for place in places]
+            values = _numbers(records, names).reshape(len(records), len(names))
+            columns = {name: number for number, name in enumerate(names)}
+            self._blocks.append(_Block(np.asarray(places, np.int64) + self.count, columns, values))
+        self.count += len(piece)
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """All names of the regular records, in the order in which they came up."""
+        return list(dict.fromkeys(itertools.chain.from_iterable(block.names for block in self._blocks)))
+
+    def column(self, name: str) -> Array:
+        """The values of `name` in the regular records, [records], also of steps that were taken again; NaN: none."""
+        if name not in self._columns:
+            parts = [
+                block.values[:, block.names[name]] if name in block.names else np.full(len(block.places), math.nan)
+                for block in self._blocks
+            ]
+            self._columns[name] = np.concatenate([np.empty(0), *parts])[self._order]
+        return self._columns[name]
+
+    @functools.cached_property
+    def kept(self) -> npt.NDArray[np.bool_]:
+        """Which of the regular records stand, [records]: not those of steps that were taken again."""
+        return self._stand(self.places, self.column("step"))
+
+    @functools.cached_property
+    def story(self) -> list[Event]:
+        """The events that stand."""
+        places = np.array([event.place for event in self.events], np.int64)
+        stand = self._stand(places, np.array([event.step for event in self.events], np.float64))
+        return [event for event, stands in zip(self.events, stand, strict=True) if stands]
+
+    def _stand(self, places: Places, steps: Array) -> npt.NDArray[np.bool_]:
+        """A record stands unless a later one says that the run went back to before its step."""
+        beginnings = [event for event in self.events if event.name in BEGINNINGS]
+        least = np.minimum.accumulate([math.inf, *(float(event.step) for event in reversed(beginnings))])[::-1]
+        later = np.searchsorted([event.place for event in beginnings], places, side="right")
+        return np.asarray(steps <= least[later], np.bool_)
+
+    def curve(self, name: str) -> tuple[Array, Array]:
+        """Steps, rising, and values of `name` in the records that stand and hold it, NaN and infinity included."""
+        lengths = [len(block.places) for block in self._blocks]
+        there = np.repeat(np.array([name in block.names for block in self._blocks], np.bool_), lengths)[self._order]
+        chosen = there & self.kept
+        steps, values = self.column("step")[chosen], self.column(name)[chosen]
+        if (np.diff(steps) < 0).any():  # a log that no Trainer wrote
+            order = np.argsort(steps, kind="stable")
+            return steps[order], values[order]
+        return steps, values
+
+    @functools.cached_property
+    def evaluations(self) -> list[Record]:
+        """The records of the evaluations that stand."""
+        return [event.record for event in self.story if event.name == "evaluate"]
+
+    @functools.cached_property
+    def summary(self) -> Record:
+        """The last record of the run, with the figures of the whole; empty where it did not come to its end."""
+        records = [event.record for event in self.story if event.name == "log"]
+        return records[-1] if records else {}
+
+    @functools.cached_property
+    def beginning(self) -> Record:
+        """The newest record that tells the arguments; empty where there is none."""
+        told = [event.record for event in self.events if isinstance(event.record.get("arguments"), dict)]
+        return told[-1] if told else {}
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the newest start."""
+        return dict(self.beginning.get("arguments", {}))
+
+    @functools.cached_property
+    def step(self) -> int:
+        """The step that the run came to."""
+        steps = [event.step for event in self.story]
+        logged = self.column("step")[self.kept]
+        return max([0, *steps, *(int(step) for step in logged[-1:])])
+
+    @functools.cached_property
+    def starts(self) -> list[Event]:
+        """All records "start"."""
+        return [event for event in self.events if event.name == "start"]
+
+    @functools.cached_property
+    def ends(self) -> list[float]:
+        """For each start, when it ended, or else when its last record was written, in seconds since 1970."""
+        times = np.full(self.count, -math.inf)
+        times[self.places] = self.column("time")
+        for event in self.events:
+            times[event.place] = event.time
+        for event in self.events:  # predictions may follow
+            if event.name in ("end", "exception"):
+                after = next((start.place for start in self.starts if start.place > event.place), self.count)
+                times[event.place + 1 : after] = -math.inf
+        begins = [event.place for event in self.starts]
+        ends = [*begins[1:], self.count]
+        return [
+            float(np.fmax.reduce(times[first:last], initial=-math.inf))
+            for first, last in zip(begins, ends[-len(begins) :], strict=True)
+        ]
+
+
+def _numbers(records: Sequence[Record], names: Sequence[str]) -> Array:
+    """The records' values, one record after the other; what is no number is NaN."""
+    size = len(records) * len(names)
+    flat = map(itemgetter(*names), records) if len(names) > 1 else ((record[names[0]],) for record in records)
+    try:
+        return np.fromiter(itertools.chain.from_iterable(flat), np.float64, size)
+    except (OverflowError, TypeError, ValueError):  # a name, a list, a null
+        return np.array([_number(record[name]) for record in records for name in names], np.float64)
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (OverflowError, TypeError, ValueError):
+        return math.nan

@@ -1,0 +1,126 @@
+"""The report as Markdown, short enough for a pull request."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from trainer_kit.report import facts, wording
+from trainer_kit.report.history import History
+from trainer_kit.report.panels import Panel, Series, Table, names_of, panels, thin
+from trainer_kit.report.timeline import Timeline
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_WIDTH = 24
+_ROWS = 8
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$@&!])")
+
+
+def markdown(histories: Sequence[History]) -> str:
+    """Key figures, curves in a line each, time, memory, evaluations, arguments that matter and warnings."""
+    names = names_of(histories)
+    timelines = [Timeline(history) if Timeline.exists(history) else None for history in histories]
+    parts = [f"## Training report: {escaped(wording.listed(names))}", _summary(histories, names, timelines)]
+    parts += _curves(histories)
+    parts.append(_time(names, timelines))
+    if any(facts.anatomy(history) for history in histories):
+        parts.append(_section(facts.ANATOMY_TITLE, facts.anatomy_table(histories)))
+    if len(histories) == 1 and (table := facts.evaluations(histories[0], _ROWS)) is not None:
+        parts.append(_section("Evaluations", table))
+    parts += [_arguments(histories, names), *_warnings(histories, names)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def escaped(text: str) -> str:
+    """Text in which Markdown and HTML find nothing but text, in one line."""
+    return _SPECIAL.sub(r"\\\1", " ".join(text.split()))
+
+
+def _of(name: str, text: str, histories: Sequence[History]) -> str:
+    return text if len(histories) == 1 else f"{name}: {text}"
+
+
+def _section(title: str, table: Table) -> str:
+    some = f" ({len(table.body):,} of {table.of:,})" if len(table.body) < table.of else ""
+    return f"### {escaped(title)}{some}\n\n{_table(table)}"
+
+
+def _table(table: Table) -> str:
+    head, *body = (f"| {' | '.join(map(escaped, row))} |" for row in (table.head, *table.body))
+    return "\n".join([head, f"| --- |{' ---: |' * (len(table.head) - 1)}", *body])
+
+
+def _summary(histories: Sequence[History], names: Sequence[str], timelines: Sequence[Timeline | None]) -> str:
+    states = [facts.status(history) for history in histories]
+    figures = [facts.key_figures(*pair) for pair in zip(histories, timelines, strict=True)]
+    heads = list(dict.fromkeys(each.name for run in figures for each in run))
+    columns = []
+    for state, run in zip(states, figures, strict=True):
+        by_name = {each.name: f"{each.value} ({each.note})" if each.note else each.value for each in run}
+        told = f"{state.word}: {state.sentence}" if state.sentence else state.word
+        columns.append([told, *(by_name.get(head, "-") for head in heads)])
+    body = [[head, *cells] for head, *cells in zip(["Status", *heads], *columns, strict=True)]
+    table = _table(Table(["", *names], body, len(body)))
+    notices = [
+        f"> {escaped(_of(name, notice, histories))}"
+        for name, history in zip(names, histories, strict=True)
+        for notice in facts.notices(history)
+    ]
+    return "\n\n".join([table, *notices])
+
+
+def _curves(histories: Sequence[History]) -> list[str]:
+    rows = [
+        [panel.title if series.label == panel.title else f"{panel.title}: {series.label}", *_line(panel, series)]
+        for panel in panels(histories)
+        for series in panel.series
+    ]
+    table = Table(["Curve", "", "first", "last", "least", "greatest"], rows, len(rows))
+    return [f"### Curves\n\n{_table(table)}"] if rows else []
+
+
+def _line(panel: Panel, series: Series) -> list[str]:
+    drawn = series.finite()
+    if not len(drawn.values):
+        return ["", *["-"] * 4]
+    values = [drawn.values[0], drawn.values[-1], drawn.values.min(), drawn.values.max()]
+    return [sparkline(drawn), *(panel.word(float(value)) for value in values)]
+
+
+def sparkline(series: Series) -> str:
+    """Finite values as a line of blocks, at most 24: ▁ is the least and █ the greatest."""
+    means = thin(series, _WIDTH).mean
+    low, high = means.min(), means.max()
+    heights = np.zeros(len(means)) if high == low else (means - low) / (high - low)
+    return "".join(_BLOCKS[round(height * (len(_BLOCKS) - 1))] for height in heights.tolist())
+
+
+def _time(names: Sequence[str], timelines: Sequence[Timeline | None]) -> str:
+    there = {name: each for name, each in zip(names, timelines, strict=True) if each is not None}
+    if len(there) == 1:
+        return _section("Where the time went", next(iter(there.values())).table())
+    activities = dict.fromkeys(name for each in there.values() for name in each.totals)
+    rows = [
+        [name, *(wording.percent(each.totals.get(name, 0.0) / each.wall) for each in there.values())]
+        for name in activities
+    ]
+    return _section("Where the time went", Table(["Activity", *there], rows, len(rows))) if there else ""
+
+
+def _arguments(histories: Sequence[History], names: Sequence[str]) -> str:
+    if len(histories) == 1:
+        rows = [[name, value] for name, value, changed in facts.arguments(histories[0]) if changed]
+        return _section("Arguments that are not the default", Table(["", "Value"], rows, len(rows))) if rows else ""
+    rows = [[name, *values] for name, values in facts.differing(histories)]
+    return _section("Arguments that differ", Table(["", *names], rows, len(rows))) if rows else ""
+
+
+def _warnings(histories: Sequence[History], names: Sequence[str]) -> list[str]:
+    lines = [
+        f"- {escaped(_of(name, each.message, histories))} (step {each.step:,}, {wording.count(each.times, 'time')})"
+        for name, history in zip(names, histories, strict=True)
+        for each in facts.warnings(history)
+    ]
+    return ["### Warnings\n\n" + "\n".join(lines)] if lines else []

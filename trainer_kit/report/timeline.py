@@ -1,0 +1,227 @@
+"""Where the wall time of a run went: the ledger's seconds, put in their places on the clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from trainer_kit.report import wording
+from trainer_kit.report.history import CALLBACK, SECONDS, Array, Event, History
+from trainer_kit.report.panels import Table
+
+USEFUL = ("forward", "backward", "optimizer")
+LOST, DOWN, UNKNOWN = "lost", "down", "not recorded"
+
+SHOWN = (
+    *USEFUL, "data", "evaluation", "saving", "logging and callbacks", "setup", "loop", UNKNOWN, LOST, DOWN,
+)  # fmt: skip
+"""What the timeline tells apart, from below."""
+
+_KINDS = {"rollback": "rollback", "start": "restart"}
+_TOLD = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """A moment at which the run went on from an earlier step.
+
+    Attributes:
+        second: Of the run's wall time.
+        kind: "restart" or "rollback".
+        step: Where it went on.
+    """
+
+    second: float
+    kind: str
+    step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Spans:
+    """Spans of time one after the other, each passed evenly with several activities.
+
+    Attributes:
+        begins: In seconds since 1970, [spans].
+        ends: The same, [spans].
+        seconds: Of each activity in each span, [spans].
+    """
+
+    begins: Array
+    ends: Array
+    seconds: dict[str, Array]
+
+    def with_more(self, spans: list[tuple[float, float, dict[str, float]]]) -> _Spans:
+        """These and more spans, in order."""
+        begins = np.concatenate([self.begins, [begin for begin, _, _ in spans]])
+        ends = np.concatenate([self.ends, [end for _, end, _ in spans]])
+        order = np.argsort(begins, kind="stable")
+        names = dict.fromkeys([*self.seconds, *(name for _, _, seconds in spans for name in seconds)])
+        nothing = np.zeros(len(self.begins))
+        seconds = {
+            name: np.concatenate([self.seconds.get(name, nothing), [each.get(name, 0.0) for _, _, each in spans]])[
+                order
+            ]
+            for name in names
+        }
+        return _Spans(begins[order], ends[order], seconds)
+
+
+class Timeline:
+    """The wall time of a run, from its first sign to its last.
+
+    Args:
+        history: Of a run for which `Timeline.exists`.
+
+    Attributes:
+        totals: Seconds by activity, as the ledger names them, "lost" and "down" included.
+        marks: Restarts and rollbacks.
+    """
+
+    def __init__(self, history: History) -> None:
+        spans = _record_spans(history)
+        self._spans = spans.with_more(_other_spans(history, spans))
+        self._origin = float(self._spans.begins[0])
+        self.length = max(history.ends[-1] - self._origin, 1e-9)
+        self.totals = _ledger(history.summary) or {
+            name: float(seconds.sum()) for name, seconds in self._spans.seconds.items() if seconds.any()
+        }
+        self.marks = [
+            Mark(_began(event) - self._origin, _KINDS[event.name], event.step)
+            for event in history.events
+            if event.name in _KINDS and event is not history.starts[0]
+        ]
+
+    @staticmethod
+    def exists(history: History) -> bool:
+        """Whether the log holds what is needed: starts, times and the ledger's seconds."""
+        times = [*history.column("time"), *history.ends]
+        ledger = any(name.startswith(SECONDS) for name in history.names)
+        return ledger and bool(history.starts) and bool(np.isfinite(times).all())
+
+    @property
+    def wall(self) -> float:
+        """Seconds in all."""
+        return sum(self.totals.values())
+
+    @property
+    def goodput(self) -> float:
+        """Share of forward, backward and optimizer in the wall time."""
+        return sum(self.totals.get(name, 0.0) for name in USEFUL) / max(self.wall, 1e-9)
+
+    def shares(self, columns: int) -> tuple[Array, dict[str, Array]]:
+        """Edges of equal parts of the wall time in seconds, [columns + 1], and each activity's share, [columns]."""
+        edges = np.linspace(0.0, self.length, columns + 1)
+        moments = np.stack([self._spans.begins, self._spans.ends], axis=1).ravel() - self._origin
+        moments, shares = np.maximum.accumulate(moments), {}
+        for name in SHOWN:
+            parts = [seconds for activity, seconds in self._spans.seconds.items() if _shown(activity) == name]
+            if parts:
+                seconds = np.sum(parts, axis=0)
+                passed = np.cumsum(seconds)
+                cumulated = np.stack([passed - seconds, passed], axis=1).ravel()
+                shares[name] = np.diff(np.interp(edges, moments, cumulated)) * (columns / self.length)
+        return edges, {name: share for name, share in shares.items() if share.max(initial=0.0) > 1e-3}
+
+    def shown_totals(self) -> dict[str, float]:
+        """The shares of the wall time of what the timeline tells apart, in its order."""
+        totals = dict.fromkeys(SHOWN, 0.0)
+        for activity, seconds in self.totals.items():
+            totals[_shown(activity)] += seconds / self.wall
+        return {name: share for name, share in totals.items() if share > 0}
+
+    def table(self) -> Table:
+        """The totals, the longest first."""
+        ordered = sorted(self.totals.items(), key=lambda item: -item[1])
+        rows = [[name, wording.duration(value), wording.percent(value / self.wall)] for name, value in ordered]
+        return Table(["Activity", "Time", "Share"], rows, len(rows))
+
+    def description(self) -> str:
+        """What a person sees in the plot, in sentences."""
+        longest = sorted(self.totals.items(), key=lambda item: -item[1])[:4]
+        parts = wording.listed(f"{name} {wording.percent(value / self.wall)}" for name, value in longest)
+        told = [f"Wall time of {wording.duration(self.wall)}, most of it on {parts}."]
+        for mark in self.marks[:_TOLD]:
+            told.append(
+                f"A {mark.kind} {wording.duration(mark.second)} after the beginning, going on from step {mark.step:,}."
+            )
+        if len(self.marks) > _TOLD:
+            told.append(f"And {len(self.marks) - _TOLD:,} more of them.")
+        return " ".join(told)
+
+
+def _record_spans(history: History) -> _Spans:
+    """The time between regular records, with what they say that it was spent on."""
+    names = [name for name in history.names if name.startswith(SECONDS) and _passes(name)]
+    seconds = {name.removeprefix(SECONDS): np.nan_to_num(history.column(name)) for name in names}
+    ends = np.maximum.accumulate(history.column("time"))
+    told = np.sum([*seconds.values()], axis=0) if seconds else np.zeros(len(ends))
+    begins = np.concatenate([[-math.inf], ends])[:-1]
+    firsts = np.searchsorted(history.places, [event.place for event in history.starts])
+    for start, first in zip(history.starts, firsts, strict=True):
+        if first < len(ends):
+            begins[first] = min(start.time, ends[first])  # what came before is no record's
+    begins = np.where(np.isfinite(begins), begins, ends)
+    room = ends - begins
+    scale = np.where(history.kept, np.minimum(1.0, room / np.maximum(told, 1e-9)), 0.0)
+    seconds = {name: values * scale for name, values in seconds.items()}
+    seconds[UNKNOWN] = np.where(history.kept, room - told * scale, 0.0)
+    seconds[LOST] = np.where(history.kept, 0.0, room)  # of steps that were taken again
+    return _Spans(begins, ends, seconds)
+
+
+def _other_spans(history: History, spans: _Spans) -> list[tuple[float, float, dict[str, float]]]:
+    """What no regular record tells of: each start's setup, what followed its last record, and the time between."""
+    found: list[tuple[float, float, dict[str, float]]] = []
+    firsts = np.searchsorted(history.places, [*(event.place for event in history.starts), history.count])
+    end_before = -math.inf
+    for number, (start, end) in enumerate(zip(history.starts, history.ends, strict=True)):
+        began = min(max(_began(start), end_before), start.time)
+        if number:
+            found.append((end_before, began, {DOWN: max(0.0, began - end_before)}))
+        found.append((began, start.time, {"setup": start.time - began}))
+        first, after = firsts[number : number + 2]
+        last = float(spans.ends[after - 1]) if after > first else start.time
+        room = max(0.0, end - last)
+        is_last = number + 1 == len(history.starts)
+        found.append((last, end, _rest(history, spans, room) if is_last else {LOST: room}))
+        end_before = end
+    return found
+
+
+def _began(event: Event) -> float:
+    """When the setup of a start began; another event took no time."""
+    began = event.record.get("began")
+    return float(began) if isinstance(began, (int, float)) and math.isfinite(began) else event.time
+
+
+def _rest(history: History, spans: _Spans, room: float) -> dict[str, float]:
+    """What the seconds after the last regular record went to: what the run's summary has more than the records."""
+    totals = {name: total for name, total in _ledger(history.summary).items() if _passes(name) and name != "setup"}
+    told = {name: float(seconds.sum()) for name, seconds in spans.seconds.items()}
+    more = {name: max(0.0, total - told.get(name, 0.0)) for name, total in totals.items()}
+    scale = min(1.0, room / max(sum(more.values()), 1e-9))
+    rest = {name: seconds * scale for name, seconds in more.items()}
+    return {**rest, UNKNOWN: room - sum(rest.values())}
+
+
+def _ledger(record: dict[str, object]) -> dict[str, float]:
+    """Seconds by activity in a record."""
+    return {
+        name.removeprefix(SECONDS): float(value)
+        for name, value in record.items()
+        if name.startswith(SECONDS) and isinstance(value, (int, float)) and value > 0
+    }
+
+
+def _passes(name: str) -> bool:
+    """Whether an activity passes between two records, and not between two starts."""
+    return name.removeprefix(SECONDS) not in (LOST, DOWN)
+
+
+def _shown(activity: str) -> str:
+    """What the timeline shows an activity as."""
+    if activity.startswith(CALLBACK) or activity == "logging":
+        return "logging and callbacks"
+    return activity if activity in SHOWN else "loop"
