@@ -224,7 +224,13 @@ class Trainer:
             first = (run.state.step, run.state.samples)
             begin = time.perf_counter()
             run.ledger.enter("loop")
-            self._train()
+            while True:  # goes back to a checkpoint where a step was not finite and `nonfinite="rollback"`
+                try:
+                    self._train_on()
+                    self._read_figures()
+                    break
+                except NonFiniteError as error:
+                    self._roll_back(error)
             output = self._summary(time.perf_counter() - begin, *first)
             self._finish_save()
             if self._agreement.due.exit_code is None:
@@ -341,17 +347,6 @@ class Trainer:
         if isinstance(scheduler, ReduceLROnPlateau) and (self.args.eval_strategy == "no" or run.eval_dataset is None):
             raise ValueError("ReduceLROnPlateau steps at evaluations; set eval_strategy and give eval_dataset")
         return scheduler
-
-    def _train(self) -> None:
-        """Trains to the end, and goes back to a checkpoint where a step was not finite and `nonfinite="rollback"`."""
-        while True:
-            try:
-                self._train_on()
-                self._read_figures()
-            except NonFiniteError as error:
-                self._roll_back(error)
-            else:
-                return
 
     def _roll_back(self, error: NonFiniteError) -> None:
         """Goes back to the newest checkpoint; the samples of the bad step are passed over when it comes there again."""

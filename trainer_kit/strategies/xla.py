@@ -191,8 +191,8 @@ class XLA(Processes):
     def exchange_later(self, later: bool) -> None:
         if later:
             raise ValueError(
-                "auto_find_batch_size=True is not possible with XLA, whose devices run out of memory when they compile a "
-                "whole step; set it to False and try a smaller per_device_train_batch_size"
+                "auto_find_batch_size=True is not possible with XLA, whose devices run out of memory when they compile "
+                "a whole step; set it to False and try a smaller per_device_train_batch_size"
             )
 
     def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
