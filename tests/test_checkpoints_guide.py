@@ -18,6 +18,7 @@ from trainer_kit import Callback, Run, Trainer, TrainingArguments
 from trainer_kit.checkpoint import newest_valid, take_snapshot, write_checkpoint
 from trainer_kit.cli import replay, verify
 from trainer_kit.cli.main import main
+from trainer_kit.cli.target import read_target
 
 GUIDE = Guide("docs/checkpoints.md")
 COMMANDS = [tuple(line.partition(" #")[0].split()[1:]) for block in GUIDE.shell for line in block.splitlines()]
@@ -105,7 +106,7 @@ def test_the_other_commands_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     for command in (verify, replay):
         monkeypatch.setattr(command, "run", lambda options: taken.append(options) or 0)
     assert [main(list(words)) for words in others] == [0, 0, 0]
-    read = [verify._read(options) for options in taken[:2]]
+    read = [read_target(each, "verify", "", verify._add_options) for each in taken[:2]]
     assert [(options.script, options.steps, options.num_processes, options.arguments) for options in read] == [
         ("train.py", 20, 1, []),
         ("train.py", 50, 2, ["--model", "small"]),

@@ -95,7 +95,7 @@ def test_a_hook_that_is_not_overridden_costs_nothing() -> None:
 
     adapter = from_transformers(Quiet)
     listeners = Events([adapter])._listeners
-    assert [callback for callback, _ in listeners["on_step_end"]] == [adapter]
+    assert [callback for callback, _, _ in listeners["on_step_end"]] == [adapter]
     for hook in ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "metrics"):
         assert listeners[hook] == []
 
