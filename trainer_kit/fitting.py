@@ -7,9 +7,9 @@ import logging
 
 import torch
 
-from trainer_kit.data.build import make_train_loader
 from trainer_kit.data.first import first_batch
 from trainer_kit.data.loader import Reading
+from trainer_kit.data.order import Layout
 from trainer_kit.loss import ComputeLoss
 from trainer_kit.run import Run
 
@@ -17,7 +17,11 @@ logger = logging.getLogger("trainer_kit")
 
 
 def estimated_batch_size(
-    run: Run, reading: Reading, compute_loss: ComputeLoss | None, optimizer: torch.optim.Optimizer | None
+    run: Run,
+    layout: Layout,
+    reading: Reading,
+    compute_loss: ComputeLoss | None,
+    optimizer: torch.optim.Optimizer | None,
 ) -> int:
     """Samples of the largest micro-batch that is estimated to fit into every device; all processes take part.
 
@@ -26,6 +30,7 @@ def estimated_batch_size(
 
     Args:
         run: Its model is on the device.
+        layout: The micro-batches that were asked for.
         reading: How samples are read.
         compute_loss: As the Trainer takes it.
         optimizer: The user's own, where there is one.
@@ -35,8 +40,6 @@ def estimated_batch_size(
 
     args, strategy = run.args, run.strategy
     room = strategy.free_memory() + _nbytes(run.model)
-    layout = make_train_loader(run, reading).layout
-    found = layout.batch_size
     try:
         batch = first_batch(run, reading)
         while layout.batch_size > 1:
@@ -50,15 +53,12 @@ def estimated_batch_size(
                 device=strategy.device,
                 world_size=strategy.world_size,
             )
-            there = sum(each.nbytes for each in anatomy.components if each.name == "runtime")  # taken by now
-            found = layout.batch_size
-            if anatomy.peak - there <= room:
+            if anatomy.in_tensors <= room:  # what the runtime takes is taken by now
                 break
-            layout = layout.divided(found // 2)
-            found = layout.batch_size
+            layout = layout.divided(layout.batch_size // 2)
     except ValueError as error:
         logger.info("the memory of a step cannot be estimated (%s): the whole batch is tried", error)
-    return min(strategy.gather_object(found))
+    return min(strategy.gather_object(layout.batch_size))
 
 
 def _nbytes(model: torch.nn.Module) -> int:

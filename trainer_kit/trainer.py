@@ -306,7 +306,8 @@ class Trainer:
         if args.auto_find_batch_size:
             found = run.state.micro_batch
             if found is None:
-                found = estimated_batch_size(run, self._reading, self.compute_loss, self.optimizer)
+                layout = self._loader.layout
+                found = estimated_batch_size(run, layout, self._reading, self.compute_loss, self.optimizer)
             self._take_micro_batches(found)
         self._checkpoints.lay_out(self._loader)
         run.lr_scheduler = self._make_scheduler(run.optimizer)
