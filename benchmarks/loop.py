@@ -80,14 +80,14 @@ def trainer(dataset: Points, steps: int) -> float:
         )  # fmt: skip
         run = Trainer(Net(), args, dataset)
         clock: list[float] = []
-        inner = run._train
+        inner = run._train_on
 
         def timed() -> None:
             begin = time.perf_counter()
             inner()
             clock.append(time.perf_counter() - begin)
 
-        run._train = timed  # type: ignore[method-assign]
+        run._train_on = timed  # type: ignore[method-assign]
         run.train()
         return clock[0] / steps
 
