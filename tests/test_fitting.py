@@ -2,52 +2,249 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
+from torch.utils.data import IterableDataset
 
-from trainer_kit import Strategy, Trainer, TrainingArguments
+from trainer_kit import Callback, Run, Strategy, Trainer, TrainingArguments
 from trainer_kit.data.order import Layout
+from trainer_kit.strategies.ddp import DDP
+
+ASKED = {"per_device_train_batch_size": 16, "auto_find_batch_size": True}
+GIVEN = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
 
 
 class Hungry(torch.nn.Module):
-    """Runs out of memory with more samples than `room`."""
+    """Runs out of memory with more samples than `room`, in the forward or the backward pass."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int, when: str = "forward") -> None:
         super().__init__()
         torch.manual_seed(0)
         self.room = room
+        self.when = when
+        self.refused = 0
         self.layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.2))
         self.head = torch.nn.Linear(4, 1)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         hidden = self.layers(x) if self.room else x.new_zeros(len(x), 4)  # a batch norm wants two samples
         if self.training and len(x) > self.room and type(x) is torch.Tensor:  # not while it is estimated
-            raise torch.OutOfMemoryError("out of memory")
+            if self.when == "forward":
+                self.refuse()
+            hidden.register_hook(self.refuse)
         return {"loss": (self.head(hidden)[:, 0] - labels).square().mean()}
 
+    def refuse(self, _: Any = None) -> None:
+        self.refused += 1
+        raise torch.OutOfMemoryError("out of memory")
 
-def trained(folder: Path, room: int, **arguments: Any) -> Trainer:
+
+def samples() -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    data = [{"x": torch.randn(3, generator=generator), "labels": torch.tensor(1.0)} for _ in range(48)]
+    return [{"x": torch.randn(3, generator=generator), "labels": torch.tensor(1.0)} for _ in range(48)]
+
+
+class Stream(IterableDataset[Any]):
+    """An iterable dataset without a state."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from samples()
+
+
+class Stateful(Stream):
+    """One that goes on where it stands."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = samples()
+        while self.place < len(rows):
+            self.place += 1
+            yield rows[self.place - 1]
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class Tighten(Callback):
+    """Takes room away after a step."""
+
+    def __init__(self, step: int, room: int) -> None:
+        self.step, self.room = step, room
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step == self.step:
+            run.model.room = self.room
+
+
+class StopAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step == self.step:
+            run.requests.save = run.requests.stop = True
+
+
+def make(
+    folder: Path, room: int, *callbacks: Callback, when: str = "forward", data: Any = None, strategy: Any = None,
+    model: torch.nn.Module | None = None, **arguments: Any,
+) -> Trainer:  # fmt: skip
     args = TrainingArguments(
-        str(folder), learning_rate=0.1, report_to="none", disable_tqdm=True, **{"num_train_epochs": 1, **arguments}
-    )
-    trainer = Trainer(Hungry(room), args, data, strategy=Strategy())
+        str(folder), learning_rate=0.1, report_to="none", disable_tqdm=True, use_cpu=True,
+        **{"num_train_epochs": 1, **arguments},
+    )  # fmt: skip
+    dataset = samples() if data is None else data
+    return Trainer(model or Hungry(room, when), args, dataset, callbacks=callbacks, strategy=strategy or Strategy())
+
+
+def trained(folder: Path, room: int, *callbacks: Callback, **options: Any) -> Trainer:
+    trainer = make(folder, room, *callbacks, **options)
     trainer.train()
     return trainer
 
 
-def test_the_bits_are_those_of_the_layout_that_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    asked = {"per_device_train_batch_size": 16, "auto_find_batch_size": True}
-    found = trained(tmp_path / "found", room=4, **asked)
-    given = trained(tmp_path / "given", room=4, per_device_train_batch_size=4, gradient_accumulation_steps=4)
+def are_equal(one: Trainer, other: Trainer) -> bool:
+    first, second = one.run.model.state_dict(), other.run.model.state_dict()
+    assert one.run.state.step == other.run.state.step
+    return all(torch.equal(first[name], second[name]) for name in second)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("data", [samples, Stream, Stateful])
+@pytest.mark.filterwarnings("ignore:train_dataset has no state_dict")
+def test_the_bits_are_those_of_the_layout_that_is_found(tmp_path: Path, when: str, data: Any) -> None:
+    found = trained(tmp_path / "found", 4, when=when, data=data(), max_steps=5, **ASKED)
+    given = trained(tmp_path / "given", 4, data=data(), max_steps=5, **GIVEN)
     assert found.run.state.micro_batch == 4
-    assert found.run.state.step == given.run.state.step == 3
-    pairs = zip(found.run.model.state_dict().values(), given.run.model.state_dict().values(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    assert found.run.state.step == 5
+    assert found.run.model.refused == 2
+    assert are_equal(found, given)
+
+
+def test_a_step_in_the_middle_begins_anew(tmp_path: Path) -> None:
+    """What was done stays: two steps with 16 samples at once, all others with 4."""
+    arguments = {**ASKED, "num_train_epochs": 2, "gradient_accumulation_steps": 1}
+    trainer = trained(tmp_path, 16, Tighten(2, 4), **arguments)
+    assert (trainer.run.state.step, trainer.run.state.samples, trainer.run.state.micro_batch) == (6, 96, 4)
+
+
+def on_two(folder: str, rooms: tuple[int, int] | None, when: str) -> tuple[int | None, int, list[torch.Tensor]]:
+    rank = int(os.environ["RANK"])
+    room = rooms[rank] if rooms else 4
+    trainer = trained(Path(folder), room, when=when, strategy=DDP(), **(ASKED if rooms else GIVEN), num_train_epochs=2)
+    return trainer.run.state.micro_batch, trainer.run.model.refused, list(trainer.run.model.state_dict().values())
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_what_one_rank_lacks_all_agree_on(tmp_path: Path, when: str) -> None:
+    found = on_ranks(2, on_two, str(tmp_path / "found"), (100, 4), when)
+    given = on_ranks(2, on_two, str(tmp_path / "given"), None, when)
+    assert [each[:2] for each in found] == [(4, 0), (4, 2)]
+    for one, other in zip(found, given, strict=True):
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(one[2], other[2], strict=True))
+
+
+class Wide(torch.nn.Module):
+    """Really takes 16 MiB a sample for each of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        wide = (x * self.weight).repeat(1, 2**22 // 3)
+        return {"loss": (wide.tanh().mean(1) - labels).square().mean()}
+
+
+def on_two_of_which_one_is_small(folder: str) -> int | None:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    trainer = make(Path(folder), 0, strategy=DDP(), model=Wide(), max_steps=1, **ASKED)
+    if os.environ["RANK"] == "1":
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + 600 * 2**20, hard))
+    try:
+        trainer.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    return trainer.run.state.micro_batch
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux, to limit a process's memory")
+def test_memory_that_really_is_not_there(tmp_path: Path) -> None:
+    found, other = on_ranks(2, on_two_of_which_one_is_small, str(tmp_path))
+    assert found == other
+    assert 1 <= found < 16
+
+
+def test_a_resume_begins_with_what_was_found(tmp_path: Path) -> None:
+    whole = trained(tmp_path / "whole", 4, num_train_epochs=2, **ASKED)
+    trained(tmp_path / "cut", 4, StopAt(2), num_train_epochs=2, **ASKED)
+    resumed = make(tmp_path / "cut", 4, num_train_epochs=2, **ASKED)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.run.model.refused == 0
+    assert resumed.run.state.micro_batch == 4
+    assert are_equal(resumed, whole)
+
+
+class Spoil(Callback):
+    """One step's gradient is not finite, the first time that it comes."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def on_pre_optimizer_step(self, run: Run) -> None:
+        if run.state.step == 3 and not self.is_done:
+            self.is_done = True
+            run.model.head.weight.grad.fill_(float("nan"))
+
+
+def test_a_rollback_keeps_what_was_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It goes back to before the room became small, and does not try the old size again."""
+    trainer = trained(
+        tmp_path, 16, Tighten(2, 4), Spoil(), num_train_epochs=2, save_steps=1, nonfinite="rollback", **ASKED
+    )
+    assert "went back to" in caplog.text
+    assert trainer.run.model.refused == 2
+    assert trainer.run.state.micro_batch == 4
+
+
+class Narrow(Strategy):
+    """A device on which tensors of 1,500 bytes have room beside the model."""
+
+    def free_memory(self) -> int:
+        return 1500
+
+
+def test_the_estimate_is_where_it_begins(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, 100, strategy=Narrow(), **ASKED)
+    assert trainer.run.model.refused == 0
+    assert 1 < trainer.run.state.micro_batch < 16
+
+
+def test_what_is_read_once_cannot_be_read_again(tmp_path: Path) -> None:
+    class Once(Stream):
+        def __iter__(self) -> Iterator[Any]:
+            return self
+
+        def __next__(self) -> Any:
+            return samples()[0]
+
+    with pytest.raises(ValueError, match="auto_find_batch_size=True needs a train_dataset that can be read again"):
+        trained(tmp_path, 4, data=Once(), max_steps=2, **ASKED)
 
 
 def test_without_it_the_error_is_the_users(tmp_path: Path) -> None:

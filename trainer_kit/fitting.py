@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -14,6 +16,19 @@ from trainer_kit.loss import ComputeLoss
 from trainer_kit.run import Run
 
 logger = logging.getLogger("trainer_kit")
+
+
+def check_rereadable(dataset: Any) -> None:
+    """Refuses a dataset whose samples of a step that did not fit would be gone.
+
+    Raises:
+        ValueError: If it is an iterator.
+    """
+    if isinstance(dataset, Iterator):
+        raise ValueError(
+            "auto_find_batch_size=True needs a train_dataset that can be read again after a step that did not fit; "
+            "this one is an iterator: give a dataset whose __iter__ begins anew, or set it to False"
+        )
 
 
 def estimated_batch_size(

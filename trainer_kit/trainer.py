@@ -35,7 +35,7 @@ from trainer_kit.data.order import mix
 from trainer_kit.data.padding import Padding
 from trainer_kit.evaluation import EvalPrediction, EvaluationInterrupted, Evaluator, PredictionOutput
 from trainer_kit.figures import Figures, NonFiniteError, Taken
-from trainer_kit.fitting import Buffers, estimated_batch_size
+from trainer_kit.fitting import Buffers, check_rereadable, estimated_batch_size
 from trainer_kit.inspection import Inspection
 from trainer_kit.ledger import Ledger
 from trainer_kit.loss import (
@@ -304,6 +304,7 @@ class Trainer:
         self._began = True
         self._checkpoints.find(run.strategy.broadcast(resume))
         if args.auto_find_batch_size:
+            check_rereadable(run.train_dataset)
             found = run.state.micro_batch
             if found is None:
                 layout = self._loader.layout
