@@ -31,8 +31,10 @@ class Hungry(torch.nn.Module):
         self.refused = 0
         self.layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.2))
         self.head = torch.nn.Linear(4, 1)
+        self.register_buffer("mean", torch.zeros(3))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)  # another tensor each time
         hidden = self.layers(x) if self.room else x.new_zeros(len(x), 4)  # a batch norm wants two samples
         if self.training and len(x) > self.room and type(x) is torch.Tensor:  # not while it is estimated
             if self.when == "forward":
@@ -233,6 +235,27 @@ def test_the_estimate_is_where_it_begins(tmp_path: Path) -> None:
     trainer = trained(tmp_path, 100, strategy=Narrow(), **ASKED)
     assert trainer.run.model.refused == 0
     assert 1 < trainer.run.state.micro_batch < 16
+
+
+def test_an_estimate_that_fails_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Looks(Hungry):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            assert torch.isfinite(x).all()
+            return super().forward(x, labels)
+
+    with caplog.at_level("INFO", "trainer_kit"):
+        trainer = trained(tmp_path, 4, model=Looks(4), **ASKED)
+    assert trainer.run.state.micro_batch == 4
+    assert "cannot be estimated (" in caplog.text
+
+
+def test_an_error_of_python_has_no_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Plain(Hungry):
+        def refuse(self, _: Any = None) -> None:
+            raise MemoryError
+
+    assert trained(tmp_path, 4, model=Plain(4), **ASKED).run.state.micro_batch == 4
+    assert "16 samples (MemoryError)" in caplog.text
 
 
 def test_what_is_read_once_cannot_be_read_again(tmp_path: Path) -> None:

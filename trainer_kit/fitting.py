@@ -71,8 +71,9 @@ def estimated_batch_size(
             if anatomy.in_tensors <= room:  # what the runtime takes is taken by now
                 break
             layout = layout.divided(layout.batch_size // 2)
-    except ValueError as error:
-        logger.info("the memory of a step cannot be estimated (%s): the whole batch is tried", error)
+    except Exception as error:  # the model is the user's own, and sees tensors without values here
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        logger.info("the memory of a step cannot be estimated (%s): the whole batch is tried", why)
     return min(strategy.gather_object(layout.batch_size))
 
 
@@ -83,13 +84,34 @@ def _nbytes(model: torch.nn.Module) -> int:
 
 
 class Buffers:
-    """The values of a model's buffers at the beginning of a step, for a step that has to begin anew."""
+    """The values of a model's buffers at the beginning of a step, for a step that has to begin anew.
+
+    Args:
+        model: Its buffers may be changed in place, or be other tensors later. One that no step changes, such as a mask,
+            is copied once.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        self._model = model
+        self._kept: dict[tuple[torch.nn.Module, str], tuple[torch.Tensor | None, int, torch.Tensor | None]] = {}
+
+    def keep(self) -> None:
+        """Copies what has changed."""
+        before, self._kept = self._kept, {}  # where memory does not suffice for that, there is nothing to put back
+        kept = {}
+        for owner in self._model.modules():
+            for name, buffer in owner._buffers.items():
+                known = before.get((owner, name))
+                version = 0 if buffer is None else buffer._version
+                if known is None or known[0] is not buffer or known[1] != version:
+                    known = buffer, version, None if buffer is None else buffer.clone()
+                kept[owner, name] = known
+        self._kept = kept
 
     def restore(self) -> None:
         """Puts them back."""
         with torch.no_grad():
-            for buffer, value in self._kept:
-                buffer.copy_(value)
+            for (owner, name), (buffer, _, value) in self._kept.items():
+                owner._buffers[name] = buffer
+                if buffer is not None and value is not None:
+                    buffer.copy_(value)

@@ -310,6 +310,7 @@ class Trainer:
                 layout = self._loader.layout
                 found = estimated_batch_size(run, layout, self._reading, self.compute_loss, self.optimizer)
             self._take_micro_batches(found)
+            self._buffers = Buffers(run.model)
         self._checkpoints.lay_out(self._loader)
         run.lr_scheduler = self._make_scheduler(run.optimizer)
         check_stateful(run)
@@ -517,14 +518,14 @@ class Trainer:
     def _attempt(self, micro: MicroBatch) -> tuple[torch.Tensor, Any] | None:
         """The same where memory may not suffice: None if it did not on some process; the step then begins anew."""
         strategy, passed, why = self.run.strategy, None, ""
-        if micro.number == 0:
-            self._buffers = Buffers(self.run.model)
         try:
+            if micro.number == 0:
+                self._buffers.keep()
             passed = self._pass(micro)
         except Exception as error:
             if not strategy.is_out_of_memory(error):
                 raise
-            why = str(error).partition("\n")[0]
+            why = str(error).partition("\n")[0] or type(error).__name__
             traceback.clear_frames(error.__traceback__)  # they hold the activations
         if not strategy.sum_numbers([passed is None])[0]:
             return passed

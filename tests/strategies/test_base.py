@@ -309,3 +309,23 @@ def test_copies_on_the_host_are_nobody_elses(dtype: torch.dtype) -> None:
     assert {copy.data_ptr() for copy in again} <= places
     other = strategy.host_memory([torch.ones(5), torch.ones(5)], again)
     assert other[0].data_ptr() != other[1].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 9.05 GB, other allocations: 8.00 KB)"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried"),
+            True,
+        ),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_says_that_memory_does_not_suffice(error: Exception, expected: bool) -> None:
+    assert Strategy().is_out_of_memory(error) is expected

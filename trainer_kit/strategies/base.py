@@ -28,8 +28,13 @@ logger = logging.getLogger("trainer_kit")
 T = TypeVar("T")
 GIB = 2**30
 
-_NO_MEMORY = ("not enough memory: you tried to allocate", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""What torch's CPU allocator and cuBLAS say in errors that have no class of their own."""
+_NO_MEMORY = (
+    "out of memory",
+    "not enough memory: you tried to allocate",
+    "can't allocate memory",
+    "_STATUS_ALLOC_FAILED",
+)
+"""What CUDA's and MPS's runtime, torch's CPU allocator, cuBLAS and cuDNN say in errors without a class of their own."""
 
 
 class Strategy:
