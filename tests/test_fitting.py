@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from ranks import on_ranks
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from trainer_kit import Callback, Run, Strategy, Trainer, TrainingArguments
-from trainer_kit.data.order import Layout
 from trainer_kit.strategies.ddp import DDP
 
 ASKED = {"per_device_train_batch_size": 16, "auto_find_batch_size": True}
@@ -142,20 +141,65 @@ def test_a_step_in_the_middle_begins_anew(tmp_path: Path) -> None:
     assert (trainer.run.state.step, trainer.run.state.samples, trainer.run.state.micro_batch) == (6, 96, 4)
 
 
-def on_two(folder: str, rooms: tuple[int, int] | None, when: str) -> tuple[int | None, int, list[torch.Tensor]]:
-    rank = int(os.environ["RANK"])
-    room = rooms[rank] if rooms else 4
-    trainer = trained(Path(folder), room, when=when, strategy=DDP(), **(ASKED if rooms else GIVEN), num_train_epochs=2)
+class Shared(Stream):
+    """Workers share the samples."""
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        yield from samples()[worker.id :: worker.num_workers]
+
+    def __len__(self) -> int:
+        return len(samples())
+
+
+class Listens(Hungry):
+    """Keeps what it is trained on."""
+
+    def __init__(self) -> None:
+        super().__init__(16)
+        self.heard: list[float] = []
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        output = super().forward(x, labels)
+        if type(x) is torch.Tensor:
+            self.heard += x[:, 0].tolist()
+        return output
+
+
+@pytest.mark.filterwarnings("ignore:train_dataset has no state_dict")
+def test_workers_that_share_a_stream_give_each_sample_once(tmp_path: Path) -> None:
+    model = Listens()
+    reading = {"data": Shared(), "dataloader_num_workers": 2, "dataloader_drop_last": True}
+    trainer = trained(tmp_path, 16, Tighten(1, 4), model=model, **reading, **ASKED)
+    assert trainer.run.state.micro_batch == 4
+    assert trainer.run.state.step == trainer.run.total_steps == 2
+    assert len(set(model.heard)) == len(model.heard) == 32
+
+
+def on_two(folder: str, rooms: tuple[int, int], when: str, looks: bool) -> tuple[int | None, int, list[torch.Tensor]]:
+    room = rooms[int(os.environ["RANK"])]
+    arguments = ASKED | {"auto_find_batch_size": looks, "num_train_epochs": 2}
+    trainer = trained(Path(folder), room, when=when, strategy=DDP(), **arguments)
     return trainer.run.state.micro_batch, trainer.run.model.refused, list(trainer.run.model.state_dict().values())
+
+
+def same_on_two(ones: Any, others: Any) -> bool:
+    pairs = [pair for one, other in zip(ones, others, strict=True) for pair in zip(one[2], other[2], strict=True)]
+    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_what_one_rank_lacks_all_agree_on(tmp_path: Path, when: str) -> None:
-    found = on_ranks(2, on_two, str(tmp_path / "found"), (100, 4), when)
-    given = on_ranks(2, on_two, str(tmp_path / "given"), None, when)
-    assert [each[:2] for each in found] == [(4, 0), (4, 2)]
-    for one, other in zip(found, given, strict=True):
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(one[2], other[2], strict=True))
+    one = on_ranks(2, on_two, str(tmp_path / "one"), (100, 4), when, True)
+    both = on_ranks(2, on_two, str(tmp_path / "both"), (4, 4), when, True)
+    assert [each[:2] for each in one] == [(4, 0), (4, 2)]
+    assert same_on_two(one, both)
+
+
+def test_gradients_exchanged_later_are_those_exchanged_in_the_backward_pass(tmp_path: Path) -> None:
+    later = on_ranks(2, on_two, str(tmp_path / "later"), (100, 100), "forward", True)
+    meanwhile = on_ranks(2, on_two, str(tmp_path / "meanwhile"), (100, 100), "forward", False)
+    assert same_on_two(later, meanwhile)
 
 
 class Wide(torch.nn.Module):
@@ -255,7 +299,7 @@ def test_an_error_of_python_has_no_text(tmp_path: Path, caplog: pytest.LogCaptur
             raise MemoryError
 
     assert trained(tmp_path, 4, model=Plain(4), **ASKED).run.state.micro_batch == 4
-    assert "16 samples (MemoryError)" in caplog.text
+    assert "16 samples at once (MemoryError)" in caplog.text
 
 
 def test_what_is_read_once_cannot_be_read_again(tmp_path: Path) -> None:
@@ -278,11 +322,3 @@ def test_without_it_the_error_is_the_users(tmp_path: Path) -> None:
 def test_one_sample_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(MemoryError, match="not even one sample"):
         trained(tmp_path, room=0, per_device_train_batch_size=2, auto_find_batch_size=True)
-
-
-@pytest.mark.parametrize(
-    ("layout", "limit", "divided"),
-    [((8, 1), 4, (4, 2)), ((24, 2), 16, (16, 3)), ((7, 1), 3, (1, 7)), ((8, 3), 100, (8, 3))],
-)
-def test_a_step_keeps_its_samples(layout: tuple[int, int], limit: int, divided: tuple[int, int]) -> None:
-    assert Layout(*layout).divided(limit) == Layout(*divided)

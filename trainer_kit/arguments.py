@@ -127,9 +127,9 @@ class TrainingArguments:
         max_steps: Steps to train; overrides `num_train_epochs` unless it is -1. The schedule then counts steps, also
             where a resume changes the samples of a step.
         per_device_train_batch_size: Samples of one micro-batch on one process.
-        auto_find_batch_size: Divides `per_device_train_batch_size`, and multiplies `gradient_accumulation_steps` by the
-            same, until a micro-batch fits into the memory of all devices: a step keeps its samples. With several
-            processes gradients are exchanged after the backward pass, not during it.
+        auto_find_batch_size: Cuts micro-batches into parts that fit into the memory of all devices: halves, quarters
+            and so on, from what is estimated to fit. Steps keep their samples, and gradients are accumulated over
+            more passes. With several processes they are exchanged after the backward pass, not during it.
         per_device_eval_batch_size: Samples of one evaluation batch on one process; None: the training batch size.
         gradient_accumulation_steps: Micro-batches of one step.
         learning_rate: Peak learning rate.

@@ -38,14 +38,14 @@ def estimated_batch_size(
     compute_loss: ComputeLoss | None,
     optimizer: torch.optim.Optimizer | None,
 ) -> int:
-    """Samples of the largest micro-batch that is estimated to fit into every device; all processes take part.
+    """How many samples at once are estimated to fit into every device; all processes take part.
 
-    Micro-batches are looked at from the one that was asked for down, each a part of what a device takes in a step. The
-    estimate is made with the first batch: one of longer samples may still not fit, which shows when it comes.
+    Whole micro-batches are looked at first, then halves of them, quarters and so on. The estimate is made with the
+    first batch: one of longer samples may still not fit, which shows when it comes.
 
     Args:
         run: Its model is on the device.
-        layout: The micro-batches that were asked for.
+        layout: That was asked for.
         reading: How samples are read.
         compute_loss: As the Trainer takes it.
         optimizer: The user's own, where there is one.
@@ -57,12 +57,12 @@ def estimated_batch_size(
     room = strategy.free_memory() + _nbytes(run.model)
     try:
         batch = first_batch(run, reading)
-        while layout.batch_size > 1:
-            arguments = dataclasses.replace(args, gradient_accumulation_steps=layout.accumulation)
+        while layout.at_once > 1:
+            micro_batches = layout.accumulation * layout.parts(layout.batch_size)
             anatomy = estimate(
                 run.model,
-                arguments,
-                resized(batch, layout.batch_size),
+                dataclasses.replace(args, gradient_accumulation_steps=micro_batches),
+                resized(batch, layout.at_once),
                 compute_loss=compute_loss,
                 optimizer=optimizer,
                 device=strategy.device,
@@ -70,11 +70,16 @@ def estimated_batch_size(
             )
             if anatomy.in_tensors <= room:  # what the runtime takes is taken by now
                 break
-            layout = layout.divided(layout.batch_size // 2)
+            layout = halved(layout)
     except Exception as error:  # the model is the user's own, and sees tensors without values here
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         logger.info("the memory of a step cannot be estimated (%s): the whole batch is tried", why)
-    return min(strategy.gather_object(layout.batch_size))
+    return min(strategy.gather_object(layout.at_once))
+
+
+def halved(layout: Layout) -> Layout:
+    """The layout with half as many samples at once."""
+    return layout._replace(limit=-(-layout.at_once // 2))
 
 
 def _nbytes(model: torch.nn.Module) -> int:

@@ -40,7 +40,7 @@ class TrainState:
         best_step: The step that gave it.
         passed_over: Samples that `nonfinite="rollback"` passes over, as (epoch, first position, position after).
         rollbacks: How often it went back.
-        micro_batch: Samples of a micro-batch that were found to fit (`auto_find_batch_size`); None where nobody looked.
+        micro_batch: Samples at once that were found to fit (`auto_find_batch_size`); None where nobody looked.
     """
 
     step: int = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import logging
 import math
@@ -31,11 +30,11 @@ from trainer_kit.data.collate import Collator, default_collator
 from trainer_kit.data.fetch import DataError
 from trainer_kit.data.first import first_batch
 from trainer_kit.data.loader import MicroBatch, Window
-from trainer_kit.data.order import mix
+from trainer_kit.data.order import Layout, mix
 from trainer_kit.data.padding import Padding
 from trainer_kit.evaluation import EvalPrediction, EvaluationInterrupted, Evaluator, PredictionOutput
 from trainer_kit.figures import Figures, NonFiniteError, Taken
-from trainer_kit.fitting import Buffers, check_rereadable, estimated_batch_size
+from trainer_kit.fitting import Buffers, check_rereadable, estimated_batch_size, halved
 from trainer_kit.inspection import Inspection
 from trainer_kit.ledger import Ledger
 from trainer_kit.loss import (
@@ -305,11 +304,10 @@ class Trainer:
         self._checkpoints.find(run.strategy.broadcast(resume))
         if args.auto_find_batch_size:
             check_rereadable(run.train_dataset)
-            found = run.state.micro_batch
+            found, layout = run.state.micro_batch, self._loader.layout
             if found is None:
-                layout = self._loader.layout
                 found = estimated_batch_size(run, layout, self._reading, self.compute_loss, self.optimizer)
-            self._take_micro_batches(found)
+            self._cut(layout._replace(limit=found))
             self._buffers = Buffers(run.model)
         self._checkpoints.lay_out(self._loader)
         run.lr_scheduler = self._make_scheduler(run.optimizer)
@@ -542,25 +540,22 @@ class Trainer:
         self._buffers.restore()
         gc.collect()
         strategy.empty_cache()
-        size = loader.layout.batch_size
+        size = loader.layout.at_once
         if size == 1:
             raise MemoryError(
                 f"not even one sample at a time fits into the devices' memory at step {run.state.step + 1} ({why}); "
                 "see Trainer.estimate() for what would need less"
             )
-        self._take_micro_batches(size // 2)
-        self._checkpoints.plan = dataclasses.replace(self._checkpoints.plan, layout=loader.layout)
+        self._cut(halved(loader.layout))
         logger.warning(
-            "step %d did not fit into memory with micro-batches of %d samples (%s): from now on they are of %d, %d of "
-            "them to a step", run.state.step + 1, size, why, loader.layout.batch_size, loader.layout.accumulation,
+            "step %d did not fit into memory with %d samples at once (%s): from now on there are at most %d",
+            run.state.step + 1, size, why, loader.layout.at_once,
         )  # fmt: skip
         self._open_data()
         self._look_ahead()
 
-    def _take_micro_batches(self, limit: int) -> None:
-        """Divides a step into micro-batches of at most `limit` samples."""
-        self._loader.divide(limit)
-        self.run.state.micro_batch = self._loader.layout.batch_size
+    def _cut(self, layout: Layout) -> None:
+        self._loader.layout, self.run.state.micro_batch = layout, layout.at_once
 
     def _step_scheduler(self) -> None:
         scheduler = self.run.lr_scheduler

@@ -73,7 +73,9 @@ KINDS = ["torch", "numpy", "random", "normal", "mixed", "some", "seeding"]
 @settings(deadline=None, max_examples=25)
 @given(
     st.sampled_from(KINDS),
-    st.builds(Layout, st.integers(1, 9), st.integers(1, 3), st.integers(1, 4), st.just(0)),
+    st.builds(
+        Layout, st.integers(1, 9), st.integers(1, 3), st.integers(1, 4), st.just(0), st.none() | st.integers(1, 9)
+    ),
     st.data(),
 )
 def test_a_samples_randomness_depends_on_seed_epoch_and_index_alone(

@@ -109,7 +109,12 @@ def test_batches_are_the_same_for_any_workers_and_after_a_resume(workers: int) -
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.builds(Layout, st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.just(0)), st.integers(0, 31))
+@given(
+    st.builds(
+        Layout, st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.just(0), st.none() | st.integers(1, 9)
+    ),
+    st.integers(0, 31),
+)
 def test_samples_are_the_same_in_any_layout(layout: Layout, position: int) -> None:
     expected = noises(list(loader(Counting(32, noisy=True), Layout(32)).micro_batches(0, 0, 1)))
     found = {}
@@ -186,7 +191,12 @@ def test_workers_leave_whose_process_was_killed_while_they_started() -> None:
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.integers(1, 40), st.builds(Layout, st.integers(1, 6), st.integers(1, 4), st.integers(1, 3), st.just(0)))
+@given(
+    st.integers(1, 40),
+    st.builds(
+        Layout, st.integers(1, 6), st.integers(1, 4), st.integers(1, 3), st.just(0), st.none() | st.integers(1, 9)
+    ),
+)
 def test_a_step_is_counted_whole_before_its_first_batch_is_worked_on(length: int, layout: Layout) -> None:
     windows = []
     for rank in range(layout.world_size):
@@ -362,7 +372,9 @@ def test_what_can_be_read_in_any_order() -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(
-    st.builds(Layout, st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.just(0)),
+    st.builds(
+        Layout, st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.just(0), st.none() | st.integers(1, 9)
+    ),
     st.lists(st.tuples(st.integers(0, 1), st.integers(0, 30), st.integers(1, 12)), max_size=3),
 )
 def test_what_is_passed_over_is_not_even_read(layout: Layout, ranges: list[tuple[int, int, int]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from itertools import pairwise, zip_longest
 
@@ -27,7 +28,9 @@ from trainer_kit.data.order import (
 relaxed = settings(deadline=None, max_examples=150)
 
 lengths = st.integers(0, 200)
-layouts = st.builds(Layout, st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.just(0))
+uncut = st.builds(Layout, st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.just(0), st.none())
+limits = st.none() | st.integers(1, 9)
+layouts = st.builds(Layout, st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.just(0), limits)
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -106,7 +109,7 @@ def test_ranks_take_the_same_number_of_batches_and_agree_on_the_step(length: int
     plan = plans(permutation(length, 1, 0), 0, layout)
     assert all([shape(slot) for slot in rank] == [shape(slot) for slot in plan[0]] for rank in plan)
     for rank in plan:
-        assert all(1 <= len(slot.indices) <= layout.batch_size for slot in rank)
+        assert all(1 <= len(slot.indices) <= layout.at_once for slot in rank)
         for slot, after in pairwise(rank):
             assert after.number == (0 if slot.last else slot.number + 1)
         assert not rank or (rank[0].number == 0 and rank[-1].last)
@@ -120,8 +123,25 @@ def test_a_stand_in_counts_nothing_and_holds_real_samples(length: int, layout: L
     order = permutation(length, 1, 0)
     for rank in plans(order, 0, layout):
         for slot in rank:
-            assert slot.counted or len(slot.indices) == min(2, layout.batch_size, slot.window_stop - slot.start)
+            most = min(2, layout.at_once, slot.window_stop - slot.start)
+            assert slot.counted or len(slot.indices) == most
             assert slot.indices == order[slot.start : slot.start + len(slot.indices)].tolist()
+
+
+@relaxed
+@given(lengths, layouts)
+def test_a_limit_only_cuts_what_a_rank_has(length: int, layout: Layout) -> None:
+    """Each rank has the samples that it has without it, step by step, in parts that differ by one sample at most."""
+    order = permutation(length, 1, 0)
+    for cut, whole in zip(plans(order, 0, layout), plans(order, 0, layout._replace(limit=None)), strict=True):
+        for stop in {slot.window_stop for slot in whole}:
+            parts = [slot.indices for slot in cut if slot.counted and slot.window_stop == stop]
+            micro_batches = [slot.indices for slot in whole if slot.counted and slot.window_stop == stop]
+            assert [*itertools.chain(*parts)] == [*itertools.chain(*micro_batches)]
+            for micro_batch in micro_batches:
+                own = [part for part in parts if part[0] in micro_batch]
+                assert len(own) == layout.parts(len(micro_batch))
+                assert max(map(len, own)) - min(map(len, own)) <= 1
 
 
 def test_a_short_last_step_is_spread_with_stand_ins() -> None:
@@ -188,7 +208,7 @@ def test_a_range_that_steps_took_is_passed_over_by_the_same_steps() -> None:
 
 
 @relaxed
-@given(lengths, layouts)
+@given(lengths, uncut)
 def test_drop_last_leaves_full_batches_on_every_rank(length: int, layout: Layout) -> None:
     used = epoch_length(length, layout, drop_last=True)
     assert length - layout.row < used <= length
@@ -206,7 +226,7 @@ def test_steps_between_counts_what_slots_gives(length: int, layout: Layout, data
 
 
 @relaxed
-@given(lengths, layouts)
+@given(lengths, uncut)
 def test_evaluation_goes_through_the_dataset_once_in_its_order(length: int, layout: Layout) -> None:
     plan = [list(evaluation_slots(length, each)) for each in ranks(layout)]
     rows = zip_longest(*plan)

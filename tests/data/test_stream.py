@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -386,6 +386,33 @@ def test_processes_take_the_batches_of_one_in_turn(
         for rank in range(processes)
     ]
     check_dealt(ranks, list(loader(kind(length), Layout(size, accumulation * processes)).micro_batches(0, 0, steps)))
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.integers(1, 40), st.tuples(st.integers(1, 7), st.integers(1, 3), st.integers(1, 3)), st.integers(1, 7),
+    st.sampled_from([Plain, Stateful]), st.booleans(),
+)  # fmt: skip
+def test_a_limit_only_cuts_what_a_process_has(
+    length: int, shape: tuple[int, int, int], limit: int, kind: type[Plain], drop_last: bool
+) -> None:
+    """Samples, steps, positions and states are those without it; all processes have as many parts."""
+    layout = Layout(*shape)
+    assume(not drop_last or length >= layout.row)
+    numbers = []
+    for rank in range(layout.world_size):
+        own = layout._replace(rank=rank)
+        whole = [*loader(kind(length), own, drop_last=drop_last).micro_batches(0, 0, 5)]
+        cut = [*loader(kind(length), own._replace(limit=limit), drop_last=drop_last).micro_batches(0, 0, 5)]
+        counted = [[micro for micro in each if micro.counts.samples] for each in (whole, cut)]
+        assert samples(counted[0]) == samples(counted[1])
+        ends = [[(micro.window.stop, micro.window.data_state) for micro in each if micro.last] for each in (whole, cut)]
+        assert ends[0] == ends[1]
+        places = {int(row[0]): micro.start for micro in counted[1] for row in micro.batch["x"].tolist()[:1]}
+        assert all(place == sample for sample, place in places.items())
+        assert all(1 <= len(micro.batch["x"]) <= limit for micro in cut)
+        numbers.append([(micro.number, micro.last) for micro in cut])
+    assert all(each == numbers[0] for each in numbers)
 
 
 @pytest.mark.parametrize("kind", [Plain, Stateful])

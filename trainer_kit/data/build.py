@@ -44,11 +44,6 @@ def make_train_loader(run: Run, reading: Reading) -> TrainLoader | StreamLoader:
         raise ValueError("group_by_length=True needs a train_dataset with a length and __getitem__")
     if args.max_steps < 0 and not hasattr(dataset, "__len__"):
         raise ValueError("train_dataset has no length, so that epochs cannot be counted; set max_steps")
-    if args.auto_find_batch_size and args.dataloader_drop_last:
-        raise ValueError(
-            "auto_find_batch_size=True cannot keep the samples of an iterable train_dataset with "
-            "dataloader_drop_last=True, which leaves out batches by their size; set one of them to False"
-        )
     return StreamLoader(dataset, layout, reading, args.dataloader_drop_last)
 
 

@@ -153,10 +153,6 @@ class TrainLoader:
         if self.epoch_length == 0:
             raise ValueError(no_batch(len(dataset), layout))
 
-    def divide(self, limit: int) -> None:
-        """Gives micro-batches of at most `limit` samples, more to a step, from the next `micro_batches` on."""
-        self.layout = self.layout.divided(limit)
-
     def steps_left(self, epoch: int, position: int) -> int:
         """Optimizer steps from a position to the end of an epoch."""
         return steps_between(position, self.epoch_length, self.layout, ranges(self.passed_over, epoch))

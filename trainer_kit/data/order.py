@@ -7,6 +7,7 @@ processes; so a resume is arithmetic, also under another layout.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -29,12 +30,15 @@ class Layout(NamedTuple):
         accumulation: Micro-batches of one step on one process.
         world_size: Processes.
         rank: This process.
+        limit: Samples that a process computes at once, where its micro-batches are cut into parts; the loop takes each
+            part as a micro-batch. Which samples a step and a process have does not depend on it.
     """
 
     batch_size: int
     accumulation: int = 1
     world_size: int = 1
     rank: int = 0
+    limit: int | None = None
 
     @property
     def row(self) -> int:
@@ -46,11 +50,21 @@ class Layout(NamedTuple):
         """Samples of one optimizer step over all processes."""
         return self.row * self.accumulation
 
-    def divided(self, limit: int) -> Layout:
-        """The same samples of a step in more micro-batches of at most `limit` samples, as large as they can be."""
-        samples = self.batch_size * self.accumulation
-        size = max(size for size in range(1, min(limit, self.batch_size) + 1) if samples % size == 0)
-        return self._replace(batch_size=size, accumulation=samples // size)
+    @property
+    def at_once(self) -> int:
+        """Samples that a process computes at once."""
+        return self.batch_size if self.limit is None else min(self.batch_size, self.limit)
+
+    def parts(self, samples: int) -> int:
+        """Into how many parts a micro-batch of so many samples is cut."""
+        return 1 if self.limit is None else -(-samples // self.limit)
+
+    def cut(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """(start, stop) of each part of a micro-batch at these positions: as few as can be, and as equal."""
+        least, more = divmod(stop - start, parts := self.parts(stop - start))
+        sizes = [least + (number < more) for number in range(parts)]
+        ends = [*itertools.accumulate(sizes, initial=start)]
+        return [*itertools.pairwise(ends)]
 
 
 class Slot(NamedTuple):
@@ -152,26 +166,29 @@ def slots(
 ) -> Iterator[Slot]:
     """This process's micro-batches of an epoch from `position` on; `order` is the epoch's (cut to what is used)."""
     kept = parts(position, len(order), passed_over)
-    for window_start, window_stop in _windows(kept, layout):
-        numbers = -(-(window_stop - window_start) // layout.row)
-        for number in range(numbers):
-            start = window_start + number * layout.row + layout.rank * layout.batch_size
-            counted = start < window_stop
-            if not counted:
-                start = window_start
-            size = layout.batch_size if counted else min(layout.batch_size, _STAND_IN)
-            stop = min(start + size, window_stop)
+    for first, stop in _windows(kept, layout):
+        pieces = [piece for row in range(first, stop, layout.row) for piece in _pieces(row, stop, layout)]
+        for number, piece in enumerate(pieces):
+            # A stand-in is of the step's first samples.
+            begin, end = piece or (first, min(first + min(layout.at_once, _STAND_IN), stop))
             yield Slot(
                 epoch=epoch,
-                start=start,
-                indices=order[start:stop].tolist(),
-                counted=counted,
+                start=begin,
+                indices=order[begin:end].tolist(),
+                counted=piece is not None,
                 number=number,
-                last=number == numbers - 1,
-                window_start=window_start,
-                window_stop=window_stop,
-                closes_epoch=window_stop == kept[-1][1],
+                last=number == len(pieces) - 1,
+                window_start=first,
+                window_stop=stop,
+                closes_epoch=stop == kept[-1][1],
             )
+
+
+def _pieces(row: int, stop: int, layout: Layout) -> list[tuple[int, int] | None]:
+    """(start, stop) of what this process computes of a row; None where it has none while others have."""
+    start = row + layout.rank * layout.batch_size
+    own = layout.cut(start, min(start + layout.batch_size, stop)) if start < stop else []
+    return [*own, *[None] * (layout.parts(min(layout.batch_size, stop - row)) - len(own))]
 
 
 def _windows(kept: list[tuple[int, int]], layout: Layout) -> Iterator[tuple[int, int]]:

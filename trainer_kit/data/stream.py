@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
@@ -23,9 +22,9 @@ _AT_THE_START: dict[str, Any] = {"samples": 0, "ended": False, "dataset": None}
 
 
 class _Read(NamedTuple):
-    """What a reader gives: a batch, the samples that it was made of, and the state of all readers after it."""
+    """What a reader gives: a batch in its parts, its samples, and the state of all readers after it."""
 
-    batch: Any
+    parts: list[Any]
     samples: int
     data_state: dict[str, Any] | None
 
@@ -44,14 +43,25 @@ class _Batch(NamedTuple):
     part: int
 
 
-@dataclasses.dataclass(slots=True)
-class _Row:
+class _Piece(NamedTuple):
+    """What a process computes at once.
+
+    Attributes:
+        batch: The batch.
+        counts: What it counts for.
+        start: Position of its first sample in the epoch.
+    """
+
+    batch: Any
+    counts: Counts
+    start: int
+
+
+class _Row(NamedTuple):
     """The batches that all processes take at once, as this one sees them.
 
     Attributes:
-        batch: This process's own; where it got none the first of the row, which stands in.
-        counts: What it counts for.
-        place: Position of its first sample in the epoch.
+        pieces: This process's own batch in its parts; where others have more, the row's first part stands in.
         part: As in `_Batch`.
         start: Position where the row begins.
         stop: Position after the row.
@@ -59,14 +69,12 @@ class _Row:
         data_state: The dataset's state after the row.
     """
 
-    batch: Any
-    counts: Counts
-    place: int
+    pieces: list[_Piece]
     part: int
     start: int
-    stop: int = 0
-    batches: int = 0
-    data_state: dict[str, Any] | None = None
+    stop: int
+    batches: int
+    data_state: dict[str, Any] | None
 
 
 class StreamLoader:
@@ -105,21 +113,11 @@ class StreamLoader:
         self._warned = False
         self._fresh: Any = None  # the dataset's state where an epoch begins
         self.epoch_length = 0  # unknown
-        self._count_batches()
         if hasattr(dataset, "__len__"):
+            self._full, self._tail = _batches_of(len(dataset), layout.batch_size, self._readers, drop_last)
             self.epoch_length = epoch_length(self._full * layout.batch_size + sum(self._tail), layout, drop_last)
             if self.epoch_length == 0:
                 raise ValueError(no_batch(len(dataset), layout))
-
-    def divide(self, limit: int) -> None:
-        """Gives micro-batches of at most `limit` samples, more to a step, from the next `micro_batches` on."""
-        self.layout = self.layout.divided(limit)
-        self._count_batches()
-
-    def _count_batches(self) -> None:
-        if hasattr(self.dataset, "__len__"):
-            size = self.layout.batch_size
-            self._full, self._tail = _batches_of(len(self.dataset), size, self._readers, self.drop_last)
 
     def steps_left(self, epoch: int, position: int) -> int:
         """Optimizer steps from a position to the end of an epoch, as far as the dataset's length is true.
@@ -201,18 +199,19 @@ class StreamLoader:
             window = Window(
                 epoch, fetched[0].start, fetched[-1].stop, closes_epoch=ahead is None, data_state=fetched[-1].data_state
             )
-            for row in fetched:
-                window.add(row.counts)
+            pieces = [piece for row in fetched for piece in row.pieces]
+            for piece in pieces:
+                window.add(piece.counts)
             yield [
-                MicroBatch(row.batch, row.counts, window, number, number == len(fetched) - 1, row.place, [])
-                for number, row in enumerate(fetched)
+                MicroBatch(piece.batch, piece.counts, window, number, number == len(pieces) - 1, piece.start, [])
+                for number, piece in enumerate(pieces)
             ]
 
     def _rows(self, epoch: int, position: int, data_state: dict[str, Any] | None) -> Iterator[_Row]:
         processes = self.layout.world_size
         cuts = [start for start, _ in ranges(self.passed_over, epoch)]
         for _, part in groupby(self._batches(epoch, position, data_state), key=lambda batch: batch.part):
-            while (row := _dealt(islice(part, processes), self.layout.rank)) is not None:
+            while (row := _dealt(islice(part, processes), self.layout)) is not None:
                 if row.batches == processes or not self.drop_last or row.stop in cuts:
                     yield row
 
@@ -221,7 +220,7 @@ class StreamLoader:
         passed_over = ranges(self.passed_over, epoch)
         # A reader that reads alone knows the positions, and ends a batch there.
         ends = sorted({position, *(end for each in passed_over for end in each)}) if self._readers == 1 else []
-        source = _BatchSource(self.dataset, self.layout.batch_size, self.reading, epoch, self.drop_last, ends)
+        source = _BatchSource(self.dataset, self.layout, self.reading, epoch, self.drop_last, ends)
         if data_state is not None:
             source.resume(data_state["workers"], data_state["turn"])
         reads, part = _rounds(source, self.reading), 0
@@ -262,26 +261,28 @@ def stream_evaluation_batches(dataset: Any, layout: Layout, reading: Reading) ->
 
     As in training, every process reads the whole dataset; its k-th batch is number k * world_size + rank.
     """
-    source = _BatchSource(dataset, layout.batch_size, reading, epoch=-1, drop_last=False)
+    source = _BatchSource(dataset, layout, reading, epoch=-1, drop_last=False)
     for read in islice(_rounds(source, reading), layout.rank, None, layout.world_size):
-        yield read.batch, count(read.batch)
+        for batch in read.parts:
+            yield batch, count(batch)
 
 
-def _dealt(batches: Iterator[_Batch], rank: int) -> _Row | None:
+def _dealt(batches: Iterator[_Batch], layout: Layout) -> _Row | None:
     """Deals out a row of batches, one a process; those of others are let go at once. None where no batch is left."""
-    row = None
+    pieces: list[_Piece] = []
+    number, most, stand_in = -1, 0, None
     for number, (read, start, part) in enumerate(batches):
-        counts = count(read.batch)
-        if row is None:
-            row = _Row(read.batch, counts, place=start, part=part, start=start)
-        if number == rank:
-            row.batch, row.counts, row.place = read.batch, counts, start
-        row.stop = start + read.samples
-        row.batches += 1
-        row.data_state = read.data_state
-    if row is not None and row.batches <= rank:
-        row.counts = row.counts.as_nothing()
-    return row
+        if number == 0:
+            stand_in, row_start, row_part = read.parts[0], start, part
+        if number == layout.rank:
+            places = layout.cut(start, start + read.samples)
+            pieces = [_Piece(each, count(each), place) for each, (place, _) in zip(read.parts, places, strict=True)]
+        most, stop, data_state = max(most, len(read.parts)), start + read.samples, read.data_state
+    if number < 0:
+        return None
+    while len(pieces) < most:
+        pieces.append(_Piece(stand_in, count(stand_in).as_nothing(), row_start))
+    return _Row(pieces, row_part, row_start, stop, number + 1, data_state)
 
 
 def _batches_of(length: int, size: int, readers: int, drop_last: bool) -> tuple[int, list[int]]:
@@ -297,16 +298,16 @@ def _batches_of(length: int, size: int, readers: int, drop_last: bool) -> tuple[
 
 
 class _BatchSource(IterableDataset[Any]):
-    """Batches of one worker, each with its number of samples and the dataset's state after it.
+    """Batches of one worker in their parts, each with its number of samples and the dataset's state after it.
 
     `ends` are numbers of samples at which a batch ends though it is not full.
     """
 
     def __init__(
-        self, dataset: Any, batch_size: int, reading: Reading, epoch: int, drop_last: bool, ends: Sequence[int] = ()
+        self, dataset: Any, layout: Layout, reading: Reading, epoch: int, drop_last: bool, ends: Sequence[int] = ()
     ) -> None:
         self.dataset = dataset
-        self.batch_size = batch_size
+        self.layout = layout
         self.reading = reading
         self.epoch = epoch
         self.drop_last = drop_last
@@ -320,7 +321,7 @@ class _BatchSource(IterableDataset[Any]):
         check_workers(len(states), self.reading.workers)
         self.states, self.turn = states, turn
 
-    def __iter__(self) -> Iterator[tuple[int, Any, int, dict[str, Any] | None]]:
+    def __iter__(self) -> Iterator[tuple[int, list[Any], int, dict[str, Any] | None]]:
         info = get_worker_info()
         worker = info.id if info is not None else 0
         read, ended = 0, False
@@ -331,19 +332,19 @@ class _BatchSource(IterableDataset[Any]):
             if state["dataset"] is not None:
                 self.dataset.load_state_dict(copy.deepcopy(state["dataset"]))
             if worker < self.turn:
-                yield worker, None, 0, None
+                yield worker, [], 0, None
         seed_generators(mix(self.reading.seed, self.epoch, worker, read))
         samples = iter(self.dataset)
         while not ended:
             seed_generators(mix(self.reading.seed, self.epoch, worker, read))
-            size = min((end - read for end in self.ends if end > read), default=self.batch_size)
-            size = min(size, self.batch_size)
+            full = self.layout.batch_size
+            size = min(full, min((end - read for end in self.ends if end > read), default=full))
             batch = self._next(samples, size, worker, read)
             ended = len(batch) < size
             if not batch or (self.drop_last and ended):
                 return
             read += len(batch)
-            collated = self.reading.collate(batch)
+            collated = [self.reading.collate(batch[start:stop]) for start, stop in self.layout.cut(0, len(batch))]
             yield worker, collated, len(batch), self._state(read, ended)
 
     def _next(self, samples: Iterator[Any], size: int, worker: int, read: int) -> list[Any]:
@@ -367,15 +368,15 @@ def _rounds(source: _BatchSource, reading: Reading) -> Iterator[_Read]:
     workers, states = max(1, reading.workers), source.states
     current: list[dict[str, Any] | None] = list(states) if states else [None] * workers
     items = iter(source) if reading.workers == 0 else from_workers(source, reading)
-    for worker, batch, samples, state in items:
-        if batch is None:
+    for worker, collated, samples, state in items:
+        if not collated:
             continue
         if state is None:
-            yield _Read(batch, samples, None)
+            yield _Read(collated, samples, None)
             continue
         current[worker] = state
         of_all = [each or _AT_THE_START for each in current]
-        yield _Read(batch, samples, {"workers": of_all, "turn": (worker + 1) % workers})
+        yield _Read(collated, samples, {"workers": of_all, "turn": (worker + 1) % workers})
 
 
 def check_workers(states: int, workers: int) -> None:
