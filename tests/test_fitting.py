@@ -322,3 +322,55 @@ def test_without_it_the_error_is_the_users(tmp_path: Path) -> None:
 def test_one_sample_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(MemoryError, match="not even one sample"):
         trained(tmp_path, room=0, per_device_train_batch_size=2, auto_find_batch_size=True)
+
+
+class HungryLater(Hungry):
+    """Wants as much in evaluations."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if not self.training and len(x) > self.room and type(x) is torch.Tensor:
+            self.refuse()
+        return super().forward(x, labels)
+
+
+def evaluated_on_two(folder: str, rooms: tuple[int, int]) -> tuple[int, dict[str, float]]:
+    model = HungryLater(rooms[int(os.environ["RANK"])])
+    trainer = make(Path(folder), 0, model=model, strategy=DDP(), per_device_eval_batch_size=8, **ASKED)
+    metrics = trainer.evaluate(samples())
+    return model.refused, {"eval_loss": metrics["eval_loss"]}
+
+
+def test_an_evaluation_that_does_not_fit_begins_anew(tmp_path: Path) -> None:
+    whole = on_ranks(2, evaluated_on_two, str(tmp_path / "whole"), (8, 8))
+    small = on_ranks(2, evaluated_on_two, str(tmp_path / "small"), (8, 2))
+    assert [refused for refused, _ in whole + small] == [0, 0, 0, 2]
+    assert small[0][1] == small[1][1] == pytest.approx(whole[0][1], rel=1e-6)
+
+
+def test_an_evaluation_of_which_not_one_sample_fits_is_an_error(tmp_path: Path) -> None:
+    trainer = make(tmp_path, 0, model=HungryLater(0), **ASKED)
+    with pytest.raises(MemoryError, match="not even one sample at a time fits into the devices' memory in an evaluat"):
+        trainer.evaluate(samples())
+
+
+class Tray(DDP):
+    """A device that has no room to take more than 4 samples to, on rank 1."""
+
+    def to_device(self, batch: Any) -> Any:
+        if self.rank == 1 and len(batch["x"]) > 4:
+            raise torch.OutOfMemoryError("no room")
+        return super().to_device(batch)
+
+    def prepare_loader(self, micro_batches: Iterator[Any]) -> Iterator[Any]:
+        for micro in micro_batches:
+            micro.batch = self.to_device(micro.batch)
+            yield micro
+
+
+def carried_on_two(folder: str) -> tuple[int | None, list[torch.Tensor]]:
+    trainer = trained(Path(folder), 100, Tighten(1, 100), strategy=Tray(), num_train_epochs=2, **ASKED)
+    return trainer.run.state.micro_batch, trainer.run.state.step
+
+
+def test_a_batch_that_cannot_be_brought_to_the_device_is_cut_too(tmp_path: Path) -> None:
+    assert on_ranks(2, carried_on_two, str(tmp_path)) == [(4, 4), (4, 4)]

@@ -33,12 +33,14 @@ class Agreement:
     Attributes:
         due: What is to be done, the same on all processes.
         disagreement: What is wrong where the processes have not all read the same window; None where they have.
+        all_have_read: Whether each process gave a window last.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.due = Requests()
         self.disagreement: str | None = None
+        self.all_have_read = True
 
     def reach(self, window: Window | None = None) -> bool:
         """Takes up what any process asked for, and sums the counts of the next step's `window`, in one reduction.
@@ -55,6 +57,7 @@ class Agreement:
                 setattr(asked, name, False)
         here = (1, window.stop, int(window.closes_epoch)) if window is not None else (0, 0, 0)
         sums = run.strategy.sum_numbers([*flags, *here, *(window.numbers() if window is not None else (0, 0, 0, 0))])
+        self.all_have_read = sums[6] == run.strategy.world_size
         if window is not None:
             self.disagreement = _disagreement(here, sums[6:9], run.strategy.world_size)
             if self.disagreement is None:

@@ -129,7 +129,10 @@ class TrainingArguments:
         per_device_train_batch_size: Samples of one micro-batch on one process.
         auto_find_batch_size: Cuts micro-batches into parts that fit into the memory of all devices: halves, quarters
             and so on, from what is estimated to fit. Steps keep their samples, and gradients are accumulated over
-            more passes. With several processes they are exchanged after the backward pass, not during it.
+            more passes; evaluation batches are halved too. What was found stays for the whole training and its
+            resumes. With several processes gradients are exchanged after the backward pass, not during it. Before
+            training the model and `compute_loss` are called on tensors without values; a step that does not fit
+            begins anew, and its `on_step_begin` and `on_substep_end` come again.
         per_device_eval_batch_size: Samples of one evaluation batch on one process; None: the training batch size.
         gradient_accumulation_steps: Micro-batches of one step.
         learning_rate: Peak learning rate.

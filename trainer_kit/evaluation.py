@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -52,6 +53,10 @@ class EvaluationInterrupted(Exception):
     """The run was asked to leave (Ctrl-C, a preempted machine) before the evaluation ended."""
 
 
+class DoesNotFitError(Exception):
+    """A batch of the evaluation did not fit into a device's memory; the text is the device's."""
+
+
 class _Tally(NamedTuple):
     """What one process has seen, for all to know.
 
@@ -61,6 +66,7 @@ class _Tally(NamedTuple):
         loss: The sum of its losses and over how many items; None where no batch had a loss.
         shifts: Whether the model shifts its labels, as far as its batches told.
         interrupted: Whether it broke off.
+        lacks: What its device said for want of memory.
     """
 
     samples: int
@@ -68,6 +74,7 @@ class _Tally(NamedTuple):
     loss: tuple[float, float] | None
     shifts: bool | None
     interrupted: bool
+    lacks: str | None = None
 
 
 class _Outcome(NamedTuple):
@@ -129,12 +136,21 @@ class Evaluator:
             TypeError: If metrics cannot be joined over the processes.
             ValueError: If the dataset is empty.
             EvaluationInterrupted: If the run was asked to leave, on all processes.
+            DoesNotFitError: If memory does not suffice on some process, on all of them, with
+                `args.auto_find_batch_size`.
         """
         begin = time.perf_counter()
         strategy = self.run.strategy
         begin_metrics(self.metrics, strategy)
         collected = _Collected() if keep or self.compute_metrics else None
-        own = self._run(batches, collected, keep)
+        try:
+            own = self._run(batches, collected, keep)
+        except Exception as error:
+            lacks = strategy.lack_of_memory(error) if self.run.args.auto_find_batch_size else None
+            if lacks is None:
+                raise
+            traceback.clear_frames(error.__traceback__)  # they hold what lies on the device
+            own = _Tally(0, 0, None, None, interrupted=False, lacks=lacks)
         tallies = self._agreed(own)
         predictions, labels = collected.arrays(strategy, keep) if collected else (None, None)
         scored = labels is not None or not keep
@@ -243,6 +259,9 @@ class Evaluator:
         tallies = self.run.strategy.gather_object(own)
         if any(tally.interrupted for tally in tallies):
             raise EvaluationInterrupted
+        for tally in tallies:
+            if tally.lacks is not None:
+                raise DoesNotFitError(tally.lacks)
         if not any(tally.samples for tally in tallies):
             raise ValueError("the dataset to evaluate is empty; give at least one sample")
         # A process whose batches did not tell, or that had none, learns it from the others.

@@ -40,8 +40,8 @@ def estimated_batch_size(
 ) -> int:
     """How many samples at once are estimated to fit into every device; all processes take part.
 
-    Whole micro-batches are looked at first, then halves of them, quarters and so on. The estimate is made with the
-    first batch: one of longer samples may still not fit, which shows when it comes.
+    The estimate is made with the first batch: one of longer samples may still not fit, which shows when it comes. It
+    calls the model and `compute_loss` on tensors without values.
 
     Args:
         run: Its model is on the device.
@@ -51,30 +51,35 @@ def estimated_batch_size(
         optimizer: The user's own, where there is one.
     """
     from trainer_kit.memory import estimate  # takes its time
-    from trainer_kit.memory.advice import resized
+    from trainer_kit.memory.advice import largest_batch, resized
 
     args, strategy = run.args, run.strategy
-    room = strategy.free_memory() + _nbytes(run.model)
+    whole = layout.batch_size
+    found = whole
     try:
+        room = strategy.free_memory() + _nbytes(run.model)  # what the runtime takes is taken by now
         batch = first_batch(run, reading)
-        while layout.at_once > 1:
-            micro_batches = layout.accumulation * layout.parts(layout.batch_size)
+
+        def peak(samples: int) -> int:
+            micro_batches = layout.accumulation * layout._replace(limit=samples).parts(whole)
             anatomy = estimate(
                 run.model,
                 dataclasses.replace(args, gradient_accumulation_steps=micro_batches),
-                resized(batch, layout.at_once),
+                resized(batch, samples),
                 compute_loss=compute_loss,
                 optimizer=optimizer,
                 device=strategy.device,
                 world_size=strategy.world_size,
             )
-            if anatomy.in_tensors <= room:  # what the runtime takes is taken by now
-                break
-            layout = halved(layout)
+            return anatomy.in_tensors
+
+        known = {whole: peak(whole)}
+        if known[whole] > room:
+            found = max(1, largest_batch(peak, known, room))
     except Exception as error:  # the model is the user's own, and sees tensors without values here
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         logger.info("the memory of a step cannot be estimated (%s): the whole batch is tried", why)
-    return min(strategy.gather_object(layout.at_once))
+    return min(strategy.gather_object(found))
 
 
 def halved(layout: Layout) -> Layout:

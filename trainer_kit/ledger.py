@@ -23,7 +23,10 @@ class Clock(Protocol):
         """The present moment on the device, without waiting for it."""
 
     def passed(self, marks: Sequence[Any]) -> list[float]:
-        """Seconds from each mark to the next one, up to the last that the device has come to."""
+        """Seconds from each mark to the next one, up to the last that the device has come to.
+
+        The marks before that one are done with: the clock may use them for other moments.
+        """
 
 
 class HostClock:
@@ -45,6 +48,7 @@ class Ledger:
 
     A device that works behind the host has a clock of its own: what it does while the host does something else is
     counted once, as what the device was given then. So data that is read in the shadow of the device costs nothing.
+    It is kept and read by the thread that trains.
 
     Attributes:
         activity: The present one.
@@ -64,14 +68,17 @@ class Ledger:
 
     def keep_time_by(self, clock: Clock) -> None:
         """Takes the time from another clock from now on."""
+        first = clock.mark()  # may take its time
         if self._marks:
             self.seconds()
         self._clock, self._mark = clock, clock.mark
-        self._activities, self._marks = [self.activity], [self._mark()]
+        self._activities, self._marks = [self.activity], [first]
 
     def enter(self, activity: str) -> str:
         """Begins an activity and returns the one that it interrupts, to be entered again."""
         before, self.activity = self.activity, activity
+        if activity == before and not self.annotate and self._range is None:
+            return before
         self._activities.append(activity)
         self._marks.append(self._mark())
         if self.annotate or self._range is not None:
@@ -91,7 +98,8 @@ class Ledger:
 
     def seconds(self) -> dict[str, float]:
         """Seconds by activity, over all starts of the run, as far as the device has come; nobody waits for it."""
-        self.enter(self.activity)
+        self._activities.append(self.activity)
+        self._marks.append(self._mark())
         self._fold()
         return dict(self._seconds)
 
@@ -102,15 +110,15 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         return {"seconds": self.seconds(), "time": time.time()}
 
-    def go_on(self, state: Mapping[str, Any], last_sign: float) -> None:
+    def go_on(self, state: Mapping[str, Any], lost: float) -> None:
         """Takes up the ledger of a checkpoint that this start goes on from.
 
         Args:
             state: What `state_dict` gave.
-            last_sign: When the earlier start was still at work for certain, in seconds since 1970.
+            lost: Seconds of work that earlier starts did after the checkpoint, as far as they told of it.
         """
         gap = max(0.0, self.started - state["time"])
-        lost = min(gap, max(0.0, last_sign - state["time"]))
+        lost = min(gap, lost)
         own = self.seconds()
         self._seconds = dict(state["seconds"])
         for activity, seconds in (*own.items(), (LOST, lost), (DOWN, gap - lost)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import uuid
 import warnings
@@ -37,6 +39,8 @@ from trainer_kit.data.loader import TrainLoader
 from trainer_kit.data.plan import Plan, make_plan
 from trainer_kit.data.stream import StreamLoader
 from trainer_kit.optim import Schedule
+from trainer_kit.report.log import NAME as LOG
+from trainer_kit.report.log import LogFile
 from trainer_kit.run import Run
 from trainer_kit.saving import Saver
 
@@ -144,7 +148,8 @@ class Checkpoints:
         run, directory = self.run, self._source
         if directory is not None:
             self._load(directory)
-            run.ledger.go_on(read_state(directory, "ledger") or {}, run.strategy.on_main(self._last_sign))
+            ledger = _ledger_in(directory)
+            run.ledger.go_on(ledger, run.strategy.on_main(lambda: self._logged_after(ledger["time"])))
             if isinstance(run.lr_scheduler, Schedule):
                 run.lr_scheduler.go_on_at(self.plan.place)
             self.saver.committed = run.strategy.on_main(self._of_earlier_starts)
@@ -155,12 +160,16 @@ class Checkpoints:
         run.strategy.announce_output(self.folder)
         run.strategy.release_copies()
 
-    def _last_sign(self) -> float:
-        """When an earlier start was at work for certain, by what it wrote last: a record or a checkpoint."""
+    def _logged_after(self, moment: float) -> float:
+        """Seconds of work that earlier starts logged after a moment; the times between two starts are left out."""
         assert self.resumed_from is not None
-        folder = self.resumed_from.parent
-        written = [self.resumed_from, folder / "log.jsonl", *folder.glob(f"{CHECKPOINT_PREFIX}*")]
-        return max(path.stat().st_mtime for path in written if path.exists())
+        seconds, last = 0.0, moment
+        with contextlib.suppress(OSError, ValueError):  # no log, or a damaged one
+            for record in itertools.chain.from_iterable(LogFile(self.resumed_from.with_name(LOG)).pieces()):
+                if record["time"] > last:
+                    seconds += record["time"] - max(last, record.get("began", last))
+                    last = record["time"]
+        return seconds
 
     def _take_folder(self) -> None:
         """Makes the folder this run's own; nothing is written there before."""
@@ -178,7 +187,7 @@ class Checkpoints:
             verify(source)
         self.metric = None
         run.state.load_state_dict((read_state(source, "trainer") or {})["counters"])
-        run.ledger.go_back(read_state(source, "ledger") or {})
+        run.ledger.go_back(_ledger_in(source))
         self.data_state = read_state(source, "data")
         self._load(source)
         run.strategy.release_copies()
@@ -309,6 +318,12 @@ def set_aside(output_dir: Path, keep: Collection[str] = ()) -> None:
         "%s held %s, where this run does not go on from; now in %s (to go on with the newest use "
         "resume_from_checkpoint=True)", output_dir, ", ".join(directory.name for directory in found), folder,
     )  # fmt: skip
+
+
+def _ledger_in(directory: Path) -> Mapping[str, Any]:
+    state = read_state(directory, "ledger")
+    assert state is not None, directory
+    return state  # type: ignore[no-any-return]
 
 
 def _restore_stateful(run: Run, directory: Path) -> None:

@@ -32,11 +32,11 @@ from trainer_kit.data.first import first_batch
 from trainer_kit.data.loader import MicroBatch, Window
 from trainer_kit.data.order import Layout, mix
 from trainer_kit.data.padding import Padding
-from trainer_kit.evaluation import EvalPrediction, EvaluationInterrupted, Evaluator, PredictionOutput
+from trainer_kit.evaluation import DoesNotFitError, EvalPrediction, EvaluationInterrupted, Evaluator, PredictionOutput
 from trainer_kit.figures import Figures, NonFiniteError, Taken
 from trainer_kit.fitting import Buffers, check_rereadable, estimated_batch_size, halved
 from trainer_kit.inspection import Inspection
-from trainer_kit.ledger import Ledger
+from trainer_kit.ledger import LOST, Ledger
 from trainer_kit.loss import (
     ComputeLoss,
     Loss,
@@ -192,6 +192,7 @@ class Trainer:
         self._began = False
         self._saved_step: int | None = None  # of the newest checkpoint of this start
         self._postmortem: Postmortem | None = None  # while it trains
+        self._evaluation_limit = self.args.eval_batch_size
         self._loss: Loss = None  # type: ignore[assignment]  # made by _prepare()
         self._checkpoints: Checkpoints = None  # type: ignore[assignment]  # made by _begin()
         self.events.emit("on_init_end", self.run)
@@ -230,8 +231,9 @@ class Trainer:
                     break
                 except NonFiniteError as error:
                     self._roll_back(error)
-            output = self._summary(time.perf_counter() - begin, *first)
-            self._finish_save()
+            seconds = time.perf_counter() - begin
+            self._finish_save()  # the record at the end tells of it
+            output = self._summary(seconds, *first)
             if self._agreement.due.exit_code is None:
                 self.events.emit("on_log", run, output.metrics)
             self.events.emit("on_train_end", run)
@@ -423,6 +425,10 @@ class Trainer:
         except Exception as error:
             self._ahead = error
         is_due = self._agreement.reach(self._ahead.window if isinstance(self._ahead, MicroBatch) else None)
+        if self.args.auto_find_batch_size and not self._agreement.all_have_read:
+            why = self._agreed_lack(self._ahead if isinstance(self._ahead, Exception) else None)
+            if why is not None:
+                return self._divide(why) or is_due
         if self._agreement.disagreement is not None and not isinstance(self._ahead, Exception):
             self._ahead = DataError(self._agreement.disagreement)
         return is_due
@@ -466,8 +472,7 @@ class Trainer:
             if micro.last:
                 break
             emit("on_substep_end", run)
-        if args.auto_find_batch_size:
-            strategy.exchange(loss.model)
+        strategy.exchange(loss.model)
         if pair_count is not None:
             in_all = strategy.operand(_summed(strategy, pair_count))
             run.last_loss = scale_gradients(run.optimizer, run.last_loss, window.samples, in_all)
@@ -515,46 +520,61 @@ class Trainer:
 
     def _attempt(self, micro: MicroBatch) -> tuple[torch.Tensor, Any] | None:
         """The same where memory may not suffice: None if it did not on some process; the step then begins anew."""
-        strategy, passed, why = self.run.strategy, None, ""
+        run, failed, passed = self.run, None, None
         try:
             if micro.number == 0:
                 self._buffers.keep()
             passed = self._pass(micro)
+            if not micro.last:
+                self._ahead = self._fetch()  # may want memory too
         except Exception as error:
-            if not strategy.is_out_of_memory(error):
+            if run.strategy.lack_of_memory(error) is None:
                 raise
-            why = str(error).partition("\n")[0] or type(error).__name__
-            traceback.clear_frames(error.__traceback__)  # they hold the activations
-        if not strategy.sum_numbers([passed is None])[0]:
+            failed = error
+        why = self._agreed_lack(failed)
+        if why is None:
             return passed
-        self._divide(next(text for text in strategy.gather_object(why) if text))
-        return None
-
-    def _divide(self, why: str) -> None:
-        """Has the step begin anew in smaller micro-batches."""
-        run, strategy, loader = self.run, self.run.strategy, self._loader
         assert run.optimizer is not None
         run.batch = run.last_loss = None
         run.model.zero_grad()
-        strategy.clear_gradients(run.optimizer)
+        run.strategy.clear_gradients(run.optimizer)
         self._buffers.restore()
-        gc.collect()
-        strategy.empty_cache()
-        size = loader.layout.at_once
+        self._divide(why)
+        return None
+
+    def _agreed_lack(self, error: Exception | None) -> str | None:
+        """What a device said for want of memory, on this process (`error`) or another; None where none did."""
+        strategy = self.run.strategy
+        lack = None if error is None else strategy.lack_of_memory(error)
+        if not strategy.sum_numbers([lack is not None])[0]:
+            return None
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)  # they hold the activations
+        return next(each for each in strategy.gather_object(lack) if each is not None)
+
+    def _divide(self, why: str) -> bool:
+        """Has the next step be computed in smaller parts; returns whether something is due before it."""
+        run, loader = self.run, self._loader
+        size, step = loader.layout.at_once, run.state.step + 1
         if size == 1:
             raise MemoryError(
-                f"not even one sample at a time fits into the devices' memory at step {run.state.step + 1} ({why}); "
-                "see Trainer.estimate() for what would need less"
+                f"not even one sample at a time fits into the devices' memory at step {step} ({why}); see "
+                "Trainer.estimate() for what would need less"
             )
-        self._cut(halved(loader.layout))
-        logger.warning(
-            "step %d did not fit into memory with %d samples at once (%s): from now on there are at most %d",
-            run.state.step + 1, size, why, loader.layout.at_once,
-        )  # fmt: skip
-        self._open_data()
-        self._look_ahead()
+        with run.ledger.during(LOST):
+            self._ahead = None
+            gc.collect()
+            run.strategy.empty_cache()
+            self._cut(halved(loader.layout))
+            logger.warning(
+                "step %d did not fit into memory with %d samples at once (%s): from now on there are at most %d",
+                step, size, why, loader.layout.at_once,
+            )  # fmt: skip
+            self._open_data()
+            return self._look_ahead()
 
     def _cut(self, layout: Layout) -> None:
+        """Takes a layout that differs in how micro-batches are cut."""
         self._loader.layout, self.run.state.micro_batch = layout, layout.at_once
 
     def _step_scheduler(self) -> None:
@@ -782,9 +802,35 @@ class Trainer:
         with run.ledger.during("evaluation"):
             try:
                 self.events.emit("on_evaluate_begin", run)
-                return evaluator(make_evaluation_batches(run, dataset, self._reading), prefix, keep)
+                while True:
+                    size = self._evaluates_at_once
+                    try:
+                        return evaluator(make_evaluation_batches(run, dataset, self._reading, size), prefix, keep)
+                    except DoesNotFitError as error:
+                        self._evaluate_less_at_once(str(error))
             finally:
                 self.events.emit("on_evaluate_end", run)
+
+    @property
+    def _evaluates_at_once(self) -> int:
+        """Samples of an evaluation batch on each device."""
+        args, found = self.args, self.run.state.micro_batch
+        size = min(args.eval_batch_size, self._evaluation_limit)
+        if found is None or not args.auto_find_batch_size or args.per_device_eval_batch_size is not None:
+            return size
+        return min(size, found)
+
+    def _evaluate_less_at_once(self, why: str) -> None:
+        size = self._evaluates_at_once
+        if size == 1:
+            raise MemoryError(f"not even one sample at a time fits into the devices' memory in an evaluation ({why})")
+        self._evaluation_limit = -(-size // 2)
+        gc.collect()
+        self.run.strategy.empty_cache()
+        logger.warning(
+            "an evaluation did not fit into memory with %d samples at once (%s): from now on there are %d",
+            size, why, self._evaluation_limit,
+        )  # fmt: skip
 
     # Saving
 

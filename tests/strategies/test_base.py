@@ -328,4 +328,5 @@ def test_copies_on_the_host_are_nobody_elses(dtype: torch.dtype) -> None:
     ],
 )
 def test_what_says_that_memory_does_not_suffice(error: Exception, expected: bool) -> None:
-    assert Strategy().is_out_of_memory(error) is expected
+    said = Strategy().lack_of_memory(error)
+    assert said == ((str(error) or "MemoryError") if expected else None)

@@ -47,17 +47,16 @@ def make_train_loader(run: Run, reading: Reading) -> TrainLoader | StreamLoader:
     return StreamLoader(dataset, layout, reading, args.dataloader_drop_last)
 
 
-def make_evaluation_batches(run: Run, dataset: Any, reading: Reading) -> Iterator[tuple[Any, Counts]]:
-    """The batches of an evaluation with their counts.
+def make_evaluation_batches(
+    run: Run, dataset: Any, reading: Reading, size: int | None = None
+) -> Iterator[tuple[Any, Counts]]:
+    """The batches of an evaluation with their counts; `size` samples on each device, else as many as the arguments say.
 
     Raises:
         TypeError: If `dataset` is none.
     """
     _check_dataset("the dataset to evaluate", dataset)
-    size = run.args.eval_batch_size
-    if run.args.per_device_eval_batch_size is None and run.state.micro_batch is not None:
-        size = min(size, run.state.micro_batch)  # what was found to fit
-    layout = _layout(run.strategy, size)
+    layout = _layout(run.strategy, size or run.args.eval_batch_size)
     make = stream_evaluation_batches if is_iterable(dataset) else evaluation_batches
     return make(dataset, layout, reading)
 

@@ -213,11 +213,12 @@ class Strategy:
     def exchange(self, model: torch.nn.Module) -> None:
         """Makes the gradients those of all processes, where `exchange_later` asked for that."""
 
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether an error says that there was no memory for a tensor."""
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            return True
-        return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
+    def lack_of_memory(self, error: BaseException) -> str | None:
+        """What an error says for want of memory for a tensor, in one line; None of another error."""
+        is_told = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
+        if not is_told and not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return None
+        return str(error).partition("\n")[0] or type(error).__name__
 
     def free_memory(self) -> int:
         """Bytes that tensors can still take on the device."""

@@ -163,7 +163,16 @@ class DDP(Processes, SingleDevice):
         return super().no_sync(model)
 
     def exchange_later(self, later: bool) -> None:
+        if later and self.sync_batch_norm:
+            raise ValueError(
+                "auto_find_batch_size=True is not possible with sync_batch_norm=True: where one process runs out of "
+                "memory the others would wait for its batch statistics; set one of them to False"
+            )
         self._later = later
+
+    def free_memory(self) -> int:
+        free = super().free_memory()
+        return free // self.place.local_world_size if self.device.type == "cpu" else free  # shared with the others
 
     def exchange(self, model: torch.nn.Module) -> None:
         if isinstance(model, Replica) and model.later:

@@ -111,15 +111,16 @@ class Replica(torch.nn.Module):
             compress: Send them in bfloat16.
         """
         trained = [parameter for _, parameter in self._named if parameter.requires_grad]
-        having = sum_numbers([parameter.grad is not None for parameter in trained])
+        are_sparse = any(parameter.grad is not None and parameter.grad.is_sparse for parameter in trained)
+        *having, sparse = sum_numbers([*(parameter.grad is not None for parameter in trained), are_sparse])
+        if sparse:
+            raise ValueError("sparse gradients cannot be exchanged with auto_find_batch_size=True; set it to False")
         gradients = []
         for parameter, processes in zip(trained, having, strict=True):
             if processes and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if parameter.grad is not None:
                 gradients.append(parameter.grad)
-        if any(gradient.is_sparse for gradient in gradients):
-            raise ValueError("sparse gradients cannot be exchanged with auto_find_batch_size=True; set it to False")
         for piece in _pieces(gradients):
             packed = torch.cat([gradient.reshape(-1) for gradient in piece]).div_(dist.get_world_size())
             sent = packed.bfloat16() if compress else packed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -78,7 +79,7 @@ class SingleDevice(Strategy):
         return super().free_memory()
 
     def clock(self) -> Clock:
-        return CudaClock() if self.device.type == "cuda" else super().clock()
+        return CudaClock(self.device) if self.device.type == "cuda" else super().clock()
 
     def memory(self) -> dict[str, float]:
         """On CUDA: `memory_gib` and `peak_memory_gib` in tensors, `reserved_memory_gib` held by PyTorch's allocator.
@@ -101,18 +102,26 @@ class SingleDevice(Strategy):
 
 
 class CudaClock:
-    """Events on the GPU's present stream: they are passed when all is done that it was given before."""
+    """Events on a GPU's present stream: they are passed when all is done that it was given before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[torch.cuda.Event] = []  # to make one takes longer than to record it
 
     def mark(self) -> torch.cuda.Event:
         """An event that is recorded now."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def passed(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
         """Seconds between the events that have passed."""
-        there = itertools.takewhile(lambda pair: pair[1].query(), itertools.pairwise(marks))
-        return [before.elapsed_time(after) / 1000 for before, after in there]  # CUDA tells milliseconds
+        all_passed = len(marks) if marks[-1].query() else None
+        count = all_passed or bisect.bisect(marks, False, key=lambda event: not event.query())
+        there = marks[:count]
+        seconds = [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(there)]  # it tells ms
+        self._free += there[:-1]
+        return seconds
 
 
 def _best_device() -> torch.device:
