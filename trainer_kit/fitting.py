@@ -3,35 +3,170 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
-from collections.abc import Iterator
-from typing import Any
+import traceback
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
 from trainer_kit.data.first import first_batch
-from trainer_kit.data.loader import Reading
+from trainer_kit.data.loader import Reading, TrainLoader
 from trainer_kit.data.order import Layout
+from trainer_kit.data.stream import StreamLoader
 from trainer_kit.loss import ComputeLoss
 from trainer_kit.run import Run
 
 logger = logging.getLogger("trainer_kit")
+T = TypeVar("T")
 
 
-def check_rereadable(dataset: Any) -> None:
-    """Refuses a dataset whose samples of a step that did not fit would be gone.
+class Fitting:
+    """Has the loader cut micro-batches into parts that fit into the memory of all devices.
+
+    All processes take part in all that it does.
+
+    Args:
+        run: Its model is on the device, and its optimizer made.
+        loader: Its training batches, not begun; they are to be read anew after each cut.
+        reading: How samples are read.
 
     Raises:
-        ValueError: If it is an iterator.
+        ValueError: If the dataset is an iterator: the samples of a step that did not fit would be gone.
     """
-    if isinstance(dataset, Iterator):
-        raise ValueError(
-            "auto_find_batch_size=True needs a train_dataset that can be read again after a step that did not fit; "
-            "this one is an iterator: give a dataset whose __iter__ begins anew, or set it to False"
-        )
+
+    def __init__(self, run: Run, loader: TrainLoader | StreamLoader, reading: Reading) -> None:
+        if isinstance(run.train_dataset, Iterator):
+            raise ValueError(
+                "auto_find_batch_size=True needs a train_dataset that can be read again after a step that did not fit; "
+                "this one is an iterator: give a dataset whose __iter__ begins anew, or set it to False"
+            )
+        self.run = run
+        self._loader = loader
+        self._reading = reading
+        self._buffers = _Buffers(run.model)
+
+    def begin(self, compute_loss: ComputeLoss | None, optimizer: torch.optim.Optimizer | None) -> None:
+        """Takes what was found in an earlier start, else what is estimated to fit.
+
+        Args:
+            compute_loss: As the Trainer takes it.
+            optimizer: The user's own, where there is one.
+        """
+        run, layout = self.run, self._loader.layout
+        found = run.state.micro_batch
+        if found is None:
+            found = _estimated(run, layout, self._reading, compute_loss, optimizer)
+        self._cut(layout._replace(limit=found))
+
+    def attempt(self, compute: Callable[[], T], begins: bool) -> T | None:
+        """What `compute` gives for a micro-batch; None if memory did not suffice on some process.
+
+        The step is to begin anew then: model and gradients are as they were at its beginning.
+
+        Args:
+            compute: The passes.
+            begins: Whether this is the step's first micro-batch.
+        """
+        run, failed, result = self.run, None, None
+        try:
+            if begins:
+                self._buffers.keep()
+            result = compute()
+        except Exception as error:
+            if run.strategy.lack_of_memory(error) is None:
+                raise
+            failed, result = error, None
+        if not self.cuts_for(failed):
+            return result
+        self._buffers.restore()
+        return None
+
+    def cuts_for(self, error: Exception | None) -> bool:
+        """Cuts micro-batches into parts half as large if memory did not suffice on some process.
+
+        Args:
+            error: What was raised on this one.
+
+        Returns:
+            Whether it did.
+
+        Raises:
+            MemoryError: If a part is of one sample already.
+        """
+        run, layout = self.run, self._loader.layout
+        lack = None if error is None else run.strategy.lack_of_memory(error)
+        if not run.strategy.sum_numbers([lack is not None])[0]:
+            return False
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)  # they hold the activations
+        why = next(each for each in run.strategy.gather_object(lack) if each is not None)
+        if layout.at_once == 1:
+            raise MemoryError(
+                f"not even one sample at a time fits into the devices' memory at step {run.state.step + 1} ({why}); "
+                "see Trainer.estimate() for what would need less"
+            )
+        assert run.optimizer is not None
+        run.batch = None
+        run.model.zero_grad()
+        run.strategy.clear_gradients(run.optimizer)
+        _free(run)
+        self._cut(layout._replace(limit=_half(layout.at_once)))
+        logger.warning(
+            "step %d did not fit into memory with %d samples at once (%s): from now on there are at most %d",
+            run.state.step + 1, layout.at_once, why, self._loader.layout.at_once,
+        )  # fmt: skip
+        return True
+
+    def _cut(self, layout: Layout) -> None:
+        self._loader.layout, self.run.state.micro_batch = layout, layout.at_once
 
 
-def estimated_batch_size(
+def evaluation_batch_size(run: Run) -> int:
+    """Samples of an evaluation batch on each device: as the arguments say, or what was found to fit."""
+    args, state = run.args, run.state
+    sizes = [args.eval_batch_size]
+    if args.auto_find_batch_size:
+        sizes += [state.micro_batch or sizes[0]] if args.per_device_eval_batch_size is None else []
+        sizes += [state.eval_batch or sizes[0]]
+    return min(sizes)
+
+
+def halve_evaluation_batch(run: Run, error: Exception) -> None:
+    """Has evaluations take half as many samples at once from now on.
+
+    Args:
+        run: The run.
+        error: What the device said for want of memory.
+
+    Raises:
+        MemoryError: If it is one already.
+    """
+    size = evaluation_batch_size(run)
+    if size == 1:
+        raise MemoryError(
+            f"not even one sample at a time fits into the devices' memory in an evaluation ({error})"
+        ) from error
+    _free(run)
+    run.state.eval_batch = _half(size)
+    logger.warning(
+        "an evaluation did not fit into memory with %d samples at once (%s): it begins anew, and from now on there are "
+        "%d", size, error, run.state.eval_batch,
+    )  # fmt: skip
+
+
+def _half(samples: int) -> int:
+    return -(-samples // 2)
+
+
+def _free(run: Run) -> None:
+    """Gives back what a failed attempt has left."""
+    gc.collect()
+    run.strategy.empty_cache()
+
+
+def _estimated(
     run: Run,
     layout: Layout,
     reading: Reading,
@@ -42,13 +177,6 @@ def estimated_batch_size(
 
     The estimate is made with the first batch: one of longer samples may still not fit, which shows when it comes. It
     calls the model and `compute_loss` on tensors without values.
-
-    Args:
-        run: Its model is on the device.
-        layout: That was asked for.
-        reading: How samples are read.
-        compute_loss: As the Trainer takes it.
-        optimizer: The user's own, where there is one.
     """
     from trainer_kit.memory import estimate  # takes its time
     from trainer_kit.memory.advice import largest_batch, resized
@@ -82,18 +210,13 @@ def estimated_batch_size(
     return min(strategy.gather_object(found))
 
 
-def halved(layout: Layout) -> Layout:
-    """The layout with half as many samples at once."""
-    return layout._replace(limit=-(-layout.at_once // 2))
-
-
 def _nbytes(model: torch.nn.Module) -> int:
     tensors = [*model.parameters(), *model.buffers()]
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
     return sum(storages.values())
 
 
-class Buffers:
+class _Buffers:
     """The values of a model's buffers at the beginning of a step, for a step that has to begin anew.
 
     Args:

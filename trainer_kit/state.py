@@ -40,7 +40,8 @@ class TrainState:
         best_step: The step that gave it.
         passed_over: Samples that `nonfinite="rollback"` passes over, as (epoch, first position, position after).
         rollbacks: How often it went back.
-        micro_batch: Samples at once that were found to fit (`auto_find_batch_size`); None where nobody looked.
+        micro_batch: Samples that were found to fit at once (`auto_find_batch_size`); None where nobody looked.
+        eval_batch: The same in evaluations; None where all were seen to fit.
     """
 
     step: int = 0
@@ -60,6 +61,7 @@ class TrainState:
     passed_over: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     rollbacks: int = 0
     micro_batch: int | None = None
+    eval_batch: int | None = None
 
     @property
     def epochs(self) -> float:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import math
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -30,11 +28,11 @@ from trainer_kit.data.collate import Collator, default_collator
 from trainer_kit.data.fetch import DataError
 from trainer_kit.data.first import first_batch
 from trainer_kit.data.loader import MicroBatch, Window
-from trainer_kit.data.order import Layout, mix
+from trainer_kit.data.order import mix
 from trainer_kit.data.padding import Padding
 from trainer_kit.evaluation import DoesNotFitError, EvalPrediction, EvaluationInterrupted, Evaluator, PredictionOutput
 from trainer_kit.figures import Figures, NonFiniteError, Taken
-from trainer_kit.fitting import Buffers, check_rereadable, estimated_batch_size, halved
+from trainer_kit.fitting import Fitting, evaluation_batch_size, halve_evaluation_batch
 from trainer_kit.inspection import Inspection
 from trainer_kit.ledger import LOST, Ledger
 from trainer_kit.loss import (
@@ -192,7 +190,7 @@ class Trainer:
         self._began = False
         self._saved_step: int | None = None  # of the newest checkpoint of this start
         self._postmortem: Postmortem | None = None  # while it trains
-        self._evaluation_limit = self.args.eval_batch_size
+        self._fitting: Fitting | None = None  # with `auto_find_batch_size`
         self._loss: Loss = None  # type: ignore[assignment]  # made by _prepare()
         self._checkpoints: Checkpoints = None  # type: ignore[assignment]  # made by _begin()
         self.events.emit("on_init_end", self.run)
@@ -304,13 +302,10 @@ class Trainer:
             resume = run.strategy.restarts > 0
         self._began = True
         self._checkpoints.find(run.strategy.broadcast(resume))
+        self._fitting = None
         if args.auto_find_batch_size:
-            check_rereadable(run.train_dataset)
-            found, layout = run.state.micro_batch, self._loader.layout
-            if found is None:
-                found = estimated_batch_size(run, layout, self._reading, self.compute_loss, self.optimizer)
-            self._cut(layout._replace(limit=found))
-            self._buffers = Buffers(run.model)
+            self._fitting = Fitting(run, self._loader, self._reading)
+            self._fitting.begin(self.compute_loss, self.optimizer)
         self._checkpoints.lay_out(self._loader)
         run.lr_scheduler = self._make_scheduler(run.optimizer)
         check_stateful(run)
@@ -357,11 +352,12 @@ class Trainer:
         self._finish_save()
         if run.args.nonfinite != "rollback" or run.state.rollbacks >= run.args.max_rollbacks or error.taken is None:
             raise error
-        bad, done, passed_over, found = error.taken, run.state.rollbacks, run.state.passed_over, run.state.micro_batch
+        bad, done, passed_over = error.taken, run.state.rollbacks, run.state.passed_over
+        found = run.state.micro_batch, run.state.eval_batch
         directory = self._checkpoints.go_back()
         if directory is None:
             raise error
-        run.state.rollbacks, run.state.micro_batch = done + 1, found
+        run.state.rollbacks, (run.state.micro_batch, run.state.eval_batch) = done + 1, found
         run.state.passed_over = [*passed_over, bad[1:]]
         self._checkpoints.lay_out(self._loader)
         if self.lr_scheduler is None:  # fewer steps have another schedule
@@ -425,11 +421,10 @@ class Trainer:
         except Exception as error:
             self._ahead = error
         is_due = self._agreement.reach(self._ahead.window if isinstance(self._ahead, MicroBatch) else None)
-        if self.args.auto_find_batch_size and not self._agreement.all_have_read:
-            why = self._agreed_lack(self._ahead if isinstance(self._ahead, Exception) else None)
-            if why is not None:
-                return self._divide(why) or is_due
-        if self._agreement.disagreement is not None and not isinstance(self._ahead, Exception):
+        error = self._ahead if isinstance(self._ahead, Exception) else None
+        if self._fitting is not None and not self._agreement.all_have_read and self._fitting.cuts_for(error):
+            return self._read_anew() or is_due
+        if self._agreement.disagreement is not None and error is None:
             self._ahead = DataError(self._agreement.disagreement)
         return is_due
 
@@ -461,7 +456,7 @@ class Trainer:
             if micro.number == 0:
                 emit("on_step_begin", run)
                 strategy.dispatch()  # what callbacks computed, and an evaluation left
-            passed = self._attempt(micro) if args.auto_find_batch_size else self._pass(micro)
+            passed = self._pass(micro) if self._fitting is None else self._attempt(micro)
             if passed is None:
                 pair_count = None  # the step begins anew
                 continue
@@ -520,62 +515,25 @@ class Trainer:
 
     def _attempt(self, micro: MicroBatch) -> tuple[torch.Tensor, Any] | None:
         """The same where memory may not suffice: None if it did not on some process; the step then begins anew."""
-        run, failed, passed = self.run, None, None
-        try:
-            if micro.number == 0:
-                self._buffers.keep()
+        assert self._fitting is not None
+
+        def compute() -> tuple[torch.Tensor, Any]:
             passed = self._pass(micro)
             if not micro.last:
                 self._ahead = self._fetch()  # may want memory too
-        except Exception as error:
-            if run.strategy.lack_of_memory(error) is None:
-                raise
-            failed = error
-        why = self._agreed_lack(failed)
-        if why is None:
             return passed
-        assert run.optimizer is not None
-        run.batch = run.last_loss = None
-        run.model.zero_grad()
-        run.strategy.clear_gradients(run.optimizer)
-        self._buffers.restore()
-        self._divide(why)
-        return None
 
-    def _agreed_lack(self, error: Exception | None) -> str | None:
-        """What a device said for want of memory, on this process (`error`) or another; None where none did."""
-        strategy = self.run.strategy
-        lack = None if error is None else strategy.lack_of_memory(error)
-        if not strategy.sum_numbers([lack is not None])[0]:
-            return None
-        if error is not None:
-            traceback.clear_frames(error.__traceback__)  # they hold the activations
-        return next(each for each in strategy.gather_object(lack) if each is not None)
+        passed = self._fitting.attempt(compute, begins=micro.number == 0)
+        if passed is None:
+            self.run.last_loss = None
+            self._read_anew()
+        return passed
 
-    def _divide(self, why: str) -> bool:
-        """Has the next step be computed in smaller parts; returns whether something is due before it."""
-        run, loader = self.run, self._loader
-        size, step = loader.layout.at_once, run.state.step + 1
-        if size == 1:
-            raise MemoryError(
-                f"not even one sample at a time fits into the devices' memory at step {step} ({why}); see "
-                "Trainer.estimate() for what would need less"
-            )
-        with run.ledger.during(LOST):
-            self._ahead = None
-            gc.collect()
-            run.strategy.empty_cache()
-            self._cut(halved(loader.layout))
-            logger.warning(
-                "step %d did not fit into memory with %d samples at once (%s): from now on there are at most %d",
-                step, size, why, loader.layout.at_once,
-            )  # fmt: skip
+    def _read_anew(self) -> bool:
+        """Reads the next step's samples again, in other parts; returns whether something is due before it."""
+        with self.run.ledger.during(LOST):
             self._open_data()
             return self._look_ahead()
-
-    def _cut(self, layout: Layout) -> None:
-        """Takes a layout that differs in how micro-batches are cut."""
-        self._loader.layout, self.run.state.micro_batch = layout, layout.at_once
 
     def _step_scheduler(self) -> None:
         scheduler = self.run.lr_scheduler
@@ -803,34 +761,13 @@ class Trainer:
             try:
                 self.events.emit("on_evaluate_begin", run)
                 while True:
-                    size = self._evaluates_at_once
+                    batches = make_evaluation_batches(run, dataset, self._reading, evaluation_batch_size(run))
                     try:
-                        return evaluator(make_evaluation_batches(run, dataset, self._reading, size), prefix, keep)
+                        return evaluator(batches, prefix, keep)
                     except DoesNotFitError as error:
-                        self._evaluate_less_at_once(str(error))
+                        halve_evaluation_batch(run, error)
             finally:
                 self.events.emit("on_evaluate_end", run)
-
-    @property
-    def _evaluates_at_once(self) -> int:
-        """Samples of an evaluation batch on each device."""
-        args, found = self.args, self.run.state.micro_batch
-        size = min(args.eval_batch_size, self._evaluation_limit)
-        if found is None or not args.auto_find_batch_size or args.per_device_eval_batch_size is not None:
-            return size
-        return min(size, found)
-
-    def _evaluate_less_at_once(self, why: str) -> None:
-        size = self._evaluates_at_once
-        if size == 1:
-            raise MemoryError(f"not even one sample at a time fits into the devices' memory in an evaluation ({why})")
-        self._evaluation_limit = -(-size // 2)
-        gc.collect()
-        self.run.strategy.empty_cache()
-        logger.warning(
-            "an evaluation did not fit into memory with %d samples at once (%s): from now on there are %d",
-            size, why, self._evaluation_limit,
-        )  # fmt: skip
 
     # Saving
 
