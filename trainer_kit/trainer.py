@@ -421,10 +421,10 @@ class Trainer:
         except Exception as error:
             self._ahead = error
         is_due = self._agreement.reach(self._ahead.window if isinstance(self._ahead, MicroBatch) else None)
-        error = self._ahead if isinstance(self._ahead, Exception) else None
-        if self._fitting is not None and not self._agreement.all_have_read and self._fitting.cuts_for(error):
+        failed = self._ahead if isinstance(self._ahead, Exception) else None
+        if self._fitting is not None and not self._agreement.all_have_read and self._fitting.cuts_for(failed):
             return self._read_anew() or is_due
-        if self._agreement.disagreement is not None and error is None:
+        if self._agreement.disagreement is not None and failed is None:
             self._ahead = DataError(self._agreement.disagreement)
         return is_due
 
