@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -106,15 +107,21 @@ def test_each_sleep_is_found(tmp_path: Path) -> None:
     assert all(0 < each["goodput"] < 1 for each in records)
 
 
-def test_a_restart_finds_lost_work_and_the_time_it_was_down(tmp_path: Path) -> None:
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_a_restart_finds_lost_work_and_the_time_it_was_down(tmp_path: Path, deaths: int) -> None:
+    """Each time after the same checkpoint, which a file system may say is new."""
     began = time.perf_counter()
-    with pytest.raises(CallbackError, match="killed"):
-        Trainer(Sleepy(), arguments(tmp_path), Rows(30), Rows(4), callbacks=[Slow(dies_at=5)]).train()
-    time.sleep(15 * NAP)
+    for _ in range(deaths):
+        with pytest.raises(CallbackError, match="killed"):
+            Trainer(Sleepy(), arguments(tmp_path), Rows(30), Rows(4), callbacks=[Slow(dies_at=5)]).train(True)
+        time.sleep(15 * NAP)
+        os.utime(tmp_path / "checkpoint-3")
     slow = Slow()
     figures = Trainer(Sleepy(), arguments(tmp_path), Rows(30), Rows(4), callbacks=[slow]).train(True).metrics
-    assert figures["seconds/lost"] >= 2 * 4 * NAP  # two steps: two rows each, the forward pass and the callback
-    assert figures["seconds/down"] >= 15 * NAP
+    assert (
+        figures["seconds/lost"] >= deaths * 2 * 4 * NAP
+    )  # two steps: two rows each, the forward pass and the callback
+    assert figures["seconds/down"] >= deaths * 15 * NAP
     assert adds_up(figures["wall_seconds"], slow.ended - began)
     for name, naps in {"data": 12, "forward": 6, "callback/Slow": 6, "evaluation": 2 * 4, "saving": 5}.items():
         assert figures[f"seconds/{name}"] >= naps * NAP, name  # those that led to where the run stands
