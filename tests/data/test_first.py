@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from trainer_kit import Run, SingleDevice, TrainingArguments
 from trainer_kit.data.collate import default_collator
@@ -17,12 +18,12 @@ from trainer_kit.data.first import first_batch
 from trainer_kit.data.loader import Reading
 
 
-def read(dataset: Any, **given: Any) -> Any:
+def read(dataset: Any, workers: int = 0, **given: Any) -> Any:
     args = TrainingArguments(
         use_cpu=True, per_device_train_batch_size=4, gradient_accumulation_steps=3, max_steps=5, **given
     )
     run = Run(args, SingleDevice("cpu"), torch.nn.Identity(), train_dataset=dataset)
-    return first_batch(run, Reading(default_collator(), args.seed, workers=2))
+    return first_batch(run, Reading(default_collator(), args.seed, workers))
 
 
 class Counted(IterableDataset[torch.Tensor]):
@@ -43,19 +44,78 @@ class Counted(IterableDataset[torch.Tensor]):
         self.place = state_dict["place"]
 
 
-def test_one_micro_batch_is_read() -> None:
-    asked: list[int] = []
+class Rows:
+    """A hundred numbers."""
 
-    class Rows:
-        def __len__(self) -> int:
-            return 100
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_one_micro_batch_is_read(workers: int) -> None:
+    asked = torch.zeros(100).share_memory_()
+
+    class Noted(Rows):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            asked[index] += 1
+            return super().__getitem__(index)
+
+    assert sorted(read(Noted(), workers).tolist()) == asked.nonzero().flatten().tolist()
+    assert asked.sum() == 4
+
+
+def test_what_a_dataset_keeps_in_itself_stays() -> None:
+    class Own(Rows):
+        def __init__(self) -> None:
+            self.generator = np.random.default_rng(0)
 
         def __getitem__(self, index: int) -> torch.Tensor:
-            asked.append(index)
-            return torch.tensor(index)
+            return torch.tensor(self.generator.random())
 
-    assert sorted(read(Rows()).tolist()) == sorted(asked)
-    assert len(asked) == 4
+    dataset = Own()
+    before = dataset.generator.bit_generator.state
+    read(dataset)
+    assert dataset.generator.bit_generator.state == before
+
+
+def test_a_file_that_a_dataset_reads_on_from_stays_where_it_was(tmp_path: Path) -> None:
+    class Lines(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            while byte := file.read(1):
+                yield torch.tensor(byte[0])
+
+    (tmp_path / "data").write_bytes(bytes(range(100)))
+    with open(tmp_path / "data", "rb", buffering=0) as file:
+        assert file.read(3) == b"\0\1\2"
+        assert read(Lines()).tolist() == [3, 4, 5, 6]
+        assert file.read(1) == b"\3"
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_what_no_other_process_can_read_is_read_here(state: bool) -> None:
+    def only_here() -> None:
+        if get_worker_info() is not None:  # as with tensors on a GPU
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    class RowsHere(Rows):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            only_here()
+            return super().__getitem__(index)
+
+    class CountedHere(Counted):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            only_here()
+            yield from super().__iter__()
+
+    dataset = CountedHere() if state else RowsHere()
+    assert len(read(dataset)) == 4
+    if isinstance(dataset, Counted):
+        assert dataset.place == 3
+    with pytest.raises(RuntimeError, match="Cannot re-initialize CUDA"):
+        read(dataset, workers=1)
 
 
 def test_a_dataset_with_a_state_and_the_generators_stand_where_they_stood() -> None:

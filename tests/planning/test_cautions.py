@@ -262,7 +262,14 @@ PROBLEMS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "schedule": (lambda: {"lr_scheduler_kwargs": {"power": 2}}, "lr_scheduler_kwargs has 'power'"),
     "columns": (lambda: {"data_collator": short_of_columns}, "the batch has the column y, which Net.forward does not"),
     "no checkpointing": (lambda: {"gradient_checkpointing": True}, "Net has no gradient_checkpointing_enable()"),
-    "data": (lambda: {"train": unreadable()}, "the first batches cannot be read: DataError"),
+    "data": (
+        lambda: {"train": unreadable()},
+        "the first batches cannot be read: DataError: the dataset raised at index",
+    ),
+    "data in a worker": (
+        lambda: {"train": unreadable(), "dataloader_num_workers": 1},
+        "DataError: the dataset raised at index",
+    ),
     "loss": (lambda: {"compute_loss": lambda model, batch: "a word"}, "compute_loss returned a str"),
     "8-bit": (lambda: {"optim": "adamw_8bit"}, "optim='adamw_8bit' needs a package of its own"),
 }  # fmt: skip
@@ -274,6 +281,14 @@ def test_it_says_what_would_fail(tmp_path: Path, case: str) -> None:
     found = plan(tmp_path, **changes())
     assert [each for each in found.problems if sentence in each], found.problems
     assert "train() would not go through" in str(found)
+
+
+def test_samples_that_come_only_once_are_left_alone(tmp_path: Path) -> None:
+    rows = iter(samples())
+    found = plan(tmp_path, train=rows, max_steps=8, eval_strategy="no", evaluation=None)
+    assert found.problems == ()
+    assert [each for each in found.warnings if "can be read only once: nothing of it was looked at" in each]
+    assert len([*rows]) == 64
 
 
 def test_a_metric_that_is_there(tmp_path: Path) -> None:

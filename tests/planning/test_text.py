@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from scenarios.task import make_trainer
+from scenarios.task import Noisy, make_trainer
 
 from trainer_kit import Callback
 from trainer_kit.callbacks import EarlyStopping
@@ -80,6 +80,20 @@ def test_the_work_is_that_of_the_matrices(tmp_path: Path, monkeypatch: pytest.Mo
     assert "just now (measured: so and so), that takes 1.5 minutes, " in " ".join(
         " ".join(compute_lines(measured)).split()
     )
+
+
+def test_the_work_of_epochs_that_do_not_fill_a_step(tmp_path: Path) -> None:
+    whole, part = (make_trainer(tmp_path, dataset=Noisy(size)).plan().compute for size in (8, 3))
+    assert whole is not None
+    assert part is not None
+    assert part.step == pytest.approx(whole.step * 3 / 8)
+    assert part.run == 3 * part.step
+
+
+def test_nothing_is_left(tmp_path: Path) -> None:
+    make_trainer(tmp_path, max_steps=2).train()
+    shown = str(make_trainer(tmp_path, max_steps=2).plan(resume_from_checkpoint=True))
+    assert "  epoch ends not once\n" in shown
 
 
 def unknown(device: torch.device, dtype: torch.dtype) -> Peak:

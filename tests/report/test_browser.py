@@ -58,7 +58,7 @@ def test_a_phone_shows_all_of_it(page: browser.Page, files: dict[str, Path], nam
     page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true })")
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     assert page.evaluate(TOO_WIDE) == []
-    assert page.evaluate(SMALLEST) >= 8.5
+    assert page.evaluate(SMALLEST) >= 10
 
 
 def test_plots_fit_the_screen(page: browser.Page, files: dict[str, Path]) -> None:
@@ -68,6 +68,16 @@ def test_plots_fit_the_screen(page: browser.Page, files: dict[str, Path]) -> Non
         page.open(files["one"], width)
         assert page.evaluate(f"{SHOWN}.length") == figures
     assert 10 < page.evaluate(SMALLEST) < 16
+
+
+def test_paper_shows_colours_and_two_plots_a_row(page: browser.Page, files: dict[str, Path]) -> None:
+    page.open(files["one"], width=720)
+    page.call("Emulation.setEmulatedMedia", media="print")
+    try:
+        assert page.evaluate("getComputedStyle(document.querySelector('.area')).printColorAdjust") == "exact"
+        assert len(page.evaluate("getComputedStyle(document.querySelector('.grid')).gridTemplateColumns").split()) == 2
+    finally:
+        page.call("Emulation.setEmulatedMedia", media="")
 
 
 def test_light_and_dark(page: browser.Page, files: dict[str, Path]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from run_logs import eventful, finished
 
 from trainer_kit import report
 from trainer_kit.report import drawing, write_report
+from trainer_kit.report.history import History
 from trainer_kit.report.panels import Panel, Series
 
 
@@ -51,6 +53,20 @@ def test_a_long_line_is_drawn_with_its_extremes() -> None:
     assert any(180 < height < 197 for height in heights)  # where -8 is; the scale lies below
 
 
+def words(steps: list[float], values: list[float]) -> list[str]:
+    """The texts of a plot: the ticks across, the ticks up, and what the steps are."""
+    panel = Panel("loss", "Loss", (Series("training", 0, np.array(steps), np.array(values)),))
+    with drawing.settings():
+        return re.findall(r"<text[^>]*>([^<]*)</text>", drawing.curves(panel, "curve"))
+
+
+def test_ticks_are_where_they_say() -> None:
+    assert words([10], [10.6]) == ["10", "10.25", "10.5", "10.75", "11", "step"]
+    assert words([101_000, 109_000], [1e-4, 1.1e-4])[:4] == ["102k", "104k", "106k", "108k"]
+    assert words([1, 2], [1.0e-5, 1.1e-5])[2:5] == ["1e-5", "1.025e-5", "1.05e-5"]
+    assert words([10, 20], [math.nan, math.inf]) == ["10", "15", "20", "step"]
+
+
 @pytest.mark.parametrize("compared", [False, True])
 def test_a_picture(tmp_path: Path, compared: bool) -> None:
     others = [eventful(tmp_path / "日本 $x$")] if compared else []
@@ -61,6 +77,15 @@ def test_a_picture(tmp_path: Path, compared: bool) -> None:
     assert 1500 < width < 4000
     assert 1000 < height < 4000
     assert pixels[..., :3].std() > 0.05
+
+
+def test_a_picture_names_its_marks(tmp_path: Path) -> None:
+    with drawing.settings():
+        figure = drawing._picture([History(eventful(tmp_path))])
+    legends = [axes.get_legend() for axes in figure.axes]
+    named = [text.get_text() for legend in legends if legend is not None for text in legend.get_texts()]
+    assert named.count("restart") == 1
+    assert {"lost", "down", "training", "weights"} <= {*named}
 
 
 def test_without_matplotlib_one_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from run_logs import RunLog, eventful, finished
 
-from trainer_kit.report import write_report
+from trainer_kit.report import FORMATS, write_report
 
 VOID = {"br", "hr", "link", "meta", "wbr"}
 EVIL = """</title></style></svg><script>alert("1")</script><img src=x onerror='alert(2)'>&lt;$\\frac$\u202e\x00\ud800"""
@@ -174,3 +174,14 @@ def test_values_that_are_not_finite_are_marked(tmp_path: Path) -> None:
         log.log(loss=loss)
     labels = [str(each.get("aria-label")) for each in Document(write_report(tmp_path).read_text()).all("svg")]
     assert any("last 1 at step 20" in label and "2 values not finite" in label for label in labels)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_evaluations_alone(tmp_path: Path, format: str) -> None:
+    log = RunLog(tmp_path)
+    log.evaluate(eval_loss=1.25)
+    path = write_report(tmp_path, format=format)
+    if format != "png":
+        shown = path.read_text(encoding="utf-8")
+        assert "no training" in shown
+        assert "1.25" in shown

@@ -58,6 +58,14 @@ def test_every_second_is_in_its_place(tmp_path: Path) -> None:
     assert shares == {}
 
 
+def test_what_is_drawn_is_named(tmp_path: Path) -> None:
+    timeline = made_by_hand(tmp_path)
+    shown = timeline.shown_totals()
+    assert shown["lost"] == pytest.approx(100 / 770)
+    assert shown["not recorded"] == 0  # drawn, though the summary has it under other names
+    assert shown.keys() >= timeline.shares(77)[1].keys()
+
+
 def test_what_is_said_of_it(tmp_path: Path) -> None:
     timeline = made_by_hand(tmp_path)
     assert timeline.wall == 770
@@ -112,7 +120,10 @@ def test_logs_without_a_ledger_have_none(tmp_path: Path) -> None:
     assert not Timeline.exists(History(tmp_path))
     log.write("log", loss=1.0, **{"seconds/forward": 1.0})
     assert Timeline.exists(History(tmp_path))
+    written = log.path.read_text()
     log.write("log", time="nan", **{"seconds/forward": 1.0})
+    assert not Timeline.exists(History(tmp_path))
+    log.path.write_text(written.replace(f'"time": {log.time}', '"time": "nan"', 1))  # of the start
     assert not Timeline.exists(History(tmp_path))
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
+from taken_over import Left, run_here
 
-from trainer_kit import Trainer
 from trainer_kit.tools.plan import plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -27,6 +26,8 @@ if kind == "raises":
     raise LookupError("no such data")
 if kind == "leaves":
     sys.exit(3)
+if kind == "says why":
+    sys.exit("give a folder that is there")
 
 
 class Net(nn.Linear):
@@ -48,22 +49,10 @@ if kind != "idle":
 """
 
 
-class Left(BaseException):
-    """In place of the end of this process."""
-
-
-def left(code: int) -> NoReturn:
-    raise Left(code)
-
-
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The script's path; it may be run in this process, which is as before afterwards."""
-    monkeypatch.setattr(Trainer, "train", Trainer.train)
-    monkeypatch.setattr("trainer_kit.tools.takeover.leave", left)
-    monkeypatch.setattr(sys, "argv", [*sys.argv])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    """The script's path; it may be run in this process."""
+    run_here(monkeypatch)
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     return str(path)
@@ -116,8 +105,24 @@ def test_there_is_no_plan(script: str, kind: str, sentence: str) -> None:
         ("idle", r"train\.py never called Trainer\.train; give the script that trains"),
         ("raises", r"train\.py raised before it called Trainer\.train: LookupError"),
         ("leaves", r"train\.py left \(code 3\) before it called Trainer\.train"),
+        ("says why", r"train\.py left \(give a folder that is there\) before it called Trainer\.train"),
     ],
 )
 def test_a_script_that_does_not_train(script: str, kind: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         plan([script, kind, str(Path(script).parent / "run")], None, False, print)
+
+
+def test_a_traceback_begins_in_the_script(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="LookupError"):
+        plan([script, "raises", "run"], None, False, print)
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[0] == "Traceback (most recent call last):"
+    assert shown[1].startswith(f'  File "{script}", line ')
+    assert shown[-1] == "LookupError: no such data"
+
+
+def test_a_module_is_called_by_its_name(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(script).parent))
+    with pytest.raises(ValueError, match=r"^train never called Trainer\.train"):
+        plan(["-m", "train", "idle", "run"], None, False, print)

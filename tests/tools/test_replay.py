@@ -7,11 +7,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
+from taken_over import Left, run_here
 
-from trainer_kit import NonFiniteError, Trainer
+from trainer_kit import NonFiniteError
 from trainer_kit.checkpoint import CheckpointError, verify
 from trainer_kit.data.fetch import DataError
 from trainer_kit.figures import Taken
@@ -101,22 +101,10 @@ if kind != "idle":
 Lines = list[str]
 
 
-class Left(BaseException):
-    """In place of the end of this process."""
-
-
-def left(code: int) -> NoReturn:
-    raise Left(code)
-
-
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The script's path; it may be run in this process, which is as before afterwards."""
-    monkeypatch.setattr(Trainer, "train", Trainer.train)
-    monkeypatch.setattr("trainer_kit.tools.takeover.leave", left)
-    monkeypatch.setattr(sys, "argv", [*sys.argv])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    """The script's path; it may be run in this process."""
+    run_here(monkeypatch)
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     return str(path)

@@ -1,37 +1,121 @@
-"""The first batch of a training, to look at before it begins."""
+"""The first batches of a training, to look at before it begins."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from typing import Any
+import itertools
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any, TypeVar
 
 from trainer_kit.data.build import make_train_loader
-from trainer_kit.data.loader import Reading
+from trainer_kit.data.loader import MicroBatch, Reading, TrainLoader
 from trainer_kit.data.stream import StreamLoader
 from trainer_kit.run import Run
 from trainer_kit.state import Stateful
 from trainer_kit.strategies.base import generators_kept
 
+T = TypeVar("T")
+
+
+class ReadOnceError(ValueError):
+    """A dataset that can be read only once: what is looked at would be missing in training."""
+
 
 def first_batch(run: Run, reading: Reading) -> Any:
-    """The first micro-batch of the epoch in which the run stands, read in this process; that leaves no trace.
+    """The first micro-batch from where the run stands; reading it leaves no trace.
 
     Raises:
-        ValueError: If there is no dataset, an empty one, or one that can be read only once.
+        ReadOnceError: If the dataset is an iterator.
+        ValueError: If there is no dataset, or an empty one.
+        Exception: What the dataset and the collator raise.
     """
-    dataset, epoch = run.train_dataset, run.state.epoch
-    loader = make_train_loader(run, dataclasses.replace(reading, workers=0, pin_memory=False))
-    if isinstance(loader, StreamLoader) and iter(dataset) is dataset:
-        raise ValueError(
+    return first_batches(run, make_train_loader(run, reading), 1)[0].batch
+
+
+def first_batches(run: Run, loader: TrainLoader | StreamLoader, most: int) -> list[MicroBatch]:
+    """The first micro-batches from where the run stands, each as a step of its own; reading them leaves no trace.
+
+    Args:
+        run: Where it begins; iterable datasets are read from the beginning of its epoch.
+        loader: Its training batches; it stays as it is.
+        most: How many.
+
+    Raises:
+        ReadOnceError: If the dataset is an iterator.
+        Exception: What the dataset and the collator raise.
+    """
+    if isinstance(run.train_dataset, Iterator):
+        raise ReadOnceError(
             "train_dataset can be read only once, and would miss its first batch in training; give a dataset whose "
             "__iter__ begins anew"
         )
-    loader.layout = loader.layout._replace(accumulation=1)
-    kept = copy.deepcopy(dataset.state_dict()) if isinstance(dataset, Stateful) else None
+    single: Any = copy.copy(loader)
+    single.layout = loader.layout._replace(accumulation=1)
+    position = 0 if isinstance(loader, StreamLoader) else run.state.position
+
+    def read(reading: Reading) -> list[MicroBatch]:
+        single.reading = reading
+        with closing(single.micro_batches(run.state.epoch, position, most)) as source:  # it may have workers
+            return list(itertools.islice(source, most))
+
     with generators_kept(run.strategy.device):
+        return read_ahead(run.train_dataset, loader.reading, read)
+
+
+def read_ahead(dataset: Any, reading: Reading, read: Callable[[Reading], T]) -> T:
+    """Reads something of a dataset before its time.
+
+    That is done by workers where they are forked, whose datasets are copies: what a dataset keeps in itself (a
+    generator, a counter) is then as it was before. A dataset that only this process can read, as one on a GPU, is read
+    here, and gets its state back if it has one.
+
+    Args:
+        dataset: What is read.
+        reading: How it is read in training.
+        read: Reads it in the way that it is given.
+
+    Raises:
+        Exception: What `read` raises.
+    """
+    reading = dataclasses.replace(reading, pin_memory=False)
+    if _start_method() == "fork":
         try:
-            return next(loader.micro_batches(epoch, 0, 1)).batch
-        finally:
-            if isinstance(dataset, Stateful) and kept is not None:
-                dataset.load_state_dict(kept)
+            with _positions_kept():
+                return read(dataclasses.replace(reading, workers=max(1, reading.workers)))
+        except Exception:
+            if reading.workers:
+                raise
+    kept = copy.deepcopy(dataset.state_dict()) if reading.workers == 0 and isinstance(dataset, Stateful) else None
+    try:
+        return read(reading)
+    finally:
+        if kept is not None:
+            dataset.load_state_dict(kept)
+
+
+def _start_method() -> str:
+    """How processes are started; asking for it settles nothing."""
+    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+
+
+@contextlib.contextmanager
+def _positions_kept() -> Iterator[None]:
+    """Leaves files that are open for reading where they stood: a process and its forks have one position together."""
+    import fcntl  # not on Windows, where nothing is forked
+
+    positions = {}
+    for number in map(int, os.listdir("/dev/fd")):
+        with contextlib.suppress(OSError):  # no file, or the folder that has just been looked into
+            if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+                positions[number] = os.lseek(number, 0, os.SEEK_CUR)
+    try:
+        yield
+    finally:
+        for number, position in positions.items():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                os.lseek(number, position, os.SEEK_SET)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from trainer_kit.data.first import ReadOnceError, first_batches
 from trainer_kit.data.loader import MicroBatch, TrainLoader
 from trainer_kit.data.stream import StreamLoader
 from trainer_kit.loss import is_whole, labels_of
-from trainer_kit.planning.stage import reading_workers
 from trainer_kit.run import Run
-from trainer_kit.state import Stateful
 from trainer_kit.trees import tensors
 
 _LOOKED_AT = 4
@@ -41,38 +37,19 @@ class First(NamedTuple):
         return max(batches, key=lambda batch: sum(each.numel() for each in tensors(batch)), default=None)
 
 
-def first_batches(run: Run, loader: TrainLoader | StreamLoader) -> First:
-    """Reads them.
-
-    Args:
-        run: Where it begins; iterable datasets are read from the beginning of its epoch.
-        loader: Its training batches; it stays as it is.
-    """
-    state, dataset = run.state, run.train_dataset
-    workers = reading_workers(loader.reading.workers)
-    if workers == 0 and isinstance(loader, StreamLoader) and iter(dataset) is dataset:
-        return First([], ValueError("it can be read only once"))
-    single: Any = copy.copy(loader)
-    single.layout = loader.layout._replace(accumulation=1)
-    single.reading = dataclasses.replace(loader.reading, workers=workers, pin_memory=False)
-    position = 0 if isinstance(loader, StreamLoader) else state.position
-    kept = copy.deepcopy(dataset.state_dict()) if workers == 0 and isinstance(dataset, Stateful) else None
-    source = single.micro_batches(state.epoch, position, min(_LOOKED_AT, run.total_steps - state.step))
-    found: list[MicroBatch] = []
+def look_at_first(run: Run, loader: TrainLoader | StreamLoader) -> First:
+    """Reads them, if they can be read again in training."""
     try:
-        found += itertools.islice(source, _LOOKED_AT)
-        return First(found)
+        return First(first_batches(run, loader, min(_LOOKED_AT, run.total_steps - run.state.step)))
     except Exception as error:  # the dataset or the collator is the user's own
-        return First(found, error)
-    finally:
-        source.close()  # ends the workers
-        if kept is not None:
-            dataset.load_state_dict(kept)
+        return First([], error)
 
 
 def batch_warnings(first: First, model: nn.Module) -> Iterator[str]:
     """What is odd about the first batches, alone and beside the model."""
     batches = first.micro_batches
+    if isinstance(first.error, ReadOnceError):
+        yield "train_dataset can be read only once: nothing of it was looked at, and memory and work are not known"
     if not batches:
         return
     labels = [labels_of(each.batch) for each in batches]

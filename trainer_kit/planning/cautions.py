@@ -9,7 +9,8 @@ from torch import nn
 from trainer_kit.data.order import Layout
 from trainer_kit.planning.cadence import Cadence
 from trainer_kit.planning.facts import Data, Hardware, Start, Steps, Storage
-from trainer_kit.planning.model import listed, tied
+from trainer_kit.planning.model import tied
+from trainer_kit.planning.words import listed
 from trainer_kit.run import Run
 
 
@@ -32,7 +33,8 @@ def layout_warnings(data: Data, layout: Layout, run: Run) -> Iterator[str]:
     idle = layout.world_size - -(-last // layout.batch_size) if last else 0
     if idle:
         when = "in every step" if left < row else "in the last micro-batch of each epoch"
-        yield f"{when} {idle:,} of {layout.world_size:,} processes have no samples, and wait for the others"
+        verbs = "has no samples, and waits" if idle == 1 else "have no samples, and wait"
+        yield f"{when} {idle:,} of {layout.world_size:,} processes {verbs} for the others"
     if last % layout.batch_size == 1 and (norm := _batch_norm(run.model)) is not None:
         yield (
             f"the last batch of each epoch is a single sample, which the batch norm {norm!r} may refuse in training; "

@@ -13,6 +13,7 @@ from trainer_kit.memory.advice import advise, capacity
 from trainer_kit.memory.anatomy import size_text
 from trainer_kit.peaks import computing_dtype, peak_of
 from trainer_kit.planning.facts import Batch, Compute, Memory, Steps
+from trainer_kit.planning.words import said
 from trainer_kit.run import Run
 from trainer_kit.trees import tensors
 
@@ -51,7 +52,7 @@ class Cost:
         try:
             self.anatomy = estimate(run.model, run.args, batch, **self.given)
         except Exception as error:  # the model is the user's own
-            self.note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            self.note = said(error)
 
     def memory(self) -> Memory:
         """The memory of a step at its peak."""
@@ -77,9 +78,11 @@ class Cost:
         """The arithmetic of the steps that are left."""
         if self.anatomy is None or not self.anatomy.model_flops:
             return None
-        step = self.anatomy.model_flops * batch.processes
-        share = steps.left if steps.samples is None else steps.samples / batch.samples
-        work = round(step * share)
+        # Of an epoch that does not fill a step, the batch that was read is smaller than those that were asked for.
+        sample = self.anatomy.model_flops / (self.anatomy.batch_size * batch.accumulation)
+        full = batch.samples if steps.per_epoch != 1 or steps.short is None else steps.short
+        step = round(sample * full)
+        work = round(sample * (steps.left * full if steps.samples is None else steps.samples))
         try:
             peak = peak_of(self.device, computing_dtype(self.run.model, self.run.args.mixed_precision))
         except LookupError as error:

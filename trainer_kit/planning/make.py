@@ -15,6 +15,7 @@ from trainer_kit.checkpoint.loading import check_weights
 from trainer_kit.continuity import dataset_length
 from trainer_kit.data.build import make_reading, make_train_loader
 from trainer_kit.data.collate import Collator
+from trainer_kit.data.first import ReadOnceError
 from trainer_kit.data.loader import Reading, TrainLoader
 from trainer_kit.data.stream import StreamLoader
 from trainer_kit.evaluation import EvalPrediction
@@ -22,16 +23,17 @@ from trainer_kit.loss import ComputeLoss
 from trainer_kit.metrics import Metric
 from trainer_kit.optim import check_optimizer, make_optimizer
 from trainer_kit.planning import cautions, facts
-from trainer_kit.planning.batches import First, batch_warnings, first_batches
+from trainer_kit.planning.batches import First, batch_warnings, look_at_first
 from trainer_kit.planning.cadence import Cadence
 from trainer_kit.planning.cost import Cost
 from trainer_kit.planning.metric import Evaluation
-from trainer_kit.planning.model import Trial, listed, model_facts, model_warnings, try_step, weights_dtype
+from trainer_kit.planning.model import Trial, model_facts, model_warnings, try_step, weights_dtype
 from trainer_kit.planning.plan import TrainingPlan
 from trainer_kit.planning.schedule import Rates
-from trainer_kit.planning.stage import Stage, heard, reading_workers
+from trainer_kit.planning.stage import Stage, heard
 from trainer_kit.planning.start import Beginning
 from trainer_kit.planning.storage import storage_of
+from trainer_kit.planning.words import listed, said
 from trainer_kit.run import Run
 from trainer_kit.state import Requests, TrainState
 from trainer_kit.strategies.base import Strategy, generators_kept
@@ -113,7 +115,7 @@ class _Rehearsal:
         run, subject = self.run, self.subject
         model, args = run.model, run.args
         assert run.optimizer is not None
-        first = first_batches(run, self.loader)
+        first = look_at_first(run, self.loader)
         trial = self._trial(first)
         rates = self._rates()
         cadence = Cadence(run, self.loader)
@@ -126,9 +128,8 @@ class _Rehearsal:
         evaluation = Evaluation(
             run, subject.metrics, subject.compute_metrics, subject.compute_loss, rates.scheduler if rates else None
         )
-        reading = dataclasses.replace(self.reading, workers=reading_workers(self.reading.workers), pin_memory=False)
         if cadence.evaluations:
-            self.problems += evaluation.problems(reading)
+            self.problems += evaluation.problems(self.reading)
         warnings = [
             *cautions.start_warnings(start, run),
             *cautions.layout_warnings(data, self.loader.layout, run),
@@ -164,13 +165,13 @@ class _Rehearsal:
 
     def _trial(self, first: First) -> Trial | None:
         """A step of a copy of the model; None where there is nothing to try."""
-        if first.error is not None:
-            self.problems.append(f"the first batches cannot be read: {_said(first.error)}")
+        if first.error is not None and not isinstance(first.error, ReadOnceError):
+            self.problems.append(f"the first batches cannot be read: {said(first.error)}")
         if first.largest is None or self.problems:
             return None
         trial = try_step(self.run, first.largest, self.subject.compute_loss)
         if trial.error is not None and trial.is_real:
-            self.problems.append(f"a step of a copy of the model raised {_said(trial.error)}")
+            self.problems.append(f"a step of a copy of the model raised {said(trial.error)}")
         return trial
 
     def _rates(self) -> Rates | None:
@@ -261,11 +262,7 @@ def _of_trial(trial: Trial | None, first: First, stage: Strategy) -> Iterator[st
     if trial is None:
         return
     if trial.error is not None and not trial.is_real:
-        yield f"the model could not be tried on shapes alone: {_said(trial.error)}"
+        yield f"the model could not be tried on shapes alone: {said(trial.error)}"
     if trial.without_gradient:
         sentence = f"the loss does not depend on {listed(trial.without_gradient)}: they get no gradient"
         yield sentence + ("; DDP needs find_unused_parameters=True" if stage.world_size > 1 else "")
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

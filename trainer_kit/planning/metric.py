@@ -6,19 +6,22 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from typing import Any
 
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainer_kit.data.build import make_evaluation_batches
+from trainer_kit.data.first import read_ahead
 from trainer_kit.data.loader import Reading
 from trainer_kit.evaluation import EvalPrediction, Evaluator
 from trainer_kit.inspection import Inspection
-from trainer_kit.loss import ComputeLoss, Loss
+from trainer_kit.loss import ComputeLoss, Counts, Loss
 from trainer_kit.metrics import Metric
 from trainer_kit.planning.model import size_of
 from trainer_kit.planning.stage import Stage
+from trainer_kit.planning.words import said
 from trainer_kit.run import Run
 
 _BATCHES, _SAMPLES = 2, 4
@@ -74,7 +77,7 @@ class Evaluation:
             except Exception as error:  # the model, the dataset and the metrics are the user's own
                 self.warnings.append(
                     f"an evaluation of the first {_BATCHES * _SAMPLES} samples, tried with a copy of the model, raised "
-                    f"{type(error).__name__}: {first_line(error)}"
+                    f"{said(error)}"
                 )
                 return []
         if wanted is None or wanted in found:
@@ -101,15 +104,15 @@ class Evaluation:
         inspection = Inspection(Loss(other, other, self.compute_loss), strategy)
         evaluator = Evaluator(stage, inspection, copy.deepcopy(dict(self.metrics)), self.compute_metrics)
         for prefix, dataset in zip(self._prefixes(), datasets.values(), strict=True):
-            batches = make_evaluation_batches(stage, dataset, reading)
-            try:
-                found |= {*evaluator(itertools.islice(batches, _BATCHES), prefix).metrics}
-            finally:
-                if hasattr(batches, "close"):
-                    batches.close()
+            batches = _some_batches(stage, dataset, reading)
+            found |= {*evaluator(iter(batches), prefix).metrics}
         return found
 
 
-def first_line(error: Exception) -> str:
-    """The first line of what an error says."""
-    return (str(error).splitlines() or [""])[0]
+def _some_batches(run: Run, dataset: Any, reading: Reading) -> list[tuple[Any, Counts]]:
+    def read(reading: Reading) -> list[tuple[Any, Counts]]:
+        batches: Any = make_evaluation_batches(run, dataset, reading)
+        with closing(batches):  # it may have workers
+            return list(itertools.islice(batches, _BATCHES))
+
+    return read_ahead(dataset, reading, read)

@@ -15,6 +15,7 @@ from trainer_kit.inspection import Inspection
 from trainer_kit.loss import ComputeLoss, Loss
 from trainer_kit.memory.fakes import Fakes
 from trainer_kit.planning.facts import Model
+from trainer_kit.planning.words import listed
 from trainer_kit.run import Run
 
 _CHEAP = 20_000_000
@@ -122,9 +123,3 @@ def model_warnings(run_args: Any, model: nn.Module, optimizer: torch.optim.Optim
     missing = [name for name, each in model.named_parameters() if each.requires_grad and each not in trained]
     if missing and trained:
         yield f"the optimizer does not have {listed(missing)}: they require a gradient, and are never updated"
-
-
-def listed(names: list[str] | tuple[str, ...], shown: int = 3) -> str:
-    """A few names, and how many there are beside."""
-    more = f" and {len(names) - shown:,} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more

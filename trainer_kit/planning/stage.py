@@ -6,7 +6,6 @@ import collections
 import contextlib
 import copy
 import logging
-import multiprocessing
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -99,11 +98,3 @@ class _Listener(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._hear(record.getMessage())
-
-
-def reading_workers(asked: int) -> int:
-    """With how many workers samples are read: at least one where that is a fork, whose datasets are copies.
-
-    What a dataset keeps in itself (a generator, a counter) is then as it was before.
-    """
-    return max(1, asked) if multiprocessing.get_start_method() == "fork" else asked

@@ -15,6 +15,7 @@ from trainer_kit.memory.costs import EightBitAdam
 from trainer_kit.planning.cadence import Cadence
 from trainer_kit.planning.facts import Storage
 from trainer_kit.planning.stage import stand_in
+from trainer_kit.planning.words import said
 from trainer_kit.run import Run
 from trainer_kit.saving import checkpoints_at_once
 from trainer_kit.trees import tensors
@@ -41,7 +42,7 @@ def storage_of(
     try:
         parts["optimizer"] = optimizer_bytes(run.optimizer, run.model, without_gradient)
     except Exception as error:  # the optimizer may be the user's own
-        unknown = f"the state of {type(run.optimizer).__name__} ({type(error).__name__}: {str(error).splitlines()[0]})"
+        unknown = f"the state of {type(run.optimizer).__name__} ({said(error)})"
     parts["callbacks"] = _callback_bytes(run, events)
     for name, entry in run.stateful.items():
         parts[name] = _size(run, {}, {name: entry.state_dict()})

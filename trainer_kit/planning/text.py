@@ -117,7 +117,7 @@ def event_lines(events: Sequence[Event], callbacks: Sequence[str]) -> list[str]:
 
 def _when(event: Event) -> str:
     if not event.first:
-        return event.rule if event.rule.startswith(("never", "not ")) else f"{event.rule or 'epochs'}: not once"
+        return event.rule if event.rule.startswith(("never", "not ")) else f"{event.rule}: not once".removeprefix(": ")
     steps = ", ".join(f"{step:,}" for step in event.first)
     if event.last is not None and event.last != event.first[-1]:
         between = ", … " if event.count is None or event.count > len(event.first) + 1 else ", "

@@ -28,7 +28,9 @@ def timeline(each: Timeline, name: str, title: str) -> Markup:
     """The timeline of a run with its legend, the totals as its table."""
     drawn = _drawn(lambda name, size: drawing.timeline(each, name, size), name, wide=True)
     shown = each.shown_totals()
-    legend = [_entry(area(role_of(name)), name, wording.percent(share)) for name, share in shown.items()]
+    legend = [
+        _entry(area(role_of(name)), name, wording.percent(share) if share else "") for name, share in shown.items()
+    ]
     marks = sorted({mark.kind for mark in each.marks}, reverse=True)
     legend += [_entry(Markup(f'<span aria-hidden="true">{_MARKS[kind]}</span>'), kind, "") for kind in marks]
     return _figure(title, legend, drawn, "", each.table(), wide=True)

@@ -135,7 +135,7 @@ def _picture(histories: Sequence[History]) -> Figure:
     for title, timeline in timelines:
         axes = _plain(next(grid))
         draw_timeline(axes, timeline, LIGHT, 140)
-        _entitle(axes, title, legend=True, columns=3)
+        _entitle(axes, title, legend=True, columns=3, pad=16)
     if bars:
         axes = _plain(next(grid))
         draw_bars(axes, bars, LIGHT)
@@ -178,7 +178,8 @@ def _scale(axes: Axes, panel: Panel, colours: dict[str, str]) -> None:
     if panel.from_zero:
         axes.set_ylim(0, axes.get_ylim()[1] or 1.0)
     up = LogLocator(10, numticks=6) if panel.is_logarithmic else _ticks(5)
-    _rule(axes, colours, (_ticks(5, integer=True), wording.short), (up, _writer(panel)), "step")
+    is_empty = not any(len(series.finite().steps) for series in panel.series)
+    _rule(axes, colours, (_ticks(5, integer=True), _short), None if is_empty else (up, _writer(panel)), "step")
 
 
 def _rule(axes: Axes, colours: dict[str, str], across: _Scale, up: _Scale | None, label: str) -> None:
@@ -218,9 +219,12 @@ def _writer(panel: Panel) -> Callable[[float], str]:
     if panel.word is wording.size:
         unit = wording.size_unit(_greatest(panel))[1]
         return lambda value: f"{value:,.4g} {unit}" if value else "0"
-    if panel.word is wording.percent:
-        return wording.percent
-    return wording.short
+    return wording.percent if panel.word is wording.percent else _short
+
+
+def _short(value: float) -> str:
+    """A tick; all its digits, which are few."""
+    return wording.short(value, digits=6)
 
 
 def _greatest(panel: Panel) -> float:
@@ -242,11 +246,13 @@ def draw_timeline(axes: Axes, each: Timeline, colours: dict[str, str], columns: 
             linewidth=0, label=name,
         )  # fmt: skip
         below = below + share
-    for mark in each.marks:
+    for number, mark in enumerate(each.marks):
+        is_first = mark.kind not in {other.kind for other in each.marks[:number]}
         axes.axvline(mark.second * factor, color=colours["text"], linewidth=1.2, linestyle=(0, (3, 2)))
         axes.plot(
             [mark.second * factor], [1.03], marker="v" if mark.kind == "restart" else "<", markersize=6,
             linestyle="none", color=colours["text"], transform=axes.get_xaxis_transform(), clip_on=False,
+            label=mark.kind if is_first else None,
         )  # fmt: skip
     axes.set_xlim(edges[0], edges[-1])
     axes.set_ylim(0, 1)
@@ -288,8 +294,8 @@ def _plain(axes: Axes) -> Axes:
     return axes
 
 
-def _entitle(axes: Axes, title: str, legend: bool, columns: int = 2) -> None:
-    axes.set_title(printable(title), loc="left", fontsize=11, color=LIGHT["text"], fontweight="bold", pad=10)
+def _entitle(axes: Axes, title: str, legend: bool, columns: int = 2, pad: int = 10) -> None:
+    axes.set_title(printable(title), loc="left", fontsize=11, color=LIGHT["text"], fontweight="bold", pad=pad)
     if legend:  # below, where it hides nothing
         axes.legend(
             fontsize=8, frameon=False, ncols=columns, labelcolor=LIGHT["text"], loc="upper left",
@@ -298,7 +304,7 @@ def _entitle(axes: Axes, title: str, legend: bool, columns: int = 2) -> None:
 
 
 def _ticks(most: int, integer: bool = False) -> MaxNLocator:
-    return MaxNLocator(most, steps=[1, 2, 2.5, 5, 10], integer=integer)
+    return MaxNLocator(most, steps=[1, 2, 2.5, 5, 10], integer=integer, min_n_ticks=1 if integer else 2)
 
 
 def _time_unit(seconds: float) -> tuple[float, str]:

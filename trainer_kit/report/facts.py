@@ -45,7 +45,9 @@ class Figure(NamedTuple):
 
 def status(history: History) -> Status:
     """How the newest start of the run ended."""
-    begins = history.starts[-1].place if history.starts else 0
+    if not history.starts:
+        return Status("open", "no training", "The log tells of no start of a training.")
+    begins = history.starts[-1].place
     last = {event.name: event for event in history.events if event.place >= begins}
     total = _whole(history.beginning.get("total_steps"))
     if "exception" in last:

@@ -204,10 +204,9 @@ class History:
                 after = next((start.place for start in self.starts if start.place > event.place), self.count)
                 times[event.place + 1 : after] = -math.inf
         begins = [event.place for event in self.starts]
-        ends = [*begins[1:], self.count]
         return [
             float(np.fmax.reduce(times[first:last], initial=-math.inf))
-            for first, last in zip(begins, ends[-len(begins) :], strict=True)
+            for first, last in itertools.pairwise([*begins, self.count])
         ]
 
 

@@ -96,9 +96,10 @@ class Timeline:
     @staticmethod
     def exists(history: History) -> bool:
         """Whether the log holds what is needed: starts, times and the ledger's seconds."""
-        times = [*history.column("time"), *history.ends]
-        ledger = any(name.startswith(SECONDS) for name in history.names)
-        return ledger and bool(history.starts) and bool(np.isfinite(times).all())
+        if not history.starts or not any(name.startswith(SECONDS) for name in history.names):
+            return False
+        times = [*(event.time for event in history.starts), *history.ends]
+        return bool(np.isfinite(times).all() and np.isfinite(history.column("time")).all())
 
     @property
     def wall(self) -> float:
@@ -125,11 +126,12 @@ class Timeline:
         return edges, {name: share for name, share in shares.items() if share.max(initial=0.0) > 1e-3}
 
     def shown_totals(self) -> dict[str, float]:
-        """The shares of the wall time of what the timeline tells apart, in its order."""
+        """The shares of the wall time of what the timeline tells apart, in its order; 0: drawn, but in no total."""
         totals = dict.fromkeys(SHOWN, 0.0)
         for activity, seconds in self.totals.items():
             totals[_shown(activity)] += seconds / self.wall
-        return {name: share for name, share in totals.items() if share > 0}
+        drawn = {_shown(name) for name, seconds in self._spans.seconds.items() if seconds.sum() > 1e-3 * self.length}
+        return {name: share for name, share in totals.items() if share > 0 or name in drawn}
 
     def table(self) -> Table:
         """The totals, the longest first."""

@@ -20,13 +20,13 @@ def number(value: Any) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
-def short(value: float) -> str:
-    """At most three significant digits and a letter for thousands: 1.5k, 20M, 0.25, 3e-4."""
+def short(value: float, digits: int = 3) -> str:
+    """At most so many significant digits and a letter for thousands: 1.5k, 20M, 0.25, 3e-4."""
     if 0 < abs(value) < 1e-3:
-        mantissa, _, exponent = f"{value:.2e}".partition("e")
+        mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
         return f"{float(mantissa):g}e{int(exponent)}"
     size, suffix = next(((size, suffix) for size, suffix in _SUFFIXES if abs(value) >= size), (1.0, ""))
-    return f"{value / size:.3g}{suffix}"
+    return f"{value / size:.{digits}g}{suffix}"
 
 
 def percent(share: float) -> str:

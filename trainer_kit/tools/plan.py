@@ -6,12 +6,11 @@ import contextlib
 import io
 import json
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from trainer_kit.tools.takeover import Train, run_script
+from trainer_kit.tools.takeover import Train, run_until_training
 from trainer_kit.trainer import Trainer
 
 
@@ -29,7 +28,7 @@ def plan(words: Sequence[str], processes: int | None, as_json: bool, fail: Calla
     Raises:
         ValueError: If the script fails before it trains, or never does.
     """
-    out, script = sys.stdout, words[1] if words[0] == "-m" else words[0]
+    out = sys.stdout
 
     def take_over(trainer: Trainer, train: Train, resume_from_checkpoint: bool | str | Path | None) -> int:
         try:
@@ -43,12 +42,5 @@ def plan(words: Sequence[str], processes: int | None, as_json: bool, fail: Calla
             print(json.dumps(found.to_dict(), indent=2) if as_json else found, file=out, flush=True)
         return 1 if found.problems else 0
 
-    try:
-        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            run_script(words, take_over)
-    except SystemExit as error:
-        raise ValueError(f"{script} left (code {error.code}) before it called Trainer.train") from error
-    except Exception as error:
-        traceback.print_exc()
-        raise ValueError(f"{script} raised before it called Trainer.train: {type(error).__name__}") from error
-    raise ValueError(f"{script} never called Trainer.train; give the script that trains")
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        run_until_training(words, take_over)

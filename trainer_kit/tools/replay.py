@@ -21,7 +21,7 @@ from trainer_kit.loss import Loss
 from trainer_kit.postmortem import CRASH_PREFIX, SPOILED
 from trainer_kit.precision import Precision
 from trainer_kit.strategies.single import SingleDevice
-from trainer_kit.tools.takeover import Train, run_script
+from trainer_kit.tools.takeover import Train, run_until_training
 from trainer_kit.trainer import Trainer
 
 _OWN = tuple(f"{Path(str(module.__file__)).parent}/" for module in (torch, trainer_kit))
@@ -56,14 +56,7 @@ def replay(folder: Path, words: Sequence[str], say: Callable[[str], None], fail:
             fail(str(error))
             return 1
 
-    try:
-        run_script(words, take_over)
-    except SystemExit as error:
-        raise ValueError(f"{words[0]} left (code {error.code}) before it called Trainer.train") from error
-    except Exception as error:
-        traceback.print_exc()
-        raise ValueError(f"{words[0]} raised before it called Trainer.train: {type(error).__name__}") from error
-    raise ValueError(f"{words[0]} never called Trainer.train; give the script that was trained with")
+    run_until_training(words, take_over)
 
 
 class _Replay:

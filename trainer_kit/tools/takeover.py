@@ -7,13 +7,17 @@ import functools
 import multiprocessing.util
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+from trainer_kit.launch import script
 from trainer_kit.launch.failures import write_failure
-from trainer_kit.launch.script import run_as_main
 from trainer_kit.trainer import Trainer, TrainOutput
+
+_OWN_FILES = (__file__, script.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
+"""Files of what runs the user's script, which a traceback leaves out."""
 
 Train = Callable[[bool | str | Path | None], TrainOutput]
 """The Trainer's own `train`, bound to it; its argument is `resume_from_checkpoint`."""
@@ -60,7 +64,29 @@ def run_script(words: Sequence[str], take_over: TakeOver) -> None:
         leave(code)
 
     Trainer.train = taken  # type: ignore[method-assign]
-    run_as_main([*words])
+    script.run_as_main([*words])
+
+
+def run_until_training(words: Sequence[str], take_over: TakeOver) -> NoReturn:
+    """Runs a script as `run_script` does, and says what is wrong with one that does not come to its training.
+
+    Args:
+        words: As for `run_script`.
+        take_over: The same.
+
+    Raises:
+        ValueError: If the script fails before it trains, or never does. Its own traceback has been shown then.
+    """
+    name = words[1] if words[0] == "-m" else words[0]
+    try:
+        run_script(words, take_over)
+    except SystemExit as error:
+        how = error.code if isinstance(error.code, str) else f"code {error.code or 0}"
+        raise ValueError(f"{name} left ({how}) before it called Trainer.train") from error
+    except Exception as error:
+        traceback.print_exception(type(error), error, write_failure(error, own_files=_OWN_FILES))
+        raise ValueError(f"{name} raised before it called Trainer.train: {type(error).__name__}") from error
+    raise ValueError(f"{name} never called Trainer.train; give the script that trains")
 
 
 def leave(code: int) -> NoReturn:
@@ -79,5 +105,5 @@ def _show(error: BaseException) -> int:
     """Shows an error as the interpreter does at the end, and to the launcher if there is one; gives the exit code."""
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
         return error.code or 0
-    sys.excepthook(type(error), error, write_failure(error, own_files=[__file__]))
+    sys.excepthook(type(error), error, write_failure(error, own_files=_OWN_FILES))
     return 130 if isinstance(error, KeyboardInterrupt) else 1
