@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import torch
 
-from trainer_kit.data.first import first_batch
-from trainer_kit.data.loader import Reading, TrainLoader
+from trainer_kit.data.first import first_batches
+from trainer_kit.data.loader import TrainLoader
 from trainer_kit.data.order import Layout
 from trainer_kit.data.stream import StreamLoader
 from trainer_kit.loss import ComputeLoss
@@ -30,13 +30,12 @@ class Fitting:
     Args:
         run: Its model is on the device, and its optimizer made.
         loader: Its training batches, not begun; they are to be read anew after each cut.
-        reading: How samples are read.
 
     Raises:
         ValueError: If the dataset is an iterator: the samples of a step that did not fit would be gone.
     """
 
-    def __init__(self, run: Run, loader: TrainLoader | StreamLoader, reading: Reading) -> None:
+    def __init__(self, run: Run, loader: TrainLoader | StreamLoader) -> None:
         if isinstance(run.train_dataset, Iterator):
             raise ValueError(
                 "auto_find_batch_size=True needs a train_dataset that can be read again after a step that did not fit; "
@@ -44,7 +43,6 @@ class Fitting:
             )
         self.run = run
         self._loader = loader
-        self._reading = reading
         self._buffers = _Buffers(run.model)
 
     def begin(self, compute_loss: ComputeLoss | None, optimizer: torch.optim.Optimizer | None) -> None:
@@ -57,7 +55,7 @@ class Fitting:
         run, layout = self.run, self._loader.layout
         found = run.state.micro_batch
         if found is None:
-            found = _estimated(run, layout, self._reading, compute_loss, optimizer)
+            found = _estimated(run, self._loader, compute_loss, optimizer)
         self._cut(layout._replace(limit=found))
 
     def attempt(self, compute: Callable[[], T], begins: bool) -> T | None:
@@ -168,8 +166,7 @@ def _free(run: Run) -> None:
 
 def _estimated(
     run: Run,
-    layout: Layout,
-    reading: Reading,
+    loader: TrainLoader | StreamLoader,
     compute_loss: ComputeLoss | None,
     optimizer: torch.optim.Optimizer | None,
 ) -> int:
@@ -181,12 +178,11 @@ def _estimated(
     from trainer_kit.memory import estimate  # takes its time
     from trainer_kit.memory.advice import largest_batch, resized
 
-    args, strategy = run.args, run.strategy
-    whole = layout.batch_size
-    found = whole
+    args, strategy, layout = run.args, run.strategy, loader.layout
+    found = whole = layout.batch_size
     try:
         room = strategy.free_memory() + _nbytes(run.model)  # what the runtime takes is taken by now
-        batch = first_batch(run, reading)
+        batch = first_batches(run, loader, 1)[0].batch
 
         def peak(samples: int) -> int:
             micro_batches = layout.accumulation * layout._replace(limit=samples).parts(whole)

@@ -304,7 +304,7 @@ class Trainer:
         self._checkpoints.find(run.strategy.broadcast(resume))
         self._fitting = None
         if args.auto_find_batch_size:
-            self._fitting = Fitting(run, self._loader, self._reading)
+            self._fitting = Fitting(run, self._loader)
             self._fitting.begin(self.compute_loss, self.optimizer)
         self._checkpoints.lay_out(self._loader)
         run.lr_scheduler = self._make_scheduler(run.optimizer)

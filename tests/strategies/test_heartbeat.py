@@ -20,6 +20,10 @@ import watched
 from forked import fork_server
 from ranks import free_port
 
+from trainer_kit.strategies import heartbeat as module
+from trainer_kit.strategies import roster
+from trainer_kit.strategies.whereabouts import Where
+
 pytestmark = [
     pytest.mark.scenario,
     pytest.mark.slow,
@@ -212,9 +216,10 @@ def test_one_that_sleeps_is_named_in_a_warning_and_when_the_collective_ends(run:
     for rank in (0, 2):
         assert run.exit_code(rank) == 1
         sentence = last_line(run.errors(rank))
-        assert "LostProcessError: rank 1 (" in sentence
+        # The second one to end may have heard by then that the first one did, and why.
+        assert re.search(rf"LostProcessError: (rank {2 - rank} \([^)]*\) ended: )?rank 1 \(", sentence), sentence
         assert " s in sleep_for_ever (tests/watched.py:" in sentence
-        assert f"{run.name(2 - rank)}" not in sentence
+        assert f"{run.name(2 - rank)} has" not in sentence
     warnings = [line for line in run.errors(0).splitlines() if line.startswith("WARNING rank 1 (")]
     assert 1 <= len(warnings) <= 4
     assert " s in sleep_for_ever (tests/watched.py:" in warnings[0]
@@ -255,6 +260,54 @@ def test_a_run_that_is_stopped_and_continued_goes_on(run: Run) -> None:
     for rank in range(2):
         assert run.exit_code(rank) == 0
         assert run.errors(rank) == ""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("watches_first", [False, True])
+def test_time_in_which_processes_are_stopped_makes_nobody_slow(
+    watches_first: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 2 is not stopped, and waits. Which of the two threads of the others goes on first is chance."""
+    clock = Clock()
+    wheres = [Where("all_reduce", waits=True), Where("load (project/data.py:2)"), Where("all_reduce", waits=True)]
+    for each in (module, roster):
+        monkeypatch.setattr(each, "time", clock)
+    store = dist.HashStore()
+    first, second, third = (module.Heartbeat(store, rank, 3, interval=1, patience=10, slow=60) for rank in range(3))
+
+    def look(process: module.Heartbeat) -> None:
+        monkeypatch.setattr(module, "where_is", lambda *frames, hidden: wheres[process.rank])
+        process._look()
+
+    def talk(process: module.Heartbeat) -> None:
+        process._beats += 1
+        process._exchange()
+
+    def pass_seconds(number: int, *processes: module.Heartbeat) -> None:
+        for _ in range(number):
+            clock.now += 1
+            for process in processes:
+                look(process)
+                talk(process)
+
+    pass_seconds(5, third, second, first)
+    pass_seconds(100, third)
+    for process in (first, second):
+        if watches_first:
+            look(process)
+        talk(process)
+    pass_seconds(50, third, second, first)
+    assert caplog.text == ""
+    pass_seconds(20, third, second, first)
+    assert "rank 1 (" in caplog.text
+    assert " has been for 60 s in load (project/data.py:2), while rank " in caplog.text
 
 
 def test_all_hear_that_one_is_told_to_leave(run: Run) -> None:

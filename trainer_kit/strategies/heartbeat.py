@@ -216,7 +216,8 @@ class Heartbeat:
             self._wishes.put(None)  # where rank 0 serves the store, it waits for this last word before it is gone
 
     def _beat(self) -> Beat:
-        where, idle = self._where, time.monotonic() - self._moved
+        # Up to the last look, which finds out whether this process was stopped: that is no idleness.
+        where, idle = self._where, max(0.0, self._looked - max(self._moved, self._roster.forgiven))
         return Beat(
             self._beats, *machine(), self._process, where.place, where.waits, idle, self._left, self.error,
             self._follows, self._heard,

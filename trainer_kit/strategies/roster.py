@@ -81,7 +81,7 @@ class Roster:
 
     Attributes:
         answered: When the store answered last.
-        forgiven: Until when nobody is blamed for silence, since this process was stopped itself.
+        forgiven: Until when nobody is blamed for silence or for standing, since this process was stopped itself.
         seen: The newest beat of each process that this one looks at.
     """
 
@@ -155,8 +155,7 @@ class Roster:
     def account(self, rank: int) -> str:
         """Where a process is, and for how long."""
         beat = self._beats()[rank]
-        mute = self.answered - self.seen[rank].spoke > self.patience / 2
-        aside = "; it runs, but does not answer" if mute else ""
+        aside = "; it runs, but does not answer" if self._is_mute(rank) else ""
         return f"{_who(rank, beat)} has been for {self._stood(rank):.0f} s in {beat.place}{aside}"
 
     def first(self) -> str:
@@ -184,13 +183,20 @@ class Roster:
         """Seconds without a sign of this process while the store answered."""
         return self.answered - max(self.seen[rank].changed, self.forgiven)
 
+    def _own_silence(self, rank: int) -> float:
+        """Seconds without a beat that this process wrote itself, while the store answered."""
+        return max(0.0, self.answered - max(self.seen[rank].spoke, self.forgiven))
+
+    def _is_mute(self, rank: int) -> bool:
+        return self._own_silence(rank) > self.patience / 2
+
     def _stood(self, rank: int) -> float:
-        seen = self.seen[rank]
-        return self.answered - seen.spoke + (seen.beat.idle if seen.beat else 0.0)
+        beat = self.seen[rank].beat
+        return self._own_silence(rank) + (beat.idle if beat else 0.0)
 
     def _may_wait(self, rank: int) -> bool:
-        seen = self.seen[rank]
-        return seen.beat is not None and seen.beat.waits and self.answered - seen.spoke <= self.patience / 2
+        beat = self.seen[rank].beat
+        return beat is not None and beat.waits and not self._is_mute(rank)
 
     def _lost(self, rank: int, beat: Beat) -> Problem:
         seconds = self.answered - self.seen[rank].changed
