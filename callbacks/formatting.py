@@ -17,6 +17,9 @@ HIDDEN = frozenset(
 
 _HIDDEN_AT_THE_END = HIDDEN - {"peak_memory_gib", "goodput"}
 
+_LEAST_MFU = 0.001
+"""Below it MFU says nothing but that the model is small."""
+
 _SHORT_NAMES = {"learning_rate": "lr", "samples_per_second": "samples/s", "tokens_per_second": "tokens/s"}
 
 
@@ -38,8 +41,14 @@ def metrics_line(metrics: Mapping[str, Any]) -> str:
 
 
 def _line(values: Mapping[str, Any]) -> str:
-    names = [name for name in values if name != "step"]
-    return "  ".join(f"{_SHORT_NAMES.get(name, name)} {number(values[name])}" for name in names)
+    shown = {name: value for name, value in values.items() if name != "step"}
+    if shown.get("mfu", 1.0) < _LEAST_MFU:
+        del shown["mfu"]
+    return "  ".join(f"{_SHORT_NAMES.get(name, name)} {_text(name, value)}" for name, value in shown.items())
+
+
+def _text(name: str, value: Any) -> str:
+    return f"{value:.1%}" if name == "mfu" else number(value)
 
 
 def summary_line(record: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainer_kit.callback import Callback
 from trainer_kit.trees import tensors
@@ -85,7 +86,16 @@ def _nbytes(parts: Iterable[torch.Tensor]) -> int:
     """Bytes that tensors take, memory that several share counted once."""
     sizes: dict[int, int] = {}
     for part in parts:
-        for tensor in (part._indices(), part._values()) if part.is_sparse else (part,):
+        for tensor in _inner(part):
             storage = tensor.untyped_storage()
             sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())
+
+
+def _inner(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors in which a tensor keeps its numbers."""
+    if tensor.is_sparse:
+        return [tensor._indices(), tensor._values()]
+    if is_traceable_wrapper_subclass(tensor):  # such as the states of 8-bit optimizers
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [tensor]

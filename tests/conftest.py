@@ -1,8 +1,11 @@
 """Settings for all tests."""
 
+import logging
 import os
 import signal
+from collections.abc import Iterator
 
+import pytest
 import torch
 
 # Ignored where a shell started the tests in the background.
@@ -13,3 +16,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    """A Trainer sets the level of trainer_kit's logger, which other tests read."""
+    logger = logging.getLogger("trainer_kit")
+    level = logger.level
+    yield
+    logger.setLevel(level)

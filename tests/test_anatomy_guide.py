@@ -133,7 +133,7 @@ def test_the_messages_are_said(message: str) -> None:
 
 
 def test_there_are_messages_and_an_example() -> None:
-    assert len(MESSAGES) == 6
+    assert len(MESSAGES) == 7
     assert len(SHOWN) == 2
     for link in re.findall(r"\]\((\.\./[\w/.]+)\)", GUIDE.text):
         assert (Path(__file__).parent / link).exists()

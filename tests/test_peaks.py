@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +105,31 @@ def test_the_peak_of_a_cpu_is_that_of_its_matrix_products() -> None:
     assert 0 < reached < 10 * peak.flops_per_second  # the machine may be busy at one time or the other
     assert peak.source.startswith("measured")
     assert peak_of(torch.device("cpu"), torch.float32) is peak  # once
+
+
+@pytest.mark.parametrize("waits", [0.005, 0.03])
+def test_the_peak_of_a_busy_machine_is_not_that_of_its_smallest_matrices(
+    waits: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product waits for processors that others use, but for the second of each three: `waits` seconds, or 0.001."""
+    sizes: list[int] = []
+    now, products = 0.0, itertools.count()
+
+    class Matrix:
+        def __init__(self, size: int) -> None:
+            sizes.append(size)
+
+        def __matmul__(self, other: Any) -> None:
+            nonlocal now
+            now += (0.001 if next(products) % 3 == 1 else waits) + 2 * sizes[-1] ** 3 / 1e11
+
+    monkeypatch.setattr(peaks, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(torch, "full", lambda shape, value, dtype: Matrix(shape[0]))
+    measured_peak.cache_clear()
+    assert measured_peak(torch.float32).flops_per_second > 0.5e11
+    assert now < 1
+    assert sizes[-1] <= 2048
+    measured_peak.cache_clear()
 
 
 def test_a_dtype_that_cannot_be_measured() -> None:

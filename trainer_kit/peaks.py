@@ -16,9 +16,11 @@ import torch
 
 TERA = 1e12
 
-_MEASURED_SECONDS = 0.1
+_MEASURED_SECONDS = 0.2
 _LARGEST = 4096
 """Rows and columns of the largest matrix that a CPU's peak is measured with."""
+_TRIES = 3
+"""Products of matrices of the last size: on a machine that is busy one alone may be slow."""
 
 _COLUMNS = ("float32", "tf32", "bfloat16", "float16")
 # fmt: off
@@ -74,7 +76,7 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
     """The peak of a device of this process.
 
     Args:
-        device: A CUDA GPU, or the CPU, whose peak is measured at the first call: that takes about 0.1 seconds.
+        device: A CUDA GPU, or the CPU, whose peak is measured at the first call: that takes some tenths of a second.
         dtype: In which matrices are multiplied; float32 is TF32 where torch may use that in products of matrices
             (convolutions have a switch of their own, which is on by default and is not asked for here).
 
@@ -117,22 +119,23 @@ def measured_peak(dtype: torch.dtype) -> Peak:
     Raises:
         LookupError: If torch multiplies no such matrices on CPUs.
     """
-    deadline = time.perf_counter() + _MEASURED_SECONDS
     size, best = 128, 0.0
     with torch.no_grad():
         try:
             matrix = torch.full((size, size), 0.5, dtype=dtype)
-            while time.perf_counter() < deadline or not best:
+            deadline, tries = time.perf_counter() + _MEASURED_SECONDS, 0
+            while tries < _TRIES or time.perf_counter() < deadline:
                 begin = time.perf_counter()
                 matrix @ matrix
                 seconds = time.perf_counter() - begin
-                best = max(best, 2 * size**3 / seconds)
-                if seconds < _MEASURED_SECONDS / 50 and size < _LARGEST:
-                    size *= 2
+                best, tries = max(best, 2 * size**3 / seconds), tries + 1
+                # One of twice the size takes up to eight times as long, a third of the time there is.
+                if seconds < _MEASURED_SECONDS / 24 and size < _LARGEST:
+                    size, tries = 2 * size, 0
                     matrix = torch.full((size, size), 0.5, dtype=dtype)
         except RuntimeError as error:
             raise LookupError(f"the CPU's peak FLOP/s in {dtype} cannot be measured: {error}") from error
-    return Peak(best, f"measured: products of matrices of {size} x {size} with {torch.get_num_threads()} threads")
+    return Peak(best, f"measured: products of matrices of up to {size} x {size} with {torch.get_num_threads()} threads")
 
 
 def computing_dtype(model: torch.nn.Module, mixed_precision: str) -> torch.dtype:

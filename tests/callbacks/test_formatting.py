@@ -44,11 +44,17 @@ def test_a_line_has_no_groups_and_few_figures() -> None:
         "loss": 0.5, "mfu": 0.4, "memory_gib": 1.0, "host_memory_gib": 1.0, "fragmentation": 0.1, "goodput": 0.9,
         "model_flops_per_second": 1e12, "seconds/callback/EMA": 1.0, "anatomy/weights_gib": 1.0, "xla/compiles": 2,
     }  # fmt: skip
-    assert pairs(record, HIDDEN) == "loss 0.5  mfu 0.4"
+    assert pairs(record, HIDDEN) == "loss 0.5  mfu 40.0%"
     assert summary_line({"train_loss": 0.5, "peak_memory_gib": 2.0} | record).split("  ") == [
-        "train_loss 0.5", "peak_memory_gib 2", "loss 0.5", "mfu 0.4", "goodput 0.9",
+        "train_loss 0.5", "peak_memory_gib 2", "loss 0.5", "mfu 40.0%", "goodput 0.9",
     ]  # fmt: skip
     assert metrics_line({"eval_squad/f1": 0.5}) == "eval_squad/f1 0.5"
+
+
+def test_an_mfu_that_says_nothing_is_not_shown() -> None:
+    assert pairs({"loss": 0.5, "mfu": 1.627e-07}) == "loss 0.5"
+    assert pairs({"mfu": 0.0012}) == "mfu 0.1%"
+    assert pairs({"mfu": float("nan")}) == "mfu nan%"
 
 
 def test_duration() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from trainer_kit import Trainer, TrainingArguments
 from trainer_kit.callbacks import Memory
@@ -66,6 +67,16 @@ def test_a_sparse_gradient_takes_what_it_holds(make_run: Callable[..., Run]) -> 
     model(torch.tensor([3, 5])).sum().backward()
     callback.on_pre_optimizer_step(run)
     assert callback.metrics(run)["anatomy/gradients_gib"] * GIB == pytest.approx(2 * 8 + 2 * 4 * 4)
+
+
+def test_states_that_keep_their_numbers_in_other_tensors(make_run: Callable[..., Run]) -> None:
+    model = nn.Linear(4, 4, bias=False)
+    run, callback = make_run(model=model), Memory()
+    run.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.optimizer.state[model.weight] = {"moment": TwoTensor(torch.zeros(16), torch.zeros(16))}
+    callback.on_train_begin(run)
+    step(run, callback)
+    assert callback.metrics(run)["anatomy/optimizer_gib"] * GIB == pytest.approx(2 * 4 * 16)
 
 
 def test_parts_are_measured_anew_when_layers_are_unfrozen(make_run: Callable[..., Run]) -> None:

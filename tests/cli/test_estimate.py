@@ -208,7 +208,7 @@ def test_an_error_of_the_model_says_where_it_is(
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert main(["estimate", "narrow_task:make"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("trainer-kit estimate: the model cannot compute its batch: RuntimeError: ")
+    assert error.startswith("trainer-kit estimate: the memory of a step cannot be estimated: RuntimeError: ")
     assert error.endswith("narrow_task.py, line 3)\n")
     assert error.count("\n") == 1
 

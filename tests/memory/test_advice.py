@@ -149,3 +149,20 @@ def test_a_trainer_estimates_and_trains_as_if_it_had_not(kind: str, tmp_path: Pa
 
     for one, other in zip(trained(False), trained(True), strict=True):
         assert torch.equal(one, other)
+
+
+def test_together_is_no_more_than_helps() -> None:
+    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))  # has no activation checkpointing
+    given: Any = {"device_memory": "1GiB", "compute_loss": lambda model, batch: model(batch).float().sum()}
+    found = advise(model, ARGS, torch.randn(4096, 256), **given)
+    together = next(option for option in found.options if len(option.changes) > 1 and "optim" in option.changes)
+    assert together.changes == {"mixed_precision": "bf16", "optim": "adamw_8bit"}
+    assert together.name == "mixed_precision='bf16', optim='adamw_8bit'"
+    half = advise(model.bfloat16(), ARGS, torch.randn(64, 256, dtype=torch.bfloat16), **given)  # which needs no copies
+    assert not any("mixed_precision" in option.changes for option in half.options)
+
+
+def test_how_to_tell_the_devices_memory() -> None:
+    model, batch = perceptron(8)
+    shown = advise(model, ARGS, batch, device="xpu").table()
+    assert "give --device-memory, such as 24GiB, or device_memory in Python" in shown

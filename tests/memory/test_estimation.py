@@ -6,8 +6,10 @@ import contextlib
 import copy
 import itertools
 import json
+import logging
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -189,6 +191,78 @@ def test_the_arithmetic_of_a_step() -> None:
     assert (found.model_flops, found.recomputed_flops) == (forward + backward, 2 * 2 * 16 * 256 * 256)
 
 
+class Experts(nn.Module):
+    """Each row by one of four experts, in one product of groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.experts = nn.Parameter(torch.randn(4, 64, 128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.arange(1, 5, dtype=torch.int32) * (len(x) // 4)
+        return torch._grouped_mm(self.first(x), self.experts, offs=ends).square().mean()
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="needs torch 2.8")
+def test_experts_in_float32() -> None:
+    batch = torch.randn(256, 64)
+    estimated, measured = (
+        function(Experts(), arguments(), batch, compute_loss=call) for function in (estimate, measure)
+    )
+    assert estimated.peak == pytest.approx(measured.peak, rel=0.02)
+    assert estimated.model_flops == 3 * 2 * 256 * 64 * 128 + 2 * 2 * 256 * 64 * 64
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(64, 128, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x)[0].float().mean()
+
+
+@pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available() or torch.__version__ < (2, 13), reason="an older oneDNN takes more"
+)
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_recurrent_layer(precision: str) -> None:
+    args, batch = arguments(mixed_precision=precision), torch.randn(16, 64, 64)
+    estimated, measured = (function(Recurrent(), args, batch, compute_loss=call) for function in (estimate, measure))
+    assert estimated.peak == pytest.approx(measured.peak, rel=0.1)
+
+
+class Talking(nn.Module):
+    """Says something each time it computes, as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logging.getLogger("transformers.models.talking").error("use_cache=True is incompatible")
+        return self.linear(x).sum()
+
+
+def test_models_are_not_heard_and_loggers_stay_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    library = logging.getLogger("transformers")
+    before = library.level, library.propagate
+    library.setLevel("INFO")
+    library.propagate = True
+    try:
+        estimate(Talking(), arguments(), torch.randn(2, 4), compute_loss=call)
+        assert not caplog.records
+        assert library.level == logging.INFO
+        with pytest.raises(ValueError, match="compute_loss returned None"):
+            estimate(Talking(), arguments(), torch.randn(2, 4), compute_loss=lambda model, batch: None)
+        assert library.level == logging.INFO
+        Talking()(torch.randn(2, 4))
+        assert caplog.records
+    finally:
+        library.level, library.propagate = before
+
+
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [(nn.LazyLinear(3), "lazy module"), (nn.Linear(3, 3).requires_grad_(False), "no parameter that requires")],
@@ -196,6 +270,20 @@ def test_the_arithmetic_of_a_step() -> None:
 def test_what_cannot_be_estimated(model: nn.Module, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         estimate(model, arguments(), torch.randn(2, 3), compute_loss=lambda model, batch: call(model, batch).sum())
+
+
+def test_a_model_that_needs_numbers_is_told_of_where_it_does() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> Any:
+        result = call(model, batch)
+        return result.mean() * float(result.detach().numpy().max())
+
+    model, batch = nn.Linear(3, 3), torch.randn(2, 3)
+    with pytest.raises(ValueError, match=r"^the memory of a step cannot be estimated: .*numpy.*test_estimation.py, li"):
+        estimate(model, arguments(), batch, compute_loss=loss)
+    assert measure(model, arguments(), batch, compute_loss=loss).peak
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"cannot be estimated: TypeError: cannot pickle '_thread.lock' object"):
+        estimate(model, arguments(), batch, compute_loss=call)
 
 
 @contextlib.contextmanager

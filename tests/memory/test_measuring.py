@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import pytest
 import torch
 from sized_models import perceptron
 from torch import nn
 
-from trainer_kit import TrainingArguments
+from trainer_kit import Precision, SingleDevice, TrainingArguments
 from trainer_kit.memory import measure
+from trainer_kit.memory.measuring import runtime_on_cuda
+from trainer_kit.memory.step import Step
 
 ARGS = TrainingArguments(use_cpu=True, max_grad_norm=0.0, nonfinite="ignore", optim="sgd")
 
@@ -48,3 +51,32 @@ def test_the_model_stays_as_it_is() -> None:
 def test_a_device_that_does_not_tell() -> None:
     with pytest.raises(ValueError, match="device='meta' cannot be measured; use 'cpu' or 'cuda'"):
         measure(nn.Linear(2, 2), ARGS, torch.randn(2, 2), compute_loss=summed, device="meta")
+
+
+def test_the_profiler_says_nothing_and_others_are_heard(capfd: pytest.CaptureFixture[str]) -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        os.write(2, b"of the model\n")
+        return summed(model, batch)
+
+    kept = [torch.zeros(10)]
+
+    def replaced(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        kept[0] = torch.zeros(10)  # what was there before the profiler is freed under it
+        return loss(model, batch)
+
+    measure(nn.Linear(2, 2), ARGS, torch.randn(2, 2), compute_loss=replaced)
+    assert capfd.readouterr().err == "of the model\n" * 3
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_what_a_gpus_runtime_takes(tells: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 MiB were allocated before; weights and batch take 512 bytes each, workspaces 64 MiB, the context 300 MiB."""
+    mib = 2**20
+    strategy = SingleDevice("cpu", Precision())
+    strategy.setup()
+    figures = {"reserved_memory_gib": 80 / 1024} | ({"process_memory_gib": 380 / 1024} if tells else {})
+    monkeypatch.setattr(strategy, "memory", lambda: figures)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 72 * mib + 2 * 512)
+    model = nn.Linear(2, 2, bias=False)
+    step = Step(model, torch.optim.SGD(model.parameters()), ARGS, torch.randn(2, 2), summed, strategy)
+    assert runtime_on_cuda(step, 8 * mib) == (64 * mib, 300 * mib if tells else 0)

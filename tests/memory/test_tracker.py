@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from trainer_kit.memory.tracker import Tracker
@@ -113,3 +114,10 @@ def test_sparse_gradients() -> None:
     tracker.mark("gradients", [table.weight.grad])
     found = tracker.peak()
     assert found["gradients"] >= 2 * 16 * 4
+
+
+def test_a_tensor_that_keeps_its_numbers_in_others() -> None:
+    tracker = Tracker()
+    tracker.mark("optimizer", [TwoTensor(kibibyte(), kibibyte())])
+    assert tracker.peak() == {"optimizer": 2 * KIB}
+    tracker.close()

@@ -48,6 +48,15 @@ MODULE = """
         model.scale = model.layer.weight.abs().sum().item()
         return model, torch.zeros(2, 4)
 
+    def uncallable():
+        return Scored(), torch.zeros(2, 4), "mean"
+
+    def empty():
+        return Scored(), torch.zeros(0, 4)
+
+    def fails():
+        raise RuntimeError("of its own")
+
     def alone():
         return nn.Linear(1, 1)
 
@@ -212,11 +221,15 @@ def test_a_function_that_gives_a_known_model_alone(module: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "error", "sentence"),
     [
-        ("{module}:wrong", {}, TypeError, "returned a dict; it must return a torch.nn.Module, (module, batch) or"),
-        ("{module}:four", {}, TypeError, "returned (a Scored, a int, a int, a int); it must return"),
+        ("{module}:wrong", {}, TypeError, "returned dict; it must return a torch.nn.Module, (module, batch) or"),
+        ("{module}:four", {}, TypeError, "returned (Scored, int, int, int); it must return"),
+        ("{module}:uncallable", {}, TypeError, "returned (Scored, Tensor, str); it must return"),
+        ("{module}:empty", {}, ValueError, "the batch that {module}:empty returned has no samples"),
+        ("{module}:fails", {}, ValueError, "{module}:fails raised RuntimeError: of its own ("),
+        ("{module}:fails", {}, ValueError, "{module}.py, line 30"),
         ("{module}:alone", {}, TypeError, "returned a Linear, whose batch is unknown; return (module, batch)"),
         ("{module}:wants", {}, TypeError, "is called without arguments, but it is missing a required argument: 'size'"),
-        ("{module}:number", {}, TypeError, "is a int; give a function that returns a torch.nn.Module"),
+        ("{module}:number", {}, TypeError, "is of type int; give a function that returns a torch.nn.Module"),
         ("{module}:missing", {}, ValueError, "has no 'missing'"),
         ("{module}:pair", {"seq_len": 4}, ValueError, "--seq-len 4 has no effect: {module}:pair brings a batch"),
         ("nowhere.at.all:pair", {}, ValueError, "there is no module 'nowhere' here or installed"),

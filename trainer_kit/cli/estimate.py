@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +74,6 @@ def run(options: argparse.Namespace) -> int:
         dtype=getattr(torch, options.dtype) if options.dtype else None,
     )
     args.per_device_train_batch_size = samples_of(subject.batch)
-    for name in ("transformers", "torch._subclasses.fake_tensor"):  # they would tell of each way that is tried
-        logging.getLogger(name).setLevel("CRITICAL")
     if not options.json:
         print(subject.origin, flush=True)  # large models take a while
     estimate = advise(

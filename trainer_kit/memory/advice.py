@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import psutil
@@ -80,7 +80,10 @@ class Estimate:
     def _verdict(self) -> str:
         peak = size_text(self.anatomy.peak)
         if self.device_memory is None:
-            return f"needs {peak}; whether it fits is not known without the device's memory (device_memory)"
+            return (
+                f"needs {peak}; whether it fits is not known without the device's memory: give --device-memory, such "
+                "as 24GiB, or device_memory in Python"
+            )
         verdict = "fits into" if self.fits else "does not fit into"
         found = self.largest_batch_size
         largest = "no batch does" if not found else f"the largest micro-batch that does has {found} samples"
@@ -144,17 +147,22 @@ def advise(
                 return limit + 1
 
         largest = largest_batch(peak, known, limit)
-    options: dict[str, Option] = {}
-    for way in _ways(model, args, batch, optimizer, largest):
-        if way.name in options and options[way.name].fits is not False:
-            continue  # a larger batch did
+
+    def tried(changes: dict[str, Any], text: str = "", **given: Any) -> Option | None:
+        """None where it is not possible, or needs no less."""
         try:
-            nbytes = estimated(**way.given).peak
+            nbytes = estimated(args=dataclasses.replace(args, **changes), **given).peak
         except ValueError:  # the model has no activation checkpointing, or a batch norm wants two samples
-            continue
-        if nbytes < anatomy.peak:
-            fits = None if limit is None else nbytes <= limit
-            options[way.name] = Option(way.text, way.changes, nbytes, fits)
+            return None
+        name = text or ", ".join(f"{name}={value!r}" for name, value in changes.items())
+        return Option(name, changes, nbytes, None if limit is None else nbytes <= limit)
+
+    found = [
+        *_other_arguments(args, optimizer, tried, anatomy.peak),
+        _smaller_batch(args, batch, largest, tried),
+        _frozen(model, optimizer, tried),
+    ]
+    options = {option.name: option for option in found if option is not None and option.peak < anatomy.peak}
     return Estimate(anatomy, limit, largest, tuple(sorted(options.values(), key=lambda option: option.peak)))
 
 
@@ -237,23 +245,10 @@ def _crossing(known: dict[int, int], one: int, two: int, limit: int) -> float:
     return one + (limit - known[one]) / each if each > 0 else LARGEST + 1
 
 
-class _Way(NamedTuple):
-    """What could need less memory: a kind of way, its text, the arguments that change, what `estimate` is given."""
-
-    name: str
-    text: str
-    changes: dict[str, Any]
-    given: dict[str, Any]
-
-
-def _ways(
-    model: torch.nn.Module,
-    args: TrainingArguments,
-    batch: Any,
-    optimizer: torch.optim.Optimizer | None,
-    largest: int | None,
-) -> Iterator[_Way]:
-    """All ways there are; of several of one name, the first that fits is wanted."""
+def _other_arguments(
+    args: TrainingArguments, optimizer: torch.optim.Optimizer | None, tried: Callable[..., Option | None], peak: int
+) -> list[Option]:
+    """Each argument by itself, and as many together as each gets the peak down further."""
     changes: dict[str, Any] = {}
     if args.mixed_precision == "no":
         changes["mixed_precision"] = "bf16"
@@ -261,24 +256,44 @@ def _ways(
         changes["optim"] = "adamw_8bit"
     if not args.gradient_checkpointing:
         changes["gradient_checkpointing"] = True
-    for name, value in changes.items():
-        yield _Way(name, f"{name}={value!r}", {name: value}, {"args": dataclasses.replace(args, **{name: value})})
-    if len(changes) > 1:
-        text = ", ".join(f"{name}={value!r}" for name, value in changes.items())
-        yield _Way("together", text, changes, {"args": dataclasses.replace(args, **changes)})
+    found = [option for name, value in changes.items() if (option := tried({name: value})) is not None]
+    found.sort(key=lambda option: option.peak)
+    together = None
+    for option in found:
+        names = {*option.changes, *(together.changes if together else ())}
+        more = option if together is None else tried({name: changes[name] for name in changes if name in names})
+        if more is not None and more.peak < (peak if together is None else together.peak):
+            together = more
+    return found if together is None else [*found, together]
+
+
+def _smaller_batch(
+    args: TrainingArguments, batch: Any, largest: int | None, tried: Callable[..., Option | None]
+) -> Option | None:
+    """The largest part of the batch that fits, and as many more micro-batches."""
     present = samples_of(batch)
     most = present // 2 if largest is None else max(1, min(largest, present // 2))
+    smallest = None
     for size in range(most, 0, -1):
         if present % size == 0 and present > 1:
             steps = args.gradient_accumulation_steps * present // size
-            smaller: dict[str, Any] = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
-            given = {"args": dataclasses.replace(args, **smaller), "batch": resized(batch, size)}
-            yield _Way("batch", ", ".join(f"{name}={value}" for name, value in smaller.items()), smaller, given)
+            changes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
+            option = tried(changes, batch=resized(batch, size))
+            if option is not None and option.fits is not False:
+                return option
+            smallest = option or smallest
+    return smallest
+
+
+def _frozen(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, tried: Callable[..., Option | None]
+) -> Option | None:
     fakes = Fakes()
     copied = fakes.copy(model)
-    if _freeze_half(copied):
-        given = {"model": copied, "optimizer": fakes.copy(optimizer) if optimizer is not None else None}
-        yield _Way("frozen", "the first half of the weights frozen", {}, given)
+    if not _freeze_half(copied):
+        return None
+    made = fakes.copy(optimizer) if optimizer is not None else None
+    return tried({}, "the first half of the weights frozen", model=copied, optimizer=made)
 
 
 def _freeze_half(model: torch.nn.Module) -> bool:

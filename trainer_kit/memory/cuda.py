@@ -8,7 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from trainer_kit.memory.anatomy import Component
+from trainer_kit.memory.anatomy import Component, size_text
 
 GRANULARITY = 512
 """Bytes of which torch's CUDA allocator gives out multiples (kMinBlockSize in c10/cuda/CUDACachingAllocator)."""
@@ -20,8 +20,10 @@ they are first called (CUDA C++ Programming Guide, "Lazy Loading"), and far more
 _HOPPER = 9
 _DROPOUT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 """The place of `dropout_p` among the arguments of functions that compute attention."""
+
 WORKSPACE = {False: 4096 * 1024 * 2 + 16 * 1024 * 8, True: 32 * 2**20}
-"""Bytes that torch gives cuBLAS to work in, before Hopper and since (cuBLAS documentation, "cublasSetWorkspace")."""
+"""Bytes that torch gives cuBLAS to work in, before Hopper and since (cuBLAS documentation, "cublasSetWorkspace"), for
+each thread: the forward pass has one and the backward pass another (aten/src/ATen/cuda/CublasHandlePool)."""
 
 # "CUDA Ops that can autocast to float32" in the documentation of torch.amp, by the names of functions and methods.
 _IN_FLOAT32 = {
@@ -40,9 +42,10 @@ def runtime() -> Component:
     has_large = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] >= _HOPPER
     return Component(
         "runtime",
-        CONTEXT + WORKSPACE[has_large],
-        "assumed: a CUDA context of 512 MiB (CUDA C++ Programming Guide, Lazy Loading) and the workspace that the "
-        f"documentation of cublasSetWorkspace recommends, {WORKSPACE[has_large] // 2**10} KiB",
+        CONTEXT + 2 * WORKSPACE[has_large],
+        "assumed: a CUDA context of 512 MiB (CUDA C++ Programming Guide, Lazy Loading) and, for the forward and for "
+        "the backward pass, the workspace that the documentation of cublasSetWorkspace recommends, "
+        f"{size_text(WORKSPACE[has_large])}",
     )
 
 

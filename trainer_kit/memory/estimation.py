@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from trainer_kit.loss import ComputeLoss, samples_of
 from trainer_kit.memory import cuda
 from trainer_kit.memory.anatomy import KINDS, Anatomy, Component
 from trainer_kit.memory.costs import EightBitAdam
+from trainer_kit.memory.errors import described
 from trainer_kit.memory.fakes import Fakes
 from trainer_kit.memory.kernels import hidden_on_cpu
 from trainer_kit.memory.step import Step
@@ -59,7 +61,8 @@ def estimate(
         world_size: Processes of the run; with more than one, gradients lie in DistributedDataParallel's buckets.
 
     Raises:
-        ValueError: If the model gives no loss, has nothing to train, or computes what hangs on values not known.
+        ValueError: If the model gives no loss, has nothing to train, computes what hangs on values not known, or does
+            not run on fake tensors.
     """
     place = torch.device(device)
     is_cuda = place.type == "cuda"
@@ -68,7 +71,7 @@ def estimate(
     args = copy.copy(args)
     args.gradient_accumulation_steps = micro_batches
     fakes, counter = Fakes(), FlopCounter()
-    with generators_kept(torch.device("cpu")), contextlib.ExitStack() as stack:
+    with generators_kept(torch.device("cpu")), _quiet(), _explained(), contextlib.ExitStack() as stack:
         strategy = _Pretended(is_cuda, Precision(args.mixed_precision))
         strategy.setup()
         copied = fakes.copy(model).train()
@@ -98,6 +101,31 @@ def estimate(
     flops = {"model_flops": counter.flops.model, "recomputed_flops": counter.flops.recomputed}
     flops = {name: round(count * repeated) for name, count in flops.items()}
     return make_anatomy(components, model, batch, place, **flops)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Makes whatever a model raises on fake tensors an error that says so: training may go well all the same."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:  # the model is the user's own
+        raise ValueError(f"the memory of a step cannot be estimated: {described(error)}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps to themselves what models say of arguments that are only tried, and torch of errors that are handled."""
+    loggers = [logging.getLogger(name) for name in ("transformers", "torch._subclasses.fake_tensor")]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)
 
 
 def make_anatomy(

@@ -20,7 +20,13 @@ from torch.utils._pytree import tree_leaves
 
 from trainer_kit.trees import map_tensors, tensors
 
+_GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default if hasattr(torch.ops.aten, "_grouped_mm") else None
+
 T = TypeVar("T", torch.nn.Module, torch.optim.Optimizer)
+
+_KEPT_BY_LSTM = (10, 24)
+"""Numbers, and bytes beside them, that oneDNN's LSTM keeps for the backward pass for each number of its output (found
+by looking at its workspace in torch 2.13; that of 2.6 keeps a quarter more); torch tells that there are none."""
 
 MOST_KNOWN = 2**20
 """Largest number of elements of a tensor whose values are computed."""
@@ -117,13 +123,31 @@ def _with_fakes(func: Any, args: Any, kwargs: Any) -> Any:
         return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
     if func is torch.ops.aten.index.Tensor:
         args = (args[0], _without_masks(args[1]))
+    if func is _GROUPED_PRODUCT and args[0].dtype is not torch.bfloat16:
+        return _grouped_product(*args, **kwargs)
     try:
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
             f"what the model computes hangs on values that are not known before training ({func}), so that its memory "
             "cannot be estimated; measure() takes a real step"
         ) from error
+    if func is torch.ops.aten.mkldnn_rnn_layer.default:
+        output, *states, _ = result
+        numbers, beside = _KEPT_BY_LSTM
+        kept = output.new_empty(output.numel() * (numbers * output.itemsize + beside), dtype=torch.uint8)
+        return output, *states, kept
+    return result
+
+
+def _grouped_product(
+    left: torch.Tensor, right: torch.Tensor, ends: Any = None, bias: Any = None, dtype: Any = None
+) -> torch.Tensor:
+    """The product of each group (experts); torch computes it in any dtype, and tells the shape in bfloat16 alone."""
+    shape = [left.shape[-2], right.shape[-1]]
+    if left.ndim == right.ndim:
+        shape = [len(ends) if left.ndim == 2 else len(left), *shape]
+    return left.new_empty(shape, dtype=dtype)
 
 
 def _for_real(func: Any, args: Any, kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ def hidden_on_cpu(func: Any, args: Any, result: Any) -> int:
     - A convolution of oneDNN works on copies of image, weight and result in a blocked layout, and copies the result
       back.
     - One in float16, on a CPU that oneDNN cannot compute it on, unfolds the image into columns (im2col).
+    - The backward pass of oneDNN's LSTM copies its matrices and their gradients, and has those of its four gates.
     - The backward pass of batch norm makes one more image, unless all the gradients are one number that is repeated.
     """
     if func is _aten.convolution.default:
@@ -31,6 +32,9 @@ def hidden_on_cpu(func: Any, args: Any, result: Any) -> int:
         if _unfolds(image):
             return _columns(gradient, weight)
         return _nbytes(gradient) + (_nbytes(image) if _is_blocked(image) else 0)
+    if func is _aten.mkldnn_rnn_layer_backward.default:
+        of_inputs, of_state, output = args[1], args[2], args[7]
+        return 2 * (_nbytes(of_inputs) + _nbytes(of_state)) + 4 * _nbytes(output)
     if func is _aten.native_batch_norm_backward.default:
         gradient, image = args[:2]
         return 0 if 0 in gradient.stride() else _nbytes(image)

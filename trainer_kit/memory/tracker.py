@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 Hidden = Callable[[Any, Any, Any], int]
@@ -139,4 +139,6 @@ def _parts(tensor: Any) -> list[torch.Tensor]:
         return []
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
+    if is_traceable_wrapper_subclass(tensor):  # such as the states of 8-bit optimizers
+        return [part for name in tensor.__tensor_flatten__()[0] for part in _parts(getattr(tensor, name))]
     return [tensor] if tensor.layout is torch.strided else []

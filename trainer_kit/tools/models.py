@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainer_kit.loss import ComputeLoss
+from trainer_kit.loss import ComputeLoss, samples_of
 from trainer_kit.memory.advice import resized
+from trainer_kit.memory.errors import described
 
 SAMPLES = 8
 """Samples of a batch where nobody says how many: the default of `TrainingArguments.per_device_train_batch_size`."""
@@ -258,7 +259,8 @@ def _length(kind: str, config: Any, seq_len: int | None) -> int:
 def _from_function(name: str, batch_size: int | None, seq_len: int | None, dtype: torch.dtype | None) -> Subject:
     made = _call(name, _find(name), dtype or torch.get_default_dtype())
     model, batch, compute_loss = (*made, None, None)[:3] if isinstance(made, tuple) else (made, None, None)
-    if not isinstance(model, torch.nn.Module) or (isinstance(made, tuple) and len(made) not in (2, 3)):
+    is_wrong = isinstance(made, tuple) and (len(made) not in (2, 3) or not callable(compute_loss or len))
+    if is_wrong or not isinstance(model, torch.nn.Module):
         raise TypeError(
             f"{name} returned {_described(made)}; it must return a torch.nn.Module, (module, batch) or "
             "(module, batch, compute_loss)"
@@ -272,6 +274,8 @@ def _from_function(name: str, batch_size: int | None, seq_len: int | None, dtype
         return Subject(model, fake_batch(model, task, batch_size or SAMPLES, seq_len), compute_loss, origin)
     if seq_len is not None:
         raise ValueError(f"--seq-len {seq_len} has no effect: {name} brings a batch of its own")
+    if not samples_of(batch):
+        raise ValueError(f"the batch that {name} returned has no samples; return one such as the Trainer would give")
     return Subject(model, resized(batch, batch_size) if batch_size else batch, compute_loss, origin)
 
 
@@ -292,7 +296,7 @@ def _find(name: str) -> Callable[[], Any]:
             raise ValueError(f"{name}: the module {module_name!r} has no {path!r}")
         found = getattr(found, part)
     if not callable(found):
-        raise TypeError(f"{name} is a {type(found).__name__}; give a function that returns a torch.nn.Module")
+        raise TypeError(f"{name} is of type {_described(found)}; give a function that returns a torch.nn.Module")
     try:
         inspect.signature(found).bind()
     except TypeError as error:
@@ -305,16 +309,17 @@ def _call(name: str, function: Callable[[], Any], dtype: torch.dtype) -> Any:
     """What the function returns: without memory for weights, unless it needs their values."""
     with _default_dtype(dtype):
         try:
-            with torch.device("meta"):
+            with contextlib.suppress(NotImplementedError, RuntimeError), torch.device("meta"):
                 return function()
-        except (NotImplementedError, RuntimeError):  # it reads numbers, or loads weights
-            return function()
+            return function()  # it reads numbers, or loads weights
+        except Exception as error:  # the function is the user's own
+            raise ValueError(f"{name} raised {described(error)}") from error
 
 
 def _described(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(_described(each) for each in value)})"
-    return "None" if value is None else f"a {type(value).__name__}"
+    return "None" if value is None else type(value).__name__
 
 
 def _one_line(error: BaseException) -> str:
