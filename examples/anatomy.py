@@ -74,8 +74,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     print(f"memory, weights loaded:    {occupied(strategy.memory()):>12}")
 
     args = TrainingArguments(
-        output_dir=options.output_dir, num_train_epochs=1, per_device_train_batch_size=4, save_strategy="no"
-    )
+        output_dir=options.output_dir, num_train_epochs=1, per_device_train_batch_size=4, save_strategy="no",
+        report_to="none",  # what draws and writes would take memory too
+    )  # fmt: skip
     trainer = Trainer(model, args, data, strategy=strategy)
     estimated = trainer.estimate().anatomy
     result = trainer.train()

@@ -275,8 +275,10 @@ class Narrow(Strategy):
         return 1500
 
 
-def test_the_estimate_is_where_it_begins(tmp_path: Path) -> None:
-    trainer = trained(tmp_path, 100, strategy=Narrow(), **ASKED)
+def test_the_estimate_is_where_it_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "trainer_kit"):
+        trainer = trained(tmp_path, 100, strategy=Narrow(), log_level="info", **ASKED)
+    assert f"parts of at most {trainer.run.state.micro_batch} samples, which are estimated to fit" in caplog.text
     assert trainer.run.model.refused == 0
     assert 1 < trainer.run.state.micro_batch < 16
 

@@ -57,6 +57,9 @@ class Fitting:
         if found is None:
             found = _estimated(run, self._loader, compute_loss, optimizer)
         self._cut(layout._replace(limit=found))
+        if found < layout.batch_size:
+            how = "are estimated to" if run.state.step == 0 else "were found to"
+            logger.info("micro-batches are computed in parts of at most %d samples, which %s fit", found, how)
 
     def attempt(self, compute: Callable[[], T], begins: bool) -> T | None:
         """What `compute` gives for a micro-batch; None if memory did not suffice on some process.

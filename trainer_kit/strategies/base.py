@@ -221,8 +221,11 @@ class Strategy:
         return str(error).partition("\n")[0] or type(error).__name__
 
     def free_memory(self) -> int:
-        """Bytes that tensors can still take on the device."""
-        return int(psutil.virtual_memory().available)
+        """Bytes that tensors can still take on the device.
+
+        Of a host's memory a tenth is left to others: where nothing is left, the system ends a process.
+        """
+        return int(psutil.virtual_memory().available * 0.9)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backpropagates this process's share of the step's loss; gradients add up to the sum over all processes."""
