@@ -20,7 +20,7 @@ import torch
 
 from trainer_kit import __version__
 from trainer_kit.callback import Callback
-from trainer_kit.report.log import FORMAT, NAME, read_log
+from trainer_kit.log import FORMAT, NAME, read_log
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer_kit.callback import Callback
+from trainer_kit.log import NAME
 from trainer_kit.report import write_report
-from trainer_kit.report.log import NAME
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run

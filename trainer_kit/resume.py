@@ -38,9 +38,9 @@ from trainer_kit.data.build import writable_folder
 from trainer_kit.data.loader import TrainLoader
 from trainer_kit.data.plan import Plan, make_plan
 from trainer_kit.data.stream import StreamLoader
+from trainer_kit.log import NAME as LOG
+from trainer_kit.log import LogFile
 from trainer_kit.optim import Schedule
-from trainer_kit.report.log import NAME as LOG
-from trainer_kit.report.log import LogFile
 from trainer_kit.run import Run
 from trainer_kit.saving import Saver
 

@@ -15,7 +15,7 @@ import torch
 
 import trainer_kit
 from trainer_kit.callbacks import JsonLines, jsonl, read_log
-from trainer_kit.report.log import FORMAT
+from trainer_kit.log import FORMAT
 from trainer_kit.run import Run
 
 

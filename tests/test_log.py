@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from trainer_kit.report import log
-from trainer_kit.report.log import FORMAT, LogFile, read_log
+from trainer_kit import log
+from trainer_kit.log import FORMAT, LogFile, read_log
 
 
 def write(path: Path, *records: dict[str, Any] | str) -> Path:
