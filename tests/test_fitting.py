@@ -134,6 +134,16 @@ def test_the_bits_are_those_of_the_layout_that_is_found(tmp_path: Path, when: st
     assert are_equal(found, given)
 
 
+def test_buffers_are_those_of_the_steps_beginning(tmp_path: Path) -> None:
+    """Also after steps that fitted, in which torch does not count what a batch norm changes."""
+    found = trained(tmp_path / "found", 16, Tighten(2, 8), max_steps=3, **ASKED)
+    trained(tmp_path / "resumed", 16, StopAt(2), max_steps=3, **ASKED)
+    resumed = make(tmp_path / "resumed", 8, max_steps=3, **ASKED)
+    resumed.train(resume_from_checkpoint=True)
+    assert found.run.model.refused == resumed.run.model.refused == 1
+    assert are_equal(found, resumed)
+
+
 def test_a_step_in_the_middle_begins_anew(tmp_path: Path) -> None:
     """What was done stays: two steps with 16 samples at once, all others with 4."""
     arguments = {**ASKED, "num_train_epochs": 2, "gradient_accumulation_steps": 1}

@@ -219,31 +219,38 @@ class _Buffers:
     """The values of a model's buffers at the beginning of a step, for a step that has to begin anew.
 
     Args:
-        model: Its buffers may be changed in place, or be other tensors later. One that no step changes, such as a mask,
-            is copied once.
+        model: Its buffers may be changed in place, or be other tensors later.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._kept: dict[tuple[torch.nn.Module, str], tuple[torch.Tensor | None, int, torch.Tensor | None]] = {}
+        self._kept: dict[tuple[torch.nn.Module, str], tuple[torch.Tensor | None, torch.Tensor | None]] = {}
 
     def keep(self) -> None:
-        """Copies what has changed."""
+        """Copies them."""
         before, self._kept = self._kept, {}  # where memory does not suffice for that, there is nothing to put back
-        kept = {}
+        kept, present, copies = {}, [], []
         for owner in self._model.modules():
             for name, buffer in owner._buffers.items():
-                known = before.get((owner, name))
-                version = 0 if buffer is None else buffer._version
-                if known is None or known[0] is not buffer or known[1] != version:
-                    known = buffer, version, None if buffer is None else buffer.clone()
-                kept[owner, name] = known
+                _, copy = before.get((owner, name), (None, None))
+                if buffer is not None and copy is not None and _alike(buffer, copy):
+                    present.append(buffer)
+                    copies.append(copy)
+                else:
+                    copy = None if buffer is None else buffer.detach().clone()
+                kept[owner, name] = buffer, copy
+        if copies:
+            torch._foreach_copy_(copies, present)
         self._kept = kept
 
     def restore(self) -> None:
         """Puts them back."""
         with torch.no_grad():
-            for (owner, name), (buffer, _, value) in self._kept.items():
+            for (owner, name), (buffer, copy) in self._kept.items():
                 owner._buffers[name] = buffer
-                if buffer is not None and value is not None:
-                    buffer.copy_(value)
+                if buffer is not None and copy is not None:
+                    buffer.copy_(copy)
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)

@@ -10,9 +10,11 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeVar
 
 from trainer_kit.data.build import make_train_loader
+from trainer_kit.data.collate import Collator
 from trainer_kit.data.loader import MicroBatch, Reading, TrainLoader
 from trainer_kit.data.stream import StreamLoader
 from trainer_kit.run import Run
@@ -71,8 +73,8 @@ def read_ahead(dataset: Any, reading: Reading, read: Callable[[Reading], T]) -> 
     """Reads something of a dataset before its time.
 
     That is done by workers where they are forked, whose datasets are copies: what a dataset keeps in itself (a
-    generator, a counter) is then as it was before. A dataset that only this process can read, as one on a GPU, is read
-    here, and gets its state back if it has one.
+    generator, a counter) is then as it was before. One that gives and takes its state is read here, and so is one that
+    only this process can read, as on a GPU, or whose batches no other process can be given.
 
     Args:
         dataset: What is read.
@@ -83,19 +85,31 @@ def read_ahead(dataset: Any, reading: Reading, read: Callable[[Reading], T]) -> 
         Exception: What `read` raises.
     """
     reading = dataclasses.replace(reading, pin_memory=False)
-    if _start_method() == "fork":
+    if reading.workers:
+        with _positions_kept():
+            return read(reading)
+    if isinstance(dataset, Stateful):
+        kept = copy.deepcopy(dataset.state_dict())
         try:
-            with _positions_kept():
-                return read(dataclasses.replace(reading, workers=max(1, reading.workers)))
-        except Exception:
-            if reading.workers:
-                raise
-    kept = copy.deepcopy(dataset.state_dict()) if reading.workers == 0 and isinstance(dataset, Stateful) else None
-    try:
-        return read(reading)
-    finally:
-        if kept is not None:
+            return read(reading)
+        finally:
             dataset.load_state_dict(kept)
+    if _start_method() == "fork":
+        with contextlib.suppress(Exception), _positions_kept():
+            return read(dataclasses.replace(reading, workers=1, collate=_Portable(reading.collate)))
+    return read(reading)
+
+
+class _Portable:
+    """A collator that raises where a worker could not hand over the batch: it would be waited for without end."""
+
+    def __init__(self, collate: Collator) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        batch = self._collate(samples)
+        ForkingPickler.dumps(batch)
+        return batch
 
 
 def _start_method() -> str:
