@@ -122,7 +122,7 @@ def test_what_no_other_process_can_read_is_read_here(state: bool) -> None:
 def test_a_batch_that_no_worker_could_hand_over_is_read_here() -> None:
     args = TrainingArguments(use_cpu=True, per_device_train_batch_size=4, max_steps=5)
     run = Run(args, SingleDevice("cpu"), torch.nn.Identity(), train_dataset=Rows())
-    batch = first_batch(run, Reading(lambda samples: {"x": samples, "own": lambda: 3}, args.seed, 0))
+    batch = first_batch(run, Reading(lambda samples: {"x": torch.stack(samples), "own": lambda: 3}, args.seed, 0))
     assert batch["own"]() == 3
 
 
