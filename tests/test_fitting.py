@@ -331,9 +331,26 @@ def test_without_it_the_error_is_the_users(tmp_path: Path) -> None:
         trained(tmp_path, room=4, per_device_train_batch_size=16)
 
 
-def test_one_sample_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(MemoryError, match="not even one sample"):
-        trained(tmp_path, room=0, per_device_train_batch_size=2, auto_find_batch_size=True)
+@pytest.mark.parametrize(
+    ("normalizes", "refused", "few"),
+    [
+        (False, 3, "one sample at a time fits into"),
+        (True, 2, "3 samples at a time, which a batch norm wants, fit into"),
+    ],
+)
+def test_few_samples_that_do_not_fit_are_an_error(tmp_path: Path, normalizes: bool, refused: int, few: str) -> None:
+    model = Hungry(0)
+    if not normalizes:
+        model.layers = torch.nn.Linear(3, 4)
+    with pytest.raises(MemoryError, match=f"not even {few}"):
+        trained(tmp_path, 0, model=model, per_device_train_batch_size=4, auto_find_batch_size=True)
+    assert model.refused == refused
+
+
+def test_where_all_fits_nothing_is_found(tmp_path: Path) -> None:
+    """A resume with a larger batch looks itself."""
+    trainer = trained(tmp_path, 16, StopAt(2), num_train_epochs=2, **ASKED)
+    assert trainer.run.state.micro_batch is None
 
 
 class HungryLater(Hungry):
@@ -379,10 +396,33 @@ class Tray(DDP):
             yield micro
 
 
-def carried_on_two(folder: str) -> tuple[int | None, list[torch.Tensor]]:
-    trainer = trained(Path(folder), 100, Tighten(1, 100), strategy=Tray(), num_train_epochs=2, **ASKED)
+class Sender(Tray):
+    """The same, where batches are brought to the device in the step."""
+
+    prepare_loader = DDP.prepare_loader
+
+
+def carried_on_two(folder: str, strategy: type[DDP]) -> tuple[int | None, int]:
+    trainer = trained(Path(folder), 100, strategy=strategy(), num_train_epochs=2, **ASKED)
     return trainer.run.state.micro_batch, trainer.run.state.step
 
 
-def test_a_batch_that_cannot_be_brought_to_the_device_is_cut_too(tmp_path: Path) -> None:
-    assert on_ranks(2, carried_on_two, str(tmp_path)) == [(4, 4), (4, 4)]
+@pytest.mark.parametrize("strategy", [Tray, Sender])
+def test_a_batch_that_cannot_be_brought_to_the_device_is_cut_too(tmp_path: Path, strategy: type[DDP]) -> None:
+    assert on_ranks(2, carried_on_two, str(tmp_path), strategy) == [(4, 4), (4, 4)]
+
+
+class Bare(Strategy):
+    """A device to which nothing can be brought once a step is done."""
+
+    def prepare_loader(self, micro_batches: Iterator[Any]) -> Iterator[Any]:
+        for micro in micro_batches:
+            if micro.window.start:
+                raise torch.OutOfMemoryError("no room")
+            yield micro
+
+
+def test_what_is_due_is_done_before_an_error_of_the_next_step(tmp_path: Path) -> None:
+    with pytest.raises(MemoryError, match="at step 2"):
+        trained(tmp_path, 16, strategy=Bare(), save_steps=1, **ASKED)
+    assert (tmp_path / "checkpoint-1").is_dir()

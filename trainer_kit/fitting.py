@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer_kit.data.first import first_batches
 from trainer_kit.data.loader import TrainLoader
-from trainer_kit.data.order import Layout
 from trainer_kit.data.stream import StreamLoader
+from trainer_kit.ledger import LOST
 from trainer_kit.loss import ComputeLoss
 from trainer_kit.run import Run
 
@@ -44,6 +45,7 @@ class Fitting:
         self.run = run
         self._loader = loader
         self._buffers = _Buffers(run.model)
+        self._least = _least(run.model)
 
     def begin(self, compute_loss: ComputeLoss | None, optimizer: torch.optim.Optimizer | None) -> None:
         """Takes what was found in an earlier start, else what is estimated to fit.
@@ -55,11 +57,12 @@ class Fitting:
         run, layout = self.run, self._loader.layout
         found = run.state.micro_batch
         if found is None:
-            found = _estimated(run, self._loader, compute_loss, optimizer)
-        self._cut(layout._replace(limit=found))
+            found = max(self._least, _estimated(run, self._loader, compute_loss, optimizer))
         if found < layout.batch_size:
-            how = "are estimated to" if run.state.step == 0 else "were found to"
+            how = "are estimated to" if run.state.micro_batch is None else "were found to"
             logger.info("micro-batches are computed in parts of at most %d samples, which %s fit", found, how)
+            self._cut(found)
+        self._buffers.keep()  # so that later there is room for them
 
     def attempt(self, compute: Callable[[], T], begins: bool) -> T | None:
         """What `compute` gives for a micro-batch; None if memory did not suffice on some process.
@@ -102,26 +105,30 @@ class Fitting:
             return False
         if error is not None:
             traceback.clear_frames(error.__traceback__)  # they hold the activations
+        run.ledger.enter(LOST)
         why = next(each for each in run.strategy.gather_object(lack) if each is not None)
-        if layout.at_once == 1:
+        if layout.at_once <= self._least:
+            few = f"{layout.at_once} samples at a time, which a batch norm wants, fit"
+            few = "one sample at a time fits" if layout.at_once == 1 else few
             raise MemoryError(
-                f"not even one sample at a time fits into the devices' memory at step {run.state.step + 1} ({why}); "
-                "see Trainer.estimate() for what would need less"
+                f"not even {few} into the devices' memory at step {run.state.step + 1} ({why}); see "
+                "Trainer.estimate() for what would need less"
             )
         assert run.optimizer is not None
         run.batch = None
         run.model.zero_grad()
         run.strategy.clear_gradients(run.optimizer)
         _free(run)
-        self._cut(layout._replace(limit=_half(layout.at_once)))
+        self._cut(max(self._least, _half(layout.at_once)))
         logger.warning(
             "step %d did not fit into memory with %d samples at once (%s): from now on there are at most %d",
             run.state.step + 1, layout.at_once, why, self._loader.layout.at_once,
         )  # fmt: skip
         return True
 
-    def _cut(self, layout: Layout) -> None:
-        self._loader.layout, self.run.state.micro_batch = layout, layout.at_once
+    def _cut(self, limit: int) -> None:
+        self._loader.layout = self._loader.layout._replace(limit=limit)
+        self.run.state.micro_batch = limit
 
 
 def evaluation_batch_size(run: Run) -> int:
@@ -155,6 +162,11 @@ def halve_evaluation_batch(run: Run, error: Exception) -> None:
         "an evaluation did not fit into memory with %d samples at once (%s): it begins anew, and from now on there are "
         "%d", size, error, run.state.eval_batch,
     )  # fmt: skip
+
+
+def _least(model: torch.nn.Module) -> int:
+    """Samples that a part must be allowed to have: a batch norm refuses one alone, which parts of two would leave."""
+    return 3 if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()) else 1
 
 
 def _half(samples: int) -> int:

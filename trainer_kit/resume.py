@@ -166,9 +166,8 @@ class Checkpoints:
         seconds, last = 0.0, moment
         with contextlib.suppress(OSError, ValueError):  # no log, or a damaged one
             for record in itertools.chain.from_iterable(LogFile(self.resumed_from.with_name(LOG)).pieces()):
-                if record["time"] > last:
-                    seconds += record["time"] - max(last, record.get("began", last))
-                    last = record["time"]
+                if (time := record.get("time", last)) > last:
+                    seconds, last = seconds + time - max(last, record.get("began", last)), time
         return seconds
 
     def _take_folder(self) -> None:

@@ -40,7 +40,7 @@ class TrainState:
         best_step: The step that gave it.
         passed_over: Samples that `nonfinite="rollback"` passes over, as (epoch, first position, position after).
         rollbacks: How often it went back.
-        micro_batch: Samples that were found to fit at once (`auto_find_batch_size`); None where nobody looked.
+        micro_batch: Samples that were found to fit at once (`auto_find_batch_size`); None where nothing was cut.
         eval_batch: The same in evaluations; None where all were seen to fit.
     """
 

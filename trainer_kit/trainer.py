@@ -34,7 +34,7 @@ from trainer_kit.evaluation import DoesNotFitError, EvalPrediction, EvaluationIn
 from trainer_kit.figures import Figures, NonFiniteError, Taken
 from trainer_kit.fitting import Fitting, evaluation_batch_size, halve_evaluation_batch
 from trainer_kit.inspection import Inspection
-from trainer_kit.ledger import LOST, Ledger
+from trainer_kit.ledger import Ledger
 from trainer_kit.loss import (
     ComputeLoss,
     Loss,
@@ -422,8 +422,12 @@ class Trainer:
             self._ahead = error
         is_due = self._agreement.reach(self._ahead.window if isinstance(self._ahead, MicroBatch) else None)
         failed = self._ahead if isinstance(self._ahead, Exception) else None
-        if self._fitting is not None and not self._agreement.all_have_read and self._fitting.cuts_for(failed):
-            return self._read_anew() or is_due
+        if self._fitting is not None and not self._agreement.all_have_read:
+            try:
+                if self._fitting.cuts_for(failed):
+                    return self._read_anew() or is_due
+            except MemoryError as error:
+                failed = self._ahead = error
         if self._agreement.disagreement is not None and failed is None:
             self._ahead = DataError(self._agreement.disagreement)
         return is_due
@@ -488,9 +492,11 @@ class Trainer:
     def _pass(self, micro: MicroBatch) -> tuple[torch.Tensor, Any]:
         """One forward and backward pass: its share of the step's loss, and what a loss counted that counts itself."""
         run, strategy, loss, window = self.run, self.run.strategy, self._loss, micro.window
-        batch = run.batch = self._padding.settled(strategy.to_device(micro.batch), micro.unfilled)
-        if loss.shifts is None:
+        if loss.shifts is not None:
+            batch = self._on_device(micro)
+        else:
             try:
+                batch = self._on_device(micro)
                 self._inspection.shift(batch)
             finally:  # the other processes wait for the answer
                 self._checkpoints.shifts_labels = loss.settle(strategy.gather_object(loss.shifts))
@@ -513,6 +519,11 @@ class Trainer:
         run.ledger.enter("loop")
         return share.detach(), count
 
+    def _on_device(self, micro: MicroBatch) -> Any:
+        run = self.run
+        run.batch = self._padding.settled(run.strategy.to_device(micro.batch), micro.unfilled)
+        return run.batch
+
     def _attempt(self, micro: MicroBatch) -> tuple[torch.Tensor, Any] | None:
         """The same where memory may not suffice: None if it did not on some process; the step then begins anew."""
         assert self._fitting is not None
@@ -531,9 +542,10 @@ class Trainer:
 
     def _read_anew(self) -> bool:
         """Reads the next step's samples again, in other parts; returns whether something is due before it."""
-        with self.run.ledger.during(LOST):
-            self._open_data()
-            return self._look_ahead()
+        self._open_data()
+        is_due = self._look_ahead()
+        self.run.ledger.enter("loop")
+        return is_due
 
     def _step_scheduler(self) -> None:
         scheduler = self.run.lr_scheduler
