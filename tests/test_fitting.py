@@ -31,9 +31,10 @@ class Hungry(torch.nn.Module):
         self.layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.2))
         self.head = torch.nn.Linear(4, 1)
         self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("mask", torch.ones(1, 3).expand(2, 3), persistent=False)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)  # another tensor each time
+        self.mean = 0.9 * self.mean + 0.1 * (x.detach() * self.mask[0]).mean(0)  # another tensor each time
         hidden = self.layers(x) if self.room else x.new_zeros(len(x), 4)  # a batch norm wants two samples
         if self.training and len(x) > self.room and type(x) is torch.Tensor:  # not while it is estimated
             if self.when == "forward":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from trainer_kit.inspection import Inspection
 from trainer_kit.loss import IGNORED, Counts, evaluating, found_loss, labels_of, samples_of, shape_of
 from trainer_kit.metrics import MeanLoss, Metric, begin_metrics, gather_metrics, joined_mean, joined_result
 from trainer_kit.run import Run
-from trainer_kit.strategies.base import Strategy
+from trainer_kit.strategies.base import Strategy, clear_frames
 from trainer_kit.trees import map_tensors, tensors
 
 
@@ -149,7 +148,7 @@ class Evaluator:
             lacks = strategy.lack_of_memory(error) if self.run.args.auto_find_batch_size else None
             if lacks is None:
                 raise
-            traceback.clear_frames(error.__traceback__)  # they hold what lies on the device
+            clear_frames(error)
             own = _Tally(0, 0, None, None, interrupted=False, lacks=lacks)
         tallies = self._agreed(own)
         predictions, labels = collected.arrays(strategy, keep) if collected else (None, None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-import traceback
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -18,6 +17,7 @@ from trainer_kit.data.stream import StreamLoader
 from trainer_kit.ledger import LOST
 from trainer_kit.loss import ComputeLoss
 from trainer_kit.run import Run
+from trainer_kit.strategies.base import clear_frames
 
 logger = logging.getLogger("trainer_kit")
 T = TypeVar("T")
@@ -103,8 +103,7 @@ class Fitting:
         lack = None if error is None else run.strategy.lack_of_memory(error)
         if not run.strategy.sum_numbers([lack is not None])[0]:
             return False
-        if error is not None:
-            traceback.clear_frames(error.__traceback__)  # they hold the activations
+        clear_frames(error)
         run.ledger.enter(LOST)
         why = next(each for each in run.strategy.gather_object(lack) if each is not None)
         if layout.at_once <= self._least:
@@ -214,10 +213,11 @@ def _estimated(
 
         known = {whole: peak(whole)}
         if known[whole] > room:
+            found = _half(whole)  # should smaller ones give an error
             found = max(1, largest_batch(peak, known, room))
     except Exception as error:  # the model is the user's own, and sees tensors without values here
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
-        logger.info("the memory of a step cannot be estimated (%s): the whole batch is tried", why)
+        logger.info("the memory of a step cannot be estimated (%s): %d samples at once are tried", why, found)
     return min(strategy.gather_object(found))
 
 
@@ -238,6 +238,7 @@ class _Buffers:
         self._model = model
         self._kept: dict[tuple[torch.nn.Module, str], tuple[torch.Tensor | None, torch.Tensor | None]] = {}
 
+    @torch.no_grad()
     def keep(self) -> None:
         """Copies them."""
         before, self._kept = self._kept, {}  # where memory does not suffice for that, there is nothing to put back
@@ -249,19 +250,20 @@ class _Buffers:
                     present.append(buffer)
                     copies.append(copy)
                 else:
-                    copy = None if buffer is None else buffer.detach().clone()
+                    copy = None if buffer is None else buffer.clone()
                 kept[owner, name] = buffer, copy
         if copies:
             torch._foreach_copy_(copies, present)
         self._kept = kept
 
+    @torch.no_grad()
     def restore(self) -> None:
         """Puts them back."""
-        with torch.no_grad():
-            for (owner, name), (buffer, copy) in self._kept.items():
-                owner._buffers[name] = buffer
-                if buffer is not None and copy is not None:
-                    buffer.copy_(copy)
+        for (owner, name), (buffer, copy) in self._kept.items():
+            owner._buffers[name] = buffer
+            # One that is expanded, or of an inference, cannot be written to, nor was it.
+            if buffer is not None and copy is not None and not torch.equal(buffer, copy):
+                buffer.copy_(copy)
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 import traceback
 from pathlib import Path
 
 # Where the code of this library and of installed packages is, and the interpreter's own.
-_NOT_OF_USERS = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("purelib", "platlib", "stdlib")), "<")
+_FOLDERS = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("purelib", "platlib", "stdlib")))
+_NOT_OF_USERS = (*(os.path.join(folder, "") for folder in _FOLDERS), "<")
 
 
 def described(error: BaseException) -> str:

@@ -69,6 +69,12 @@ class Cost:
         advice = advise(self.run.model, self.run.args, self.batch, **self.given)
         means = [f"{each.name} needs {size_text(each.peak)}" for each in advice.options if each.fits]
         largest = advice.largest_batch_size or "no"
+        if advice.largest_batch_size and self.run.args.auto_find_batch_size:
+            yield (
+                f"a step's micro-batches need {size_text(memory.peak)} of memory, but {self.device} has "
+                f"{size_text(memory.available)}: auto_find_batch_size cuts them into parts of at most {largest} samples"
+            )
+            return
         yield (
             f"a step needs {size_text(memory.peak)} of memory, but {self.device} has {size_text(memory.available)}; "
             f"at most {largest} samples fit at once; {'; '.join(means) or 'none of the usual means suffices'}"

@@ -10,6 +10,7 @@ import math
 import os
 import random
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -498,6 +499,13 @@ class GradientNorms(NamedTuple):
     total: torch.Tensor
     parameters: list[torch.Tensor]
     held: bool = False
+
+
+def clear_frames(error: BaseException | None) -> None:
+    """Lets go of what the functions that an error came through held: activations, for example."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 @contextlib.contextmanager
