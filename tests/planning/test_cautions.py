@@ -218,15 +218,18 @@ def test_a_folder_with_checkpoints(tmp_path: Path) -> None:
     assert "holds checkpoint-4, checkpoint-8, where this run does not go on from" in warning
 
 
-def test_more_memory_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("cuts", "told"), [(False, "; at most "), (True, ": auto_find_batch_size cuts them into parts of at most ")]
+)
+def test_more_memory_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuts: bool, told: str) -> None:
     for place in ("cost", "advice"):
         package = "planning" if place == "cost" else "memory"
         monkeypatch.setattr(f"trainer_kit.{package}.{place}.capacity", lambda device: 1500)
-    found = plan(tmp_path)
+    found = plan(tmp_path, auto_find_batch_size=cuts)
     assert found.memory.peak is not None
     assert found.memory.peak > 1500
     (warning,) = found.warnings
-    assert "of memory, but cpu has 1.46 KiB; at most" in warning
+    assert f"of memory, but cpu has 1.46 KiB{told}" in warning
 
 
 def frozen() -> nn.Module:
