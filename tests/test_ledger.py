@@ -82,7 +82,7 @@ def test_marks_do_not_pile_up(book: Ledger, clock: Clock) -> None:
     for _ in range(3 * ledger._UNFOLDED):
         book.enter("forward")
         clock.come_to = clock.now = clock.now + 1.0
-    assert len(book._marks) <= ledger._UNFOLDED + 1
+    assert len(book._entries) <= ledger._UNFOLDED + 1
     assert book.seconds()["forward"] == 3 * ledger._UNFOLDED
 
 

@@ -62,28 +62,24 @@ class Ledger:
         self.activity = "setup"
         self._range: torch.profiler.record_function | None = None
         self._seconds: dict[str, float] = {}
-        self._activities: list[str] = []
-        self._marks: list[Any] = []
+        self._entries: list[tuple[str, Any]] = []  # activities and the marks at which they began
         self.keep_time_by(HostClock())
 
     def keep_time_by(self, clock: Clock) -> None:
         """Takes the time from another clock from now on."""
         first = clock.mark()  # may take its time
-        if self._marks:
+        if self._entries:
             self.seconds()
         self._clock, self._mark = clock, clock.mark
-        self._activities, self._marks = [self.activity], [first]
+        self._entries = [(self.activity, first)]
 
     def enter(self, activity: str) -> str:
         """Begins an activity and returns the one that it interrupts, to be entered again."""
         before, self.activity = self.activity, activity
-        if activity == before and not self.annotate and self._range is None:
-            return before
-        self._activities.append(activity)
-        self._marks.append(self._mark())
+        self._entries.append((activity, self._mark()))
         if self.annotate or self._range is not None:
             self._annotate(activity)
-        if len(self._marks) > _UNFOLDED:
+        if len(self._entries) > _UNFOLDED:
             self._fold()
         return before
 
@@ -98,8 +94,7 @@ class Ledger:
 
     def seconds(self) -> dict[str, float]:
         """Seconds by activity, over all starts of the run, as far as the device has come; nobody waits for it."""
-        self._activities.append(self.activity)
-        self._marks.append(self._mark())
+        self._entries.append((self.activity, self._mark()))
         self._fold()
         return dict(self._seconds)
 
@@ -134,10 +129,10 @@ class Ledger:
 
     def _fold(self) -> None:
         """Adds up what has passed; of the marks the last that the device has come to stays."""
-        passed = self._clock.passed(self._marks)
-        for activity, seconds in zip(self._activities, passed, strict=False):
-            self._add(activity, seconds)
-        del self._activities[: len(passed)], self._marks[: len(passed)]
+        passed, totals = self._clock.passed([mark for _, mark in self._entries]), self._seconds
+        for (activity, _), seconds in zip(self._entries, passed, strict=False):
+            totals[activity] = totals.get(activity, 0.0) + seconds
+        del self._entries[: len(passed)]
 
     def _add(self, activity: str, seconds: float) -> None:
         self._seconds[activity] = self._seconds.get(activity, 0.0) + seconds
