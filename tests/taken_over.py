@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -18,10 +19,16 @@ def leave(code: int) -> NoReturn:
     raise Left(code)
 
 
-def run_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets scripts be run in this process, which does not end with them and is as before afterwards."""
+def written_here(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The path of a script of this text.
+
+    It may be run in this process, which does not end with it and is as before afterwards.
+    """
     monkeypatch.setattr(Trainer, "train", Trainer.train)
     monkeypatch.setattr("trainer_kit.tools.takeover.leave", leave)
     monkeypatch.setattr(sys, "argv", [*sys.argv])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    path = folder / "train.py"
+    path.write_text(text)
+    return str(path)

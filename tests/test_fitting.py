@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import on_ranks
+from scenarios.task import StopAt
 from torch.utils.data import IterableDataset, get_worker_info
 
 from trainer_kit import Callback, Run, Strategy, Trainer, TrainingArguments
@@ -88,15 +89,6 @@ class Tighten(Callback):
     def on_step_end(self, run: Run) -> None:
         if run.state.step == self.step:
             run.model.room = self.room
-
-
-class StopAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, run: Run) -> None:
-        if run.state.step == self.step:
-            run.requests.save = run.requests.stop = True
 
 
 def make(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from taken_over import Left, run_here
+from taken_over import Left, written_here
 
 from trainer_kit.tools.plan import plan
 
@@ -52,10 +52,7 @@ if kind != "idle":
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The script's path; it may be run in this process."""
-    run_here(monkeypatch)
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    return str(path)
+    return written_here(SCRIPT, tmp_path, monkeypatch)
 
 
 def planned(script: str, kind: str, processes: int | None = None, as_json: bool = False) -> tuple[Any, list[str]]:

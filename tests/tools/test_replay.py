@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from taken_over import Left, run_here
+from taken_over import Left, written_here
 
 from trainer_kit import NonFiniteError
 from trainer_kit.checkpoint import CheckpointError, verify
@@ -104,10 +104,7 @@ Lines = list[str]
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The script's path; it may be run in this process."""
-    run_here(monkeypatch)
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    return str(path)
+    return written_here(SCRIPT, tmp_path, monkeypatch)
 
 
 @pytest.fixture
