@@ -94,7 +94,7 @@ def read_ahead(dataset: Any, reading: Reading, read: Callable[[Reading], T]) -> 
             return read(reading)
         finally:
             dataset.load_state_dict(kept)
-    if _start_method() == "fork":
+    if _forks():
         with contextlib.suppress(Exception), _positions_kept():
             return read(dataclasses.replace(reading, workers=1, collate=_Portable(reading.collate)))
     return read(reading)
@@ -112,15 +112,19 @@ class _Portable:
         return batch
 
 
-def _start_method() -> str:
-    """How processes are started; asking for it settles nothing."""
-    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+def _forks() -> bool:
+    """Whether workers are forked; asking for it settles nothing."""
+    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    return method == "fork"
 
 
 @contextlib.contextmanager
 def _positions_kept() -> Iterator[None]:
     """Leaves files that are open for reading where they stood: a process and its forks have one position together."""
-    import fcntl  # not on Windows, where nothing is forked
+    if not _forks():
+        yield
+        return
+    import fcntl  # not on Windows
 
     positions = {}
     for number in map(int, os.listdir("/dev/fd")):
