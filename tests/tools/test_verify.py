@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 from forked import ForkedVerification
 
 from trainer_kit.cli.main import main
+from trainer_kit.tools.verify.cause import Evidence, find_cause
 from trainer_kit.tools.verify.compare import Line, first_difference, read_lines
 from trainer_kit.tools.verify.marks import attributes, mark_of, marks, sample_marks, state_marks
 from trainer_kit.tools.verify.plan import checkpoint_step, choose_kill
@@ -163,6 +165,35 @@ def test_the_first_difference_is_that_which_the_others_follow_from() -> None:
     missing = first_difference(one, line(3, loss={"": "1"}, model={"a": "1"}, batch={"x": "1"}))
     assert missing is not None
     assert (missing.place, missing.found) == ("model.b", None)
+
+
+@pytest.mark.parametrize(
+    ("samples", "cause"),
+    [
+        ("aefg", "data order"),
+        ("bacd", "data order"),
+        ("bcde", "data order"),  # most are the step's own, at other places
+        ("aebx", "data order"),
+        ("axyz", "dataset randomness"),
+        ("abcx", "dataset randomness"),
+        ("exyz", "dataset randomness"),
+        ("abcd", "dataset randomness"),  # what differs is no row of a sample, such as a mask
+    ],
+)
+def test_samples_at_other_places_are_another_order(samples: str, cause: str) -> None:
+    def step(number: int, marks: str) -> Line:
+        return Line(
+            number,
+            {"ids": {"micro-batch 0": "0,1,2,3"}, "batch": {"micro-batch 0.x": marks}},
+            {"samples": {str(place): mark for place, mark in enumerate(marks)}, "attributes": {}},
+        )
+
+    straight = {1: step(1, "abcd"), 2: step(2, "efgh")}
+    found = {1: dataclasses.replace(step(1, samples), parts=step(1, samples + " collated").parts)}
+    difference = first_difference(straight[1], found[1])
+    assert difference is not None
+    evidence = Evidence(difference, straight, straight, found, found, restored_at=None, is_reproducible=True)
+    assert find_cause(evidence).name == cause
 
 
 def test_a_torn_line_is_left_out(tmp_path: Path) -> None:

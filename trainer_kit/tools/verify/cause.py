@@ -154,13 +154,12 @@ def _is_stream(evidence: Evidence) -> bool:
 
 
 def _are_known_samples(evidence: Evidence) -> bool:
-    """Whether most samples of the step are those that the straight run had at another place."""
+    """Whether most samples that stand where the straight run had others are some that it had elsewhere."""
     step = evidence.difference.step
-    samples = [*evidence.found[step].hints["samples"].values()]
-    usual = {*evidence.straight[step].hints["samples"].values()}
+    usual = evidence.straight[step].hints["samples"]
+    others = [mark for place, mark in evidence.found[step].hints["samples"].items() if mark != usual.get(place)]
     known = {mark for line in evidence.straight.values() for mark in line.hints.get("samples", {}).values()}
-    moved = [mark for mark in samples if mark in known and mark not in usual]
-    return {*samples} == usual or 2 * len(moved) >= len(samples)
+    return bool(others) and 2 * sum(mark in known for mark in others) >= len(others)
 
 
 def _not_reproducible(evidence: Evidence) -> Cause:
