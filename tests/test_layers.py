@@ -21,6 +21,7 @@ LAYERS = (
     {"data", "diagnosis", "figures", "memory", "metrics", "copying"},
     {"callback", "evaluation", "agreement", "continuity", "fitting", "saving", "report"},
     {"callbacks", "planning", "postmortem", "resume"},
+    {"steps"},
     {"trainer", "accelerator"},
     {"launch", "summary"},
     {"tools"},
@@ -62,7 +63,7 @@ def test_the_checker_reads_the_callbacks_too() -> None:
         ("run", "from trainer_kit import *", "imports '*' from the package's front"),
         ("novelty", "", "trainer_kit.novelty has no layer"),
         ("callbacks.ema", "from trainer_kit.loss import Loss", "a callback imports trainer_kit.loss"),
-        ("callbacks.ema", "from trainer_kit.trainer import Trainer", "imports trainer_kit.trainer (layer 8)"),
+        ("callbacks.ema", "from trainer_kit.trainer import Trainer", "imports trainer_kit.trainer (layer 9)"),
         ("callbacks.ema", "from trainer_kit.callbacks.memory import Memory", "imports its sibling by the full name"),
         ("callbacks.ema", "from ..run import Run", "reaches out of callbacks/ by a relative import"),
         ("trainer", "import callbacks", "imports callbacks as a package of its own"),
@@ -83,7 +84,7 @@ def test_the_checker_reads_the_callbacks_too() -> None:
         ("trainer", "if is_xla:\n    pass", "names the hardware: 'is_xla'"),
         ("trainer", "if strategy.world_size > 1:\n    pass", "names the hardware: 'world_size'"),
         ("trainer", "def f(use_mps): ...", "names the hardware: 'use_mps'"),
-        ("trainer", "f(world_size=2)", "names the hardware: 'world_size'"),
+        ("steps", "f(world_size=2)", "names the hardware: 'world_size'"),
         ("trainer", "from x import is_cuda_there", "names the hardware: 'is_cuda_there'"),
     ],
 )
@@ -164,7 +165,7 @@ def violations(sources: dict[str, str]) -> list[str]:
             found += wrong_libraries(name, tree, imports[name])
         if part not in {"strategies", "environment", "launch"}:
             found += environment_reads(name, tree)
-        if part == "trainer":
+        if part in {"trainer", "steps"}:
             found += hardware_names(name, tree)
     return found + circles(imports)
 

@@ -3,9 +3,8 @@
 In the loop::
 
     postmortem = Postmortem(run, loss, loader)      # once these are made and a checkpoint is loaded
-    postmortem.micro = None                         # before a micro-batch is fetched
-    postmortem.micro = micro                        # when it is there
-    postmortem.write(error, newest_checkpoint)      # where training ends by an error; never raises
+    postmortem.micro = steps.micro                  # where training ends by an error
+    postmortem.write(error, newest_checkpoint)      # never raises
 """
 
 from __future__ import annotations

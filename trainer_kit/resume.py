@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import uuid
 import warnings
 from collections.abc import Collection, Mapping
@@ -220,9 +221,11 @@ class Checkpoints:
 
     def judge(self, metric: float) -> None:
         """Takes what an evaluation of this step gave; its checkpoint is there already where one was broken off."""
-        step = self.run.state.step
-        self.metric = step, metric
-        self.saver.judge(f"{CHECKPOINT_PREFIX}{step}", metric)
+        state = self.run.state
+        self.metric = state.step, metric
+        self.saver.judge(f"{CHECKPOINT_PREFIX}{state.step}", metric)
+        if not math.isnan(metric) and (state.best_metric is None or self._is_better(metric, state.best_metric)):
+            state.best_metric, state.best_step = metric, state.step
 
     def check_space(self, model_state: Mapping[str, torch.Tensor]) -> None:
         """Warns where the disk has no room for the checkpoints to come (see `Saver.check_space`)."""
@@ -239,6 +242,9 @@ class Checkpoints:
         load_checkpoint_in_model(self.run.model, strategy.local_copy(best))
         strategy.release_copies()
         logger.info("loaded the best model, %s (%s)", best, self.run.state.best_metric)
+
+    def _is_better(self, metric: float, other: float) -> bool:
+        return metric > other if self.run.args.greater_is_better else metric < other
 
     def _states(self, committed: list[Committed], evaluation_is_due: bool) -> dict[str, Any]:
         """Everything but the model's weights, by name; `committed` are the run's checkpoints with this one."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,11 +24,8 @@ from trainer_kit.data.build import (
     make_train_loader,
 )
 from trainer_kit.data.collate import Collator, default_collator
-from trainer_kit.data.fetch import DataError
 from trainer_kit.data.first import first_batch
-from trainer_kit.data.loader import MicroBatch, Window
-from trainer_kit.data.order import mix
-from trainer_kit.data.padding import Padding
+from trainer_kit.data.loader import Window
 from trainer_kit.evaluation import DoesNotFitError, EvalPrediction, EvaluationInterrupted, Evaluator, PredictionOutput
 from trainer_kit.figures import Figures, NonFiniteError, Taken
 from trainer_kit.fitting import Fitting, evaluation_batch_size, halve_evaluation_batch
@@ -38,9 +34,7 @@ from trainer_kit.ledger import Ledger
 from trainer_kit.loss import (
     ComputeLoss,
     Loss,
-    scale_gradients,
     takes_column,
-    weighed,
 )
 from trainer_kit.metrics import Metric, metrics_by_name
 from trainer_kit.optim import check_optimizer, make_optimizer, make_scheduler, own_scheduler
@@ -48,6 +42,7 @@ from trainer_kit.postmortem import Postmortem
 from trainer_kit.resume import Checkpoints, check_stateful
 from trainer_kit.run import Run
 from trainer_kit.state import Requests, TrainState
+from trainer_kit.steps import Steps
 from trainer_kit.strategies.base import Strategy, generators_kept
 from trainer_kit.strategies.choice import choose_strategy
 
@@ -56,9 +51,6 @@ if TYPE_CHECKING:
     from trainer_kit.planning import TrainingPlan
 
 logger = logging.getLogger("trainer_kit")
-
-_SYNC = contextlib.nullcontext()
-"""The context of a step's last micro-batch, in which processes exchange their gradients."""
 
 _UNREAD = 1000
 """Steps after which losses are read from the device though no record is due, so that they do not pile up."""
@@ -184,14 +176,12 @@ class Trainer:
             eval_dataset=eval_dataset,
             processing_class=processing_class,
         )
-        self._micro_batches: Iterator[MicroBatch] = iter(())
-        self._ahead: MicroBatch | Exception | None = None  # the first micro-batch of the next step
         self._agreement = Agreement(self.run)
         self._began = False
         self._saved_step: int | None = None  # of the newest checkpoint of this start
         self._postmortem: Postmortem | None = None  # while it trains
-        self._fitting: Fitting | None = None  # with `auto_find_batch_size`
         self._loss: Loss = None  # type: ignore[assignment]  # made by _prepare()
+        self._steps: Steps = None  # type: ignore[assignment]  # made by _begin()
         self._checkpoints: Checkpoints = None  # type: ignore[assignment]  # made by _begin()
         self.events.emit("on_init_end", self.run)
 
@@ -255,8 +245,9 @@ class Trainer:
                 run.strategy.teardown(error)
             raise
         finally:
-            self._micro_batches, self._ahead, run.requests.exit_code = iter(()), None, None
-            self._postmortem = None
+            if self._steps is not None:
+                self._steps.close_data()
+            self._postmortem, run.requests.exit_code = None, None
         run.strategy.teardown()
         if exit_code is not None:
             newest = self._checkpoints.newest
@@ -277,6 +268,7 @@ class Trainer:
             self._checkpoints.saver.settle()
             self._checkpoints.saver.close()
         if self._postmortem is not None:
+            self._postmortem.micro = self._steps.micro
             self._postmortem.write(error, self._checkpoints.newest)
 
     def _begin(self, resume: bool | str | Path | None) -> None:
@@ -302,10 +294,10 @@ class Trainer:
             resume = run.strategy.restarts > 0
         self._began = True
         self._checkpoints.find(run.strategy.broadcast(resume))
-        self._fitting = None
+        fitting = None
         if args.auto_find_batch_size:
-            self._fitting = Fitting(run, self._loader)
-            self._fitting.begin(self.compute_loss, self.optimizer)
+            fitting = Fitting(run, self._loader)
+            fitting.begin(self.compute_loss, self.optimizer)
         self._checkpoints.lay_out(self._loader)
         run.lr_scheduler = self._make_scheduler(run.optimizer)
         check_stateful(run)
@@ -315,16 +307,10 @@ class Trainer:
             logger.warning(
                 "nothing is left to do: step %d is reached, training ends at %d", run.state.step, run.total_steps
             )
-        self._open_data()
+        self._steps = Steps(
+            run, self.events, self._inspection, self._loader, self._checkpoints, self._agreement, fitting
+        )
         self._postmortem = Postmortem(run, self._loss, self._loader)
-
-    def _open_data(self) -> None:
-        """Makes ready the micro-batches from where the run stands to its end."""
-        run, state = self.run, self.run.state
-        steps = run.total_steps - state.step
-        self._padding = Padding(self._inspection, run.strategy, self._loader.layout.batch_size, training=True)
-        micro_batches = self._loader.micro_batches(state.epoch, state.position, steps, self._checkpoints.data_state)
-        self._micro_batches, self._ahead = run.strategy.prepare_loader(self._padding.filled(micro_batches)), None
 
     def _prepare(self) -> None:
         """Brings strategy, model and loss together."""
@@ -366,7 +352,7 @@ class Trainer:
         self._figures.forget()
         due = self._agreement.due
         due.log = due.evaluate = due.save = False
-        self._open_data()
+        self._steps.open_data()
         logger.warning(
             "went back to %s (%d of %d times): %s", directory, run.state.rollbacks, run.args.max_rollbacks, error
         )
@@ -375,13 +361,12 @@ class Trainer:
             self._close_epoch()  # nothing is left of it
 
     def _close_epoch(self) -> None:
-        state = self.run.state
-        state.epoch, state.position, self._checkpoints.data_state = state.epoch + 1, 0, None
+        self._steps.leave_epoch()
         self.events.emit("on_epoch_end", self.run)
         self._ask_by_epoch()
 
     def _train_on(self) -> None:
-        run, args, state, emit = self.run, self.args, self.run.state, self.events.emit
+        run, args, steps, state, emit = self.run, self.args, self._steps, self.run.state, self.events.emit
         # An evaluation that was broken off before the checkpoint, or a callback that has seen enough by then.
         if self._agreement.reach():
             self._serve()
@@ -390,8 +375,9 @@ class Trainer:
             if not epoch_open:
                 emit("on_epoch_begin", run)
                 epoch_open = True
-                self._look_ahead()
-            window = self._step()
+                steps.look_ahead()
+            window = steps.take()
+            self._note(window)
             emit("on_step_end", run)
             if not self._space_checked and args.save_strategy != "no":  # the first step has made the optimizer's state
                 self._space_checked = True
@@ -406,174 +392,17 @@ class Trainer:
             if ends and args.logging_strategy != "no":
                 run.requests.log = True
             # An epoch's first window is fetched after on_epoch_begin, which may change the dataset.
-            if self._look_ahead() if epoch_open and not ends else self._agreement.reach():
+            if steps.look_ahead() if epoch_open and not ends else self._agreement.reach():
                 self._serve()
             elif len(self._figures) >= _UNREAD:
                 self._read_figures()
 
-    def _look_ahead(self) -> bool:
-        """Fetches the first micro-batch of the next step, whose counts all processes sum, and agrees on what is due.
-
-        An error of the dataset is raised when that step comes: until then, what was done can be saved.
-        """
-        try:
-            self._ahead = self._fetch()
-        except Exception as error:
-            self._ahead = error
-        is_due = self._agreement.reach(self._ahead.window if isinstance(self._ahead, MicroBatch) else None)
-        failed = self._ahead if isinstance(self._ahead, Exception) else None
-        if self._fitting is not None and not self._agreement.all_have_read:
-            try:
-                if self._fitting.cuts_for(failed):
-                    return self._read_anew() or is_due
-            except MemoryError as error:
-                failed = self._ahead = error
-        if self._agreement.disagreement is not None and failed is None:
-            self._ahead = DataError(self._agreement.disagreement)
-        return is_due
-
-    def _next_micro_batch(self) -> MicroBatch:
-        assert self._postmortem is not None
-        micro, self._ahead, self._postmortem.micro = self._ahead, None, None
-        if isinstance(micro, Exception):
-            raise micro
-        self._postmortem.micro = micro = micro or self._fetch()
-        return micro
-
-    def _fetch(self) -> MicroBatch:
-        ledger = self.run.ledger
-        before = ledger.enter("data")
-        try:
-            return next(self._micro_batches)
-        finally:
-            ledger.enter(before)
-
-    def _step(self) -> Window:
-        """One optimizer step; waits for data, never for the device."""
-        run, args, strategy, loss, emit = self.run, self.args, self.run.strategy, self._loss, self.events.emit
-        ledger = run.ledger
-        assert run.optimizer is not None
-        run.last_loss, pair_count = None, None
-        while True:
-            micro = self._next_micro_batch()
-            window = micro.window
-            if micro.number == 0:
-                emit("on_step_begin", run)
-                strategy.dispatch()  # what callbacks computed, and an evaluation left
-            passed = self._pass(micro) if self._fitting is None else self._attempt(micro)
-            if passed is None:
-                pair_count = None  # the step begins anew
-                continue
-            share, count = passed
-            run.last_loss = share if run.last_loss is None else run.last_loss + share
-            if count is not None:
-                pair_count = count if pair_count is None else pair_count + count
-            if micro.last:
-                break
-            emit("on_substep_end", run)
-        strategy.exchange(loss.model)
-        if pair_count is not None:
-            in_all = strategy.operand(_summed(strategy, pair_count))
-            run.last_loss = scale_gradients(run.optimizer, run.last_loss, window.samples, in_all)
-        if args.gradient_accumulation_steps > 1:  # the optimizer's part is one computation then, whatever came before
-            strategy.dispatch()
-        if self._checkpoints.saver.copies.is_under_way:
-            self._wait_for_copy()
-        emit("on_pre_optimizer_step", run)
-        ledger.enter("optimizer")
-        run.last_norms = strategy.step(run.optimizer, args.max_grad_norm, args.max_grad_value, args.nonfinite)
-        ledger.enter("loop")
-        emit("on_optimizer_step", run)
-        self._step_scheduler()
-        strategy.clear_gradients(run.optimizer)
-        self._count(window)
-        return window
-
-    def _pass(self, micro: MicroBatch) -> tuple[torch.Tensor, Any]:
-        """One forward and backward pass: its share of the step's loss, and what a loss counted that counts itself."""
-        run, strategy, loss, window = self.run, self.run.strategy, self._loss, micro.window
-        if loss.shifts is not None:
-            batch = self._on_device(micro)
-        else:
-            try:
-                batch = self._on_device(micro)
-                self._inspection.shift(batch)
-            finally:  # the other processes wait for the answer
-                self._checkpoints.shifts_labels = loss.settle(strategy.gather_object(loss.shifts))
-        items, total = loss.items(micro.counts), loss.items(window)
-        # A step's only micro-batch has the weight 1, whatever it counts.
-        if not (micro.number == 0 and micro.last and isinstance(items, int) and items):
-            items, total = strategy.operand(items), strategy.operand(total)
-        if not (isinstance(items, int) and items):
-            batch = loss.weightless(batch, items, strategy.autocast)
-        run.ledger.enter("forward")
-        strategy.seed(mix(self.args.seed, window.epoch, micro.start))
-        with _SYNC if micro.last else strategy.no_sync(loss.model):
-            with strategy.autocast():
-                value, count = loss(batch)
-            if count is not None and not micro.counts.samples:  # a stand-in
-                value, count = value * 0, count * 0
-            share = weighed(value, items, total) if count is None else value / strategy.operand(window.samples)
-            run.ledger.enter("backward")
-            strategy.backward(share)
-        run.ledger.enter("loop")
-        return share.detach(), count
-
-    def _on_device(self, micro: MicroBatch) -> Any:
-        run = self.run
-        run.batch = self._padding.settled(run.strategy.to_device(micro.batch), micro.unfilled)
-        return run.batch
-
-    def _attempt(self, micro: MicroBatch) -> tuple[torch.Tensor, Any] | None:
-        """The same where memory may not suffice: None if it did not on some process; the step then begins anew."""
-        assert self._fitting is not None
-
-        def compute() -> tuple[torch.Tensor, Any]:
-            passed = self._pass(micro)
-            if not micro.last:
-                self._ahead = self._fetch()  # may want memory too
-            return passed
-
-        passed = self._fitting.attempt(compute, begins=micro.number == 0)
-        if passed is None:
-            self.run.last_loss = None
-            self._read_anew()
-        return passed
-
-    def _read_anew(self) -> bool:
-        """Reads the next step's samples again, in other parts; returns whether something is due before it."""
-        self._open_data()
-        is_due = self._look_ahead()
-        self.run.ledger.enter("loop")
-        return is_due
-
-    def _step_scheduler(self) -> None:
-        scheduler = self.run.lr_scheduler
-        if isinstance(scheduler, ReduceLROnPlateau):
-            return  # at evaluations
-        if self.run.state.step > 0:
-            scheduler.step()
-            return
-        with warnings.catch_warnings():  # torch warns where the first step was left out for a gradient not finite
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-            scheduler.step()
-
-    def _count(self, window: Window) -> None:
-        state = self.run.state
-        if window.epoch > state.epoch:  # of an epoch that was resumed under another layout no whole batch was left
-            state.epoch, state.position = window.epoch, 0
-        state.step += 1
-        state.samples += window.stop - window.start
-        state.tokens += window.tokens
-        state.position = window.stop
-        self._checkpoints.data_state = window.data_state
-        if window.closes_epoch:
-            state.epoch, state.position = state.epoch + 1, 0
-            self._checkpoints.data_state = None
+    def _note(self, window: Window) -> None:
+        """Keeps the figures of the step that is over, for a record."""
         # A step in which no label counts has no loss, not one of zero (labels on a device are not waited for).
         items = self._loss.items(window)
         has_items = not isinstance(items, int) or items > 0
-        self._figures.append(Taken(state.step, window.epoch, window.start, window.stop), has_items)
+        self._figures.append(Taken(self.run.state.step, window.epoch, window.start, window.stop), has_items)
 
     def _ask_by_step(self) -> None:
         args, requests, step = self.args, self.run.requests, self.run.state.step
@@ -737,26 +566,17 @@ class Trainer:
 
     def _evaluate_step(self) -> None:
         """The evaluation of a training step, whose result the checkpoint and the schedule get to know."""
-        run, state = self.run, self.run.state
+        run = self.run
         metrics = self._evaluated(run.eval_dataset, "eval")
         name = self.args.metric_for_best_model or "eval_loss"
         wanted = self.args.metric_for_best_model is not None or isinstance(run.lr_scheduler, ReduceLROnPlateau)
         if wanted and name not in metrics:
             raise ValueError(f"metric_for_best_model={name!r} is not among what evaluation gives: {', '.join(metrics)}")
         if self.args.metric_for_best_model is not None:
-            value = float(metrics[name])
-            self._checkpoints.judge(value)
-            if self._is_better(value):
-                state.best_metric, state.best_step = value, state.step
+            self._checkpoints.judge(float(metrics[name]))
         if isinstance(run.lr_scheduler, ReduceLROnPlateau):
             run.lr_scheduler.step(metrics[name])
         self.events.emit("on_evaluate", run, metrics)
-
-    def _is_better(self, value: float) -> bool:
-        best = self.run.state.best_metric
-        if math.isnan(value) or best is None:
-            return best is None and not math.isnan(value)
-        return value > best if self.args.greater_is_better else value < best
 
     def _evaluated(self, dataset: Any, prefix: str) -> dict[str, Any]:
         if not isinstance(dataset, Mapping):
@@ -818,11 +638,6 @@ class Trainer:
         if not self.args.async_save:
             self._finish_save()
 
-    def _wait_for_copy(self) -> None:
-        """Lets the copy of the optimizer's state, for a checkpoint, come to its end before that changes."""
-        with self.run.ledger.during("saving"):
-            self._checkpoints.saver.copies.wait()
-
     def _finish_save(self) -> None:
         """Waits for the checkpoint that is being written, if there is one."""
         self._agreement.due.written = False
@@ -834,13 +649,6 @@ class Trainer:
                 self.events.emit("on_save", self.run, directory)
             else:
                 self._saved_step = None
-
-
-def _summed(strategy: Strategy, count: Any) -> Any:
-    """The count over all processes of a loss that counts for itself."""
-    if isinstance(count, int):
-        return strategy.sum_numbers([count])[0]
-    return strategy.all_reduce(count) if isinstance(count, torch.Tensor) else sum(strategy.gather_object(count))
 
 
 def _show_log(level: str) -> None:

@@ -66,7 +66,7 @@ def where_is(frame: FrameType | None, error: BaseException | None = None, hidden
 
 
 def _described(frames: list[_Frame], waits: bool) -> str:
-    """Like "backward, called in _step (trainer_kit/trainer.py:312)", or "__getitem__ (project/data.py:12)"."""
+    """Like "backward, called in _pass (trainer_kit/steps.py:201)", or "__getitem__ (project/data.py:12)"."""
     shown = 0
     if waits:
         public = [
