@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 # Ignored where a shell started the tests in the background.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -16,6 +17,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+os.environ.pop("COLUMNS", None)  # a terminal's width is no matter of the tests
+
+# On a busy machine an example may take its time.
+settings.register_profile("patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 @pytest.fixture(autouse=True)

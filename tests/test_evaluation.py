@@ -83,7 +83,7 @@ def test_streaming_metrics_equal_compute_metrics_and_the_truth(tmp_path: Any, ba
     )  # begun anew
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 3))
 def test_predictions_come_once_each_in_order(length: int, batch_size: int, seed: int) -> None:
     torch.manual_seed(seed)
@@ -424,7 +424,7 @@ def check_same(found: PredictionOutput, expected: PredictionOutput) -> None:
 
 
 @pytest.mark.parametrize("kind", STATIC)
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(st.integers(1, 30), st.integers(1, 8))
 @example(13, 4)
 def test_static_shapes_change_nothing_in_what_is_found(kind: str, length: int, batch_size: int) -> None:

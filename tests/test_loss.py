@@ -37,9 +37,7 @@ from trainer_kit.data.collate import PadCollator
 from trainer_kit.data.order import permutation
 from trainer_kit.loss import Counts, Loss, count, found_loss, labels_of, scale_gradients, weighed
 
-relaxed = settings(
-    deadline=None, max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-)
+relaxed = settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 rows = st.lists(st.tuples(st.integers(2, VOCABULARY - 1), st.booleans()), min_size=1, max_size=9)
 datasets = st.lists(rows, min_size=1, max_size=14)

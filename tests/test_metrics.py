@@ -144,7 +144,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("processes", [2, 3])
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.integers(1, 12), st.integers(1, 4))
 def test_torchmetrics_are_joined_as_if_there_was_one_process(
     kind: str, processes: int, samples: int, size: int

@@ -101,7 +101,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(trees)
 def test_split_and_join_give_the_tree_back(tree: Any) -> None:
     assert same(through_json(tree), tree)

@@ -41,7 +41,7 @@ def is_folder(descriptor: int) -> bool:
     return stat.S_ISDIR(os.fstat(descriptor).st_mode)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes=st.lists(st.sampled_from([0, 1, 7, 2**16 - 1, 2**16, 2**16 + 1, 2**22, 2**22 + 5, 2**23 + 1]), max_size=6))
 def test_the_content_and_its_entry(tmp_path_factory: pytest.TempPathFactory, sizes: list[int]) -> None:
     pieces = [os.urandom(min(size, 7)).ljust(size, bytes([number])) for number, size in enumerate(sizes)]

@@ -51,7 +51,7 @@ def tensors(draw: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(model=tensors(), state=tensors(), size=st.sampled_from([8, 100, "5GB"]), copy=st.sampled_from([None, copies]))
 def test_what_is_taken_and_written_is_read_bit_for_bit_and_tied_as_it_was(
     tmp_path_factory: pytest.TempPathFactory,

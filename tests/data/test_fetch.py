@@ -70,7 +70,7 @@ def plan_of(layout: Layout, epoch: int = 0, position: int = 0, seed: int = 1) ->
 KINDS = ["torch", "numpy", "random", "normal", "mixed", "some", "seeding"]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.sampled_from(KINDS),
     st.builds(

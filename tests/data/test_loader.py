@@ -108,7 +108,7 @@ def test_batches_are_the_same_for_any_workers_and_after_a_resume(workers: int) -
             assert torch.equal(one.batch["labels"], other.batch["labels"])
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.builds(
         Layout, st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.just(0), st.none() | st.integers(1, 9)
@@ -190,7 +190,7 @@ def test_workers_leave_whose_process_was_killed_while_they_started() -> None:
     assert process.returncode == -signal.SIGKILL
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.integers(1, 40),
     st.builds(
@@ -370,7 +370,7 @@ def test_what_can_be_read_in_any_order() -> None:
     assert is_iterable({1, 2})
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.builds(
         Layout, st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.just(0), st.none() | st.integers(1, 9)

@@ -25,7 +25,7 @@ from trainer_kit.data.order import (
     steps_between,
 )
 
-relaxed = settings(deadline=None, max_examples=150)
+relaxed = settings(max_examples=150)
 
 lengths = st.integers(0, 200)
 uncut = st.builds(Layout, st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.just(0), st.none())

@@ -24,9 +24,7 @@ from trainer_kit.data.padding import Padding, pad_rows, trim_rows
 from trainer_kit.inspection import Inspection
 from trainer_kit.loss import Loss, count
 
-relaxed = settings(
-    deadline=None, max_examples=6, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-)
+relaxed = settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 lengths = st.integers(1, 20)
 batch_sizes = st.integers(1, 8)
 accumulations = st.integers(1, 3)

@@ -18,7 +18,7 @@ from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
 
 READING = Reading(stack, 0)
-relaxed = settings(deadline=None, max_examples=200)
+relaxed = settings(max_examples=200)
 
 
 class Ranks(Strategy):

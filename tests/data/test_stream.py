@@ -168,7 +168,7 @@ def test_passing_over_by_workers_with_another_batch_size_says_what_is_left_out()
     assert [(micro.start, len(micro.batch["x"])) for micro in rest] == [(10, 5), (15, 5)]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 4), st.booleans())
 def test_each_sample_once_an_epoch_in_counted_steps(
     length: int, batch_size: int, accumulation: int, drop_last: bool
@@ -219,7 +219,7 @@ def test_a_length_tells_the_steps_of_an_epoch(length: int, layout: Layout, drop_
     assert one.steps_left(0, 0) == taken
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.integers(1, 60), st.integers(1, 6), st.integers(1, 4), st.integers(1, 3), st.integers(0, 4), st.booleans()
 )  # fmt: skip
@@ -375,7 +375,7 @@ def check_dealt(ranks: list[list[MicroBatch]], alone: list[MicroBatch]) -> None:
     assert next(expected, None) is None
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.sampled_from([Plain, Stateful]))
 def test_processes_take_the_batches_of_one_in_turn(
     length: int, size: int, accumulation: int, processes: int, kind: type[Plain]
@@ -388,7 +388,7 @@ def test_processes_take_the_batches_of_one_in_turn(
     check_dealt(ranks, list(loader(kind(length), Layout(size, accumulation * processes)).micro_batches(0, 0, steps)))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.integers(1, 40), st.tuples(st.integers(1, 7), st.integers(1, 3), st.integers(1, 3)), st.integers(1, 7),
     st.sampled_from([Plain, Stateful]), st.booleans(),
@@ -433,7 +433,7 @@ def test_another_number_of_processes_goes_on_exactly(kind: type[Plain], before: 
     assert rest == list(range(3 * before * taken, 41))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.integers(2, 3))
 def test_without_the_last_only_whole_rows_are_trained_on(
     length: int, size: int, accumulation: int, processes: int
@@ -497,7 +497,7 @@ def test_a_stand_in_is_counted_as_other_batches_are() -> None:
     assert micro.counts.labels.device == micro.window.shifted.device == torch.device("meta")
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(0, 20), st.integers(1, 4), st.integers(2, 3))
 def test_evaluation_is_dealt_in_turn(length: int, size: int, processes: int) -> None:
     def evaluated(layout: Layout) -> list[Any]:
@@ -524,7 +524,7 @@ ranges = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), max_size=3)
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.integers(1, 40),
     st.lists(many_layouts, min_size=1, max_size=3),

@@ -47,7 +47,7 @@ def grads(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
 sizes = st.lists(st.floats(0, 50, width=32), min_size=1, max_size=5)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(sizes, st.floats(0.01, 20))
 def test_clipping_is_torchs(given_sizes: list[float], max_norm: float) -> None:
     ours, theirs = graded(given_sizes), graded(given_sizes)
@@ -59,7 +59,7 @@ def test_clipping_is_torchs(given_sizes: list[float], max_norm: float) -> None:
     torch.testing.assert_close(grads(ours), grads(theirs))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(sizes, st.floats(0.01, 20), st.sampled_from([None, 0.0, 1.0]))
 def test_values_are_clipped_after_the_norm(given_sizes: list[float], max_value: float, max_norm: float | None) -> None:
     ours, theirs = graded(given_sizes), graded(given_sizes)
