@@ -8,7 +8,7 @@ import torch
 
 from trainer_kit import NonFiniteError, Run, SingleDevice, TrainingArguments
 from trainer_kit.figures import Figures, History, Taken
-from trainer_kit.strategies.base import GradientNorms, gradient_norms
+from trainer_kit.strategies.gradients import GradientNorms, gradient_norms
 
 
 def norms(*values: float) -> GradientNorms:

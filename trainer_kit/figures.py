@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from trainer_kit.run import Run
-from trainer_kit.strategies.base import GradientNorms, Strategy
+from trainer_kit.strategies.base import Strategy
+from trainer_kit.strategies.gradients import GradientNorms
 
 
 class Taken(NamedTuple):

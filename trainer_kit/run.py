@@ -10,7 +10,8 @@ import torch
 from trainer_kit.arguments import TrainingArguments
 from trainer_kit.ledger import Ledger
 from trainer_kit.state import Requests, Stateful, TrainState
-from trainer_kit.strategies.base import GradientNorms, Strategy
+from trainer_kit.strategies.base import Strategy
+from trainer_kit.strategies.gradients import GradientNorms
 
 
 @dataclasses.dataclass

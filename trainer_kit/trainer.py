@@ -40,10 +40,11 @@ from trainer_kit.metrics import Metric, metrics_by_name
 from trainer_kit.optim import check_optimizer, make_optimizer, make_scheduler, own_scheduler
 from trainer_kit.postmortem import Postmortem
 from trainer_kit.resume import Checkpoints, check_stateful
+from trainer_kit.rng import generators_kept
 from trainer_kit.run import Run
 from trainer_kit.state import Requests, TrainState
 from trainer_kit.steps import Steps
-from trainer_kit.strategies.base import Strategy, generators_kept
+from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.choice import choose_strategy
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trainer_kit.data.collate import stack
 from trainer_kit.data.fetch import DataError, Fetcher
 from trainer_kit.data.order import Layout, Slot, evaluation_slots, mix, permutation, slots
-from trainer_kit.strategies.base import seed_generators
+from trainer_kit.rng import seed_generators
 
 LENGTH = 40
 

@@ -14,7 +14,8 @@ from torch import nn
 from transformers import BatchEncoding
 
 from trainer_kit.precision import Precision
-from trainer_kit.strategies.base import Strategy, gradient_norms
+from trainer_kit.strategies.base import Strategy
+from trainer_kit.strategies.gradients import gradient_norms
 
 
 class Waiting(Strategy):

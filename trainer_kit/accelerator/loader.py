@@ -15,7 +15,8 @@ from trainer_kit.accelerator.joining import joined, rows_of
 from trainer_kit.accelerator.stepping import Flow
 from trainer_kit.data.fetch import set_epoch
 from trainer_kit.data.order import mix
-from trainer_kit.strategies.base import Strategy, generators_kept, seed_generators
+from trainer_kit.rng import generators_kept, seed_generators
+from trainer_kit.strategies.base import Strategy
 
 logger = logging.getLogger("trainer_kit")
 

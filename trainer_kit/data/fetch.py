@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from trainer_kit.data.collate import Collator
 from trainer_kit.data.order import Slot, mix
-from trainer_kit.strategies.base import seed_generators
+from trainer_kit.rng import seed_generators
 
 _SAMPLE, _COLLATE = 1, 2
 """Tell the seeds of samples and of collation from one another, and from those of the steps (`Strategy.seed`)."""

@@ -17,9 +17,9 @@ from trainer_kit.data.build import make_train_loader
 from trainer_kit.data.collate import Collator
 from trainer_kit.data.loader import MicroBatch, Reading, TrainLoader
 from trainer_kit.data.stream import StreamLoader
+from trainer_kit.rng import generators_kept
 from trainer_kit.run import Run
 from trainer_kit.state import Stateful
-from trainer_kit.strategies.base import generators_kept
 
 T = TypeVar("T")
 

@@ -30,7 +30,7 @@ from trainer_kit.data.order import (
     steps_between,
 )
 from trainer_kit.loss import Counts, count
-from trainer_kit.strategies.base import seed_generators
+from trainer_kit.rng import seed_generators
 
 _LAST_SECONDS = 20
 """How long a worker goes on after SIGTERM."""

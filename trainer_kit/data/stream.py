@@ -15,8 +15,8 @@ from trainer_kit.data.fetch import DataError, set_epoch
 from trainer_kit.data.loader import MicroBatch, Reading, Window, from_workers, no_batch
 from trainer_kit.data.order import Layout, epoch_length, mix, parts, ranges
 from trainer_kit.loss import Counts, count
+from trainer_kit.rng import seed_generators
 from trainer_kit.state import Stateful
-from trainer_kit.strategies.base import seed_generators
 
 _AT_THE_START: dict[str, Any] = {"samples": 0, "ended": False, "dataset": None}
 

@@ -23,7 +23,7 @@ from trainer_kit.memory.step import Step
 from trainer_kit.memory.tracker import Tracker
 from trainer_kit.optim import make_optimizer, parameter_groups
 from trainer_kit.precision import Precision
-from trainer_kit.strategies.base import generators_kept
+from trainer_kit.rng import generators_kept
 from trainer_kit.strategies.single import SingleDevice
 from trainer_kit.trees import map_tensors, tensors
 

@@ -23,7 +23,8 @@ from trainer_kit.memory.step import Step
 from trainer_kit.memory.tracker import Tracker
 from trainer_kit.optim import make_optimizer
 from trainer_kit.precision import Precision
-from trainer_kit.strategies.base import GIB, generators_kept
+from trainer_kit.rng import generators_kept
+from trainer_kit.strategies.base import GIB
 from trainer_kit.strategies.single import SingleDevice
 
 # What the profiler's libraries write to the process's stderr, which no setting keeps them from.

@@ -34,9 +34,10 @@ from trainer_kit.planning.stage import Stage, heard
 from trainer_kit.planning.start import Beginning
 from trainer_kit.planning.storage import storage_of
 from trainer_kit.planning.words import listed, said
+from trainer_kit.rng import generators_kept
 from trainer_kit.run import Run
 from trainer_kit.state import Requests, TrainState
-from trainer_kit.strategies.base import Strategy, generators_kept
+from trainer_kit.strategies.base import Strategy
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,20 +8,20 @@ import inspect
 import logging
 import math
 import os
-import random
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
 import psutil
 import torch
 
 from trainer_kit import environment
 from trainer_kit.ledger import Clock, HostClock
 from trainer_kit.precision import Precision
+from trainer_kit.rng import seed_generators
+from trainer_kit.strategies.gradients import GradientNorms, gradient_norms, gradient_values
 from trainer_kit.strategies.shapes import ShapeLedger
 from trainer_kit.trees import map_tensors
 
@@ -262,7 +262,7 @@ class Strategy:
         assert self.precision is not None, "setup() comes first"
         self.unscale(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        grads = [_values(parameter) for parameter in parameters]
+        grads = [gradient_values(parameter) for parameter in parameters]
         norms = None
         if grads and (max_norm or nonfinite != "ignore"):
             norms = gradient_norms(parameters, grads)
@@ -478,65 +478,11 @@ class Strategy:
         return {"memory_gib": info.rss / GIB, "peak_memory_gib": peak / GIB}
 
 
-def seed_generators(value: int) -> None:
-    """Seeds the host generators of torch, numpy and random: torch.manual_seed would touch every device, slowly."""
-    torch.default_generator.manual_seed(value)
-    np.random.seed(value & 0xFFFFFFFF)
-    random.seed(value)
-
-
-class GradientNorms(NamedTuple):
-    """2-norms of gradients, on their device.
-
-    Attributes:
-        each: One a gradient, in the optimizer's order, shape [gradients].
-        total: That of all together, a scalar.
-        parameters: Whose gradients they are.
-        held: Whether weights and optimizer stay as they are from a step on whose norm is not finite.
-    """
-
-    each: torch.Tensor
-    total: torch.Tensor
-    parameters: list[torch.Tensor]
-    held: bool = False
-
-
 def clear_frames(error: BaseException | None) -> None:
     """Lets go of what the functions that an error came through held: activations, for example."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-@contextlib.contextmanager
-def generators_kept(device: torch.device) -> Iterator[None]:
-    """Leaves the generators of the host, and of a CUDA device, as they were before."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
-def gradient_norms(parameters: list[torch.Tensor], grads: list[torch.Tensor]) -> GradientNorms:
-    """The norms of `grads`, which are those of `parameters`."""
-    norms: Any = torch._foreach_norm(grads)
-    if len({norm.dtype for norm in norms}) > 1:
-        norms = [norm.float() for norm in norms]
-    each = torch.stack(norms)
-    return GradientNorms(each, torch.linalg.vector_norm(each), parameters)
-
-
-def _values(parameter: torch.Tensor) -> torch.Tensor:
-    """The numbers of a gradient; of a sparse one (`Embedding(sparse=True)`) those that are there, each row once."""
-    gradient = parameter.grad
-    assert gradient is not None
-    if gradient.is_sparse:
-        gradient = parameter.grad = gradient.coalesce()
-        return gradient.values()
-    return gradient
 
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:

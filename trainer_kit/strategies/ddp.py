@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer_kit import environment
 from trainer_kit.precision import Precision
-from trainer_kit.strategies.base import GradientNorms
+from trainer_kit.strategies.gradients import GradientNorms
 from trainer_kit.strategies.processes import Processes
 from trainer_kit.strategies.replica import Replica, take_from_main
 from trainer_kit.strategies.session import Session

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from trainer_kit.callback import Events
-from trainer_kit.strategies.base import seed_generators
+from trainer_kit.rng import seed_generators
 from trainer_kit.tools.takeover import Train, run_script
 from trainer_kit.tools.verify.recorder import Recorder, Start
 from trainer_kit.trainer import Trainer
