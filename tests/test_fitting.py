@@ -14,6 +14,7 @@ from scenarios.task import StopAt
 from torch.utils.data import IterableDataset, get_worker_info
 
 from trainer_kit import Callback, Run, Strategy, Trainer, TrainingArguments
+from trainer_kit.ledger import HostClock
 from trainer_kit.strategies.ddp import DDP
 
 ASKED = {"per_device_train_batch_size": 16, "auto_find_batch_size": True}
@@ -101,6 +102,19 @@ def make(
     )  # fmt: skip
     dataset = samples() if data is None else data
     return Trainer(model or Hungry(room, when), args, dataset, callbacks=callbacks, strategy=strategy or Strategy())
+
+
+class OwnTime(Strategy):
+    """Its clock goes on where a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def clock(self) -> Any:
+        clock = HostClock()
+        clock.mark = lambda: self.now  # type: ignore[method-assign]
+        return clock
 
 
 def trained(folder: Path, room: int, *callbacks: Callback, **options: Any) -> Trainer:
@@ -419,3 +433,28 @@ def test_what_is_due_is_done_before_an_error_of_the_next_step(tmp_path: Path) ->
     with pytest.raises(MemoryError, match="at step 2"):
         trained(tmp_path, 16, strategy=Bare(), save_steps=1, **ASKED)
     assert (tmp_path / "checkpoint-1").is_dir()
+
+
+class Ticking(Hungry):
+    """Takes a second for each forward pass in training, and more memory from one of them on."""
+
+    def __init__(self, strategy: OwnTime, *wanted: Any) -> None:
+        super().__init__(*wanted)
+        self.strategy = strategy
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if type(x) is torch.Tensor:
+            self.strategy.now += 1
+            self.passes += 1
+            self.room = 4 if self.passes < 9 else 3
+        return super().forward(x, labels)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_what_a_step_that_begins_anew_took_is_lost(tmp_path: Path, when: str) -> None:
+    strategy = OwnTime()
+    trainer = trained(tmp_path, 0, model=Ticking(strategy, 4, when), strategy=strategy, **ASKED)
+    seconds = trainer.run.ledger.seconds()
+    # 16 and 8 samples do not fit, then 4 parts do; in the second step the third does not, and the two before are lost.
+    assert (seconds["forward"], seconds["lost"]) == (4 + 6 + 6, 1 + 1 + 3)

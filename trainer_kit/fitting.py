@@ -76,6 +76,7 @@ class Fitting:
         run, failed, result = self.run, None, None
         try:
             if begins:
+                self._spent = run.ledger.state_dict()
                 self._buffers.keep()
             result = compute()
         except Exception as error:
@@ -85,6 +86,7 @@ class Fitting:
         if not self.cuts_for(failed):
             return result
         self._buffers.restore()
+        run.ledger.go_back(self._spent)
         return None
 
     def cuts_for(self, error: Exception | None) -> bool:
