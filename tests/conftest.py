@@ -21,7 +21,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("COLUMNS", None)  # a terminal's width is no matter of the tests
 
 # On a busy machine an example may take its time.
-settings.register_profile("patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
 

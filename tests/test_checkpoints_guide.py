@@ -48,6 +48,7 @@ def write(folder: Path, step: int, name: str | None = None) -> Path:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The run of which the guide tells."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "1000")
     folder = Path("runs/demo")
     for step in METRICS:
         write(folder, step)

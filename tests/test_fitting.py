@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from scenarios.task import StopAt
 from torch.utils.data import IterableDataset, get_worker_info
 
 from trainer_kit import Callback, Run, Strategy, Trainer, TrainingArguments
+from trainer_kit.fitting import Fitting
 from trainer_kit.ledger import HostClock
 from trainer_kit.strategies.ddp import DDP
 
@@ -352,6 +354,14 @@ def test_few_samples_that_do_not_fit_are_an_error(tmp_path: Path, normalizes: bo
     with pytest.raises(MemoryError, match=f"not even {few}"):
         trained(tmp_path, 0, model=model, per_device_train_batch_size=4, auto_find_batch_size=True)
     assert model.refused == refused
+
+
+def test_nothing_of_it_outlives_the_training(tmp_path: Path) -> None:
+    """Copies of buffers take the device's memory."""
+    trainer = trained(tmp_path, 4, **ASKED)
+    gc.collect()
+    assert trainer.run.state.micro_batch == 4
+    assert not [each for each in gc.get_objects() if type(each) is Fitting]
 
 
 def test_where_all_fits_nothing_is_found(tmp_path: Path) -> None:

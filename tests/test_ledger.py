@@ -120,6 +120,19 @@ def test_a_clock_that_was_set_back_takes_nothing_away(book: Ledger) -> None:
     assert book.wall() == 3.0
 
 
+def test_what_is_done_again_is_lost_though_the_device_is_behind(book: Ledger, clock: Clock) -> None:
+    book.enter("forward")
+    clock.now = 3.0
+    place = book.place()
+    clock.now = 5.0
+    book.enter("backward")
+    clock.now = 9.0
+    book.lose(place)
+    book.enter("forward")
+    clock.now = clock.come_to = 10.0
+    assert book.seconds() == {"setup": 0.0, "forward": 3.0 + 1.0, "lost": 2.0 + 4.0}
+
+
 def test_a_rollback_counts_all_since_the_checkpoint_as_lost(book: Ledger, clock: Clock) -> None:
     book._seconds = {"forward": 10.0, "down": 7.0, "lost": 2.0}
     state = {"seconds": {"forward": 4.0, "lost": 1.0}, "time": 0.0}

@@ -404,7 +404,8 @@ def test_other_processes_write_what_is_their_own(tmp_path: Path) -> None:
     start = 4 * step_of(BAD) - 4
     assert start > 0
     assert postmortem.write(NonFiniteError("the loss is nan", Taken(1, 0, 0, 4))) is None
-    assert postmortem.write(LookupError("of the main process, in a save")) is not None  # while a batch was fetched
+    assert postmortem.write(LookupError("of the main process, in a save")) is None
+    assert postmortem.write(LookupError("of the dataset"), fetching=True) is not None
     written = postmortem.write(NonFiniteError("the loss is nan", Taken(9, 0, start, start + 4)))
     assert written == tmp_path / "crash-9-rank-1"
     report = read_state(written, "report")

@@ -11,6 +11,7 @@ from ranks import on_ranks
 from scenarios.task import StopAt, digest, logged_losses
 
 from trainer_kit import DDP, Callback, NonFiniteError, Run, Strategy, Trainer, TrainingArguments
+from trainer_kit.callback import CallbackError
 from trainer_kit.callbacks import EMA, read_log
 from trainer_kit.checkpoint import read_state
 from trainer_kit.data.order import permutation
@@ -161,6 +162,17 @@ def test_the_end_is_looked_at_too(tmp_path: Path) -> None:
     assert trainer.run.model.state_dict()["linear.weight"].isfinite().all()
 
 
+class Ends(Callback):
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_rollback(self, run: Run, directory: Path) -> None:
+        self.seen = [step for step in self.seen if step <= run.state.step]
+
+    def on_epoch_end(self, run: Run) -> None:
+        self.seen.append(run.state.step)
+
+
 class Place(torch.utils.data.IterableDataset[Any]):
     """Knows where it stands."""
 
@@ -182,11 +194,29 @@ class Place(torch.utils.data.IterableDataset[Any]):
 
 @pytest.mark.parametrize("save_steps", [4, 100])
 def test_a_dataset_that_knows_its_place_is_set_back(tmp_path: Path, save_steps: int) -> None:
-    trainer = make(tmp_path, Place(5, 13, 30), max_steps=SAMPLES // BATCH - 3, save_steps=save_steps)
+    ends = Ends()
+    trainer = make(tmp_path, Place(5, 13, 30), ends, max_steps=14, save_steps=save_steps, max_rollbacks=6)
     trainer.train()
+    assert ends.seen == [7, 14]
+    assert trainer.run.state.epochs == 2.0
     order = [[*range(start, start + BATCH)] for start in range(0, SAMPLES, BATCH) if start not in (4, 12, 28)]
-    expected = by_hand(order, Points(5, 13, 30))
+    expected = by_hand(2 * order, Points(5, 13, 30))
     torch.testing.assert_close(trainer.run.model.state_dict()["linear.weight"], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_an_error_after_it_is_none_of_a_step(tmp_path: Path) -> None:
+    class Raises(Callback):
+        def on_rollback(self, run: Run, directory: Path) -> None:
+            raise LookupError("nothing was found")
+
+    bad = permutation(SAMPLES, SEED, 0)[6 * BATCH].item()
+    with pytest.raises(CallbackError, match="raised in on_rollback"):
+        make(tmp_path, Points(bad), Raises(), save_steps=3).train()
+    (crash,) = tmp_path.glob("crash-*")
+    assert crash.name == "crash-6"
+    report = read_state(crash, "report")
+    assert report is not None
+    assert report["missing"] == ["batch: no step was being taken"]
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -46,6 +46,7 @@ class Fitting:
         self._loader = loader
         self._buffers = _Buffers(run.model)
         self._least = _least(run.model)
+        self._began: object = None  # when the step under way did
 
     def begin(self, compute_loss: ComputeLoss | None, optimizer: torch.optim.Optimizer | None) -> None:
         """Takes what was found in an earlier start, else what is estimated to fit.
@@ -76,7 +77,7 @@ class Fitting:
         run, failed, result = self.run, None, None
         try:
             if begins:
-                self._spent = run.ledger.state_dict()
+                self._began = run.ledger.place()
                 self._buffers.keep()
             result = compute()
         except Exception as error:
@@ -86,7 +87,7 @@ class Fitting:
         if not self.cuts_for(failed):
             return result
         self._buffers.restore()
-        run.ledger.go_back(self._spent)
+        run.ledger.lose(self._began)
         return None
 
     def cuts_for(self, error: Exception | None) -> bool:

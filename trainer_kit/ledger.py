@@ -44,7 +44,8 @@ class Ledger:
 
     The activities of the loop are "setup", "data", "forward", "backward", "optimizer", "logging", "evaluation",
     "saving", "callback/NAME" for each callback, and "loop" for the rest. "lost" is work that a restart or a rollback
-    did away with: from the checkpoint to the run's last sign of life. "down" is the time from there to the next start.
+    did away with, from the checkpoint to the run's last sign of life, and a step that did not fit into memory. "down"
+    is the time from that sign of life to the next start.
 
     A device that works behind the host has a clock of its own: what it does while the host does something else is
     counted once, as what the device was given then. So data that is read in the shadow of the device costs nothing.
@@ -126,6 +127,19 @@ class Ledger:
         lost = sum(now.values()) - down - sum(then.values()) + then.get(DOWN, 0.0)
         self._seconds = {**then, DOWN: down}
         self._add(LOST, lost)
+
+    def place(self) -> object:
+        """This moment, for `lose`."""
+        self.enter(self.activity)
+        return self._entries[-1]
+
+    def lose(self, place: object) -> None:
+        """Counts all since `place`, in this step, as lost: it is done again."""
+        for number in reversed(range(len(self._entries))):
+            entry = self._entries[number]
+            self._entries[number] = (LOST, entry[1])
+            if entry is place:
+                break
 
     def _fold(self) -> None:
         """Adds up what has passed; of the marks the last that the device has come to stays."""

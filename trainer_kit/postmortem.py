@@ -2,9 +2,8 @@
 
 In the loop::
 
-    postmortem = Postmortem(run, loss, loader)      # once these are made and a checkpoint is loaded
-    postmortem.micro = steps.micro                  # where training ends by an error
-    postmortem.write(error, newest_checkpoint)      # never raises
+    postmortem = Postmortem(run, loss, loader)  # once these are made and a checkpoint is loaded
+    postmortem.write(error, newest, micro, fetching)  # where training ends by an error; never raises
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from trainer_kit.callback import CallbackError
 from trainer_kit.checkpoint import take_snapshot, write_checkpoint
 from trainer_kit.checkpoint.shards import refuse_unstorable
 from trainer_kit.data.fetch import DataError, Fetcher
@@ -86,19 +84,21 @@ class Postmortem:
         run: Model, optimizer and counters are in place, those of a checkpoint too.
         loss: The run's.
         loader: Of the training batches.
-
-    Attributes:
-        micro: The micro-batch that was worked on last; None while one is fetched.
     """
 
     def __init__(self, run: Run, loss: Loss, loader: TrainLoader | StreamLoader) -> None:
         self.run = run
         self.loss = loss
         self.loader = loader
-        self.micro: MicroBatch | None = None
         self._first_step = run.state.step
 
-    def write(self, error: BaseException, newest_checkpoint: Path | None = None) -> Path | None:
+    def write(
+        self,
+        error: BaseException,
+        newest_checkpoint: Path | None = None,
+        micro: MicroBatch | None = None,
+        fetching: bool = False,
+    ) -> Path | None:
         """Writes `output_dir/crash-STEP` (on other processes than the main one `crash-STEP-rank-RANK`).
 
         The device is waited for, other processes are not. A process writes where the error is its own: what only
@@ -107,6 +107,8 @@ class Postmortem:
         Args:
             error: What ends the run.
             newest_checkpoint: Named in the report.
+            micro: The micro-batch that was worked on last; None where there is none.
+            fetching: Whether one was being fetched for the step under way.
 
         Returns:
             The folder; None where there is nothing to write, or it could not be written.
@@ -114,7 +116,7 @@ class Postmortem:
         if not isinstance(error, Exception) or isinstance(error, SaveError) or self._is_lost(error):
             return None
         try:
-            return self._write(error, newest_checkpoint)
+            return self._write(error, newest_checkpoint, micro, fetching)
         except Exception as second:
             logger.error("what the run was at could not be kept for a replay: %s: %s", type(second).__name__, second)
             return None
@@ -126,11 +128,13 @@ class Postmortem:
 
         return isinstance(error, LostProcessError)
 
-    def _write(self, error: Exception, newest_checkpoint: Path | None) -> Path | None:
+    def _write(
+        self, error: Exception, newest_checkpoint: Path | None, micro: MicroBatch | None, fetching: bool
+    ) -> Path | None:
         run = self.run
         generators = self._generators()  # before samples are read again, each with a seed of its own
-        scene, missing = self._scene(error), _Missing()
-        scene, pieces = self._pieces(error, scene, missing)
+        scene, missing = self._scene(error, micro, fetching), _Missing()
+        scene, pieces = self._pieces(error, scene, micro, missing)
         works = [piece.work for piece in pieces if piece.work.batch is not None]
         found = None
         if isinstance(error, NonFiniteError) and works:
@@ -152,12 +156,12 @@ class Postmortem:
         )
         return folder
 
-    def _scene(self, error: Exception) -> Scene:
-        state, micro = self.run.state, self.micro
+    def _scene(self, error: Exception, micro: MicroBatch | None, fetching: bool) -> Scene:
+        state = self.run.state
         if isinstance(error, NonFiniteError):
             taken = error.taken
             return Scene(state.step) if taken is None else Scene(taken.step, taken.epoch, taken.start)
-        if micro is None and not isinstance(error, CallbackError):
+        if fetching:
             return Scene(state.step + 1, state.epoch, state.position, fetching=True)
         if micro is None or (state.epoch, state.position) >= (micro.window.epoch, micro.window.stop):
             return Scene(state.step)
@@ -165,7 +169,9 @@ class Postmortem:
 
     # The batch
 
-    def _pieces(self, error: Exception, scene: Scene, missing: _Missing) -> tuple[Scene, list[Piece]]:
+    def _pieces(
+        self, error: Exception, scene: Scene, micro: MicroBatch | None, missing: _Missing
+    ) -> tuple[Scene, list[Piece]]:
         """This process's micro-batches of the step, and which step that is."""
         if scene.epoch is None:
             missing.append("batch: no step was being taken")
@@ -173,7 +179,7 @@ class Postmortem:
             missing.append("batch: a worker that read it has ended, as this process might by reading it again")
         elif isinstance(self.loader, TrainLoader):
             return self._read_again(self.loader, scene, missing)
-        elif self.micro is None:
+        elif micro is None:
             missing.append("batch: the dataset raised while it was read")
         elif scene.step < self.run.state.step:
             missing.append(
@@ -181,7 +187,7 @@ class Postmortem:
                 "while its batch is there"
             )
         else:
-            return scene, [self._at_hand(self.micro, missing)]
+            return scene, [self._at_hand(micro, missing)]
         return scene, []
 
     def _at_hand(self, micro: MicroBatch, missing: _Missing) -> Piece:

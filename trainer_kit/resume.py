@@ -220,11 +220,15 @@ class Checkpoints:
         return first_valid([*there, *([self.resumed_from] if self.resumed_from is not None else [])], logger.warning)
 
     def judge(self, metric: float) -> None:
-        """Takes what an evaluation of this step gave; its checkpoint is there already where one was broken off."""
-        state = self.run.state
+        """Takes what an evaluation of this step gave, and whether that is the best.
+
+        The checkpoint of the step is there already where an evaluation was broken off.
+        """
+        state, best = self.run.state, self.run.state.best_metric
         self.metric = state.step, metric
         self.saver.judge(f"{CHECKPOINT_PREFIX}{state.step}", metric)
-        if not math.isnan(metric) and (state.best_metric is None or self._is_better(metric, state.best_metric)):
+        is_better = best is None or (metric > best if self.run.args.greater_is_better else metric < best)
+        if is_better and not math.isnan(metric):
             state.best_metric, state.best_step = metric, state.step
 
     def check_space(self, model_state: Mapping[str, torch.Tensor]) -> None:
@@ -242,9 +246,6 @@ class Checkpoints:
         load_checkpoint_in_model(self.run.model, strategy.local_copy(best))
         strategy.release_copies()
         logger.info("loaded the best model, %s (%s)", best, self.run.state.best_metric)
-
-    def _is_better(self, metric: float, other: float) -> bool:
-        return metric > other if self.run.args.greater_is_better else metric < other
 
     def _states(self, committed: list[Committed], evaluation_is_due: bool) -> dict[str, Any]:
         """Everything but the model's weights, by name; `committed` are the run's checkpoints with this one."""

@@ -28,7 +28,9 @@ _SYNC = contextlib.nullcontext()
 
 
 class Steps:
-    """Takes a run's optimizer steps, one after another; waits for data, never for the device.
+    """Takes a run's optimizer steps, one after another, without waiting for the device.
+
+    It waits for data, for the copy of a checkpoint, and where it looks at a loss for the first time.
 
     Args:
         run: All in it is in place, the state of a checkpoint too.
@@ -40,7 +42,8 @@ class Steps:
         fitting: Cuts what does not fit into memory; None without `auto_find_batch_size`.
 
     Attributes:
-        micro: The micro-batch that was worked on last; None while one is fetched.
+        micro: The micro-batch that was worked on last; None while there is none.
+        fetching: Whether one is being fetched for the step under way.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class Steps:
         self.run = run
         self.events = events
         self.loss = inspection.loss
-        self.micro: MicroBatch | None = None
+        self.fetching = False
         self._inspection = inspection
         self._loader = loader
         self._checkpoints = checkpoints
@@ -72,10 +75,11 @@ class Steps:
         micro_batches = self._loader.micro_batches(state.epoch, state.position, steps, self._checkpoints.data_state)
         self._micro_batches = run.strategy.prepare_loader(self._padding.filled(micro_batches))
         self._ahead: MicroBatch | Exception | None = None  # the first micro-batch of the next step
+        self.micro: MicroBatch | None = None
 
-    def close_data(self) -> None:
-        """Lets go of what was read and of what reads it."""
-        self._micro_batches, self._ahead, self.micro = iter(()), None, None
+    def close(self) -> None:
+        """Lets go of what was read, of what reads it, and of copies on the device."""
+        self._micro_batches, self._ahead, self.micro, self._fitting = iter(()), None, None, None
 
     def look_ahead(self) -> bool:
         """Fetches the first micro-batch of the next step, whose counts all processes sum, and agrees on what is due.
@@ -99,7 +103,7 @@ class Steps:
         return is_due
 
     def take(self) -> Window:
-        """One optimizer step: the samples that it was made of."""
+        """Takes one optimizer step and returns which samples it was made of."""
         run, args, strategy, loss, emit = self.run, self.run.args, self.run.strategy, self.loss, self.events.emit
         ledger = run.ledger
         assert run.optimizer is not None
@@ -128,7 +132,7 @@ class Steps:
         if args.gradient_accumulation_steps > 1:  # the optimizer's part is one computation then, whatever came before
             strategy.dispatch()
         copies = self._checkpoints.saver.copies
-        if copies.is_under_way:  # of the optimizer's state, for a checkpoint, which is not to change before
+        if copies.is_under_way:  # of the optimizer's state, which must not change before they are there
             with ledger.during("saving"):
                 copies.wait()
         emit("on_pre_optimizer_step", run)
@@ -143,13 +147,14 @@ class Steps:
 
     def leave_epoch(self) -> None:
         """Counts the epoch under way as over."""
-        self._enter_epoch(self.run.state.epoch + 1)
+        state = self.run.state
+        state.epoch, state.position, self._checkpoints.data_state = state.epoch + 1, 0, None
 
     def _next_micro_batch(self) -> MicroBatch:
-        micro, self._ahead, self.micro = self._ahead, None, None
+        micro, self._ahead, self.micro, self.fetching = self._ahead, None, None, True
         if isinstance(micro, Exception):
             raise micro
-        self.micro = micro or self._fetch()
+        self.micro, self.fetching = micro or self._fetch(), False
         return self.micro
 
     def _fetch(self) -> MicroBatch:
@@ -229,18 +234,13 @@ class Steps:
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             scheduler.step()
 
-    def _enter_epoch(self, epoch: int) -> None:
-        state = self.run.state
-        state.epoch, state.position, self._checkpoints.data_state = epoch, 0, None
-
     def _count(self, window: Window) -> None:
         state = self.run.state
-        if window.epoch > state.epoch:  # of an epoch that was resumed under another layout no whole batch was left
-            self._enter_epoch(window.epoch)
         state.step += 1
         state.samples += window.stop - window.start
         state.tokens += window.tokens
-        state.position, self._checkpoints.data_state = window.stop, window.data_state
+        # It is of a later epoch where that of a checkpoint, in another layout now, had no whole batch left.
+        state.epoch, state.position, self._checkpoints.data_state = window.epoch, window.stop, window.data_state
         if window.closes_epoch:
             self.leave_epoch()
 

@@ -31,11 +31,7 @@ from trainer_kit.figures import Figures, NonFiniteError, Taken
 from trainer_kit.fitting import Fitting, evaluation_batch_size, halve_evaluation_batch
 from trainer_kit.inspection import Inspection
 from trainer_kit.ledger import Ledger
-from trainer_kit.loss import (
-    ComputeLoss,
-    Loss,
-    takes_column,
-)
+from trainer_kit.loss import ComputeLoss, Loss, takes_column
 from trainer_kit.metrics import Metric, metrics_by_name
 from trainer_kit.optim import check_optimizer, make_optimizer, make_scheduler, own_scheduler
 from trainer_kit.postmortem import Postmortem
@@ -142,7 +138,7 @@ class Trainer:
         lr_scheduler: Any = None,
         model_init: Callable[[], torch.nn.Module] | None = None,
     ) -> None:
-        self.args = args = args if args is not None else TrainingArguments()
+        args = args if args is not None else TrainingArguments()
         if not isinstance(args, TrainingArguments):
             raise TypeError(f"args is a {type(args).__name__}; give TrainingArguments")
         strategy = choose_strategy(args, strategy)
@@ -185,6 +181,11 @@ class Trainer:
         self._steps: Steps = None  # type: ignore[assignment]  # made by _begin()
         self._checkpoints: Checkpoints = None  # type: ignore[assignment]  # made by _begin()
         self.events.emit("on_init_end", self.run)
+
+    @property
+    def args(self) -> TrainingArguments:
+        """Those of the run."""
+        return self.run.args
 
     # Training
 
@@ -247,7 +248,7 @@ class Trainer:
             raise
         finally:
             if self._steps is not None:
-                self._steps.close_data()
+                self._steps.close()
             self._postmortem, run.requests.exit_code = None, None
         run.strategy.teardown()
         if exit_code is not None:
@@ -269,8 +270,7 @@ class Trainer:
             self._checkpoints.saver.settle()
             self._checkpoints.saver.close()
         if self._postmortem is not None:
-            self._postmortem.micro = self._steps.micro
-            self._postmortem.write(error, self._checkpoints.newest)
+            self._postmortem.write(error, self._checkpoints.newest, self._steps.micro, self._steps.fetching)
 
     def _begin(self, resume: bool | str | Path | None) -> None:
         """Everything between the call of `train` and the first step."""
@@ -358,13 +358,11 @@ class Trainer:
             "went back to %s (%d of %d times): %s", directory, run.state.rollbacks, run.args.max_rollbacks, error
         )
         self.events.emit("on_rollback", run, directory)
-        if run.state.position and not self._loader.steps_left(run.state.epoch, run.state.position):
-            self._close_epoch()  # nothing is left of it
-
-    def _close_epoch(self) -> None:
-        self._steps.leave_epoch()
-        self.events.emit("on_epoch_end", self.run)
-        self._ask_by_epoch()
+        epoch, position = run.state.epoch, run.state.position
+        if position and self._loader.epoch_length and not self._loader.steps_left(epoch, position):
+            self._steps.leave_epoch()
+            self.events.emit("on_epoch_end", run)
+            self._ask_by_epoch()
 
     def _train_on(self) -> None:
         run, args, steps, state, emit = self.run, self.args, self._steps, self.run.state, self.events.emit

@@ -43,8 +43,9 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def told(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs `trainer-kit checkpoints`; gives the exit code and all that was printed."""
+def told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs `trainer-kit checkpoints` in a wide terminal; gives the exit code and all that was printed."""
+    monkeypatch.setenv("COLUMNS", "1000")
 
     def tell(*words: Any) -> tuple[int, str]:
         code = main(["checkpoints", *map(str, words)])

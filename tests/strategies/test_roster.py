@@ -11,9 +11,7 @@ from trainer_kit.strategies import roster as module
 from trainer_kit.strategies.roster import Beat, Roster
 
 PATIENCE = 30.0
-CALM = Beat(
-    1, "north", 1, 7, "backward, called in _step (trainer_kit/trainer.py:2)", True, 0.0, False, "", False, False
-)
+CALM = Beat(1, "north", 1, 7, "backward, called in _pass (trainer_kit/steps.py:2)", True, 0.0, False, "", False, False)
 
 
 class Clock:

@@ -34,7 +34,7 @@ def caller(frame: FrameType) -> FrameType | None:
 
 
 SCRIPT = (Path("project", "train.py"), "main")
-LOOP = (PACKAGE / "trainer.py", "_step")
+LOOP = (PACKAGE / "steps.py", "_pass")
 STRATEGY = PACKAGE / "strategies" / "ddp.py"
 
 
@@ -42,13 +42,13 @@ def test_a_collective_is_called_by_the_strategys_name() -> None:
     torchs = (TORCH / "distributed" / "distributed_c10d.py", "all_gather")
     where = seen(SCRIPT, LOOP, (STRATEGY, "sum_numbers"), (STRATEGY, "_all_gather"), torchs)
     assert where.waits
-    assert where.place == "sum_numbers, called in _step (trainer_kit/trainer.py:2)"
+    assert where.place == "sum_numbers, called in _pass (trainer_kit/steps.py:2)"
 
 
 def test_a_backward_pass_waits() -> None:
     where = seen(SCRIPT, LOOP, (STRATEGY, "backward"), (TORCH / "autograd" / "graph.py", "_engine_run_backward"))
     assert where.waits
-    assert where.place == "backward, called in _step (trainer_kit/trainer.py:2)"
+    assert where.place == "backward, called in _pass (trainer_kit/steps.py:2)"
 
 
 def test_torchs_own_name_where_no_strategy_took_part() -> None:
@@ -70,7 +70,7 @@ def test_a_library_is_named_with_its_caller() -> None:
 
 
 def test_the_engine_may_wait_for_a_gpu_but_not_while_it_saves() -> None:
-    assert seen(SCRIPT, LOOP) == Where("_step (trainer_kit/trainer.py:2)", waits=False, inside=True)
+    assert seen(SCRIPT, LOOP) == Where("_pass (trainer_kit/steps.py:2)", waits=False, inside=True)
     assert seen(SCRIPT, LOOP, (TORCH / "optim" / "adamw.py", "step")).inside
     save, write = (PACKAGE / "checkpoint" / "writer.py", "save"), (PACKAGE / "checkpoint" / "format.py", "write")
     assert not seen(SCRIPT, LOOP, save, write).inside

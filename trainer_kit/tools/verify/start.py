@@ -30,7 +30,7 @@ def main() -> None:
 def watch(trainer: Trainer, start: Start) -> None:
     """Lets the Trainer train as the user wants, but into a folder of ours, for some steps, and with a recorder."""
     args = trainer.args
-    trainer.args = trainer.run.args = dataclasses.replace(
+    trainer.run.args = dataclasses.replace(
         args,
         output_dir=str(Path(start.folder, start.output_dir)),
         logging_dir=None,
