@@ -23,7 +23,7 @@ from trainer_kit import Callback, Run, resume, saving
 from trainer_kit.callbacks import jsonl
 from trainer_kit.checkpoint.format import REPLACED_PREFIX, STAGING_PREFIX
 from trainer_kit.copying import HostCopies
-from trainer_kit.trainer import Trainer
+from trainer_kit.steps import Steps
 
 ON_ANY_RANK = ("training", "evaluation", "fetching", "a data worker", "a snapshot", "leaving", "reading a checkpoint")
 KINDS = ("the weights", "a state", "the manifest", "the arguments")
@@ -131,7 +131,7 @@ class Watch(Callback):
         passes = self.passes
         _before(resume, "read_state", lambda *_, **__: passes("reading a checkpoint"))
         _before(resume, "load_weights", lambda *_, **__: passes("reading a checkpoint"))
-        _before(Trainer, "_fetch", lambda *_, **__: passes("fetching"))
+        _before(Steps, "_fetch", lambda *_, **__: passes("fetching"))
         _before(saving.Saver, "begin", lambda *_, **__: (self.note(f"begins {self.step}"), passes("a snapshot")))
         _before(saving.Saver, "_copies", lambda *_, **__: passes("a snapshot"))
         _before(HostCopies, "complete", lambda *_, **__: passes("copying the rest"))
