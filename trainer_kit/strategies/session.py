@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import time
 from datetime import timedelta
 
 import torch
@@ -21,6 +23,12 @@ JOIN_SECONDS = 300.0
 
 SLOW_SECONDS = 60.0
 """After which a process that others wait for is named in a warning; earlier where the wait itself is to end soon."""
+
+
+# A child waits for ever if, in the moment of the fork, a thread of C++ enters Python (github.com/python/cpython/issues/
+# 112275), as gloo's do once after each collective. Their turn takes microseconds, so that they are given milliseconds.
+_FORKS_MAY_HANG = sys.version_info < ((3, 10, 15) if sys.version_info < (3, 11) else (3, 11, 10))
+_REST_SECONDS = 0.005
 
 
 class Session:
@@ -90,6 +98,15 @@ class Session:
         """The program has caught the error that ended the last training, and goes on."""
         if self.heartbeat.error:
             self.heartbeat.take_back_failure()
+
+
+def _let_threads_finish() -> None:
+    if Session.current is not None:
+        time.sleep(_REST_SECONDS)
+
+
+if _FORKS_MAY_HANG and hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_let_threads_finish)
 
 
 def failed_to_communicate(error: RuntimeError) -> bool:
