@@ -163,14 +163,16 @@ def test_the_end_is_looked_at_too(tmp_path: Path) -> None:
 
 
 class Ends(Callback):
+    """Remembers at which steps epochs ended."""
+
     def __init__(self) -> None:
-        self.seen: list[int] = []
+        self.seen: list[tuple[int, float]] = []
 
     def on_rollback(self, run: Run, directory: Path) -> None:
-        self.seen = [step for step in self.seen if step <= run.state.step]
+        self.seen = [end for end in self.seen if end <= (run.state.step, run.state.epochs)]  # not what was undone
 
     def on_epoch_end(self, run: Run) -> None:
-        self.seen.append(run.state.step)
+        self.seen.append((run.state.step, run.state.epochs))
 
 
 class Place(torch.utils.data.IterableDataset[Any]):
@@ -197,7 +199,7 @@ def test_a_dataset_that_knows_its_place_is_set_back(tmp_path: Path, save_steps: 
     ends = Ends()
     trainer = make(tmp_path, Place(5, 13, 30), ends, max_steps=14, save_steps=save_steps, max_rollbacks=6)
     trainer.train()
-    assert ends.seen == [7, 14]
+    assert ends.seen == [(7, 1.0), (14, 2.0)]
     assert trainer.run.state.epochs == 2.0
     order = [[*range(start, start + BATCH)] for start in range(0, SAMPLES, BATCH) if start not in (4, 12, 28)]
     expected = by_hand(2 * order, Points(5, 13, 30))
@@ -249,31 +251,24 @@ def test_without_a_checkpoint_the_step_is_told(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_an_epoch_whose_end_is_passed_over_ends(tmp_path: Path, epochs: int) -> None:
     """Where the checkpoint stands right before the window, and where steps come between."""
-    ends: list[tuple[int, float]] = []
 
-    class Ends(Callback):
-        def on_rollback(self, run: Run, directory: Path) -> None:
-            ends[:] = [end for end in ends if end <= (run.state.step, run.state.epochs)]  # not what was undone
-
-        def on_epoch_end(self, run: Run) -> None:
-            ends.append((run.state.step, run.state.epochs))
-
+    class Evaluated(Callback):
         def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
             evaluated.append(run.state.step)
 
     evaluated: list[int] = []
     bad = permutation(SAMPLES, SEED, 0)[-1].item()
     for save_steps in (3, 4):
-        ends.clear()
+        ends = Ends()
         evaluated.clear()
         trainer = make(
-            tmp_path / str(save_steps), Points(bad), Ends(), num_train_epochs=epochs, save_steps=save_steps,
+            tmp_path / str(save_steps), Points(bad), ends, Evaluated(), num_train_epochs=epochs, save_steps=save_steps,
             eval_strategy="epoch", max_rollbacks=5,
         )  # fmt: skip
         trainer.train()
         last = trainer.run.state.step
         assert last == epochs * SAMPLES // BATCH - epochs
-        assert ends == [(9, 1.0), (last, 2.0)][:epochs]
+        assert ends.seen == [(9, 1.0), (last, 2.0)][:epochs]
         assert sorted({*evaluated} - {10}) == [9, last][:epochs]
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import platform
-import random
 import shlex
 import shutil
 import sys
@@ -19,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from trainer_kit.checkpoint import take_snapshot, write_checkpoint
@@ -31,6 +29,7 @@ from trainer_kit.data.stream import StreamLoader
 from trainer_kit.diagnosis import Diagnosis, Work, diagnose
 from trainer_kit.figures import NonFiniteError
 from trainer_kit.loss import Loss
+from trainer_kit.rng import generator_states
 from trainer_kit.run import Run
 from trainer_kit.saving import SaveError
 from trainer_kit.trees import split
@@ -242,12 +241,7 @@ class Postmortem:
             device = self.run.strategy.rng_state()
         except RuntimeError:  # a device that has failed answers nothing any more
             device = None
-        return {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "torch": torch.get_rng_state(),
-            "device": device,
-        }
+        return generator_states() | {"device": device}
 
     def _weights(self, error: Exception, report: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The model's, with its parameters themselves: on XLA only the objects tell which are tied."""

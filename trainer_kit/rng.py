@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,18 @@ def seed_generators(value: int) -> None:
     torch.default_generator.manual_seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     random.seed(value)
+
+
+def generator_states() -> dict[str, Any]:
+    """The states of the host's generators, for `set_generator_states`."""
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+
+
+def set_generator_states(states: Mapping[str, Any]) -> None:
+    """Sets the host's generators to what `generator_states` gave."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
 
 
 @contextlib.contextmanager

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import random
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from trainer_kit.accelerator.loader import PreparedLoader
@@ -34,6 +32,7 @@ from trainer_kit.checkpoint import (
 from trainer_kit.checkpoint.format import Manifest, list_files
 from trainer_kit.checkpoint.loading import load_weights
 from trainer_kit.checkpoint.reader import is_of_run, recover_replaced
+from trainer_kit.rng import generator_states, set_generator_states
 from trainer_kit.strategies.base import Strategy
 
 logger = logging.getLogger("trainer_kit")
@@ -314,16 +313,9 @@ def _refuse_to_replace(directory: Path) -> None:
 
 def _generators(strategy: Strategy) -> dict[str, Any]:
     """The states of this process's generators."""
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "device": strategy.rng_state(),
-    }
+    return generator_states() | {"device": strategy.rng_state()}
 
 
 def _set_generators(states: dict[str, Any], strategy: Strategy) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
+    set_generator_states(states)
     strategy.set_rng_state(states.get("device"))

@@ -25,12 +25,6 @@ SLOW_SECONDS = 60.0
 """After which a process that others wait for is named in a warning; earlier where the wait itself is to end soon."""
 
 
-# A child waits for ever if, in the moment of the fork, a thread of C++ enters Python (github.com/python/cpython/issues/
-# 112275), as gloo's do once after each collective. Their turn takes microseconds, so that they are given milliseconds.
-_FORKS_MAY_HANG = sys.version_info < ((3, 10, 15) if sys.version_info < (3, 11) else (3, 11, 10))
-_REST_SECONDS = 0.005
-
-
 class Session:
     """The process group and the heartbeat beside it: one a process, through all its trainings.
 
@@ -98,6 +92,12 @@ class Session:
         """The program has caught the error that ended the last training, and goes on."""
         if self.heartbeat.error:
             self.heartbeat.take_back_failure()
+
+
+# A child waits for ever if, in the moment of the fork, a thread of C++ enters Python (github.com/python/cpython/issues/
+# 112275), as gloo's do once after each collective. Their turn takes microseconds, so that they are given milliseconds.
+_FORKS_MAY_HANG = sys.version_info < ((3, 10, 15) if sys.version_info < (3, 11) else (3, 11, 10))
+_REST_SECONDS = 0.005
 
 
 def _let_threads_finish() -> None:
