@@ -130,11 +130,34 @@ class DDP(Processes, SingleDevice):
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
         model = super().prepare(model)
         replica = Replica(model, self._wrap, self._watched, self._later)
-        self.check_same(replica.shapes())
+        self.check_same(replica.facts())
         with self._watched():
             take_from_main([*model.parameters(), *replica.buffers_to_share()])
         self._replicas = [each for each in self._replicas if each.module is not model] + [replica]
         return replica
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Compares its parameters over all processes, in order: its state is saved and loaded by position."""
+        prepared = super().prepare_optimizer(optimizer)
+        if not self.is_alone:
+            self.check_same(self._optimizer_facts(prepared))
+        return prepared
+
+    def _optimizer_facts(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Numbers and parameters of its groups, in order."""
+        names = {
+            parameter: name if len(self._replicas) == 1 else f"{name} (of model {number})"
+            for number, replica in enumerate(self._replicas)
+            for name, parameter in replica.module.named_parameters()
+        }
+        facts = dict[str, Any]()
+        for number, group in enumerate(getattr(optimizer, "param_groups", ())):  # what has none is refused later
+            owner = f"of the optimizer's group {number}"
+            facts |= {f"{name} {owner}": value for name, value in group.items() if isinstance(value, (int, float))}
+            for place, parameter in enumerate(group["params"]):
+                name = names.get(parameter, f"number {place} (of no prepared model)")
+                facts[f"parameter {name} {owner}"] = str(list(parameter.shape))
+        return facts
 
     def forget_models(self) -> None:
         self._replicas = []

@@ -156,6 +156,13 @@ class Processes(Strategy):
                         f"{name} differs: {theirs!r} on {self._named(rank)}, {ours!r} on {self._named(0)}; start every "
                         "process with the same script, arguments and versions"
                     )
+            for name, there in zip(main, other, strict=True):
+                if name != there:
+                    raise ValueError(
+                        f"{there} on {self._named(rank)} stands where {name} does on {self._named(0)}: the same things "
+                        "in another order; make them in the same order in every process (that of a set of strings "
+                        "changes from process to process: sort it, or give all processes the same PYTHONHASHSEED)"
+                    )
 
     @property
     def leaving(self) -> bool:
