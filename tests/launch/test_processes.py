@@ -208,7 +208,7 @@ def test_a_temporary_folder_stays_only_with_something_in_it(tmp_path: Path, monk
         ([0, 20, 30], ["", ", from the checkpoint of step 20"]),
     ],
 )  # fmt: skip
-def test_a_run_that_gets_on_is_started_anew(steps: list[int], ends: list[str], tmp_path: Path) -> None:
+def test_a_run_is_restarted_from_its_checkpoint(steps: list[int], ends: list[str], tmp_path: Path) -> None:
     said: list[str] = []
     assert run(launched.try_again, str(tmp_path), steps, max_restarts=3, say=said.append) == {0: 2, 1: 2}
     for number, end in enumerate(ends):
@@ -216,22 +216,44 @@ def test_a_run_that_gets_on_is_started_anew(steps: list[int], ends: list[str], t
         assert said[number].endswith(f"{reason}; restart {number + 1} of 3{end}")
 
 
-@pytest.mark.parametrize(
-    ("steps", "sentence"),
-    [
-        ([0, 0, 30], "not started anew: no checkpoint was written since the last start"),
-        ([10, 10, 30], "not started anew: no checkpoint is newer than that of step 10"),
-        ([10, 20, 30, 40], None),
-    ],
-)
-def test_a_run_that_gets_nowhere_is_not(steps: list[int], sentence: str | None, tmp_path: Path) -> None:
+def restarts_of(steps: list[int], allowed: int, folder: Path) -> tuple[int, list[str]]:
+    """How often the ranks were restarted until the failure was final, and what was said after that."""
     said: list[str] = []
     with pytest.raises(ProcessFailed) as caught:
-        run(launched.try_again, str(tmp_path), steps, max_restarts=2, say=said.append)
-    restarts = 1 if sentence else 2
-    assert f"ValueError: failure {restarts}" in caught.value.traceback
-    assert sum("; restart" in one for one in said) == restarts
-    assert sentence is None or any(one.startswith(sentence) for one in said)
+        run(launched.try_again, str(folder), steps, max_restarts=allowed, say=said.append)
+    count = sum("; restart" in each for each in said)
+    assert f"ValueError: failure {count}" in caught.value.traceback
+    return count, [each for each in said if each.startswith("not restarted")]
+
+
+@pytest.mark.parametrize(
+    ("steps", "allowed", "restarts", "sentence"),
+    [
+        ([0] * 5, 3, 3, "not restarted: 3 restarts are made, and no checkpoint is written since the last"),
+        ([10] * 5, 2, 2, "not restarted: 2 restarts are made, and no checkpoint is newer than that of step 10 since"),
+        ([10, 10, 20, 20, 30], 1, 1, "not restarted: 1 restarts are made, and no checkpoint is newer"),
+        ([0, 20, 30, 30, 30], 1, 3, "not restarted: 3 restarts are made, and no checkpoint is newer"),
+        ([10, 20, 30], 0, 0, None),
+    ],
+)
+def test_a_run_that_gets_nowhere_has_the_restarts_asked_for(
+    steps: list[int], allowed: int, restarts: int, sentence: str | None, tmp_path: Path
+) -> None:
+    count, said = restarts_of(steps, allowed, tmp_path)
+    assert count == restarts
+    assert len(said) == (sentence is not None)
+    assert all(each.startswith(sentence or "") for each in said)
+
+
+def test_a_run_that_gets_on_has_more(tmp_path: Path) -> None:
+    said: list[str] = []
+    steps = [10, 20, 30, 40]
+    assert run(launched.try_again, str(tmp_path), steps, max_restarts=1, say=said.append) == {0: 3, 1: 3}
+    assert [each.partition("; ")[2] for each in said] == [
+        "restart 1 of 1, from the checkpoint of step 10",
+        "restart 2, more than max_restarts=1, since there is a newer checkpoint, from the checkpoint of step 20",
+        "restart 3, more than max_restarts=1, since there is a newer checkpoint, from the checkpoint of step 30",
+    ]
 
 
 def test_each_start_has_files_of_its_own(tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ class LaunchConfig:
         node_rank: Number of this machine, from 0.
         master_addr: Name or address of machine 0, as the other machines reach it.
         master_port: Its port for the rendezvous; 0 for a free one, and for 29500 where there are several machines.
-        max_restarts: How often the processes may be started anew after one has failed. After the first time that
-            happens only if the run has written a newer checkpoint in between.
+        max_restarts: How often the processes are restarted after one has failed. After that they are restarted only if
+            the last start has written a newer checkpoint. 0: never.
         rdzv_backend: How machines find one another: "static" by their `node_rank`, "c10d" as they come (there
             `node_rank` need not be given).
         rdzv_id: Name of the run, the same on all machines; None for "trainer_kit".

@@ -56,7 +56,7 @@ def notebook_launcher(
         rdzv_backend: How machines find one another: "static" by their `node_rank`, "c10d" as they come.
         rdzv_endpoint: "host:port" in place of `master_addr` and `use_port`.
         rdzv_id: Name of the run, the same on all machines.
-        max_restarts: How often the processes may be started anew after one has failed, see `LaunchConfig`.
+        max_restarts: How often the processes are restarted after one has failed, see `LaunchConfig`.
         monitor_interval: Seconds between two looks at the processes.
 
     Returns:
