@@ -23,7 +23,7 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("node-rank", {"type": int, "metavar": "N", "help": "number of this machine, from 0"}),
     ("master-addr", {"metavar": "ADDRESS", "help": "name or address of machine 0"}),
     ("master-port", {"type": int, "metavar": "PORT", "help": "its port (default: a free one, or 29500)"}),
-    ("max-restarts", {"type": int, "metavar": "N", "help": "restart N times after a failure, then while the run gets on"}),
+    ("max-restarts", {"type": int, "metavar": "N", "help": "restart N times after failures, then while it gets on"}),
     ("rdzv-backend", {"choices": ("static", "c10d"), "help": "how machines find one another"}),
     ("rdzv-id", {"metavar": "NAME", "help": "name of the run, the same on all machines"}),
     ("start-timeout", {"type": float, "metavar": "SECONDS", "help": "how long to wait for other machines"}),
