@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import logging
 import multiprocessing.util
-import socket
 import weakref
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from trainer_kit.precision import Precision
 from trainer_kit.strategies.gradients import GradientNorms
 from trainer_kit.strategies.processes import Processes
 from trainer_kit.strategies.replica import Replica, take_from_main
-from trainer_kit.strategies.session import Session
+from trainer_kit.strategies.session import Session, check_own_gpus
 from trainer_kit.strategies.single import SingleDevice
 
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters
@@ -101,8 +100,8 @@ class DDP(Processes, SingleDevice):
     # The run's beginning and end
 
     def _have_met(self) -> None:
-        places = self.gather_object(self._whereabouts())
-        _check_own_gpus(places)
+        places = self.gather_object(self._location())
+        check_own_gpus(places)  # in a group that the program made, too
         self._report(places)
 
     def _report(self, places: list[tuple[str, str]]) -> None:
@@ -110,12 +109,13 @@ class DDP(Processes, SingleDevice):
         if self.is_main:
             logger.info("%d processes: %s", self.world_size, _listed(places))
 
-    def _whereabouts(self) -> tuple[str, str]:
+    def _location(self) -> tuple[str, str]:
         """The machine of this process and its device, with a GPU's own number."""
-        if self.device.type != "cuda":
-            return socket.gethostname(), str(self.device)
-        properties = torch.cuda.get_device_properties(self.device)
-        return socket.gethostname(), f"{properties.name} {getattr(properties, 'uuid', self.device)}"
+        host, device = super()._location()
+        if self.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(self.device)
+            device = f"{properties.name} {getattr(properties, 'uuid', self.device)}"
+        return host, device
 
     # Model and step
 
@@ -268,16 +268,6 @@ def _own_gpu(place: environment.Place) -> torch.device:
             f"{count}, or train on the CPU (use_cpu=True, launch --cpu)"
         )
     return torch.device("cuda", min(place.local_rank, count - 1))
-
-
-def _check_own_gpus(places: list[tuple[str, str]]) -> None:
-    for rank, place in enumerate(places):
-        first = places.index(place)
-        if first != rank and not place[1].startswith("cpu"):
-            raise ValueError(
-                f"ranks {first} and {rank} on {place[0]} share one GPU ({place[1]}): more processes than GPUs; start "
-                "fewer, or train on the CPU (use_cpu=True, launch --cpu)"
-            )
 
 
 def _listed(places: list[tuple[str, str]]) -> str:

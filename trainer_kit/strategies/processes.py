@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing.util
 import pickle
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -53,8 +54,12 @@ class Processes(Strategy):
         if self._session is not None:
             self._session.recover()
         elif not self.is_alone:
-            self._session = Session.join(self.place, self.device, self.timeout, self.patience)
+            self._session = Session.join(self.place, self.device, self.timeout, self.patience, self._location())
             self._have_met()
+
+    def _location(self) -> tuple[str, str]:
+        """The machine of this process and its device."""
+        return socket.gethostname(), str(self.device)
 
     def _have_met(self) -> None:
         """Called once, when all processes are there."""
