@@ -21,7 +21,7 @@ import launched
 import pytest
 
 from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.processes import Logs, ProcessesLeft, ProcessFailed, planned, run_processes, variables
+from trainer_kit.launch.processes import PREFIX, Logs, ProcessesLeft, ProcessFailed, planned, run_processes, variables
 
 RUNNER = ("-m", "trainer_kit.launch.script")
 SCRIPT = launched.__file__
@@ -179,12 +179,19 @@ def test_the_first_rank_has_the_terminal_and_others_have_files(
     assert said == [f"the output of ranks 1, 2 is in {tmp_path}"]
 
 
-def test_with_a_prefix_all_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_a_prefix_all_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
-    run(sys.executable, "-c", code, logs=Logs(tmp_path, prefix=True))
+    run(sys.executable, "-c", code, logs=Logs(tmp_path, prefix=PREFIX))
     out, err = capsys.readouterr()
     assert sorted(out.splitlines()) == ["[rank 0] out 0", "[rank 1] out 1"]
     assert sorted(err.splitlines()) == ["[rank 0] err 0", "[rank 1] err 1"]
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    run(sys.executable, "-c", code, logs=Logs(prefix="${role_name} ${local_rank}: "))
+    assert sorted(capsys.readouterr().out.splitlines()) == ["trainer_kit 0: out 0", "trainer_kit 1: out 1"]
+    assert list((tmp_path / "tmp").iterdir()) == []  # all was shown
 
 
 def test_a_temporary_folder_stays_only_with_something_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,7 +405,7 @@ def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_master_that_nobody_answers() -> None:
     config = LaunchConfig(num_nodes=2, node_rank=1, master_port=free_port(), start_timeout=0.5, cpu=True)
-    with pytest.raises(TimeoutError, match=r"machine 0 at 127.0.0.1:\d+ \(--node-rank 0\) did not answer within 0.5 s"):
+    with pytest.raises(TimeoutError, match=r"machine 0 at 127.0.0.1:\d+ \(node_rank=0\) did not answer within 0.5 s"):
         run_processes(config, launched.place)
 
 
@@ -406,9 +413,9 @@ def test_the_user_hears_who_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("trainer_kit.launch.machines._PATIENCE_SECONDS", 0.2)
     said: list[str] = []
     config = LaunchConfig(num_nodes=2, master_port=free_port(), start_timeout=0.5, cpu=True)
-    with pytest.raises(TimeoutError, match=r"machine 1 of 2 \(--node-rank 1\) did not answer"):
+    with pytest.raises(TimeoutError, match=r"machine 1 of 2 \(node_rank=1\) did not answer"):
         run_processes(config, launched.place, say=said.append)
-    assert said == ["waiting for machine 1 of 2 (--node-rank 1), up to 0.5 s"]
+    assert said == ["waiting for machine 1 of 2 (node_rank=1), up to 0.5 s"]
 
 
 def test_a_master_address_that_leads_elsewhere() -> None:

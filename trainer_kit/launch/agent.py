@@ -60,8 +60,7 @@ class Agent(LocalElasticAgent):
         signals: deque[int],
         say: Callable[[str], None],
     ) -> None:
-        prefix = "[rank ${rank}] " if output.prefix else None
-        super().__init__(spec, output, start_method, log_line_prefix_template=prefix)
+        super().__init__(spec, output, start_method, log_line_prefix_template=output.prefix)
         self._asked = spec.max_restarts
         self._progress_file = output.scratch / "progress"
         self._machines = machines
