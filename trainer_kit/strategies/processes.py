@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from trainer_kit.environment import Place
 from trainer_kit.strategies.base import Strategy
@@ -152,6 +153,8 @@ class Processes(Strategy):
     def check_same(self, facts: Mapping[str, Any]) -> None:
         if self.is_alone:
             return
+        if len(set(self._gathered(xxhash.xxh3_64_hexdigest(repr([*facts.items()]))))) == 1:
+            return  # without sending the names of all parameters to everyone
         main, *others = self._gathered(dict(facts))
         for rank, other in enumerate(others, start=1):
             for name in [*main, *other]:
