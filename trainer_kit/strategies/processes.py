@@ -153,7 +153,7 @@ class Processes(Strategy):
     def check_same(self, facts: Mapping[str, Any]) -> None:
         if self.is_alone:
             return
-        if len(set(self._gathered(xxhash.xxh3_64_hexdigest(repr([*facts.items()]))))) == 1:
+        if len(set(self._gathered(xxhash.xxh3_64_hexdigest(repr([*facts.items()]).encode())))) == 1:
             return  # without sending the names of all parameters to everyone
         main, *others = self._gathered(dict(facts))
         for rank, other in enumerate(others, start=1):
