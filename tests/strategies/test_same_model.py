@@ -154,7 +154,7 @@ def test_modules_made_from_a_set_of_strings(seeds: tuple[int, int], trains: bool
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )
         )  # fmt: skip
-    texts = [process.communicate(timeout=120)[0] for process in processes]
+    texts = [process.communicate(timeout=240)[0] for process in processes]
     for text in texts:
         assert ("trained 2" in text) == trains, text
         if not trains:
