@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -83,13 +84,10 @@ def train(folder: Path, steps: int, kill_at: int | None = None, resume: bool = F
     trainer.train(resume_from_checkpoint=resume)
 
 
-def in_a_process(*arguments: Any) -> int:
-    """Calls `train` in a process of its own, and returns how that ended: 0, or minus the signal that killed it."""
-    process = multiprocessing.get_context("spawn").Process(target=train, args=arguments)
-    process.start()
-    process.join()
-    assert process.exitcode is not None
-    return process.exitcode
+def in_a_process(folder: Path, steps: int, *options: str) -> int:
+    """Trains in a process of its own, and returns how that ended: 0, or minus the signal that killed it."""
+    command = [sys.executable, __file__, "--train", str(folder), "--steps", str(steps), *options]
+    return subprocess.run(command, check=False).returncode
 
 
 def results(folder: Path, steps: int) -> dict[str, str]:
@@ -109,15 +107,22 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", default="runs/resume", help="a folder for each of the two (%(default)s)")
     parser.add_argument("--short", action="store_true", help="30 steps instead of 300")
+    parser.add_argument("--train", metavar="DIR", type=Path, help="one training alone, in this folder")
+    parser.add_argument("--steps", type=int, default=300, help="its steps (%(default)s)")
+    parser.add_argument("--kill-at", type=int, help="the step after which it kills itself")
+    parser.add_argument("--resume", action="store_true", help="go on from its newest checkpoint")
     options = parser.parse_args(argv)
-    steps = 30 if options.short else 300
+    if options.train:
+        train(options.train, options.steps, options.kill_at, options.resume)
+        return {}
+    steps = 30 if options.short else options.steps
     kill_at = steps // 2 + 3
     whole, broken = Path(options.output_dir) / "in-one-go", Path(options.output_dir) / "killed"
 
     train(whole, steps)
-    killed = in_a_process(broken, steps, kill_at)
+    killed = in_a_process(broken, steps, "--kill-at", str(kill_at))
     newest = max(int(path.name.partition("-")[2]) for path in broken.glob("checkpoint-*"))
-    resumed = in_a_process(broken, steps, None, True)
+    resumed = in_a_process(broken, steps, "--resume")
 
     expected, got = results(whole, steps), results(broken, steps)
     print(f"\nkilled at step {kill_at} of {steps} by signal {-killed}, the newest checkpoint is that of step {newest}")

@@ -7,6 +7,7 @@ batches are fetched to its end; and on a GPU, where CUDA itself raises on each o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from sync_debug import SyncDebug
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -229,14 +231,18 @@ def test_the_meta_device_shows_what_waits(tmp_path: Path) -> None:
     assert steps.taken == 5
 
 
-class SyncDebug:
-    """Lets CUDA raise on every synchronizing call."""
+def test_cudas_debug_mode_is_not_left_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
 
-    def __enter__(self) -> None:
-        torch.cuda.set_sync_debug_mode("error")
+    def set_mode(mode: str) -> None:
+        modes.append(mode)
+        if len(modes) == 1:
+            warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all", stacklevel=1)
 
-    def __exit__(self, *_: object) -> None:
-        torch.cuda.set_sync_debug_mode("default")
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with pytest.raises(ArithmeticError), SyncDebug():
+        raise ArithmeticError
+    assert modes == ["error", "default"]
 
 
 @pytest.mark.gpu
@@ -257,5 +263,5 @@ def test_cuda_sees_no_wait(tmp_path: Path, kind: str, changes: dict[str, Any]) -
     try:
         trainer.train()
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        window.waits.__exit__()
     assert window.steps == 11

@@ -341,6 +341,29 @@ def talk(folder: str) -> dict[str, Any]:
     }
 
 
+def talk_in_another_order() -> dict[str, Any]:
+    accelerator = Accelerator(cpu=True)
+    values = {"loss": torch.tensor([1.0]), "hits": torch.tensor([10.0, 20.0]), 3: [torch.tensor(100.0)]}
+    if accelerator.process_index == 1:
+        values = dict(reversed(values.items()))
+    reduced = accelerator.reduce({"nested": values})["nested"]
+    gathered = accelerator.gather(values)
+    padded = accelerator.pad_across_processes(values)
+    return {"reduced": reduced, "gathered": gathered, "padded": padded, "order": [*values] == [*reduced]}
+
+
+def test_dicts_may_have_another_order_on_another_process() -> None:
+    for result in on_ranks(2, talk_in_another_order):
+        assert result["reduced"]["loss"].tolist() == [2.0]
+        assert result["reduced"]["hits"].tolist() == [20.0, 40.0]
+        assert result["reduced"][3][0].item() == 200.0
+        assert result["gathered"]["loss"].tolist() == [1.0, 1.0]
+        assert result["gathered"]["hits"].tolist() == [10.0, 20.0] * 2
+        assert result["gathered"][3][0].tolist() == [100.0, 100.0]
+        assert result["padded"]["hits"].tolist() == [10.0, 20.0]
+        assert result["order"]
+
+
 def test_what_the_processes_do_together(tmp_path: Path) -> None:
     main, other = on_ranks(2, talk, str(tmp_path))
     for result in (main, other):

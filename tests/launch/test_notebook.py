@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import free_port
 
 from trainer_kit import environment
 from trainer_kit.launch import config, kernel
@@ -288,3 +289,64 @@ def test_one_call_on_each_machine() -> None:
     assert "Launching training on 2 CPUs." in first
     assert "value: ('hello', 0, 2, 0, True)" in first
     assert "value: None" in second
+
+
+# The rendezvous, and what the processes print
+
+
+def test_the_lines_of_all_processes_are_shown_after_a_prefix(capfd: pytest.CaptureFixture[str]) -> None:
+    def train() -> None:
+        print("at work")
+
+    notebook_launcher(train, num_processes=2, log_line_prefix_template="<${rank}> ")
+    shown = capfd.readouterr().out.splitlines()
+    assert sorted(line for line in shown if line.endswith("at work")) == ["<0> at work", "<1> at work"]
+    with pytest.raises(TypeError, match="log_line_prefix_template=3 is a int; give text"):
+        notebook_launcher(train, num_processes=2, log_line_prefix_template=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("backend", "conf", "whom"),
+    [
+        ("static", {"timeout": "1"}, r"machine 0 at 127.0.0.1:\d+ \(node_rank=0\)"),
+        ("static", {"timeout": 1, "rank": 0}, r"machine 0 at 127.0.0.1:\d+ \(node_rank=0\)"),
+        ("c10d", {"join_timeout": 1, "timeout": 99, "is_host": False}, r"the first machine at 127.0.0.1:\d+"),
+    ],
+)
+def test_a_notebook_waits_as_long_as_rdzv_conf_says(backend: Any, conf: Any, whom: str) -> None:
+    """And is told the names of its own arguments."""
+    place = {"num_nodes": 2, "node_rank": 1, "use_port": free_port(), "rdzv_backend": backend}
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match=rf"{whom} did not answer within 1 s; .*rdzv_conf={{'timeout': 2}}"):
+        notebook_launcher(print, num_processes=1, rdzv_conf=conf, **place)
+    assert time.monotonic() - begin < 30
+
+
+def test_machine_0_is_told_of_node_rank_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(TimeoutError, match=r"machine 1 of 2 \(node_rank=1\) did not answer within 1 s"):
+        notebook_launcher(print, num_processes=1, num_nodes=2, use_port=free_port(), rdzv_conf={"timeout": 1})
+
+
+def test_machines_meet_as_rdzv_conf_says() -> None:
+    """A single one, which needs all of torch's settings all the same."""
+    conf = {
+        "join_timeout": 60, "last_call_timeout": 1, "close_timeout": 5, "heartbeat_timeout": 3, "read_timeout": 30,
+        "keep_alive_interval": 2, "keep_alive_max_attempt": 2, "is_host": "true",
+    }  # fmt: skip
+    before = dict(conf)
+    assert notebook_launcher(sum, ([1, 2],), num_processes=2, rdzv_backend="c10d", rdzv_conf=conf) == 3
+    assert conf == before
+
+
+@pytest.mark.parametrize(
+    ("backend", "conf", "sentence"),
+    [
+        ("static", {"join_timeout": 3}, "rdzv_conf has 'join_timeout', which rdzv_backend='static' does not know"),
+        ("c10d", {"store_type": "file"}, "rdzv_conf has 'store_type', which rdzv_backend='c10d' does not know"),
+        ("static", {"timeout": 0}, r"rdzv_conf\['timeout'\]=0 is not allowed; give a whole number above 0"),
+        ("c10d", {"is_host": "yes"}, r"rdzv_conf\['is_host'\]='yes' is not allowed; give True or False"),
+    ],
+)
+def test_a_rdzv_conf_that_makes_no_sense(backend: Any, conf: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        notebook_launcher(print, num_processes=2, rdzv_backend=backend, rdzv_conf=conf)

@@ -21,7 +21,7 @@ import launched
 import pytest
 
 from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.processes import Logs, ProcessesLeft, ProcessFailed, planned, run_processes, variables
+from trainer_kit.launch.processes import PREFIX, Logs, ProcessesLeft, ProcessFailed, planned, run_processes, variables
 
 RUNNER = ("-m", "trainer_kit.launch.script")
 SCRIPT = launched.__file__
@@ -179,12 +179,19 @@ def test_the_first_rank_has_the_terminal_and_others_have_files(
     assert said == [f"the output of ranks 1, 2 is in {tmp_path}"]
 
 
-def test_with_a_prefix_all_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_a_prefix_all_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
-    run(sys.executable, "-c", code, logs=Logs(tmp_path, prefix=True))
+    run(sys.executable, "-c", code, logs=Logs(tmp_path, prefix=PREFIX))
     out, err = capsys.readouterr()
     assert sorted(out.splitlines()) == ["[rank 0] out 0", "[rank 1] out 1"]
     assert sorted(err.splitlines()) == ["[rank 0] err 0", "[rank 1] err 1"]
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    run(sys.executable, "-c", code, logs=Logs(prefix="${role_name} ${local_rank}: "))
+    assert sorted(capsys.readouterr().out.splitlines()) == ["trainer_kit 0: out 0", "trainer_kit 1: out 1"]
+    assert list((tmp_path / "tmp").iterdir()) == []  # all was shown
 
 
 def test_a_temporary_folder_stays_only_with_something_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +215,7 @@ def test_a_temporary_folder_stays_only_with_something_in_it(tmp_path: Path, monk
         ([0, 20, 30], ["", ", from the checkpoint of step 20"]),
     ],
 )  # fmt: skip
-def test_a_run_that_gets_on_is_started_anew(steps: list[int], ends: list[str], tmp_path: Path) -> None:
+def test_a_run_is_restarted_from_its_checkpoint(steps: list[int], ends: list[str], tmp_path: Path) -> None:
     said: list[str] = []
     assert run(launched.try_again, str(tmp_path), steps, max_restarts=3, say=said.append) == {0: 2, 1: 2}
     for number, end in enumerate(ends):
@@ -216,22 +223,44 @@ def test_a_run_that_gets_on_is_started_anew(steps: list[int], ends: list[str], t
         assert said[number].endswith(f"{reason}; restart {number + 1} of 3{end}")
 
 
-@pytest.mark.parametrize(
-    ("steps", "sentence"),
-    [
-        ([0, 0, 30], "not started anew: no checkpoint was written since the last start"),
-        ([10, 10, 30], "not started anew: no checkpoint is newer than that of step 10"),
-        ([10, 20, 30, 40], None),
-    ],
-)
-def test_a_run_that_gets_nowhere_is_not(steps: list[int], sentence: str | None, tmp_path: Path) -> None:
+def restarts_of(steps: list[int], allowed: int, folder: Path) -> tuple[int, list[str]]:
+    """How often the ranks were restarted until the failure was final, and what was said after that."""
     said: list[str] = []
     with pytest.raises(ProcessFailed) as caught:
-        run(launched.try_again, str(tmp_path), steps, max_restarts=2, say=said.append)
-    restarts = 1 if sentence else 2
-    assert f"ValueError: failure {restarts}" in caught.value.traceback
-    assert sum("; restart" in one for one in said) == restarts
-    assert sentence is None or any(one.startswith(sentence) for one in said)
+        run(launched.try_again, str(folder), steps, max_restarts=allowed, say=said.append)
+    count = sum("; restart" in each for each in said)
+    assert f"ValueError: failure {count}" in caught.value.traceback
+    return count, [each for each in said if each.startswith("not restarted")]
+
+
+@pytest.mark.parametrize(
+    ("steps", "allowed", "restarts", "sentence"),
+    [
+        ([0] * 5, 3, 3, "not restarted: 3 restarts are made, and no checkpoint is written since the last"),
+        ([10] * 5, 2, 2, "not restarted: 2 restarts are made, and no checkpoint is newer than that of step 10 since"),
+        ([10, 10, 20, 20, 30], 1, 1, "not restarted: 1 restarts are made, and no checkpoint is newer"),
+        ([0, 20, 30, 30, 30], 1, 3, "not restarted: 3 restarts are made, and no checkpoint is newer"),
+        ([10, 20, 30], 0, 0, None),
+    ],
+)
+def test_a_run_that_gets_nowhere_has_the_restarts_asked_for(
+    steps: list[int], allowed: int, restarts: int, sentence: str | None, tmp_path: Path
+) -> None:
+    count, said = restarts_of(steps, allowed, tmp_path)
+    assert count == restarts
+    assert len(said) == (sentence is not None)
+    assert all(each.startswith(sentence or "") for each in said)
+
+
+def test_a_run_that_gets_on_has_more(tmp_path: Path) -> None:
+    said: list[str] = []
+    steps = [10, 20, 30, 40]
+    assert run(launched.try_again, str(tmp_path), steps, max_restarts=1, say=said.append) == {0: 3, 1: 3}
+    assert [each.partition("; ")[2] for each in said] == [
+        "restart 1 of 1, from the checkpoint of step 10",
+        "restart 2, more than max_restarts=1, since there is a newer checkpoint, from the checkpoint of step 20",
+        "restart 3, more than max_restarts=1, since there is a newer checkpoint, from the checkpoint of step 30",
+    ]
 
 
 def test_each_start_has_files_of_its_own(tmp_path: Path) -> None:
@@ -376,7 +405,7 @@ def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_master_that_nobody_answers() -> None:
     config = LaunchConfig(num_nodes=2, node_rank=1, master_port=free_port(), start_timeout=0.5, cpu=True)
-    with pytest.raises(TimeoutError, match=r"machine 0 at 127.0.0.1:\d+ \(--node-rank 0\) did not answer within 0.5 s"):
+    with pytest.raises(TimeoutError, match=r"machine 0 at 127.0.0.1:\d+ \(node_rank=0\) did not answer within 0.5 s"):
         run_processes(config, launched.place)
 
 
@@ -384,9 +413,9 @@ def test_the_user_hears_who_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("trainer_kit.launch.machines._PATIENCE_SECONDS", 0.2)
     said: list[str] = []
     config = LaunchConfig(num_nodes=2, master_port=free_port(), start_timeout=0.5, cpu=True)
-    with pytest.raises(TimeoutError, match=r"machine 1 of 2 \(--node-rank 1\) did not answer"):
+    with pytest.raises(TimeoutError, match=r"machine 1 of 2 \(node_rank=1\) did not answer"):
         run_processes(config, launched.place, say=said.append)
-    assert said == ["waiting for machine 1 of 2 (--node-rank 1), up to 0.5 s"]
+    assert said == ["waiting for machine 1 of 2 (node_rank=1), up to 0.5 s"]
 
 
 def test_a_master_address_that_leads_elsewhere() -> None:

@@ -139,7 +139,7 @@ def digest(trainer: Trainer) -> str:
             for value in tree:
                 add(value)
         elif isinstance(tree, torch.Tensor):
-            checksum.update(tree.detach().contiguous().numpy().tobytes())
+            checksum.update(tree.detach().cpu().contiguous().numpy().tobytes())
         else:
             checksum.update(repr(tree).encode())
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
 import os
 import re
 import signal
@@ -18,10 +20,13 @@ import pytest
 import torch.distributed as dist
 import watched
 from forked import fork_server
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ranks import free_port
 
 from trainer_kit.strategies import heartbeat as module
 from trainer_kit.strategies import roster
+from trainer_kit.strategies.ddp import DDP
 from trainer_kit.strategies.whereabouts import Where
 
 pytestmark = [
@@ -308,6 +313,47 @@ def test_time_in_which_processes_are_stopped_makes_nobody_slow(
     pass_seconds(20, third, second, first)
     assert "rank 1 (" in caplog.text
     assert " has been for 60 s in load (project/data.py:2), while rank " in caplog.text
+
+
+def seconds_until_found(frozen: int, phases: list[float]) -> list[float]:
+    """Seconds from the stop of a process until each of two others ends, with the default times of a run.
+
+    Args:
+        frozen: Which of three processes stops.
+        phases: By how many seconds the threads are apart: each process's talking one, then each one's watching one.
+    """
+    clock, store = Clock(), dist.HashStore()
+    with pytest.MonkeyPatch.context() as patch:
+        for each in (module, roster):
+            patch.setattr(each, "time", clock)
+        patch.setattr(module, "where_is", lambda *frames, hidden: Where("all_reduce", waits=True))
+        patch.setattr(module, "machine", lambda: ("another machine", 1))  # the system does not say how it is
+        patience = inspect.signature(DDP).parameters["heartbeat_timeout"].default
+        processes = [module.Heartbeat(store, rank, 3, patience=patience) for rank in range(3)]
+        turns = [(clock.now + phase, number) for number, phase in enumerate(phases)]
+        stop, found = clock.now + 20, dict[int, float]()
+        while len(found) < 2:
+            clock.now, number = min(turns)
+            process = processes[number % 3]
+            if clock.now >= stop and process.rank == frozen:
+                turns[number] = (math.inf, number)
+                continue
+            if number < 3:
+                process._beats += 1
+                process._exchange()
+            else:
+                process._look()
+                if process._finding() is not None:
+                    found.setdefault(process.rank, clock.now - stop)
+            turns[number] = (clock.now + process._pause(), number)
+        return list(found.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(frozen=st.integers(0, 2), phases=st.lists(st.floats(0, 5), min_size=6, max_size=6))
+def test_a_stopped_process_is_found_soon_after_its_time_is_over(frozen: int, phases: list[float]) -> None:
+    for seconds in seconds_until_found(frozen, phases):
+        assert 30 <= seconds + 5 <= 50, "a beat may be 5 seconds old when the process stops"
 
 
 def test_all_hear_that_one_is_told_to_leave(run: Run) -> None:

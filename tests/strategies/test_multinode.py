@@ -44,9 +44,9 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 @contextlib.contextmanager
 def machines(folder: Path) -> Iterator[tuple[MultiNode, list[str]]]:
-    """Rank 0 on machine 0, ranks 1 and 2 on machine 1, each machine in a working folder of its own; and the log."""
+    """Rank 0 on machine 0, 1 and 2 on 1, 3 on 2, each machine in a working folder of its own; and the log."""
     rank = int(os.environ["RANK"])
-    node, local_rank, size = (0, 0, 1) if rank == 0 else (1, rank - 1, 2)
+    node, local_rank, size = [(0, 0, 1), (1, 0, 2), (1, 1, 2), (2, 0, 1)][rank]
     os.environ |= {"GROUP_RANK": str(node), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(size)}
     home, temporary = os.getcwd(), tempfile.tempdir
     disk = folder / f"machine-{node}"
@@ -96,6 +96,24 @@ def test_a_checkpoint_is_sent_to_a_machine_that_does_not_see_it(tmp_path: Path) 
     assert list((tmp_path / "machine-1" / "tmp").iterdir()) == []
     assert f"sending checkpoint-3 (0.0 MiB) to {HOST}, where it is not seen" in main["log"]
     assert first["log"] == []
+
+
+def copied_with_gpus(folder: Path) -> dict[str, Any]:
+    """With NCCL bound to a device, making a group is a step of all processes, of which only its members know."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group"):
+            if hasattr(torch.distributed, name):
+                patch.setattr(torch.distributed, name, None)
+        return copied(folder)
+
+
+def test_a_checkpoint_goes_from_machine_to_machine_without_a_group_of_some(tmp_path: Path) -> None:
+    fill(tmp_path / "machine-0" / "checkpoint-3")
+    results = on_ranks(4, copied_with_gpus, tmp_path)
+    for each in results:
+        assert each["found"] == {name: content(name) for name in FILES}
+    assert Path(results[3]["path"]).parent == tmp_path / "machine-2" / "tmp"
+    assert [each["is there"] for each in results] == [True, False, False, False]
 
 
 def seen_by_all(folder: Path, can_mark: bool) -> tuple[str, bool, list[str]]:

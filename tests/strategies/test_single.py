@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sync_debug import SyncDebug
 from torch import nn
 
 from trainer_kit import Callback, Run, SingleDevice, Trainer, TrainingArguments
@@ -231,11 +232,8 @@ def test_cuda_skips_without_the_host() -> None:
     weight = nn.Parameter(torch.ones(3, device="cuda"))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
     weight.grad = torch.tensor([1.0, float("nan"), 1.0], device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with SyncDebug():
         strategy.step(optimizer, 1.0, nonfinite="skip")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert weight.tolist() == [1.0, 1.0, 1.0]
 
 

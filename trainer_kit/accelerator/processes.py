@@ -13,7 +13,7 @@ import torch
 from trainer_kit.accelerator.options import DistributedType
 from trainer_kit.accelerator.stepping import Flow
 from trainer_kit.strategies.base import Strategy
-from trainer_kit.trees import map_tensors
+from trainer_kit.trees import map_tensors, tensors
 
 T = TypeVar("T")
 
@@ -155,7 +155,7 @@ class Processes:
             TypeError: If the tree holds something else.
         """
         _check_tensors(tensor, "gather")
-        return map_tensors(lambda each: self.strategy.gather(each if each.ndim else each[None]), tensor)
+        return _in_one_order(lambda each: self.strategy.gather(each if each.ndim else each[None]), tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """What `gather` gives, without the samples that were repeated to fill a loader's last batches.
@@ -205,7 +205,7 @@ class Processes:
                 total = total / self.num_processes
             return total if scale == 1.0 else total * scale
 
-        return map_tensors(reduced, tensor)
+        return _in_one_order(reduced, tensor)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         """The tensors, filled up along one dimension to the largest size that any process has.
@@ -236,7 +236,7 @@ class Processes:
             whole.narrow(dim, size - own if pad_first else 0, own).copy_(each)
             return whole
 
-        return map_tensors(padded, tensor)
+        return _in_one_order(padded, tensor)
 
 
 def _only_if(condition: bool, function: Callable[..., T]) -> Callable[..., T | None]:
@@ -245,6 +245,19 @@ def _only_if(condition: bool, function: Callable[..., T]) -> Callable[..., T | N
         return function(*args, **kwargs) if condition else None
 
     return wrapper
+
+
+def _in_one_order(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """Like `map_tensors`, with the calls in the order of names: that of dicts may differ between processes."""
+    results = {id(tensor): function(tensor) for tensor in tensors(_sorted(tree))}
+    return map_tensors(lambda tensor: results[id(tensor)], tree)
+
+
+def _sorted(tree: Any) -> Any:
+    """A tree whose dicts are sorted by their keys."""
+    if isinstance(tree, Mapping):
+        return {key: _sorted(tree[key]) for key in sorted(tree, key=lambda key: (str(type(key)), str(key)))}
+    return [_sorted(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
 
 
 def _foreign(tree: Any) -> type | None:

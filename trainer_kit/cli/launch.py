@@ -23,7 +23,7 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("node-rank", {"type": int, "metavar": "N", "help": "number of this machine, from 0"}),
     ("master-addr", {"metavar": "ADDRESS", "help": "name or address of machine 0"}),
     ("master-port", {"type": int, "metavar": "PORT", "help": "its port (default: a free one, or 29500)"}),
-    ("max-restarts", {"type": int, "metavar": "N", "help": "start anew up to N times, while the run gets on"}),
+    ("max-restarts", {"type": int, "metavar": "N", "help": "restart N times after failures, then while it gets on"}),
     ("rdzv-backend", {"choices": ("static", "c10d"), "help": "how machines find one another"}),
     ("rdzv-id", {"metavar": "NAME", "help": "name of the run, the same on all machines"}),
     ("start-timeout", {"type": float, "metavar": "SECONDS", "help": "how long to wait for other machines"}),
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Starts the script and returns 0, or the exit code of the rank that failed, or 143 or 130 after a signal."""
-    from trainer_kit.launch.processes import Logs, ProcessesLeft, ProcessFailed, planned, run_processes
+    from trainer_kit.launch.processes import PREFIX, Logs, ProcessesLeft, ProcessFailed, planned, run_processes
 
     config = read_config(options)
     if not options.module and not os.path.isfile(options.script):
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         print(*planned(config, [sys.executable, *words]), sep="\n")
         return 0
     try:
-        logs, remedy = Logs(options.log_dir, options.prefix), _REMEDY if config.tpu else ""
+        logs, remedy = Logs(options.log_dir, PREFIX if options.prefix else None), _REMEDY if config.tpu else ""
         run_processes(config, sys.executable, words, logs=logs, say=_say, remedy=remedy)
     except ProcessesLeft as error:
         return error.exit_code

@@ -33,7 +33,7 @@ class Agent(LocalElasticAgent):
 
     It differs from torch's: a signal to the launcher is passed on once and then waited for; ranks that leave with exit
     code 143 or 130 have not failed; the first failure is found by time, whatever happened to the others in the same
-    moment; ranks are started anew only if the run got further since the last time; all machines do the same.
+    moment; a run that gets on is restarted more often than asked for; all machines do the same.
 
     Args:
         spec: What to start.
@@ -60,8 +60,8 @@ class Agent(LocalElasticAgent):
         signals: deque[int],
         say: Callable[[str], None],
     ) -> None:
-        prefix = "[rank ${rank}] " if output.prefix else None
-        super().__init__(spec, output, start_method, log_line_prefix_template=prefix)
+        super().__init__(spec, output, start_method, log_line_prefix_template=output.prefix)
+        self._asked = spec.max_restarts
         self._progress_file = output.scratch / "progress"
         self._machines = machines
         self._say = say
@@ -128,7 +128,7 @@ class Agent(LocalElasticAgent):
         if news is not None:
             self._close(signal.SIGTERM)
             self.failed = news.failure
-            goes_on = news.goes_on and self._remaining_restarts > 0
+            goes_on = news.goes_on and self._asked > 0
             if goes_on:
                 self._say(f"{self._summary()}; restart with the other machines")
             return self._end(goes_on)
@@ -247,21 +247,25 @@ class Agent(LocalElasticAgent):
     def _end(self, goes_on: bool) -> RunResult:
         if not goes_on:
             self._remaining_restarts = 0
+        elif self._remaining_restarts < 1:  # torch's agent counts down from what its spec allows
+            self._worker_group.spec.max_restarts += 1 - self._remaining_restarts
+            self._remaining_restarts = 1
         return RunResult(state=WorkerState.FAILED)
 
     def _goes_on(self) -> bool:
-        """Whether the ranks shall be started anew, and says why or why not."""
-        assert self.failed is not None
-        allowed = self._worker_group.spec.max_restarts
-        if self._remaining_restarts <= 0:
+        """Whether the ranks are restarted: as often as asked for, then while the run gets on; says so, or why not."""
+        if not self._asked:
             return False
-        number, step = allowed - self._remaining_restarts + 1, self._step()
-        if number > 1 and (step is None or (self._step_at_start is not None and step <= self._step_at_start)):
-            since = "no checkpoint was written" if step is None else f"no checkpoint is newer than that of step {step}"
-            self._say(f"not started anew: {since} since the last start, so that it would fail again")
-            return False
+        number, step = self._worker_group.spec.max_restarts - self._remaining_restarts + 1, self._step()
+        count = f"restart {number} of {self._asked}"
+        if number > self._asked:
+            if step is None or (self._step_at_start is not None and step <= self._step_at_start):
+                since = "written" if step is None else f"newer than that of step {step}"
+                self._say(f"not restarted: {number - 1} restarts are made, and no checkpoint is {since} since the last")
+                return False
+            count = f"restart {number}, more than max_restarts={self._asked}, since there is a newer checkpoint"
         where = "" if step is None else f", from the checkpoint of step {step}"
-        self._say(f"{self._summary()}; restart {number} of {allowed}{where}")
+        self._say(f"{self._summary()}; {count}{where}")
         return True
 
     def _summary(self) -> str:

@@ -24,6 +24,15 @@ _NAMED_OTHERWISE = {
     "use_cpu": "cpu",
 }
 
+_RENDEZVOUS = {
+    "static": ("timeout", "rank"),
+    "c10d": (
+        "timeout", "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout",
+        "keep_alive_interval", "keep_alive_max_attempt", "is_host",
+    ),
+}  # fmt: skip
+"""What `rdzv_conf` may hold, by backend; values are whole numbers, as for torchrun."""
+
 _Count = Annotated[int, Rule("a whole number of at least 1", lambda value: value >= 1)]
 _Number = Annotated[int, Rule("a whole number of at least 0", lambda value: value >= 0)]
 _Seconds = Annotated[float, Rule("a number of seconds above 0", lambda value: value > 0)]
@@ -42,11 +51,16 @@ class LaunchConfig:
         node_rank: Number of this machine, from 0.
         master_addr: Name or address of machine 0, as the other machines reach it.
         master_port: Its port for the rendezvous; 0 for a free one, and for 29500 where there are several machines.
-        max_restarts: How often the processes may be started anew after one has failed. After the first time that
-            happens only if the run has written a newer checkpoint in between.
+        max_restarts: How often the processes are restarted after one has failed. After that they are restarted only if
+            the last start has written a newer checkpoint. 0: never.
         rdzv_backend: How machines find one another: "static" by their `node_rank`, "c10d" as they come (there
             `node_rank` need not be given).
         rdzv_id: Name of the run, the same on all machines; None for "trainer_kit".
+        rdzv_conf: More on how they find one another, by torchrun's names. "timeout" (in "c10d" also "join_timeout"):
+            seconds to wait for the other machines, in place of `start_timeout`. With "c10d" also "last_call_timeout",
+            "close_timeout", "heartbeat_timeout", "read_timeout" and "keep_alive_interval" in seconds,
+            "keep_alive_max_attempt", and "is_host": whether this machine keeps the store. "rank" has no effect:
+            `node_rank` decides.
         mixed_precision: For runs whose arguments leave it at "no".
         profile: Steps to profile in runs whose arguments do not say, the first and the last, such as "10:20".
         cpu: Whether to train on the CPU though there are GPUs.
@@ -64,6 +78,7 @@ class LaunchConfig:
     max_restarts: _Number = 0
     rdzv_backend: Literal["static", "c10d"] = "static"
     rdzv_id: _Word | None = None
+    rdzv_conf: dict[str, Any] = dataclasses.field(default_factory=dict)
     mixed_precision: Literal["no", "fp16", "bf16"] = dataclasses.field(
         default_factory=environment.mixed_precision  # type: ignore[arg-type]  # checked like any other value
     )
@@ -85,6 +100,7 @@ class LaunchConfig:
                 f"num_processes={self.num_processes} is not allowed with num_nodes={self.num_nodes}; it counts the "
                 "processes of all machines, and each machine starts the same number"
             )
+        _check_rendezvous(self.rdzv_backend, self.rdzv_conf)
         if self.cpu and self.tpu:
             raise ValueError("cpu=True (--cpu) and tpu=True (--tpu) contradict each other; set one of them")
 
@@ -92,6 +108,11 @@ class LaunchConfig:
     def port(self) -> int:
         """The port of the rendezvous; 0 for a free one."""
         return self.master_port or (DEFAULT_PORT if self.num_nodes > 1 else 0)
+
+    @property
+    def meeting_seconds(self) -> float:
+        """How long to wait for the other machines."""
+        return float(self.rdzv_conf.get("join_timeout", self.rdzv_conf.get("timeout", self.start_timeout)))
 
     @property
     def run_id(self) -> str:
@@ -116,7 +137,8 @@ class LaunchConfig:
             here = f" makes {count} on each machine" if self.num_nodes > 1 else ""
             raise ValueError(
                 f"num_processes={self.num_processes}{here}, but this machine has {gpus} "
-                f"GPU{'s' if gpus > 1 else ''}; use at most {gpus * self.num_nodes}, or cpu=True (--cpu)"
+                f"GPU{'s' if gpus > 1 else ''}; use at most {gpus * self.num_nodes}, or cpu=True (--cpu, in a notebook "
+                f"{environment.USE_CPU}=1 in os.environ)"
             )
         return count
 
@@ -197,6 +219,21 @@ class LaunchConfig:
             raise TypeError(f"{os.fspath(path)}: {error}") from error
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)}: {error}") from error
+
+
+def _check_rendezvous(backend: str, conf: dict[str, Any]) -> None:
+    names = _RENDEZVOUS[backend]
+    for name, value in conf.items():
+        if name not in names:
+            raise ValueError(
+                f"rdzv_conf has {name!r}, which rdzv_backend={backend!r} does not know; {', '.join(names)}"
+            )
+        if name == "is_host":
+            is_good, kind = str(value).lower() in ("true", "false", "1", "0"), "True or False"
+        else:
+            is_good, kind = str(value).isdecimal() and (int(value) > 0 or name == "rank"), "a whole number above 0"
+        if not is_good:
+            raise ValueError(f"rdzv_conf[{name!r}]={value!r} is not allowed; give {kind}")
 
 
 def default_path() -> Path:

@@ -126,12 +126,16 @@ class StaticRendezvous(StaticTCPRendezvous):
         config: Which machine this is of how many.
         say: Shows a sentence to the user.
         is_stopped: Whether to give up waiting.
+        by_command: Whether options of a command made the config.
     """
 
-    def __init__(self, config: LaunchConfig, say: Callable[[str], None], is_stopped: Callable[[], bool]) -> None:
-        address, seconds = config.master_addr, int(config.start_timeout) + 1
+    def __init__(
+        self, config: LaunchConfig, say: Callable[[str], None], is_stopped: Callable[[], bool], by_command: bool
+    ) -> None:
+        address, seconds = config.master_addr, int(config.meeting_seconds) + 1
         super().__init__(address, config.port, config.node_rank, config.num_nodes, config.run_id, seconds)
-        self._waiting = Waiting(config.start_timeout, say, is_stopped)
+        self._waiting = Waiting(config.meeting_seconds, say, is_stopped, by_command)
+        self._number = "--node-rank " if by_command else "node_rank="
         self._start = b""
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -148,7 +152,7 @@ class StaticRendezvous(StaticTCPRendezvous):
             raise ValueError(f"node_rank={self.rank} is not allowed; another machine has that number")
         try:
             for number in range(self.world_size):
-                whom = f"machine {number} of {self.world_size} (--node-rank {number})"
+                whom = f"machine {number} of {self.world_size} ({self._number}{number})"
                 self._waiting.until(functools.partial(store.check, [f"arrived-{number}"]), whom)
         except RuntimeError as error:
             raise ConnectionError(f"machine 0 ({self.master_addr}) ended before all had come") from error
@@ -183,7 +187,7 @@ class StaticRendezvous(StaticTCPRendezvous):
                     stores.append(store)
             return bool(stores)
 
-        self._waiting.until(is_there, f"machine 0 at {self.master_addr}:{self.master_port} (--node-rank 0)")
+        self._waiting.until(is_there, f"machine 0 at {self.master_addr}:{self.master_port} ({self._number}0)")
         stores[0].set_timeout(self.timeout)
         return stores[0]
 
@@ -226,10 +230,14 @@ class Waiting:
         seconds: For how long at most.
         say: Shows a sentence to the user.
         is_stopped: Whether to give up.
+        by_command: Whether the user gives options of a command, not arguments of a function.
     """
 
-    def __init__(self, seconds: float, say: Callable[[str], None], is_stopped: Callable[[], bool]) -> None:
+    def __init__(
+        self, seconds: float, say: Callable[[str], None], is_stopped: Callable[[], bool], by_command: bool
+    ) -> None:
         self._seconds = seconds
+        self._longer = "--start-timeout" if by_command else f"rdzv_conf={{'timeout': {2 * max(1, int(seconds))}}}"
         self._say = say
         self._is_stopped = is_stopped
 
@@ -248,7 +256,7 @@ class Waiting:
             if waited > self._seconds:
                 raise TimeoutError(
                     f"{whom} did not answer within {self._seconds:g} s; start it, check master_addr, master_port and "
-                    "the firewall, or wait longer with --start-timeout"
+                    f"the firewall, or wait longer with {self._longer}"
                 )
             if waited > _PATIENCE_SECONDS and not is_told:
                 self._say(f"waiting for {whom}, up to {self._seconds:g} s")
@@ -257,7 +265,7 @@ class Waiting:
 
 
 def make_rendezvous(
-    config: LaunchConfig, say: Callable[[str], None], is_stopped: Callable[[], bool]
+    config: LaunchConfig, say: Callable[[str], None], is_stopped: Callable[[], bool], by_command: bool
 ) -> RendezvousHandler:
     """The meeting that `config` asks for.
 
@@ -265,12 +273,12 @@ def make_rendezvous(
         TimeoutError: If nobody answers at the address of a "c10d" rendezvous on another machine.
     """
     if config.rdzv_backend == "static":
-        return StaticRendezvous(config, say, is_stopped)
+        return StaticRendezvous(config, say, is_stopped, by_command)
     is_host = _keeps_store(config)
     address: str | None = config.master_addr
     if not is_host:
         whom = f"the first machine at {config.master_addr}:{config.port}"
-        Waiting(config.start_timeout, say, is_stopped).until(
+        Waiting(config.meeting_seconds, say, is_stopped, by_command).until(
             lambda: _address_towards(config.master_addr, config.port) is not None, whom
         )
         address = _address_towards(config.master_addr, config.port)
@@ -281,7 +289,7 @@ def make_rendezvous(
         min_nodes=config.num_nodes,
         max_nodes=config.num_nodes,
         local_addr=address,
-        is_host=str(is_host),
+        **{**config.rdzv_conf, "is_host": str(is_host)},
     )
     try:
         backend, store = create_backend(parameters)
@@ -290,9 +298,20 @@ def make_rendezvous(
         raise
     handler: ElasticRendezvous = ElasticRendezvous.from_backend(
         config.run_id, store, backend, config.num_nodes, config.num_nodes, address,
-        RendezvousTimeout(join=timedelta(seconds=config.start_timeout)),
+        RendezvousTimeout(**_timeouts(config)), **_keep_alive(config),
     )  # fmt: skip
     return handler
+
+
+def _timeouts(config: LaunchConfig) -> dict[str, timedelta]:
+    """What torch's rendezvous of machines as they come waits for, by torch's names."""
+    names = [name for name in ("last_call", "close", "heartbeat") if f"{name}_timeout" in config.rdzv_conf]
+    given = {name: timedelta(seconds=float(config.rdzv_conf[f"{name}_timeout"])) for name in names}
+    return {"join": timedelta(seconds=config.meeting_seconds), **given}
+
+
+def _keep_alive(config: LaunchConfig) -> dict[str, int]:
+    return {name: int(value) for name, value in config.rdzv_conf.items() if name.startswith("keep_alive")}
 
 
 def _refuse_used_port(error: BaseException | None, port: int) -> None:
@@ -314,6 +333,8 @@ def _address_towards(address: str, port: int) -> str | None:
 
 def _keeps_store(config: LaunchConfig) -> bool:
     """Whether the machines meet at a store of this one; where all have come as number 0, its address tells."""
+    if "is_host" in config.rdzv_conf:
+        return str(config.rdzv_conf["is_host"]).lower() in ("true", "1")
     is_first = config.node_rank == 0
     return is_first and (config.rdzv_backend == "static" or config.num_nodes == 1 or _is_own(config.master_addr))
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any, Literal
 
 from trainer_kit import environment
 from trainer_kit.launch.config import LaunchConfig, count_gpus
 from trainer_kit.launch.kernel import check_child, check_xla_is_free, obstacle_to_fork, readable, wait_for_output
-from trainer_kit.launch.processes import run_processes, set_variables, variables
+from trainer_kit.launch.processes import Logs, run_processes, set_variables, variables
 from trainer_kit.launch.sending import PlainStreams, Sent, name_of
 
 
@@ -26,9 +26,11 @@ def notebook_launcher(
     num_nodes: int = 1,
     rdzv_backend: Literal["static", "c10d"] = "static",
     rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
     rdzv_id: str | None = None,
     max_restarts: int = 0,
     monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
 ) -> Any:
     """Runs `function(*args)` in several processes, from a notebook's cell or a Python session.
 
@@ -55,9 +57,12 @@ def notebook_launcher(
         num_nodes: Machines; each runs this call in a notebook of its own.
         rdzv_backend: How machines find one another: "static" by their `node_rank`, "c10d" as they come.
         rdzv_endpoint: "host:port" in place of `master_addr` and `use_port`.
+        rdzv_conf: More on how they find one another, such as {"timeout": 1200} seconds, see `LaunchConfig`.
         rdzv_id: Name of the run, the same on all machines.
-        max_restarts: How often the processes may be started anew after one has failed, see `LaunchConfig`.
+        max_restarts: How often the processes are restarted after one has failed, see `LaunchConfig`.
         monitor_interval: Seconds between two looks at the processes.
+        log_line_prefix_template: Shows what all processes print, each line after this; "${rank}", "${local_rank}" and
+            "${role_name}" stand for the process's own. None: what the first process prints is shown, as it is.
 
     Returns:
         What the function returned on rank 0; None on the other machines.
@@ -77,15 +82,16 @@ def notebook_launcher(
         config = _config(
             function, args, num_processes, use_port, master_addr, rdzv_endpoint,
             num_nodes=num_nodes, node_rank=node_rank, mixed_precision=mixed_precision, rdzv_backend=rdzv_backend,
-            rdzv_id=rdzv_id, max_restarts=max_restarts, monitor_interval=monitor_interval,
+            rdzv_id=rdzv_id, rdzv_conf=rdzv_conf or {}, max_restarts=max_restarts,
+            monitor_interval=monitor_interval,
         )  # fmt: skip
-        where = _where(config)
+        where, logs = _where(config), _logs(log_line_prefix_template)
     if config.local_processes() * num_nodes == 1 and not max_restarts and not config.tpu:
         _say(f"Launching training on {where}.")
         with set_variables({environment.MIXED_PRECISION: mixed_precision}):
             return function(*args)  # its errors are shown as a cell's own
     with _brief_errors(), set_variables(variables(config)):
-        return _launch(config, function, args, where)
+        return _launch(config, function, args, where, logs)
 
 
 def _config(
@@ -126,6 +132,14 @@ def _config(
     )
 
 
+def _logs(template: Any) -> Logs:
+    if not isinstance(template, (str, NoneType)):
+        raise TypeError(
+            f"log_line_prefix_template={template!r} is a {type(template).__name__}; give text, such as '[${{rank}}] '"
+        )
+    return Logs(prefix=template)
+
+
 def _where(config: LaunchConfig) -> str:
     """What the run trains on, on all machines together: "one CPU", "8 TPU devices"."""
     if config.tpu:
@@ -139,7 +153,7 @@ def _gpus(config: LaunchConfig) -> int:
     return 0 if config.cpu else count_gpus()
 
 
-def _launch(config: LaunchConfig, function: Callable[..., Any], args: Sequence[Any], where: str) -> Any:
+def _launch(config: LaunchConfig, function: Callable[..., Any], args: Sequence[Any], where: str, logs: Logs) -> Any:
     if config.tpu:
         check_xla_is_free()
     obstacle = obstacle_to_fork(by_xla=config.tpu)
@@ -153,7 +167,7 @@ def _launch(config: LaunchConfig, function: Callable[..., Any], args: Sequence[A
     streams = PlainStreams()
     try:
         remedy = _remedy(config, name_of(function))
-        values = run_processes(config, sent, start_method=start_method, say=_say, remedy=remedy)
+        values = run_processes(config, sent, start_method=start_method, logs=logs, say=_say, remedy=remedy)
     finally:
         del streams
         wait_for_output()

@@ -13,10 +13,10 @@ class OutputFiles(LogsSpecs):
     Args:
         folder: Where to; made where it is missing.
         scratch: A folder for what the ranks tell the launcher.
-        prefix: Whether all ranks write to files, each line of which is shown in the terminal too.
+        prefix: What each line of all ranks is shown after in the terminal too; None: only the first ranks are shown.
     """
 
-    def __init__(self, folder: Path, scratch: Path, prefix: bool) -> None:
+    def __init__(self, folder: Path, scratch: Path, prefix: str | None) -> None:
         super().__init__(str(folder))
         self.folder = folder
         self.scratch = scratch
@@ -36,10 +36,10 @@ class OutputFiles(LogsSpecs):
         files = LogsDest()
         for local_rank, variables in envs.items():
             name = f"rank-{variables['RANK']}"
-            has_files = self.prefix or local_rank > 0
+            has_files = self.prefix is not None or local_rank > 0
             files.stdouts[local_rank] = str(folder / f"{name}.out") if has_files else ""
             files.stderrs[local_rank] = str(folder / f"{name}.err") if has_files else ""
-            if self.prefix:
+            if self.prefix is not None:
                 files.tee_stdouts[local_rank] = files.stdouts[local_rank]
                 files.tee_stderrs[local_rank] = files.stderrs[local_rank]
             self._files |= {files.stdouts[local_rank], files.stderrs[local_rank]} - {""}

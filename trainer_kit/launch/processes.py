@@ -32,7 +32,9 @@ from trainer_kit.launch.function import Function
 from trainer_kit.launch.machines import Machines, make_rendezvous
 from trainer_kit.launch.output import OutputFiles
 
-__all__ = ["Logs", "ProcessFailed", "ProcessesLeft", "planned", "run_processes"]
+__all__ = ["PREFIX", "Logs", "ProcessFailed", "ProcessesLeft", "planned", "run_processes"]
+
+PREFIX = "[rank ${rank}] "
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")  # Windows has not all of them
 _STOP_SECONDS = 2.0  # for the agent to hear of a signal before the processes are started
@@ -46,11 +48,12 @@ class Logs(NamedTuple):
     Attributes:
         folder: For the files, made where it is missing; None for a temporary one, which stays only if there is
             something in it.
-        prefix: Whether every rank writes to files and all lines are shown in the terminal, each after "[rank 1] ".
+        prefix: What each line of every rank is shown after in the terminal, such as `PREFIX`: "${rank}",
+            "${local_rank}" and "${role_name}" stand for the rank's own. All ranks write to files then. None: no prefix.
     """
 
     folder: str | os.PathLike[str] | None = None
-    prefix: bool = False
+    prefix: str | None = None
 
 
 def run_processes(
@@ -95,9 +98,9 @@ def run_processes(
         signals = stack.enter_context(_signals())
         stack.enter_context(_in_own_words(signals))
         output = stack.enter_context(_output(scratch, logs, say))
-        rendezvous = make_rendezvous(config, say, is_stopped=lambda: bool(signals))
-        stack.callback(rendezvous.shutdown)
         is_function = not isinstance(entrypoint, str)
+        rendezvous = make_rendezvous(config, say, is_stopped=lambda: bool(signals), by_command=not is_function)
+        stack.callback(rendezvous.shutdown)
         spec = WorkerSpec(
             role="trainer_kit",
             local_world_size=config.local_processes(),
@@ -272,17 +275,17 @@ def _quiet_torch() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _output(scratch: Path, logs: Logs, say: Callable[[str], None]) -> Iterator[OutputFiles]:
-    """The files that ranks write to. At the end it says where they are, or removes a temporary folder without any."""
+    """The files that ranks write to. At the end it says where they are, or removes a temporary folder without need."""
     folder = Path(logs.folder or tempfile.mkdtemp(prefix="trainer_kit_output_"))
     output = OutputFiles(folder, scratch, logs.prefix)
     try:
         yield output
     finally:
         written = output.written()
-        if written and not logs.prefix:
+        if written and logs.prefix is None:
             ranks = sorted({int(path.stem.removeprefix("rank-")) for path in written})
             say(f"the output of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} is in {folder}")
-        elif not written and logs.folder is None:
+        elif logs.folder is None:  # there is nothing in it, or all of it was shown
             shutil.rmtree(folder, ignore_errors=True)
 
 

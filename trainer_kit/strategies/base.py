@@ -381,10 +381,11 @@ class Strategy:
         return function()
 
     def check_same(self, facts: Mapping[str, Any]) -> None:
-        """Compares facts by name, which must be the same on all processes.
+        """Compares facts by name, which must be the same on all processes, and come in the same order.
 
         Raises:
-            ValueError: Naming the first process that differs from the main one, the fact and both values.
+            ValueError: Naming the first process that differs from the main one, the fact and both values; where only
+                the order differs, the first two names that do.
         """
 
     @property

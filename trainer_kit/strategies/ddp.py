@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import logging
 import multiprocessing.util
-import socket
 import weakref
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from trainer_kit.precision import Precision
 from trainer_kit.strategies.gradients import GradientNorms
 from trainer_kit.strategies.processes import Processes
 from trainer_kit.strategies.replica import Replica, take_from_main
-from trainer_kit.strategies.session import Session
+from trainer_kit.strategies.session import Session, check_own_gpus
 from trainer_kit.strategies.single import SingleDevice
 
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters
@@ -101,8 +100,8 @@ class DDP(Processes, SingleDevice):
     # The run's beginning and end
 
     def _have_met(self) -> None:
-        places = self.gather_object(self._whereabouts())
-        _check_own_gpus(places)
+        places = self.gather_object(self._location())
+        check_own_gpus(places)  # in a group that the program made, too
         self._report(places)
 
     def _report(self, places: list[tuple[str, str]]) -> None:
@@ -110,12 +109,13 @@ class DDP(Processes, SingleDevice):
         if self.is_main:
             logger.info("%d processes: %s", self.world_size, _listed(places))
 
-    def _whereabouts(self) -> tuple[str, str]:
+    def _location(self) -> tuple[str, str]:
         """The machine of this process and its device, with a GPU's own number."""
-        if self.device.type != "cuda":
-            return socket.gethostname(), str(self.device)
-        properties = torch.cuda.get_device_properties(self.device)
-        return socket.gethostname(), f"{properties.name} {getattr(properties, 'uuid', self.device)}"
+        host, device = super()._location()
+        if self.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(self.device)
+            device = f"{properties.name} {getattr(properties, 'uuid', self.device)}"
+        return host, device
 
     # Model and step
 
@@ -130,11 +130,34 @@ class DDP(Processes, SingleDevice):
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
         model = super().prepare(model)
         replica = Replica(model, self._wrap, self._watched, self._later)
-        self.check_same(replica.shapes())
+        self.check_same(replica.facts())
         with self._watched():
             take_from_main([*model.parameters(), *replica.buffers_to_share()])
         self._replicas = [each for each in self._replicas if each.module is not model] + [replica]
         return replica
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Compares its parameters over all processes, in order: its state is saved and loaded by position."""
+        prepared = super().prepare_optimizer(optimizer)
+        if not self.is_alone:
+            self.check_same(self._optimizer_facts(prepared))
+        return prepared
+
+    def _optimizer_facts(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Numbers and parameters of its groups, in order."""
+        names = {
+            parameter: name if len(self._replicas) == 1 else f"{name} (of model {number})"
+            for number, replica in enumerate(self._replicas)
+            for name, parameter in replica.module.named_parameters()
+        }
+        facts = dict[str, Any]()
+        for number, group in enumerate(getattr(optimizer, "param_groups", ())):  # what has none is refused later
+            owner = f"of the optimizer's group {number}"
+            facts |= {f"{name} {owner}": value for name, value in group.items() if isinstance(value, (int, float))}
+            for place, parameter in enumerate(group["params"]):
+                name = names.get(parameter, f"number {place} (of no prepared model)")
+                facts[f"parameter {name} {owner}"] = str(list(parameter.shape))
+        return facts
 
     def forget_models(self) -> None:
         self._replicas = []
@@ -245,16 +268,6 @@ def _own_gpu(place: environment.Place) -> torch.device:
             f"{count}, or train on the CPU (use_cpu=True, launch --cpu)"
         )
     return torch.device("cuda", min(place.local_rank, count - 1))
-
-
-def _check_own_gpus(places: list[tuple[str, str]]) -> None:
-    for rank, place in enumerate(places):
-        first = places.index(place)
-        if first != rank and not place[1].startswith("cpu"):
-            raise ValueError(
-                f"ranks {first} and {rank} on {place[0]} share one GPU ({place[1]}): more processes than GPUs; start "
-                "fewer, or train on the CPU (use_cpu=True, launch --cpu)"
-            )
 
 
 def _listed(places: list[tuple[str, str]]) -> str:

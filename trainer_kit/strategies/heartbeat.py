@@ -21,6 +21,7 @@ from trainer_kit.strategies.whereabouts import Where, where_is
 logger = logging.getLogger("trainer_kit")
 
 _URGENT_SECONDS = 0.05
+_SUSPICIOUS_SECONDS = 1.0
 _STOP_SECONDS = 2.0
 _NAMED_AT_MOST = 4
 
@@ -32,10 +33,11 @@ class LostProcessError(RuntimeError):
 class Heartbeat:
     """Watches over the processes of a run through a store that they share.
 
-    Each process writes a beat every `interval` seconds. Rank 0 reads all beats and writes on a board who is missing;
-    the others read its beat and the board. A process that waits in a collective for one that is missing says so in one
-    sentence on stderr and ends with exit code 1: torch cannot break off a collective whose peer keeps its connection
-    open. A process that cannot beat but runs, as others on its machine see, is only slow.
+    Each process writes a beat every `interval` seconds, and every second while another one is silent. Rank 0 reads all
+    beats and writes on a board who is missing; the others read its beat and the board. A process that waits in a
+    collective for one that is missing says so in one sentence on stderr and ends with exit code 1: torch cannot break
+    off a collective whose peer keeps its connection open. A process that cannot beat but runs, as others on its machine
+    see, is only slow.
 
     One thread talks to the store, whose calls never return while its server is frozen; another one watches.
 
@@ -174,7 +176,7 @@ class Heartbeat:
         last = False
         while not last:
             with contextlib.suppress(queue.Empty):
-                self._wishes.get(timeout=min(self.interval, _URGENT_SECONDS) if self._urgent else self.interval)
+                self._wishes.get(timeout=min(self.interval, _URGENT_SECONDS) if self._urgent else self._pause())
             last = self._done.is_set()
             self._beats += 1
             try:
@@ -243,7 +245,7 @@ class Heartbeat:
     # The thread that watches
 
     def _watch(self) -> None:
-        while not self._done.wait(self.interval):
+        while not self._done.wait(self._pause()):
             self._look()
             sentence = self._finding()
             if sentence is not None and not self._excused and self._failed_in is None:
@@ -296,6 +298,10 @@ class Heartbeat:
         os._exit(1)
 
     # What both need
+
+    def _pause(self) -> float:
+        """Seconds until the next beat and look: few while a process is silent, whose end then goes by several steps."""
+        return min(self.interval, _SUSPICIOUS_SECONDS) if self._roster.silent() else self.interval
 
     def _runs_here(self) -> bool:
         """Whether there is a thread to talk; a forked child has none."""

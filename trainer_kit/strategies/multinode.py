@@ -109,13 +109,11 @@ class MultiNode(DDP):
             with _kept_in(problems):
                 folder = self._new_folder(total)
         self._raise_any(problems, directory)
-        group = dist.new_group([0, *blind], backend="gloo")
+        chain = [0, *blind]
         for name, size in sizes.items():
-            if self.is_main or self.rank in blind:
-                self._pass_on(folder / name, size, group, problems)
+            if self.rank in chain:
+                self._pass_on(folder / name, size, chain, problems)
             self._raise_any(problems, directory)  # after each file, lest those without a part in this wait too long
-        if self.is_main or self.rank in blind:
-            dist.destroy_process_group(group)
         return self.gather_object(folder)[self._machines[self.place.node][0]]
 
     def release_copies(self) -> None:
@@ -154,21 +152,30 @@ class MultiNode(DDP):
             raise OSError(f"{folder.parent} has {_mib(free)} left of the {_mib(needed)} needed")
         return folder
 
-    def _pass_on(self, path: Path, size: int, group: dist.ProcessGroup | None, problems: list[str]) -> None:
-        """Sends a file (the main process) or writes it, piece by piece, all of them whatever goes wrong here."""
-        if not self.is_main:
+    def _pass_on(self, path: Path, size: int, chain: list[int], problems: list[str]) -> None:
+        """Reads a file (the main process) or receives and writes it, and sends it on, all of it whatever goes wrong.
+
+        From machine to machine, piece by piece, so that each sends it once. By the group of all processes, on the
+        host: with GPUs to make a group of some would be a collective of all, which the others begin alone, for ever.
+        """
+        place = chain.index(self.rank)
+        if place > 0:
             with _kept_in(problems):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.touch()
         buffer = torch.empty(min(size, _PIECE_BYTES), dtype=torch.uint8)
         for start in range(0, size, _PIECE_BYTES):
             piece = buffer[: size - start]
-            if self.is_main and not problems:
+            if place > 0:
+                with self._watched():
+                    dist.recv(piece, chain[place - 1])
+            elif not problems:
                 with _kept_in(problems):
                     _read_piece(path, start, piece)
-            with self._watched():
-                dist.broadcast(piece, 0, group)
-            if not self.is_main and not problems:
+            if place + 1 < len(chain):
+                with self._watched():
+                    dist.send(piece, chain[place + 1])
+            if place > 0 and not problems:
                 with _kept_in(problems), open(path, "ab") as file:
                     file.write(piece.numpy().data)
 

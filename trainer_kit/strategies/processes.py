@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import multiprocessing.util
 import pickle
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from trainer_kit.environment import Place
 from trainer_kit.strategies.base import Strategy
@@ -53,8 +55,12 @@ class Processes(Strategy):
         if self._session is not None:
             self._session.recover()
         elif not self.is_alone:
-            self._session = Session.join(self.place, self.device, self.timeout, self.patience)
+            self._session = Session.join(self.place, self.device, self.timeout, self.patience, self._location())
             self._have_met()
+
+    def _location(self) -> tuple[str, str]:
+        """The machine of this process and its device."""
+        return socket.gethostname(), str(self.device)
 
     def _have_met(self) -> None:
         """Called once, when all processes are there."""
@@ -147,6 +153,8 @@ class Processes(Strategy):
     def check_same(self, facts: Mapping[str, Any]) -> None:
         if self.is_alone:
             return
+        if len(set(self._gathered(xxhash.xxh3_64_hexdigest(repr([*facts.items()]).encode())))) == 1:
+            return  # without sending the names of all parameters to everyone
         main, *others = self._gathered(dict(facts))
         for rank, other in enumerate(others, start=1):
             for name in [*main, *other]:
@@ -155,6 +163,13 @@ class Processes(Strategy):
                     raise ValueError(
                         f"{name} differs: {theirs!r} on {self._named(rank)}, {ours!r} on {self._named(0)}; start every "
                         "process with the same script, arguments and versions"
+                    )
+            for name, there in zip(main, other, strict=True):
+                if name != there:
+                    raise ValueError(
+                        f"{there} on {self._named(rank)} stands where {name} does on {self._named(0)}: the same things "
+                        "in another order; make them in the same order in every process (that of a set of strings "
+                        "changes from process to process: sort it, or give all processes the same PYTHONHASHSEED)"
                     )
 
     @property

@@ -80,11 +80,17 @@ class Replica(torch.nn.Module):
         module = self._synchronized_module()
         return contextlib.nullcontext() if module is None else module.no_sync()
 
-    def shapes(self) -> dict[str, str]:
-        """Shape and dtype of parameters and buffers by name, which must be the same on all processes."""
-        named = [("parameter", name, value) for name, value in self._named]
-        named += [("buffer", name, getattr(owner, last)) for name, owner, last, _ in self._shared]
-        return {f"{role} {name}": f"{list(value.shape)} {value.dtype}" for role, name, value in named}
+    def facts(self) -> dict[str, str]:
+        """Parameters and buffers by name, in order, with all that must be the same on all processes."""
+        names: dict[torch.Tensor, list[str]] = {}
+        facts = dict[str, str]()
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+            facts[f"parameter {name}"] = _described(parameter)
+        for tied in names.values():
+            for name in tied if len(tied) > 1 else ():
+                facts[f"parameter {name}"] += f", tied: {', '.join(sorted(tied))}"
+        return facts | {f"buffer {name}": _described(getattr(owner, last)) for name, owner, last, _ in self._shared}
 
     def buffers_to_share(self) -> list[torch.Tensor]:
         """The buffers that a checkpoint keeps (a batch norm's statistics); caches are each process's own.
@@ -155,6 +161,13 @@ class Replica(torch.nn.Module):
             "strategy=DDP(find_unused_parameters=True) (for an Accelerator: kwargs_handlers="
             "[DistributedDataParallelKwargs(find_unused_parameters=True)])"
         )
+
+
+def _described(tensor: torch.Tensor) -> str:
+    """Shape, dtype, order in memory (by which gradients are sent), and whether it is frozen."""
+    strides = "" if tensor.is_contiguous() else f", strides {list(tensor.stride())}"
+    frozen = ", frozen" if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad else ""
+    return f"{list(tensor.shape)} {tensor.dtype}{strides}{frozen}"
 
 
 def _kept_buffers(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str, torch.Size]]:

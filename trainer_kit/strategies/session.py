@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -20,6 +23,8 @@ logger = logging.getLogger("trainer_kit")
 
 JOIN_SECONDS = 300.0
 """How long the processes wait for one another at the start."""
+
+_REFUSAL_SECONDS = 10.0
 
 SLOW_SECONDS = 60.0
 """After which a process that others wait for is named in a warning; earlier where the wait itself is to end soon."""
@@ -39,18 +44,27 @@ class Session:
         self.owns_group = owns_group
 
     @classmethod
-    def join(cls, place: Place, device: torch.device, timeout: float, patience: float) -> Session:
+    def join(
+        cls, place: Place, device: torch.device, timeout: float, patience: float, location: tuple[str, str]
+    ) -> Session:
         """Meets the other processes, or goes on with them where they have met before.
 
+        Args:
+            place: This process among those that a launcher started.
+            device: Where it computes.
+            timeout: Seconds after which a collective ends with an error.
+            patience: Seconds after which a process that does not answer is taken for lost.
+            location: Its machine and device, which no other process may have where it is a GPU.
+
         Raises:
-            ValueError: If they cannot meet.
+            ValueError: If they cannot meet, or share a GPU.
         """
         if cls.current is not None:
             return cls.current
         owns_group = not dist.is_initialized()
         if owns_group:
             store = _meet(place)
-            _wait_for_all(store, place)
+            _wait_for_all(store, place, location)
             # On a GPU machine the host's own tensors go by gloo: nothing on the host waits for the GPU.
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(
@@ -121,10 +135,13 @@ def _meet(place: Place) -> Store:
     return PrefixStore(f"trainer_kit/{place.restarts}", store)
 
 
-def _wait_for_all(store: Store, place: Place) -> None:
-    """Waits until all processes have come; a backend would wait for them without a word, and for longer."""
+def _wait_for_all(store: Store, place: Place, location: tuple[str, str]) -> None:
+    """Waits until all processes have come; a backend would wait for them without a word, and for longer.
+
+    Compares their devices too, since NCCL's own error does not say which processes share one.
+    """
     keys = [f"arrived-{rank}" for rank in range(place.world_size)]
-    store.set(keys[place.rank], "")
+    store.set(keys[place.rank], json.dumps(location))
     try:
         store.wait(keys, timedelta(seconds=JOIN_SECONDS))
     except dist.DistStoreError as error:
@@ -136,6 +153,34 @@ def _wait_for_all(store: Store, place: Place) -> None:
         ) from error
     except dist.DistNetworkError as error:
         raise ValueError(f"rank 0 at {place.address}:{place.port} ended before all processes had come") from error
+    locations = [tuple(json.loads(each)) for each in store.multi_get(keys)]
+    try:
+        check_own_gpus(locations)
+    except ValueError:
+        if store.add("refused", 1) == place.world_size:
+            store.set("all refused", "")
+        elif place.rank == 0:  # the store may end with this process, and the others must read it first
+            with contextlib.suppress(dist.DistStoreError):
+                store.wait(["all refused"], timedelta(seconds=_REFUSAL_SECONDS))
+        raise
+
+
+def check_own_gpus(locations: Sequence[tuple[str, ...]]) -> None:
+    """Refuses processes that share a GPU.
+
+    Args:
+        locations: Machine and device of each process, by rank.
+
+    Raises:
+        ValueError: Naming the first two.
+    """
+    for rank, location in enumerate(locations):
+        first = locations.index(location)
+        if first != rank and not location[1].startswith(("cpu", "xla")):
+            raise ValueError(
+                f"ranks {first} and {rank} on {location[0]} share one GPU ({location[1]}): more processes than GPUs; "
+                "start fewer, or train on the CPU (use_cpu=True, launch --cpu)"
+            )
 
 
 def _connect(place: Place, serves: bool) -> TCPStore:
