@@ -8,8 +8,9 @@ import logging
 import math
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -148,10 +149,10 @@ class Schedule(LambdaLR):
     `param_groups[0]["lr"]` that is set directly is in force for one step.
     """
 
-    _has_warned = False
+    _warned: ClassVar[weakref.WeakSet[Schedule]] = weakref.WeakSet()  # no attribute, which checkpoints would keep
 
     @property  # not an attribute, which a rollback or a resume would set apart from the groups
-    def base_lrs(self) -> list[Any]:  # type: ignore[override]
+    def base_lrs(self) -> list[Any]:
         """The peak of each group, its "initial_lr"."""
         return [group["initial_lr"] for group in self.optimizer.param_groups]
 
@@ -169,8 +170,8 @@ class Schedule(LambdaLR):
         super().step(epoch)
 
     def _warn(self, rate: float) -> None:
-        if not self._has_warned:
-            self._has_warned = True
+        if self not in self._warned:
+            self._warned.add(self)
             logger.warning(
                 "a learning rate was set to %g, which held for one step: the schedule sets it after each; to change it "
                 "for good set run.lr_scheduler.base_lrs, the peaks of the schedule", rate,

@@ -51,9 +51,15 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
 
     Raises:
         TypeError: If `state_dict()` returns no dict.
-        ValueError: If it leaves out the state of an optimizer that this one consists of.
+        ValueError: If `state_dict()` fails, or leaves out the state of an optimizer that this one consists of.
     """
-    state = optimizer.state_dict()
+    try:
+        state = optimizer.state_dict()
+    except AttributeError as error:  # of a class that does not call torch's __init__()
+        raise ValueError(
+            f"{_name(optimizer)}.state_dict() failed ({error}), so that no run can be saved; call super().__init__() "
+            "where the optimizer is made"
+        ) from error
     if not isinstance(state, dict):
         raise TypeError(f"{_name(optimizer)}.state_dict() returned a {type(state).__name__}; return a dict")
     needed, kept = ({id(each) for each in found} for found in (state_tensors(optimizer), tensors(state)))
@@ -113,13 +119,7 @@ def check_optimizer_state(optimizer: Optimizer) -> None:
         TypeError: If its state holds something that a checkpoint cannot hold, naming its place.
         ValueError: If its `state_dict` fails, or it has one of its own without the `load_state_dict` that takes it.
     """
-    try:
-        state, kind = optimizer_state(optimizer), type(optimizer)
-    except AttributeError as error:  # of a class that does not call torch's __init__()
-        raise ValueError(
-            f"{_name(optimizer)}.state_dict() failed ({error}), so that no run could be saved; call super().__init__() "
-            "where the optimizer is made"
-        ) from error
+    state, kind = optimizer_state(optimizer), type(optimizer)
     if kind.load_state_dict is Optimizer.load_state_dict and not {"state", "param_groups"} <= state.keys():
         raise ValueError(
             f"{_name(optimizer)}.state_dict() returns {', '.join(map(repr, list(state)[:-1])) or 'nothing'}, which "
