@@ -86,7 +86,7 @@ def test_a_copied_optimizer_stays_in_the_loop() -> None:
 
 
 def test_the_norm_of_gradients_in_half_precision_is_computed_in_float32() -> None:
-    accelerator, model, optimizer, _ = prepared()
+    accelerator, model, _, _ = prepared()
     model.bfloat16()
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1.0078125)
