@@ -413,3 +413,23 @@ def test_a_rate_that_a_callback_sets_holds_for_one_step(tmp_path: Path, caplog: 
     (record,) = caplog.records
     assert "a learning rate was set to 0.5, which held for one step" in record.getMessage()
     assert "set run.lr_scheduler.base_lrs" in record.getMessage()
+
+
+@pytest.mark.parametrize("kind", [Both, Lookahead])
+def test_a_plan_leaves_optimizers_in_an_optimizer_alone(kind: type[Any], tmp_path: Path) -> None:
+    def trainer(*callbacks: Callback) -> Any:
+        made = make_trainer(tmp_path, *callbacks, max_steps=10)
+        made.optimizer = kind(made.run.model.parameters())
+        return made
+
+    trainer(StopAt(5)).train()
+    again = trainer()
+    for parameter in again.run.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = [each.detach().clone() for each in again.run.model.parameters()]
+    rates = [group["lr"] for group in again.optimizer.param_groups]
+    plan = again.plan(resume_from_checkpoint=True)
+    assert plan.schedule.optimizer == kind.__name__
+    assert [step for step, _ in plan.schedule.points] == [6, 7, 8, 9, 10]
+    assert all(torch.equal(*pair) for pair in zip(again.run.model.parameters(), before, strict=True))
+    assert [group["lr"] for group in again.optimizer.param_groups] == rates

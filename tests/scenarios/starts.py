@@ -82,6 +82,7 @@ def train(start: Start, rank: int, port: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork", DeprecationWarning)
+    warnings.filterwarnings("ignore", "train_dataset has no state_dict", UserWarning)
     watch = Watch(start.file("journal", rank), start.deaths.get(rank))
     watch.install()
     trainer = task.make_trainer(

@@ -102,7 +102,7 @@ class Rates:
         places = range(count) if count <= _POINTS else [round(i * (count - 1) / (_POINTS - 1)) for i in range(_POINTS)]
         points = tuple((self.first + place + 1, self.rates[place]) for place in places)
         return facts.Schedule(
-            optimizer=type(self.optimizer).__name__,
+            optimizer=type(self.run.optimizer).__name__,
             name=self._name(),
             points=points,
             lowest=min(self.rates, default=self.groups[0]),
