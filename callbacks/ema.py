@@ -54,7 +54,7 @@ class EMA(Callback):
         if not self._averages:
             self._averages = {name: _copy(tensor) for name, tensor in live.items()}
         self._check(live)
-        self._averages = {name: self._averages[name].to(_wide(tensor)) for name, tensor in live.items()}
+        self._averages = {name: _like(_wide(tensor), self._averages[name]) for name, tensor in live.items()}
         self._weights = list(live.values())
 
     def on_rollback(self, run: Run, directory: Path) -> None:
@@ -129,6 +129,12 @@ def _floating(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or in float32 where it is in half precision."""
     return tensor.detach().float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.detach()
+
+
+def _like(weight: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
+    """The average on the weight's device, in its dtype, and in its order in memory, which one kernel for all needs."""
+    average = average.to(weight)
+    return average if average.stride() == weight.stride() else torch.empty_like(weight).copy_(average)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import trainer_kit.callbacks
 LAYERS = (
     {"fields", "environment"},
     {"arguments", "state", "precision", "trees", "ledger", "log", "flops", "peaks", "rng"},
-    {"strategies", "optim", "loss", "checkpoint"},
+    {"strategies", "optim", "optimizer_state", "loss", "checkpoint"},
     {"run", "inspection"},
     {"data", "diagnosis", "figures", "memory", "metrics", "copying"},
     {"callback", "evaluation", "agreement", "continuity", "fitting", "saving", "report"},

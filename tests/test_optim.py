@@ -9,9 +9,10 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.optim.lr_scheduler import LinearLR, StepLR
 
 from trainer_kit.arguments import TrainingArguments
-from trainer_kit.optim import make_optimizer, make_scheduler
+from trainer_kit.optim import check_optimizer, make_optimizer, make_scheduler, own_scheduler
 
 
 class CustomRMSNorm(nn.Module):
@@ -397,3 +398,23 @@ def test_numbers_that_make_no_sense_are_refused(name: str, numbers: dict[str, fl
 def test_a_run_without_steps_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^total_steps=0 is not allowed"):
         make_scheduler(sgd(), arguments(), 0)
+
+
+def test_a_scheduler_class_is_called_or_refused_with_what_to_give() -> None:
+    optimizer = make_optimizer(nn.Linear(2, 2), arguments())
+    assert isinstance(own_scheduler(LinearLR, optimizer), LinearLR)
+    sentence = (
+        r"lr_scheduler=StepLR cannot be called with the optimizer alone \(missing a required argument: 'step_size'\); "
+        r"give a function such as lambda optimizer: StepLR\(optimizer, …\)"
+    )
+    with pytest.raises(TypeError, match=sentence):
+        own_scheduler(StepLR, optimizer)
+    with pytest.raises(TypeError, match="lr_scheduler=get_cosine_schedule_with_warmup cannot be called"):
+        own_scheduler(transformers.get_cosine_schedule_with_warmup, optimizer)
+    given = StepLR(optimizer, 3)
+    assert own_scheduler(given, optimizer) is given
+
+
+def test_an_optimizer_class_is_refused_with_what_to_give() -> None:
+    with pytest.raises(TypeError, match=r"optimizer=AdamW is a class; give an object of it, such as AdamW\(model"):
+        check_optimizer(torch.optim.AdamW, nn.Linear(2, 2))

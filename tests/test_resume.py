@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from scenarios.task import SAMPLES, Noisy, StopAt, Stream, digest, make_trainer
+from scenarios.task import SAMPLES, Formats, Noisy, StatelessStream, StopAt, Stream, digest, make_trainer
 
-from trainer_kit import Callback, Run
+from trainer_kit import Callback, Run, load_checkpoint_in_model
 from trainer_kit.data.order import permutation
 
 STEPS = 24  # 62 samples in windows of 8: 8 steps an epoch, 3 epochs
@@ -46,6 +46,35 @@ def straight(folder: Path, **changes: Any) -> str:
 def test_resumed_run_ends_with_the_same_bits(tmp_path: Path, changes: dict[str, Any]) -> None:
     expected = straight(tmp_path / "straight", **changes)
     assert interrupted(tmp_path / "interrupted", [3, 8, 17], **changes) == expected
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor"])
+def test_weights_that_are_not_row_major_resume_with_the_same_bits(tmp_path: Path, optim: str) -> None:
+    trainer = make_trainer(tmp_path / "straight", model=Formats(), optim=optim)
+    trainer.train()
+    make_trainer(tmp_path / "resumed", StopAt(10), model=Formats(), optim=optim).train()
+    again = make_trainer(tmp_path / "resumed", model=Formats(), optim=optim)
+    again.train(resume_from_checkpoint=True)
+    assert digest(again) == digest(trainer)
+    strides = [each.stride() for each in Formats().parameters()]
+    assert [each.stride() for each in again.run.model.parameters()] == strides
+    other = Formats()
+    load_checkpoint_in_model(other, tmp_path / "resumed" / "checkpoint-24")
+    assert [each.stride() for each in other.parameters()] == strides
+    pairs = zip(other.parameters(), again.run.model.parameters(), strict=True)
+    assert all(torch.equal(one, two) for one, two in pairs)
+
+
+@pytest.mark.parametrize("stream", [Stream, StatelessStream])
+@pytest.mark.filterwarnings("ignore:.*state_dict")
+def test_streams_of_the_chaos_run_resume_with_the_same_bits(tmp_path: Path, stream: type[Any]) -> None:
+    changes = {"max_steps": 12}
+    trainer = make_trainer(tmp_path / "straight", dataset=stream(), **changes)
+    trainer.train()
+    make_trainer(tmp_path / "resumed", StopAt(9), dataset=stream(), **changes).train()
+    again = make_trainer(tmp_path / "resumed", dataset=stream(), **changes)
+    again.train(resume_from_checkpoint=True)
+    assert digest(again) == digest(trainer)
 
 
 def test_digest_tells_runs_apart(tmp_path: Path) -> None:

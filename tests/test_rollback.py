@@ -72,6 +72,38 @@ def make(folder: Path, dataset: Any, *callbacks: Callback, strategy: Strategy | 
     return Trainer(Line(), args, dataset, Points(), callbacks=[EMA(decay=0.9), *callbacks], strategy=strategy)
 
 
+class Turned(Line):
+    """Its weights are transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = torch.nn.Linear(3, 3, dtype=torch.float64)
+        self.middle.weight.data = self.middle.weight.data.t().contiguous().t()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return super().forward(self.middle(x), labels)
+
+
+def test_moments_that_are_not_row_major_come_back(tmp_path: Path) -> None:
+    """After a rollback a fused AdamW, which pairs moments and weights by memory, goes on as one that does not."""
+
+    def trainer(*bad: int, fused: bool) -> Trainer:
+        made = make(tmp_path / f"fused-{fused}", Points(*bad))
+        made.run.model = Turned()
+        made.optimizer = torch.optim.AdamW(made.run.model.parameters(), lr=0.1, fused=fused)
+        return made
+
+    order = permutation(SAMPLES, SEED, 0).tolist()
+    weights = []
+    for fused in (True, False):
+        made = trainer(order[24], fused=fused)  # of the seventh step; the newest checkpoint is the fourth's
+        made.train()
+        assert made.run.state.rollbacks == 2  # the sample comes in the second epoch too
+        weights.append([each.detach() for each in made.run.model.parameters()])
+    for one, other in zip(*weights, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
 def by_hand(batches: list[list[int]], points: Points) -> torch.Tensor:
     """The weights after SGD over these batches."""
     model = Line()

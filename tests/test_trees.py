@@ -270,3 +270,69 @@ def test_map_tensors_keeps_containers() -> None:
 def test_tensors_finds_all_of_them_depth_first() -> None:
     found = tensors({"a": [torch.tensor(1), 2], "b": (torch.tensor(3), {"c": torch.tensor(4)})})
     assert [tensor.item() for tensor in found] == [1, 3, 4]
+
+
+ORDERED_DTYPES = [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.bool, torch.uint16, torch.complex128]
+
+
+def in_some_order(shape: list[int], order: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor whose dimensions lie in memory in this order."""
+    places = [place for place in order if place < len(shape)]
+    values = torch.arange(math.prod(shape)).to(torch.uint8).repeat_interleave(dtype.itemsize).clamp_(max=1).view(dtype)
+    lying = values.reshape([shape[place] for place in places])
+    return lying.permute([places.index(place) for place in range(len(shape))])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, 3), max_size=4), st.permutations(range(4)), st.sampled_from(ORDERED_DTYPES))
+def test_tensors_come_back_in_their_order_in_memory(shape: list[int], order: list[int], dtype: torch.dtype) -> None:
+    tensor = in_some_order(shape, order, dtype)
+    tree, found = split({"tensor": tensor})
+    assert join(json.loads(json.dumps(tree)), found)["tensor"].data_ptr() == tensor.data_ptr()
+    row_major = {name: each.contiguous() for name, each in found.items()}  # as a file holds them
+    back = join(json.loads(json.dumps(tree)), row_major)["tensor"]
+    assert back.stride() == (tensor.stride() if tensor.numel() else tensor.contiguous().stride())
+    assert same(back, tensor)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 3), max_size=4), st.permutations(range(4)), st.booleans())
+def test_arrays_come_back_in_their_order_in_memory(shape: list[int], order: list[int], flipped: bool) -> None:
+    array = in_some_order(shape, order, torch.float32).numpy()
+    array = np.flip(array) if flipped else array
+    tree, found = split(array)
+    back = join(json.loads(json.dumps(tree)), {name: each.contiguous() for name, each in found.items()})
+    assert np.array_equal(back, array)
+    assert back.strides == np.array(array, order="K").strides
+
+
+def test_a_tensor_with_gaps_comes_back_as_its_copy_lies() -> None:
+    tensor = torch.arange(24.0).reshape(4, 6).t()[::2]
+    tree, found = split([tensor, tensor.clone()])
+    first, second = join(tree, {name: each.contiguous() for name, each in found.items()})
+    assert first.stride() == second.stride() == tensor.clone().stride() == (1, 3)
+    assert torch.equal(first, tensor)
+
+
+def test_tied_tensors_in_another_order_stay_tied() -> None:
+    tensor = torch.arange(6.0).reshape(2, 3).t()
+    tree, found = split({"one": tensor, "other": tensor})
+    held = tensor.contiguous()
+    back = join(tree, dict.fromkeys(found, held))
+    assert back["one"] is back["other"]
+    assert back["one"].stride() == (1, 3)
+
+
+@pytest.mark.parametrize(
+    "strides", [[3, 3], [0, 1], [1], [1, 2, 3], [2, 1], [-1, 3], [True, 3], ["1", 3], "13", 1, None, [3, 2**63], [2, 2]]
+)
+def test_strides_that_fit_no_tensor_are_refused(strides: Any) -> None:
+    entry = {"__kind__": "tensor", "value": "x", "strides": strides}
+    with pytest.raises(ValueError, match="this is no state that split"):
+        join(entry, {"x": torch.zeros(2, 3)})
+
+
+def test_strides_that_overlap_in_as_much_memory_are_refused() -> None:
+    entry = {"__kind__": "tensor", "value": "x", "strides": [2, 2]}
+    with pytest.raises(ValueError, match=r"the strides \[2, 2\] do not fit the shape \[3, 3\]"):
+        join(entry, {"x": torch.zeros(3, 3)})

@@ -12,9 +12,11 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from trainer_kit.checkpoint import find_checkpoints, newest_valid, read_state, verify
+from trainer_kit.checkpoint.files import CheckpointError
 from trainer_kit.data.plan import Plan, step_numbers
 from trainer_kit.data.stream import check_workers
 from trainer_kit.optim import Schedule
+from trainer_kit.optimizer_state import described_groups, load_optimizer_state
 from trainer_kit.run import Run
 
 logger = logging.getLogger("trainer_kit")
@@ -24,9 +26,6 @@ _IN_THE_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2"
 
 _IN_THE_LAYOUT = ("per_device_train_batch_size", "gradient_accumulation_steps")
 """Arguments that the sentence about the layout tells of."""
-
-_BY_DEVICE = ("capturable", "foreach", "fused")
-"""Options of torch's optimizers that fit the device of this start, not the one that the checkpoint was made on."""
 
 _ANEW = "start anew with load_checkpoint_in_model(model, checkpoint)"
 
@@ -109,28 +108,45 @@ def fitting_optimizer_state(run: Run, directory: Path) -> dict[str, Any]:
     """
     assert run.optimizer is not None
     _check_same_kind("lr_scheduler", run.lr_scheduler, read_state(directory, "trainer") or {}, directory)
-    saved = read_state(directory, "optimizer") or {}
-    groups = list(zip(run.optimizer.param_groups, saved["param_groups"], strict=False))
-    sizes = [[len(group["params"]) for group in each] for each in (run.optimizer.param_groups, saved["param_groups"])]
+    saved: dict[str, Any] = read_state(directory, "optimizer") or {}
+    try:
+        groups = described_groups(saved)
+    except ValueError as error:
+        raise CheckpointError(f"{directory} is damaged: {error}") from error
+    sizes = [[len(group["params"]) for group in each] for each in (run.optimizer.param_groups, groups)]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"the optimizer has groups of {sizes[0]} parameters, but {directory} was made with {sizes[1]}; resume with "
             f"the same parameters frozen and the same weight_decay, or {_ANEW}"
         )
-    for own, group in groups:
-        for name, other in zip(own.get("param_names", ()), group.get("param_names", ()), strict=False):
-            if name != other:
+    for own, group in zip(run.optimizer.param_groups, groups, strict=True):
+        names = own.get("param_names") or [None] * len(own["params"])
+        for name, other in zip(names, group["params"], strict=True):
+            if None not in (name, other["name"]) and name != other["name"]:
                 raise ValueError(
-                    f"the optimizer has {name!r} where {directory} has {other!r}; resume with the parameters in the "
-                    f"same order, or {_ANEW}"
+                    f"the optimizer has {name!r} where {directory} has {other['name']!r}; resume with the parameters "
+                    f"in the same order, or {_ANEW}"
                 )
-        if type(run.optimizer).__module__.startswith("torch.optim"):
-            for parameter, number in zip(own["params"], group["params"], strict=True):
-                _check_shapes(parameter, saved["state"].get(number, {}), number, directory)
+    _check_shapes(run.optimizer, saved, groups, directory)
     return saved
 
 
-def _check_shapes(parameter: torch.Tensor, state: Mapping[str, Any], number: int, directory: Path) -> None:
+def _check_shapes(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], groups: list[dict[str, Any]], directory: Path
+) -> None:
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    described = [each for group in groups for each in group["params"]]
+    for number, (parameter, other) in enumerate(zip(parameters, described, strict=True)):
+        if [*parameter.shape] != other["shape"]:
+            raise ValueError(
+                f"the optimizer's parameter {number} is of shape {[*parameter.shape]}, but in {directory} of "
+                f"{other['shape']}; resume with the parameters in the same order, or {_ANEW}"
+            )
+        if type(optimizer).__module__.startswith("torch.optim"):
+            _check_state_shapes(parameter, saved["state"].get(number, {}), number, directory)
+
+
+def _check_state_shapes(parameter: torch.Tensor, state: Mapping[str, Any], number: int, directory: Path) -> None:
     """Whether what torch's optimizers keep, of a parameter's shape or a row or column of it, is of this parameter."""
     for name, value in state.items():
         if not isinstance(value, torch.Tensor) or value.ndim == 0:
@@ -138,9 +154,9 @@ def _check_shapes(parameter: torch.Tensor, state: Mapping[str, Any], number: int
         if value.ndim != parameter.ndim or any(
             size not in (1, of) for size, of in zip(value.shape, parameter.shape, strict=True)
         ):
-            raise ValueError(
-                f"the optimizer's parameter {number} is of shape {list(parameter.shape)}, but its {name!r} in "
-                f"{directory} is of {list(value.shape)}; resume with the parameters in the same order, or {_ANEW}"
+            raise CheckpointError(
+                f"{directory} is damaged: the {name!r} of the optimizer's parameter {number}, which is of shape "
+                f"{[*parameter.shape]}, is of {[*value.shape]}"
             )
 
 
@@ -148,9 +164,7 @@ def load_optimizer(run: Run, saved: dict[str, Any], directory: Path) -> None:
     """Gives the optimizer its state, and the scheduler the checkpoint's."""
     optimizer, scheduler = run.optimizer, run.lr_scheduler
     assert optimizer is not None
-    for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
-        group.update({name: own[name] for name in _BY_DEVICE if name in own})
-    optimizer.load_state_dict(saved)
+    load_optimizer_state(optimizer, saved)
     scheduler.load_state_dict(read_state(directory, "lr_scheduler"))
     if isinstance(scheduler, LambdaLR):  # else the next step would have the rate of the former length
         for group, peak, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):

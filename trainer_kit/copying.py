@@ -10,8 +10,8 @@ import torch
 
 from trainer_kit.checkpoint.files import readable_size
 from trainer_kit.checkpoint.shards import address
+from trainer_kit.optimizer_state import state_tensors
 from trainer_kit.run import Run
-from trainer_kit.trees import tensors as tensors_of
 
 
 class HostCopies:
@@ -101,4 +101,4 @@ class HostCopies:
 
     def _of_the_optimizer(self) -> set[int]:
         assert self.run.optimizer is not None
-        return {address(tensor) for tensor in tensors_of(self.run.optimizer.state)} - {0}
+        return {address(tensor) for tensor in state_tensors(self.run.optimizer)} - {0}

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import math
 import re
 import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer_kit.arguments import TrainingArguments
+
+logger = logging.getLogger("trainer_kit")
 
 # The learning rate's factor at a step.
 Factor = Callable[[int], float]
@@ -64,6 +68,9 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         TypeError: If it is none, or LBFGS, which runs the model itself.
         ValueError: If it holds no parameter of the model.
     """
+    if isinstance(optimizer, type):
+        name = optimizer.__name__
+        raise TypeError(f"optimizer={name} is a class; give an object of it, such as {name}(model.parameters(), lr=…)")
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer other than LBFGS")
     own = set(model.parameters())
@@ -135,7 +142,40 @@ class _Span(NamedTuple):
 
 
 class Schedule(LambdaLR):
-    """A schedule that `make_scheduler` made."""
+    """A schedule that `make_scheduler` made.
+
+    It sets the learning rate of each group after each step: a callback that wants another one for good multiplies the
+    peaks (`run.lr_scheduler.base_lrs = [rate / 2 for rate in run.lr_scheduler.base_lrs]`), which checkpoints keep. A
+    `param_groups[0]["lr"]` that is set directly is in force for one step.
+    """
+
+    _warned: ClassVar[weakref.WeakSet[Schedule]] = weakref.WeakSet()  # no attribute, which checkpoints would keep
+
+    @property  # not an attribute, which a rollback or a resume would set apart from the groups
+    def base_lrs(self) -> list[Any]:
+        """The peak of each group, its "initial_lr"."""
+        return [group["initial_lr"] for group in self.optimizer.param_groups]
+
+    @base_lrs.setter
+    def base_lrs(self, peaks: Sequence[Any]) -> None:
+        for group, peak in zip(self.optimizer.param_groups, peaks, strict=True):
+            group["initial_lr"] = peak
+
+    def step(self, epoch: int | None = None) -> None:
+        """Sets the learning rates of the next step; warns once where somebody else had set one."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for rate, own in zip(rates, getattr(self, "_last_lr", rates), strict=True):
+            if isinstance(rate, (int, float)) and isinstance(own, (int, float)) and rate != own:
+                self._warn(rate)
+        super().step(epoch)
+
+    def _warn(self, rate: float) -> None:
+        if self not in self._warned:
+            self._warned.add(self)
+            logger.warning(
+                "a learning rate was set to %g, which held for one step: the schedule sets it after each; to change it "
+                "for good set run.lr_scheduler.base_lrs, the peaks of the schedule", rate,
+            )  # fmt: skip
 
     def go_on_at(self, step: int) -> None:
         """Takes up another place in the schedule; the optimizer's groups get its learning rates at once."""
@@ -204,12 +244,29 @@ def own_scheduler(given: Any, optimizer: torch.optim.Optimizer) -> Any:
     """The user's own scheduler, or what the user's function makes for the optimizer.
 
     Raises:
-        TypeError: If it is none.
+        TypeError: If it is none, or a function or class that needs more than the optimizer.
     """
-    made = given(optimizer) if callable(given) and not hasattr(given, "state_dict") else given
+    made = given
+    if isinstance(given, type) or (callable(given) and not hasattr(given, "state_dict")):
+        _check_takes_optimizer(given)
+        made = given(optimizer)
     if not hasattr(made, "step"):
         raise TypeError(f"lr_scheduler gave {made!r}; give a scheduler, or a function that returns one")
     return made
+
+
+def _check_takes_optimizer(function: Callable[..., Any]) -> None:
+    """Whether a function, or a class, can be called with an optimizer alone."""
+    try:
+        inspect.signature(function).bind(None)
+    except ValueError:
+        return  # it does not say what it takes
+    except TypeError as error:
+        name = getattr(function, "__name__", repr(function))
+        raise TypeError(
+            f"lr_scheduler={name} cannot be called with the optimizer alone ({error}); give a function such as "
+            f"lambda optimizer: {name}(optimizer, …)"
+        ) from error
 
 
 def _require(holds: bool, name: str, value: float, allowed: str) -> None:

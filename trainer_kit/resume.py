@@ -42,6 +42,7 @@ from trainer_kit.data.stream import StreamLoader
 from trainer_kit.log import NAME as LOG
 from trainer_kit.log import LogFile
 from trainer_kit.optim import Schedule
+from trainer_kit.optimizer_state import check_optimizer_state, optimizer_state
 from trainer_kit.run import Run
 from trainer_kit.saving import Saver
 
@@ -143,10 +144,14 @@ class Checkpoints:
         What the folder holds beside is set aside: a run never mixes with another.
 
         Raises:
-            ValueError: If it is a checkpoint of another model, optimizer or schedule, naming the first that differs, or
-                nothing can be written in the folder.
+            TypeError: If the optimizer's state holds what a checkpoint cannot hold.
+            ValueError: If it is a checkpoint of another model, optimizer or schedule, naming the first that differs, if
+                nothing can be written in the folder, or if the optimizer could not be resumed.
         """
         run, directory = self.run, self._source
+        if run.args.save_strategy != "no":
+            assert run.optimizer is not None
+            check_optimizer_state(run.optimizer)
         if directory is not None:
             self._load(directory)
             ledger = _ledger_in(directory)
@@ -268,8 +273,9 @@ class Checkpoints:
             "data": self.data_state,
             "ledger": run.ledger.state_dict(),
         }
-        for name in ("optimizer", "lr_scheduler"):
-            states[name] = getattr(run, name).state_dict()
+        assert run.optimizer is not None
+        states["optimizer"] = optimizer_state(run.optimizer)
+        states["lr_scheduler"] = run.lr_scheduler.state_dict()
         if run.strategy.precision is not None:
             states["precision"] = run.strategy.precision.state_dict()
         return states | {name: entry.state_dict() for name, entry in run.stateful.items()}

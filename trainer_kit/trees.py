@@ -57,7 +57,8 @@ def split(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     A state is made of dicts (OrderedDict and Counter too, keys of any plain kind), lists, tuples, sets, None, bool,
     int, float (inf and nan too), str, bytes, paths, torch tensors, dtypes, devices and sizes, numpy arrays and
     scalars. A named tuple comes back as a tuple, a parameter as a tensor. Tensors are neither copied nor moved;
-    numpy arrays are copied.
+    numpy arrays are copied. Strides other than row-major ones are kept with the JSON tree, since sums and matrix
+    products of the same numbers differ in their last bits with the order in memory.
 
     Args:
         tree: The state.
@@ -81,13 +82,14 @@ def join(json_tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
     Args:
         json_tree: The first result of `split`, or what `json.loads` made of it.
-        tensors: The second one. What is put together shares their memory.
+        tensors: The second one, each with its own strides or row-major. What is put together shares their memory
+            where their strides are right.
 
     Raises:
         ValueError: If `json_tree` was not made by `split`, or a tensor that it names is missing.
     """
     try:
-        return _decode(json_tree, dict(tensors))
+        return _decode(json_tree, _Tensors(tensors))
     except _NO_STATE as error:
         raise ValueError(f"this is no state that split() made: {type(error).__name__}: {error}") from error
 
@@ -102,7 +104,7 @@ def plain_values(json_tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """
     try:
         items = _items(json_tree)
-        value = _decode(json_tree, {}) if items is None else None
+        value = _decode(json_tree, _Tensors({})) if items is None else None
     except _NO_STATE as error:
         raise ValueError(f"this is no state that split() made: {type(error).__name__}: {error}") from error
     if items is None:
@@ -118,7 +120,7 @@ def _items(json_tree: Any) -> list[tuple[Any, Any]] | None:
     if kind in ("tensor", "ndarray"):
         return []
     if kind in _MAPPINGS:
-        return [(_decode(key, {}), item) for key, item in content] or None
+        return [(_decode(key, _Tensors({})), item) for key, item in content] or None
     if isinstance(content, dict):
         return list(content.items()) or None
     is_nested = isinstance(content, list) and any(isinstance(item, (dict, list)) for item in content)
@@ -160,7 +162,7 @@ def _encode(value: Any, path: tuple[Any, ...], found: dict[str, torch.Tensor]) -
     if kind is list:
         return [_encode(item, (*path, index), found) for index, item in enumerate(value)]
     if isinstance(value, torch.Tensor):
-        return {_TAG: "tensor", "value": _put(value.detach(), path, found)}
+        return {_TAG: "tensor", **_put(value.detach(), path, found)}
     if kind is np.ndarray and value.dtype.kind in _NUMPY_KINDS:
         return _encode_array(value, path, found)
     if isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS:
@@ -197,31 +199,81 @@ def _encode_mapping(kind: str, value: Mapping[Any, Any], path: tuple[Any, ...], 
 def _encode_array(array: np.ndarray[Any, Any], path: tuple[Any, ...], found: dict[str, torch.Tensor]) -> Any:
     """Arrays of a dtype that torch lacks (other byte order, dates, strings) are kept as bytes, with their shape."""
     entry = {_TAG: "ndarray", "dtype": array.dtype.str}
-    copy = np.array(array, order="C")
     if array.dtype.isnative and array.dtype.name in _NUMPY_IN_TORCH:
-        tensor = torch.from_numpy(copy)
+        tensor = torch.from_numpy(np.array(array, order="K"))
     else:
-        tensor = torch.frombuffer(bytearray(copy.tobytes()), dtype=torch.uint8) if copy.nbytes else torch.empty(0)
+        tensor = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.nbytes else torch.empty(0)
         entry["shape"] = list(array.shape)
-    return {**entry, "value": _put(tensor, path, found)}
+    return {**entry, **_put(tensor, path, found)}
 
 
-def _put(tensor: torch.Tensor, path: tuple[Any, ...], found: dict[str, torch.Tensor]) -> str:
-    """Files the tensor under a name that tells where it was: ["state"][0]["exp_avg"] is state.0.exp_avg."""
+def _put(tensor: torch.Tensor, path: tuple[Any, ...], found: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Files the tensor under a name that tells where it was: ["state"][0]["exp_avg"] is state.0.exp_avg.
+
+    Returns:
+        That name as "value", and "strides" where a copy of the tensor is not row-major.
+    """
     base = ".".join(re.sub(r"[^\w.-]", "_", str(part)) for part in path) or "tensor"
     name = base
     while name in found or name == "__metadata__":  # the latter has a meaning of its own in safetensors files
         name = f"{base}#{len(found)}" if name == base else f"{name}#"
     found[name] = tensor
-    return name
+    strides = strides_of_copy(tensor) if tensor.layout == torch.strided else None
+    return {"value": name} if strides in (None, _row_major(tensor.shape)) else {"value": name, "strides": [*strides]}
+
+
+def strides_of_copy(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides that a copy of a tensor, or zeros like it, get: its own where it fills its memory."""
+    if tensor.stride() == (row_major := _row_major(tensor.shape)) or not tensor.numel():
+        return row_major
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """As torch has them, which counts a size of 0 as 1."""
+    return tuple(math.prod(max(size, 1) for size in shape[place + 1 :]) for place in range(len(shape)))
+
+
+class _Tensors:
+    """The tensors of a state by their names; each is asked for once, since `split` gives each a name of its own."""
+
+    def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
+        self._named = dict(named)
+        self._laid_out: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}  # tied ones stay one tensor
+
+    def take(self, entry: Mapping[str, Any]) -> torch.Tensor:
+        """The tensor of an entry that `_put` made."""
+        tensor = self._named.pop(entry["value"])
+        if "strides" not in entry:
+            return tensor
+        strides = _checked_strides(entry["strides"], tensor.shape)
+        if tensor.stride() == strides:
+            return tensor
+        key = (id(tensor), strides)
+        if key not in self._laid_out:
+            empty = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+            self._laid_out[key] = empty.copy_(tensor)
+        return self._laid_out[key]
+
+
+def _checked_strides(strides: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides from a file, with which each element has a place of its own and no memory is left over."""
+    if len(strides) != len(shape) or not all(type(stride) is int and 0 <= stride < 2**63 for stride in strides):
+        raise ValueError(f"{strides!r:.50} are no strides of {len(shape)} dimensions")
+    filled = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+        if stride != filled:
+            raise ValueError(f"the strides {strides} do not fit the shape {list(shape)}")
+        filled *= size
+    return tuple(strides)
 
 
 def _place(path: tuple[Any, ...]) -> str:
     return "state" + "".join(f"[{part!r}]" for part in path)
 
 
-def _decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Puts `value` together; takes each tensor out of `tensors`, since `split` gives each a name of its own."""
+def _decode(value: Any, tensors: _Tensors) -> Any:
+    """Puts `value` together; takes each tensor out of `tensors`."""
     if isinstance(value, list):
         return [_decode(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -236,9 +288,9 @@ def _decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if kind in _MAPPINGS:
         return _MAPPINGS[kind]({_decode(key, tensors): _decode(item, tensors) for key, item in content})
     if kind == "tensor":
-        return tensors.pop(content)
+        return tensors.take(value)
     if kind == "ndarray":
-        return _decode_array(value, tensors.pop(content))
+        return _decode_array(value, tensors.take(value))
     if kind == "numpy":
         return np.ndarray((), _numpy_dtype(value["dtype"]), buffer=bytes.fromhex(content))[()]
     raise ValueError(f"unknown kind {kind!r}")

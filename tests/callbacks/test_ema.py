@@ -185,3 +185,15 @@ def test_an_evaluation_before_training_uses_the_weights(make_run: Callable[..., 
 def test_options_that_make_no_sense(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         EMA(**options)
+
+
+def test_averages_lie_in_memory_as_their_weights_do(make_run: Callable[..., Run]) -> None:
+    convolution = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    run = make_run(model=convolution)
+    saved = EMA()
+    saved.load_state_dict({"averages": {name: torch.rand(each.shape) for name, each in convolution.named_parameters()}})
+    before = {name: each.clone() for name, each in saved.state_dict()["averages"].items()}
+    saved.on_train_begin(run)
+    averages = saved.state_dict()["averages"]
+    assert averages["weight"].stride() == convolution.weight.stride()
+    assert all(torch.equal(averages[name], value) for name, value in before.items())

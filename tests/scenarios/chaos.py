@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from scenarios import moments
 from scenarios.moments import Death, read_journal
-from scenarios.starts import SAVE_STEPS, STEPS, Job, Outside, Start
+from scenarios.starts import DATA, SAVE_STEPS, STEPS, Job, Outside, Start
 
 from trainer_kit.checkpoint import find_checkpoints, verify
 from trainer_kit.checkpoint.format import REPLACED_PREFIX
@@ -76,6 +76,7 @@ class Story:
         ranks: Processes.
         chance: Decides everything.
         counts: How often a start may pass each moment before it dies there.
+        data: What it reads.
 
     Attributes:
         kills: In order.
@@ -83,7 +84,10 @@ class Story:
         equal: Whether it ended like a run that nobody killed: with the same bits, and the same checkpoints.
     """
 
-    def __init__(self, folder: Path, ranks: int, chance: random.Random, counts: dict[str, int]) -> None:
+    def __init__(
+        self, folder: Path, ranks: int, chance: random.Random, counts: dict[str, int], data: str = "map"
+    ) -> None:
+        self.data = data
         self.folder, self.ranks, self.chance, self.counts = folder, ranks, chance, counts
         self.output_dir = Start(folder).output_dir
         self.kills: list[Kill] = []
@@ -103,7 +107,7 @@ class Story:
                 if not self._start(*self._plan(card), card):
                     deck.insert(0, card)  # the run had less left to do
             if not self._has_finished():
-                self._start(Start(self.folder, ranks=self.ranks))
+                self._start(Start(self.folder, ranks=self.ranks, data=self.data))
             end = self.end()
             if expected is not None:
                 self.equal = end.states == expected.states
@@ -136,6 +140,8 @@ class Story:
             raise Wrong(f"of the checkpoints {sorted(kept)} are left instead of {sorted(expected)}")
 
     def _fits(self, card: str) -> bool:
+        if card == "a data worker" and self.data != "map":
+            return False  # a stream is resumed with as many workers as before
         if card == "clearing the folder":
             return any(self.output_dir.glob(".*"))
         return card not in ("reading a checkpoint", *moments.IN_A_REPLACEMENT) or bool(self._steps())
@@ -146,9 +152,10 @@ class Story:
         start = Start(
             self.folder,
             ranks=self.ranks,
-            workers={"a data worker": 2, "fetching": 0}.get(card, 2 * (chance.random() < 0.3)),
+            workers={"a data worker": 2, "fetching": 0}.get(card, 2 * (chance.random() < 0.3) * (self.data == "map")),
             async_save=chance.random() < 0.8,
             saves_first=card in moments.IN_A_REPLACEMENT,
+            data=self.data,
         )
         if card in (OUTSIDE, ALL):
             ranks = list(range(self.ranks)) if card == ALL else [victim]
@@ -237,9 +244,9 @@ def _let_rot(checkpoint: Path, chance: random.Random) -> None:
     path.write_bytes(content if how == "flip" else content[:place])
 
 
-def straight(folder: Path, ranks: int) -> tuple[End, dict[str, int]]:
+def straight(folder: Path, ranks: int, data: str) -> tuple[End, dict[str, int]]:
     """What a run ends with that nobody kills, and how often two of its saves pass each moment."""
-    story = Story(folder, ranks, random.Random(0), {})
+    story = Story(folder, ranks, random.Random(0), {}, data)
     story.live([], 0, None)
     assert story.wrong is None, story.wrong
     journal = read_journal(Start(folder, 1).file("journal", 0))
@@ -258,7 +265,7 @@ def cards(ranks: int) -> list[str]:
 def stories(folder: Path, ranks: int, kills: int, seed: int) -> Iterator[Story]:
     """Runs that are killed and finish, until there were as many kills."""
     chance = random.Random(f"{seed} {ranks}")
-    expected, counts = straight(folder / f"straight-{ranks}", ranks)
+    ends = {data: straight(folder / f"straight-{ranks}-{data}", ranks, data) for data in DATA}
     deck: list[str] = []
     done = 0
     for number in range(1, kills + 2):
@@ -266,7 +273,9 @@ def stories(folder: Path, ranks: int, kills: int, seed: int) -> Iterator[Story]:
             return
         if len(deck) < 20:
             deck += chance.sample(cards(ranks), len(cards(ranks)))
-        story = Story(folder / f"{ranks}-ranks-{number}", ranks, chance, counts)
+        data = chance.choice(list(DATA))
+        expected, counts = ends[data]
+        story = Story(folder / f"{ranks}-ranks-{number}", ranks, chance, counts, data)
         story.live(deck, min(kills - done, chance.randint(4, 9)), expected)
         done += len(story.kills)
         yield story

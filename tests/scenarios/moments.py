@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -156,6 +156,32 @@ class Read(task.Noisy):
         else:
             self.watch.passes(self.moment)
         return super().__getitem__(index)
+
+
+class ReadStream(task.Stream):
+    """The task's stream, which dies as it is read."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for sample in super().__iter__():
+            self.watch.passes("fetching")
+            yield sample
+
+
+class ReadStateless(task.StatelessStream):
+    """The same of the one without a state."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for sample in super().__iter__():
+            self.watch.passes("fetching")
+            yield sample
 
 
 class _Calls:

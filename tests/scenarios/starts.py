@@ -16,7 +16,7 @@ import torch
 import torch._dynamo  # optimizers import it, which takes a second
 from ranks import free_port
 from scenarios import task
-from scenarios.moments import Death, Read, Watch
+from scenarios.moments import Death, Read, ReadStateless, ReadStream, Watch
 
 from trainer_kit import Callback, Run
 from trainer_kit.callbacks import read_log
@@ -27,6 +27,7 @@ ARGUMENTS = {
     "max_steps": STEPS, "save_steps": SAVE_STEPS, "save_total_limit": 2, "save_keep_every": 5, "eval_steps": 6,
     "metric_for_best_model": "eval_loss",
 }  # fmt: skip
+DATA = {"map": lambda watch: Read(watch, task.SAMPLES, "fetching"), "stream": ReadStream, "stateless": ReadStateless}
 LIMIT = 120.0  # seconds for a start
 ALONE = 60.0  # seconds in which a process must end by itself when another one is gone
 
@@ -42,6 +43,7 @@ class Start(NamedTuple):
         workers: Data workers of each.
         async_save: The argument.
         saves_first: Whether a checkpoint is asked for before the first step: it replaces the one resumed from.
+        data: What it reads, of `DATA`.
     """
 
     folder: Path
@@ -51,6 +53,7 @@ class Start(NamedTuple):
     workers: int = 0
     async_save: bool = True
     saves_first: bool = False
+    data: str = "map"
 
     def file(self, kind: str, rank: int) -> Path:
         return self.folder / f"{self.number}-{rank}.{kind}"
@@ -79,11 +82,13 @@ def train(start: Start, rank: int, port: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork", DeprecationWarning)
+    warnings.filterwarnings("ignore", "train_dataset has no state_dict", UserWarning)
     watch = Watch(start.file("journal", rank), start.deaths.get(rank))
     watch.install()
     trainer = task.make_trainer(
         start.output_dir, watch, *[SaveFirst()] * start.saves_first,
-        dataset=Read(watch, task.SAMPLES, "fetching"),
+        dataset=DATA[start.data](watch),
+        model=task.Formats(),
         strategy=ddp.DDP(device="cpu", heartbeat_timeout=4.0),
         dataloader_num_workers=start.workers, async_save=start.async_save, **ARGUMENTS,
     )  # fmt: skip

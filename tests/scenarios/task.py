@@ -73,6 +73,32 @@ class Net(torch.nn.Module):
         return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+class Formats(Net):
+    """A convolution in channels_last and a transposed weight too, whose moments must lie as they do."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.convolution = torch.nn.Conv2d(2, 4, 2, padding=1).to(memory_format=torch.channels_last)
+        self.turned = torch.nn.Linear(36, 8)
+        self.turned.weight.data = self.turned.weight.data.t().contiguous().t()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        image = x.view(-1, 2, 2, 2).to(memory_format=torch.channels_last)
+        return super().forward(self.turned(torch.relu(self.convolution(image)).flatten(1)), labels)
+
+
+class StatelessStream(IterableDataset[Any]):
+    """The same source without a state: a resume reads it again up to its place."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for place in range(1, self.samples + 1):
+            yield {"x": torch.randn(8) + place, "labels": torch.tensor(place % 3)}
+
+
 class StopAt(Callback):
     """Asks to save and stop after a step."""
 

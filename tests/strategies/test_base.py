@@ -331,3 +331,63 @@ def test_copies_on_the_host_are_nobody_elses(dtype: torch.dtype) -> None:
 def test_what_says_that_memory_does_not_suffice(error: Exception, expected: bool) -> None:
     said = Strategy().lack_of_memory(error)
     assert said == ((str(error) or "MemoryError") if expected else None)
+
+
+def test_norms_of_half_precision_are_computed_in_float32() -> None:
+    for dtype, size in ((torch.bfloat16, 1.01), (torch.float16, 300.0)):  # whose square fp16 cannot hold
+        parameters = [nn.Parameter(torch.zeros(50, 50, dtype=dtype)) for _ in range(3)]
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, size)
+        value = float(parameters[0].grad[0, 0])  # type: ignore[index]
+        norms = make_strategy().step(torch.optim.SGD(parameters, lr=0.0), max_norm=1.0)
+        assert norms is not None
+        assert (norms.each.dtype, norms.total.dtype) == (torch.float32, torch.float32)
+        assert norms.each.tolist() == pytest.approx([value * 50] * 3, rel=1e-6)
+        assert norms.total.item() == pytest.approx(value * 50 * 3**0.5, rel=1e-6)
+        expected = torch.full((50, 50), value).double() / (value * 50 * 3**0.5)
+        torch.testing.assert_close(parameters[0].grad, expected.to(dtype))
+
+
+def test_a_step_that_raises_leaves_no_mark_on_the_optimizer() -> None:
+    parameters = graded([1.0, 2.0])
+    optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        make_strategy(reads_freely=False).step(optimizer, nonfinite="skip")
+    assert not hasattr(optimizer, "found_inf")
+    handle.remove()
+    before = parameters[0].detach().clone()
+    optimizer.step()
+    assert not torch.equal(parameters[0], before)
+
+
+def test_one_that_only_calls_fused_optimizers_takes_no_bad_step() -> None:
+    class Several(torch.optim.Optimizer):
+        def __init__(self, parameters: list[nn.Parameter]) -> None:
+            super().__init__(parameters, {})
+            self.inner = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+            self.param_groups = self.inner.param_groups
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.inner.step()
+
+    parameters = graded([1.0, 2.0])
+    grads(parameters)[1][0, 0] = torch.nan
+    before = [parameter.detach().clone() for parameter in parameters]
+    make_strategy(reads_freely=False).step(Several(parameters), nonfinite="skip")
+    assert all(torch.equal(one, other) for one, other in zip(parameters, before, strict=True))
+
+
+def test_copies_on_the_host_lie_as_the_tensors_do() -> None:
+    strategy = make_strategy()
+    tensors = [
+        torch.rand(4, 3, 2, 2).to(memory_format=torch.channels_last),
+        torch.rand(4, 3).t(),
+        torch.rand(4, 6)[:, ::2],
+    ]
+    places = strategy.host_memory(tensors)
+    assert [place.stride() for place in places] == [tensor.clone().stride() for tensor in tensors]
+    strategy.copy_to_host(tensors, places)
+    assert all(torch.equal(place, tensor) for place, tensor in zip(places, tensors, strict=True))
+    again = strategy.host_memory([torch.rand(3, 4), *tensors], free=places)
+    assert [any(one is place for place in places) for one in again] == [False, True, True, True]

@@ -30,6 +30,7 @@ from trainer_kit.checkpoint import save_tensors
 from trainer_kit.checkpoint.export import save_model_folder
 from trainer_kit.data.order import mix
 from trainer_kit.strategies.choice import choose_strategy
+from trainer_kit.strategies.gradients import gradient_norms, gradient_values
 from trainer_kit.trees import map_tensors
 
 
@@ -303,7 +304,12 @@ class Accelerator(Tracking):
         """
         if (chosen := self._complete(parameters)) is None:
             return None
-        return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type)
+        trained = [parameter for parameter in chosen if parameter.grad is not None]
+        if norm_type != 2 or not trained:
+            return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type)
+        total = gradient_norms(trained, [gradient_values(parameter) for parameter in trained]).total
+        torch.nn.utils.clip_grads_with_norm_(trained, max_norm, total)
+        return total
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clips each element of the gradients to plus or minus `clip_value`; not while gradients accumulate."""

@@ -32,6 +32,7 @@ from trainer_kit.checkpoint import (
 from trainer_kit.checkpoint.format import Manifest, list_files
 from trainer_kit.checkpoint.loading import load_weights
 from trainer_kit.checkpoint.reader import is_of_run, recover_replaced
+from trainer_kit.optimizer_state import load_optimizer_state, optimizer_state
 from trainer_kit.rng import generator_states, set_generator_states
 from trainer_kit.strategies.base import Strategy
 
@@ -132,7 +133,7 @@ class States:
             "gradients": self._gradients() if self.flow.batches else {},
         }
         for name, each in _numbered("optimizer", prepared.optimizers):
-            states[name] = each.state_dict()
+            states[name] = optimizer_state(each.optimizer)
         for name, each in _numbered("lr_scheduler", prepared.schedulers):
             states[name] = each.state_dict()
         for name, each in self._registered():
@@ -221,7 +222,10 @@ class States:
         ):
             if (saved := read_state(source, name)) is None:
                 raise ValueError(f"{directory} holds nothing for {name}; register the same objects before load_state()")
-            each.load_state_dict(saved)
+            if isinstance(each, PreparedOptimizer):
+                load_optimizer_state(each.optimizer, saved)
+            else:
+                each.load_state_dict(saved)
         if self.strategy.precision is not None:
             self.strategy.precision.load_state_dict(read_state(source, "precision") or {})
         for loader, saved in zip(prepared.loaders, read_state(source, "loaders") or [], strict=False):
@@ -252,7 +256,7 @@ class States:
         for name, parameter in self._trained():
             parameter.grad = None
             if name in gradients and self.strategy.rank == 0:  # of all processes together: one of them has to have it
-                parameter.grad = gradients[name].to(parameter.device, parameter.dtype)
+                parameter.grad = torch.empty_like(parameter).copy_(gradients[name])
 
 
 def check_stateful(objects: Iterable[Any]) -> None:

@@ -21,7 +21,13 @@ class BeingRead(Protocol):
 class Flow:
     """Where the user's loop is.
 
+    Copies of what is prepared share it; what is unpickled, perhaps in another process, is in no loop.
+
+    Args:
+        strategy: Of the loop.
+
     Attributes:
+        strategy: The same.
         sync_gradients: Whether this batch ends an optimizer step.
         batches: Batches that the unfinished optimizer step has had so far.
         steps: Optimizer steps taken.
@@ -29,13 +35,19 @@ class Flow:
     """
 
     def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+        self.strategy = strategy
         self._has_stepped = False  # since the device was let begin last
         self._has_cleared = False
         self.sync_gradients = True
         self.batches = 0
         self.steps = 0
         self.loaders: list[BeingRead] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Flow:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[], Flow], tuple[()]]:
+        return _flow_of_no_loop, ()
 
     def next_batch(self, accumulation: int, ends_with_loader: bool) -> None:
         """Counts one more batch, and whether it ends an optimizer step."""
@@ -48,7 +60,7 @@ class Flow:
     def dispatch(self) -> None:
         """Lets the device begin with what was recorded."""
         self._has_stepped = self._has_cleared = False
-        self._strategy.dispatch()
+        self.strategy.dispatch()
 
     def has_stepped(self) -> None:
         """Counts a step. The device begins with it once its gradients are cleared, which are then no results that it
@@ -65,6 +77,13 @@ class Flow:
             self.dispatch()
         else:
             self._has_cleared = True
+
+
+def _flow_of_no_loop() -> Flow:
+    """One in which each step is taken."""
+    strategy = Strategy()
+    strategy.setup()
+    return Flow(strategy)
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
@@ -91,6 +110,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if name == "optimizer":  # a copy that is being made
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer, "step_was_skipped": self.step_was_skipped, "_flow": self._flow}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._strategy = self._flow.strategy
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

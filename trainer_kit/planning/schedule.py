@@ -16,6 +16,7 @@ from trainer_kit.checkpoint import read_state
 from trainer_kit.continuity import fitting_optimizer_state
 from trainer_kit.data.plan import Plan
 from trainer_kit.optim import Schedule, make_scheduler, own_scheduler
+from trainer_kit.optimizer_state import described_groups
 from trainer_kit.planning import facts
 from trainer_kit.planning.stage import schedule_only
 from trainer_kit.run import Run
@@ -62,9 +63,9 @@ class Rates:
     def _take_up(self, directory: Path) -> None:
         """Goes on where the schedule stands in a checkpoint."""
         self.run.lr_scheduler = self.scheduler
-        saved = fitting_optimizer_state(self.run, directory)
-        for group, other in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
-            group.update({name: value for name, value in other.items() if name in ("lr", "initial_lr")})
+        saved = described_groups(fitting_optimizer_state(self.run, directory))
+        for group, other in zip(self.optimizer.param_groups, saved, strict=True):
+            group.update(other["rates"])
         self.scheduler.load_state_dict(read_state(directory, "lr_scheduler"))
 
     def _make(self, given: Any, plan: Plan, real: torch.optim.Optimizer) -> Any:
@@ -101,7 +102,7 @@ class Rates:
         places = range(count) if count <= _POINTS else [round(i * (count - 1) / (_POINTS - 1)) for i in range(_POINTS)]
         points = tuple((self.first + place + 1, self.rates[place]) for place in places)
         return facts.Schedule(
-            optimizer=type(self.optimizer).__name__,
+            optimizer=type(self.run.optimizer).__name__,
             name=self._name(),
             points=points,
             lowest=min(self.rates, default=self.groups[0]),

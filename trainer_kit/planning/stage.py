@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from trainer_kit import environment
+from trainer_kit.optimizer_state import optimizers_in
 from trainer_kit.strategies.base import Strategy
 
 logger = logging.getLogger("trainer_kit")
@@ -48,7 +49,12 @@ def stand_in(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[torch.T
     Args:
         optimizer: Stays as it is.
         groups: The parameters of each of its groups.
+
+    Raises:
+        ValueError: If it consists of several optimizers, which would be at work in the other too.
     """
+    if len(optimizers_in(optimizer)) > 1:
+        raise ValueError("it consists of several optimizers")
     other = object.__new__(type(optimizer))
     other.__dict__.update(vars(optimizer))
     other.__dict__.pop("step", None)  # a scheduler has put it there, bound to the other optimizer
@@ -65,7 +71,12 @@ def stand_in(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[torch.T
 
 def schedule_only(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """An optimizer of the same kind and options that changes nothing, for a scheduler to write its rates into."""
-    return stand_in(optimizer, [[torch.zeros(())] for _ in optimizer.param_groups])
+    if len(optimizers_in(optimizer)) == 1:
+        return stand_in(optimizer, [[torch.zeros(())] for _ in optimizer.param_groups])
+    groups = [{**group, "params": [torch.zeros(())]} for group in optimizer.param_groups]
+    for group in groups:
+        group.pop("param_names", None)
+    return torch.optim.Optimizer(groups, dict(getattr(optimizer, "defaults", {})))
 
 
 @contextlib.contextmanager

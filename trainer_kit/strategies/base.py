@@ -23,7 +23,7 @@ from trainer_kit.precision import Precision
 from trainer_kit.rng import seed_generators
 from trainer_kit.strategies.gradients import GradientNorms, gradient_norms, gradient_values
 from trainer_kit.strategies.shapes import ShapeLedger
-from trainer_kit.trees import map_tensors
+from trainer_kit.trees import map_tensors, strides_of_copy
 
 logger = logging.getLogger("trainer_kit")
 T = TypeVar("T")
@@ -292,8 +292,10 @@ class Strategy:
         elif _is_fused(optimizer) and not self.reads_freely:
             # How `torch.amp.GradScaler` tells a fused optimizer, which decides on the device.
             optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
-            optimizer.step()
-            del optimizer.found_inf  # type: ignore[attr-defined]
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.found_inf  # type: ignore[attr-defined]
         elif math.isfinite(norm.item()):
             optimizer.step()
 
@@ -433,12 +435,13 @@ class Strategy:
         """Memory on the host for a copy of each tensor; that of `free`, which nobody needs any more, where it fits."""
         places: dict[Any, list[torch.Tensor]] = {}
         for place in free:
-            places.setdefault((place.shape, place.dtype), []).append(place)
+            places.setdefault((place.shape, place.dtype, place.stride()), []).append(place)
         return [
             found.pop()
-            if (found := places.get((tensor.shape, tensor.dtype)))
-            else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pins_memory)
+            if (found := places.get((tensor.shape, tensor.dtype, strides)))
+            else torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, pin_memory=self.pins_memory)
             for tensor in tensors
+            for strides in [strides_of_copy(tensor)]  # other strides would need a second copy on the device
         ]
 
     def moment(self) -> Any:
@@ -487,7 +490,9 @@ def clear_frames(error: BaseException | None) -> None:
 
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    return all(group.get("fused") for group in optimizer.param_groups)
+    """Whether its step looks at `found_inf`; one that only calls fused optimizers does not."""
+    takes_found_inf = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return takes_found_inf and all(group.get("fused") for group in optimizer.param_groups)
 
 
 @functools.cache

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class GradientNorms(NamedTuple):
@@ -24,12 +27,19 @@ class GradientNorms(NamedTuple):
 
 
 def gradient_norms(parameters: list[torch.Tensor], grads: list[torch.Tensor]) -> GradientNorms:
-    """The norms of `grads`, which are those of `parameters`."""
-    norms: Any = torch._foreach_norm(grads)
+    """The norms of `grads`, which are those of `parameters`; of half precision in float32, as it would round them."""
+    are_half = [grad.dtype in _HALF for grad in grads]
+    half = _norms([grad for grad, is_half in zip(grads, are_half, strict=True) if is_half], torch.float32)
+    others = _norms([grad for grad, is_half in zip(grads, are_half, strict=True) if not is_half])
+    norms = [next(half if is_half else others) for is_half in are_half]
     if len({norm.dtype for norm in norms}) > 1:
         norms = [norm.float() for norm in norms]
     each = torch.stack(norms)
     return GradientNorms(each, torch.linalg.vector_norm(each), parameters)
+
+
+def _norms(grads: list[torch.Tensor], dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
+    return iter(torch._foreach_norm(grads, 2, dtype) if grads else ())
 
 
 def gradient_values(parameter: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,7 @@ class Processes(Strategy):
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         if self.is_alone:
             return tensor
-        tensor = tensor.detach().clone()
+        tensor = tensor.detach().clone(memory_format=torch.contiguous_format)  # backends sum in the order of memory
         with self._watched():
             dist.all_reduce(tensor, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
         return tensor
