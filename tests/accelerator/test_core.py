@@ -105,13 +105,22 @@ def test_schedulers_of_any_class() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
 
 
-@pytest.mark.parametrize(
-    ("thing", "name"),
-    [(3, "builtins.int"), ("model", "builtins.str"), (nn.Linear, "builtins.type"), ([1], "builtins.list")],
-)
-def test_prepare_names_what_it_does_not_take(thing: Any, name: str) -> None:
-    with pytest.raises(TypeError, match=rf"prepare\(\) got a {name}; it takes models"):
-        Accelerator(cpu=True).prepare(nn.Linear(1, 1), thing)
+def test_prepare_gives_back_what_it_does_not_know() -> None:
+    """As accelerate does, whatever it looks like."""
+    accelerate = pytest.importorskip("accelerate")
+    things = [3, "model", nn.Linear, [1], None, Scheduler(), Scheduler, torch.ones(2), {"a": 1}]
+    for maker in (Accelerator, accelerate.Accelerator):
+        made = maker(cpu=True).prepare(nn.Linear(1, 1), *things)
+        assert len(made) == 1 + len(things)
+        assert all(one is other for one, other in zip(made[1:], things, strict=True))
+
+
+def test_prepare_names_what_could_be_part_of_checkpoints(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        Accelerator(cpu=True).prepare(3, Scheduler())
+    assert caplog.messages.count(
+        "prepare() leaves a Scheduler as it is; register_for_checkpointing() makes it part of checkpoints"
+    ) == 1  # fmt: skip
 
 
 def test_a_model_without_weights() -> None:
