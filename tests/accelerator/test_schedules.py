@@ -66,7 +66,7 @@ SCRIPTS = {
     "notebook, accumulation": Script("one cycle", accumulation=4),
     "notebook, adjusted for accumulation": Script("one cycle of steps", accumulation=4),
     "notebook, not adjusted for accumulation": Script(
-        "one cycle of steps", accumulation=4, plugin=(("adjust_scheduler", False),)
+        "one cycle of steps", accumulation=4, plugin=(("adjust_scheduler", False), ("sync_each_batch", True))
     ),
     "split_batches": Script(options=(("split_batches", True),)),
     "split_batches, accumulation": Script("one cycle", accumulation=2, options=(("split_batches", True),)),

@@ -254,16 +254,21 @@ class Accelerator(Tracking):
         self._prepared.loaders.append(prepared)
         return prepared
 
-    def unwrap_model(self, model: torch.nn.Module, keep_fp32_wrapper: bool = True) -> torch.nn.Module:
+    def unwrap_model(
+        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> torch.nn.Module:
         """The user's own module under what `prepare` returned.
 
         Args:
             model: Prepared or not.
             keep_fp32_wrapper: With False, its forward pass is again as it was, without mixed precision.
+            keep_torch_compile: With False, one that `torch.compile` made is taken off too.
         """
         model = self.strategy.unwrap(model)
         if not keep_fp32_wrapper and getattr(model.__dict__.get("forward"), "in_precision", False):
             del model.forward
+        if not keep_torch_compile:
+            model = getattr(model, "_orig_mod", model)
         return model
 
     def free_memory(self, *objects: Any) -> list[None]:

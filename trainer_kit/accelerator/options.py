@@ -91,7 +91,7 @@ class DataLoaderConfiguration:
     split_batches: bool = False
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class DistributedDataParallelKwargs:
     """Arguments of torch's DistributedDataParallel, see `trainer_kit.DDP`; without effect in a single process."""
 
@@ -101,7 +101,7 @@ class DistributedDataParallelKwargs:
     bucket_cap_mb: int | None = None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class InitProcessGroupKwargs:
     """How the processes meet; `timeout` is how long one waits for the others in a collective."""
 
