@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from static_shapes import Static
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -105,13 +106,22 @@ def test_schedulers_of_any_class() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
 
 
-@pytest.mark.parametrize(
-    ("thing", "name"),
-    [(3, "builtins.int"), ("model", "builtins.str"), (nn.Linear, "builtins.type"), ([1], "builtins.list")],
-)
-def test_prepare_names_what_it_does_not_take(thing: Any, name: str) -> None:
-    with pytest.raises(TypeError, match=rf"prepare\(\) got a {name}; it takes models"):
-        Accelerator(cpu=True).prepare(nn.Linear(1, 1), thing)
+def test_prepare_gives_back_what_it_does_not_know() -> None:
+    """As accelerate does, whatever it looks like."""
+    accelerate = pytest.importorskip("accelerate")
+    things = [3, "model", nn.Linear, [1], None, Scheduler(), Scheduler, torch.ones(2), {"a": 1}]
+    for maker in (Accelerator, accelerate.Accelerator):
+        made = maker(cpu=True).prepare(nn.Linear(1, 1), *things)
+        assert len(made) == 1 + len(things)
+        assert all(one is other for one, other in zip(made[1:], things, strict=True))
+
+
+def test_prepare_names_what_could_be_part_of_checkpoints(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        Accelerator(cpu=True).prepare(3, Scheduler())
+    assert caplog.messages.count(
+        "prepare() leaves a Scheduler as it is; register_for_checkpointing() makes it part of checkpoints"
+    ) == 1  # fmt: skip
 
 
 def test_a_model_without_weights() -> None:
@@ -139,6 +149,52 @@ def test_what_it_says_of_the_run(tmp_path: Path) -> None:
     assert accelerator.mixed_precision == "no"
     assert accelerator.gradient_accumulation_steps == 1
     assert accelerator.project_dir == accelerator.logging_dir == tmp_path
+
+
+def test_scripts_print_the_state() -> None:
+    """Each of transformers' example scripts does, before anything else."""
+    accelerator = Accelerator(cpu=True)
+    assert str(accelerator.state) == "Accelerator(NO, process 0 of 1, local process 0, device cpu)"
+    assert accelerator.state.num_processes == 1
+
+
+def test_cpu_false_leaves_it_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `Accelerator(cpu=options.cpu)`."""
+    monkeypatch.setattr("trainer_kit.accelerator.core.choose_strategy", lambda args, **_: seen.append(args) or Static())
+    seen: list[Any] = []
+    monkeypatch.setenv("TRAINER_KIT_USE_CPU", "1")
+    Accelerator(cpu=False)
+    monkeypatch.delenv("TRAINER_KIT_USE_CPU")
+    Accelerator(cpu=False)
+    assert [args.use_cpu for args in seen] == [True, False]
+
+
+def test_the_steps_of_accumulation_may_be_set() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.gradient_accumulation_steps = 3
+    synced = []
+    for _ in range(6):
+        with accelerator.accumulate():
+            synced.append(accelerator.sync_gradients)
+    assert synced == [False, False, True] * 2
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=0 must be at least 1"):
+        accelerator.gradient_accumulation_steps = 0
+
+
+def test_backward_takes_what_torch_takes() -> None:
+    accelerator, model, *_ = parts()
+    loss = model(torch.ones(1, 4)).sum()
+    accelerator.backward(loss, retain_graph=True)
+    accelerator.backward(loss)
+    assert model.weight.grad.tolist() == [[2.0] * 4]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_compiled_model_is_unwrapped() -> None:
+    accelerator, own = Accelerator(cpu=True), nn.Linear(4, 1)
+    model = accelerator.prepare(torch.compile(own))
+    assert accelerator.unwrap_model(model) is model
+    assert accelerator.unwrap_model(model, keep_torch_compile=False) is own
 
 
 def test_what_the_launcher_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +235,7 @@ def test_a_project_that_makes_no_sense() -> None:
 
 
 def test_handlers_without_effect_in_one_process() -> None:
-    handlers = [DistributedDataParallelKwargs(static_graph=True), InitProcessGroupKwargs(timedelta(seconds=5))]
+    handlers = [DistributedDataParallelKwargs(static_graph=True), InitProcessGroupKwargs(timeout=timedelta(seconds=5))]
     accelerator = Accelerator(cpu=True, kwargs_handlers=handlers, dataloader_config=DataLoaderConfiguration())
     assert accelerator.num_processes == 1
 
@@ -403,7 +459,8 @@ def test_alone_everything_is_as_it_was() -> None:
         pass
     assert accelerator.on_main_process(lambda value: value + 1)(1) == 2
     assert accelerator.on_local_main_process(lambda: 3)() == 3
-    assert accelerator.on_process(process_index=1)(lambda: 3)() is None
+    assert accelerator.on_process(process_index=1)(lambda: 3)() == 3  # as under accelerate
+    assert accelerator.on_local_process(local_process_index=1)(lambda: 3)() == 3
 
 
 class tensor_equal:  # noqa: N801
@@ -473,6 +530,12 @@ def test_set_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drawn(3, device_specific=True) == drawn(4)
     with pytest.raises(ValueError, match="seed=-1 is negative"):
         set_seed(-1)
+    assert not torch.are_deterministic_algorithms_enabled()
+    try:
+        set_seed(3, deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_custom_trackers(tmp_path: Path) -> None:

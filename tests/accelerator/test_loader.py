@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -10,12 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
+    TensorDataset,
     WeightedRandomSampler,
 )
 
@@ -412,3 +416,51 @@ def test_a_loop_in_a_loop() -> None:
             with accelerator.accumulate(model):
                 synced.append(accelerator.sync_gradients)
     assert synced == [False, False, True, True] * 4  # that of the inner loader
+
+
+def test_batches_of_evaluation_are_told_from_those_of_training() -> None:
+    """`no_grad` inside the loop, a loop within the training loop, one that is left early, and two loaders at once."""
+    accelerator = Accelerator(cpu=True)
+    model: Any = nn.Linear(4, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(22, 4))
+    train: Any = DataLoader(data, batch_size=4)
+    held_out: Any = DataLoader(data, batch_size=8)
+    other: Any = DataLoader(TensorDataset(torch.randn(6, 3, 4)), batch_size=1)
+    model, optimizer, train, held_out, other = accelerator.prepare(model, optimizer, train, held_out, other)
+    for (inputs,), (more,) in zip(train, other, strict=True):
+        accelerator.backward(model(inputs).mean() + model(more).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        for (batch,) in held_out:
+            with torch.no_grad():
+                model(batch)
+            if len(batch) == 6:
+                break
+    shapes = accelerator.strategy.shapes
+    rows = {
+        kind: [(each.columns["0"][0], each.count) for each in shapes.of(kind)] for kind in ("training", "evaluation")
+    }
+    assert rows["training"] == [((4, 4), 5), ((1, 3, 4), 6), ((2, 4), 1)]
+    assert rows["evaluation"] == [((8, 4), 12), ((6, 4), 6)]
+
+
+def test_advice_is_for_a_loop_written_by_hand() -> None:
+    accelerator = Accelerator(cpu=True)
+    model: Any = nn.Linear(4, 1)
+    samples = [torch.randn(length, 4) for length in (3, 3, 40, 40, 70)]
+    collate = functools.partial(pad_sequence, batch_first=True)
+    train, held_out = (DataLoader(samples, batch_size=size, collate_fn=collate) for size in (2, 3))  # type: ignore[arg-type]
+    model, train, held_out = accelerator.prepare(model, train, held_out)
+    for batch in train:
+        accelerator.backward(model(batch).mean())
+    for batch in held_out:
+        with torch.no_grad():
+            model(batch)
+    advice = accelerator.strategy.shapes.advice()
+    assert "Batches came in 3 shapes in training and 2 in evaluation" in advice
+    assert "give the DataLoader drop_last=True, which leaves out the batch that is not full" in advice
+    assert "take a batch_size that divides the number of samples" in advice
+    assert "in the DataLoader's collate_fn, with a tokenizer by pad_to_multiple_of=" in advice
+    for name in ("dataloader_drop_last", "per_device", "pad_to_lengths", "data_collator", "strategy='xla'"):
+        assert name not in advice

@@ -65,7 +65,9 @@ def numbers(tensors: Iterable[Any]) -> list[float]:
 def train(batch_size: int, accumulation: int, length: int, epochs: int = 2, **options: Any) -> dict[str, Any]:
     """Trains a small model; what came of it and what the first step's gradients were."""
     set_seed(4)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, **options)
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=accumulation, step_scheduler_with_optimizer="once", **options
+    )
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)

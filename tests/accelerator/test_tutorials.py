@@ -62,7 +62,8 @@ def quick_tour() -> dict[str, Any]:
         right += int((all_predictions == all_targets).sum())
         seen += len(all_targets)
     rate = lr_scheduler.get_last_lr()[0]
-    return {"seen": seen, "accuracy": right / seen, "rate": rate, "steps": accelerator.flow.steps}
+    steps = accelerator.flow.steps * accelerator.num_processes  # of the schedule
+    return {"seen": seen, "accuracy": right / seen, "rate": rate, "steps": steps}
 
 
 @pytest.mark.scenario
@@ -186,7 +187,8 @@ def notebook_tutorial(mixed_precision: str = "fp16", seed: int = 42, batch_size:
         printed.append(accurate.item() / num_elems)
         accelerator.print(f"epoch {epoch}: {100 * printed[-1]:.2f}")
     assert torch.equal(accelerator.unwrap_model(model)[1].weight, frozen)
-    return {"accuracy": printed[-1], "steps": accelerator.flow.steps, "dtype": str(outputs.dtype)}
+    rate = optimizer.param_groups[0]["lr"]
+    return {"accuracy": printed[-1], "rate": rate, "steps": accelerator.flow.steps, "dtype": str(outputs.dtype)}
 
 
 @pytest.mark.scenario
@@ -197,6 +199,7 @@ def test_notebook_tutorial(mixed_precision: str, capsys: pytest.CaptureFixture[s
     for result in [alone, *on_ranks(2, notebook_tutorial, mixed_precision)]:
         assert result["accuracy"] > 0.85
         assert result["dtype"] == "torch.float32"
+        assert result["rate"] < 3e-2 / 100  # the schedule, made before prepare(), is at its end
 
 
 def tpu_guide(downcast: bool = True) -> float:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from trainer_kit.checkpoint import (
     write_checkpoint,
 )
 from trainer_kit.checkpoint import format as manifests
+from trainer_kit.checkpoint.export import save_model_folder
 from trainer_kit.checkpoint.loading import load_weights
 
 
@@ -243,3 +246,43 @@ def test_weights_that_the_manifest_does_not_list_are_not_loaded(tmp_path: Path) 
     index.write_text(json.dumps({"weight_map": {**content["weight_map"], **first}}))
     with pytest.raises(CheckpointError, match=r"names model-foreign\.safetensors, which the manifest does not list"):
         load_weights(Tied(), checkpoint, is_verified=True)
+
+
+def test_a_device_map_moves_the_model(tmp_path: Path) -> None:
+    """As scripts of accelerate's users give it; `meta` stands for a device that is not here."""
+    accelerate = pytest.importorskip("accelerate")
+    source = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    save_model_folder(tmp_path, source.state_dict(), source, None, "10GB", lambda tensor: tensor)
+    for one in ({"": torch.device("cpu")}, {"": "cpu"}, "cpu", torch.device("cpu")):
+        other, theirs = copy.deepcopy(source), copy.deepcopy(source)
+        for model in (other, theirs):
+            torch.nn.init.zeros_(model[0].weight)
+        load_checkpoint_in_model(other, tmp_path, device_map=one)  # type: ignore[arg-type]
+        accelerate.load_checkpoint_in_model(theirs, tmp_path, device_map={"": "cpu"})
+        assert all(
+            torch.equal(a, b) for a, b in zip(other.state_dict().values(), theirs.state_dict().values(), strict=True)
+        )
+        assert torch.equal(other[0].weight, source[0].weight)
+    model = copy.deepcopy(source)
+    load_checkpoint_in_model(model, tmp_path, {"": "cpu", "1": "meta", "2.weight": "cpu", "2": "cpu"})
+    assert {name: value.device.type for name, value in model.state_dict().items()} == {
+        name: "meta" if name.startswith("1.") else "cpu" for name in source.state_dict()
+    }
+
+
+@pytest.mark.parametrize(
+    ("device_map", "message"),
+    [
+        ({"head": "cpu"}, "device_map names 'head', which is no module or parameter of this Sequential"),
+        ({"0": "cpu"}, "device_map has no device for '1.weight' of this Sequential; '' stands for the whole model"),
+        ({"": "disk"}, "device_map puts '' on 'disk', but weights stay in memory"),
+        ("nowhere", "device_map puts '' on 'nowhere', which is no device"),
+    ],
+)
+def test_a_device_map_that_makes_no_sense(device_map: Any, message: str, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    save_model_folder(tmp_path, model.state_dict(), model, None, "10GB", lambda tensor: tensor)
+    before = torch.nn.init.zeros_(model[0].weight).clone()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_checkpoint_in_model(model, tmp_path, device_map)
+    assert torch.equal(model[0].weight, before)

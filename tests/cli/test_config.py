@@ -129,6 +129,16 @@ def test_default_does_not_ask(settings: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == f"Written to {settings}. Start with: trainer-kit launch script.py\n"
 
 
+def test_default_leaves_a_saved_file(
+    settings: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    LaunchConfig(num_processes=3).save(settings)
+    assert main(["config", "--default"]) == 0
+    assert LaunchConfig.load(settings) == LaunchConfig(num_processes=3)
+    assert capsys.readouterr().out == ""
+    assert f"a configuration is saved at {settings} and stays as it is" in caplog.text
+
+
 def test_another_file(settings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.yaml"
     assert main(["config", "--default", "--config", str(path)]) == 0

@@ -77,7 +77,9 @@ def test_env_shows_the_saved_configuration(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert dict(facts())["configuration"] == "none saved"
     path = trainer_kit.write_basic_config()
+    assert path
     assert dict(facts())["configuration"] == f"{path}: all defaults"
+    path.unlink()
     trainer_kit.write_basic_config(mixed_precision="bf16")
     assert dict(facts())["configuration"] == f"{path}: mixed_precision=bf16"
     path.write_text("processes: 2")

@@ -136,19 +136,29 @@ def test_the_default_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_write_basic_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     path = trainer_kit.write_basic_config(mixed_precision="bf16")
+    assert path
     assert path == default_path()
     assert yaml.safe_load(path.read_text())["mixed_precision"] == "bf16"
     assert LaunchConfig.load(path) == LaunchConfig(mixed_precision="bf16")
     other = tmp_path / "other.json"
-    assert write_basic_config(path=os.fspath(other)) == other
+    assert write_basic_config(save_location=os.fspath(other)) == other
     assert LaunchConfig.load(other) == LaunchConfig()
+
+
+def test_write_basic_config_leaves_a_saved_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "saved.yaml"
+    LaunchConfig(num_processes=3).save(path)
+    before = path.read_bytes()
+    assert write_basic_config(mixed_precision="bf16", save_location=path) is False
+    assert path.read_bytes() == before
+    assert f"a configuration is saved at {path} and stays as it is; remove it, run `trainer-kit config`" in caplog.text
 
 
 def test_write_basic_config_refuses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="mixed_precision='fp8' is not allowed"):
-        write_basic_config(mixed_precision="fp8", path=tmp_path / "a.yaml")  # type: ignore[arg-type]
+        write_basic_config(mixed_precision="fp8", save_location=tmp_path / "a.yaml")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"use \.json, \.yaml or \.yml"):
-        write_basic_config(path=tmp_path / "a.toml")
+        write_basic_config(save_location=tmp_path / "a.toml")
     assert list(tmp_path.iterdir()) == []
 
 

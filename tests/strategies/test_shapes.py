@@ -61,6 +61,17 @@ def test_tensors_are_found_wherever_they_are(batch: Any, names: set[str]) -> Non
     assert ledger.newest.columns == dict.fromkeys(names, ((2,), torch.float32))
 
 
+def test_batches_are_moved_to_evaluation_one_by_one() -> None:
+    ledger = ledger_of(text(8, 16), text(8, 16), text(6, 16), evaluation=(text(6, 16),))
+    eight, six = ledger.of("training")
+    ledger.mark_evaluation(eight)
+    ledger.mark_evaluation(six)
+    assert [(each.count, each.first) for each in ledger.of("training")] == [(1, 1)]
+    assert [(each.columns["labels"][0], each.count) for each in ledger.of("evaluation")] == [((6,), 2), ((8,), 1)]
+    ledger.mark_evaluation(ledger.of("evaluation")[0])  # it is one already
+    assert [each.count for each in ledger.of("evaluation")] == [2, 1]
+
+
 def test_another_dtype_or_column_is_another_shape() -> None:
     x = torch.zeros(2, 3)
     ledger = ledger_of({"x": x}, {"x": x.double()}, {"x": x, "y": x}, {"x": x[0]}, {"x": x})

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
+import logging
 import os
 import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from trainer_kit import environment
@@ -22,8 +25,8 @@ from trainer_kit.accelerator.options import (
     ddp_options,
 )
 from trainer_kit.accelerator.skipping import SkippedLoader, skip_first_batches
-from trainer_kit.accelerator.states import Prepared, States, check_stateful
-from trainer_kit.accelerator.stepping import PreparedOptimizer, PreparedScheduler
+from trainer_kit.accelerator.states import Prepared, States, check_stateful, is_stateful
+from trainer_kit.accelerator.stepping import PreparedOptimizer, PreparedScheduler, step_rule
 from trainer_kit.accelerator.trackers import Tracking
 from trainer_kit.arguments import TrainingArguments
 from trainer_kit.checkpoint import save_tensors
@@ -31,7 +34,10 @@ from trainer_kit.checkpoint.export import save_model_folder
 from trainer_kit.data.order import mix
 from trainer_kit.strategies.choice import choose_strategy
 from trainer_kit.strategies.gradients import gradient_norms, gradient_values
+from trainer_kit.strategies.shapes import ShapeLedger
 from trainer_kit.trees import map_tensors
+
+logger = logging.getLogger("trainer_kit")
 
 
 class Accelerator(Tracking):
@@ -52,26 +58,32 @@ class Accelerator(Tracking):
 
     Gradients are the mean over processes and over accumulated batches of the gradients of `loss`.
 
-    Three things differ. A scheduler steps once per optimizer step, not once for each process too: make it from
-    `len(loader)` after `prepare`. After `load_state` a loader that was being read goes on after its last batch
-    by itself; with `skip_first_batches(loader, n)` the n batches are counted from the beginning of that epoch. And the
-    order of a loader is a function of its seed and epoch (see `PreparedLoader`): `set_seed` comes before `prepare`.
+    A prepared scheduler steps once for each process with every optimizer step, as under accelerate: make it from
+    `len(loader)` before `prepare`, or give `step_scheduler_with_optimizer="once"`.
+
+    Two things differ. After `load_state` a loader that was being read goes on after its last batch by itself; with
+    `skip_first_batches(loader, n)` the n batches are counted from the beginning of that epoch. And the order of a
+    loader is a function of its seed and epoch (see `PreparedLoader`): `set_seed` comes before `prepare`.
 
     Args:
         device_placement: Whether prepared loaders move their batches to the device.
+        split_batches: See `DataLoaderConfiguration`.
         mixed_precision: "no", "fp16" or "bf16": what prepared models compute in; None: what the launcher was told, else
             "no". Their outputs are float32.
         gradient_accumulation_steps: Batches of one optimizer step on each process; see `accumulate`.
-        cpu: Trains on the CPU even where there is an accelerator; None: what the launcher was told, else False.
-        downcast_bf16: On XLA, see `trainer_kit.strategies.xla.XLA`: prepared models and their batches are cast to
-            bfloat16; outputs are float32. Without effect elsewhere.
-        split_batches: See `DataLoaderConfiguration`.
-        dataloader_config: The same.
+        cpu: Trains on the CPU even where there is an accelerator, as where the launcher was told so.
+        dataloader_config: See `DataLoaderConfiguration`.
         log_with: "tensorboard", "jsonl" (`log.jsonl`), "all" of these, an object with `log(values, step)`, or a list.
         project_dir: See `ProjectConfiguration`.
         project_config: The same and more.
         gradient_accumulation_plugin: Instead of `gradient_accumulation_steps`.
+        step_scheduler_with_optimizer: When prepared schedulers step. True: with the optimizer, once for each process
+            (on XLA for each device), or once in all with `split_batches`, so that a schedule that one process would go
+            through ends at the same sample on several. "once": with the optimizer, whatever the number of processes,
+            for a schedule made from `len(loader)` after `prepare`. False: at each call, for example once an epoch.
         kwargs_handlers: `DistributedDataParallelKwargs` and `InitProcessGroupKwargs`.
+        downcast_bf16: On XLA, see `trainer_kit.strategies.xla.XLA`: prepared models and their batches are cast to
+            bfloat16; outputs are float32. Without effect elsewhere.
 
     Raises:
         ValueError: If arguments make no sense or contradict one another, or the processes cannot meet.
@@ -81,18 +93,25 @@ class Accelerator(Tracking):
     def __init__(
         self,
         device_placement: bool = True,
+        split_batches: bool = False,
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int = 1,
-        cpu: bool | None = None,
-        downcast_bf16: bool = False,
-        split_batches: bool = False,
+        cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
+        *,
         log_with: Any = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
-        kwargs_handlers: Iterable[Any] = (),
+        step_scheduler_with_optimizer: bool | Literal["once"] = True,
+        kwargs_handlers: Iterable[Any] | None = None,
+        downcast_bf16: bool = False,
     ) -> None:
+        if not isinstance(step_scheduler_with_optimizer, bool) and step_scheduler_with_optimizer != "once":
+            raise ValueError(
+                f"step_scheduler_with_optimizer={step_scheduler_with_optimizer!r} is not known; use True, False or "
+                "'once'"
+            )
         if gradient_accumulation_plugin is not None and gradient_accumulation_steps != 1:
             raise ValueError("give gradient_accumulation_steps or gradient_accumulation_plugin, not both")
         self._accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin(gradient_accumulation_steps)
@@ -101,18 +120,21 @@ class Accelerator(Tracking):
             project.project_dir = project_dir
         args = TrainingArguments(
             mixed_precision=mixed_precision or environment.mixed_precision(),  # type: ignore[arg-type]  # checked there
-            use_cpu=environment.use_cpu() if cpu is None else cpu,
+            use_cpu=cpu or environment.use_cpu(),
         )
-        strategy = choose_strategy(args, downcast_bf16=downcast_bf16, **ddp_options(kwargs_handlers))
+        strategy = choose_strategy(args, downcast_bf16=downcast_bf16, **ddp_options(kwargs_handlers or ()))
+        strategy.shapes = ShapeLedger(by_hand=True)
         super().__init__(strategy, log_with, project)
         self.strategy.setup()
         self.device_placement = device_placement
         self.split_batches = split_batches or (dataloader_config is not None and dataloader_config.split_batches)
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._prepared = Prepared()
         settings = {
             "mixed_precision": self.mixed_precision,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "split_batches": self.split_batches,
+            "step_scheduler_with_optimizer": step_scheduler_with_optimizer,
             "downcast_bf16": downcast_bf16,
         }
         self._states = States(self.strategy, self.flow, self._prepared, project, settings)
@@ -125,8 +147,12 @@ class Accelerator(Tracking):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Batches of one optimizer step on each process."""
+        """Batches of one optimizer step on each process; may be set."""
         return self._accumulation.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self._accumulation = dataclasses.replace(self._accumulation, num_steps=steps)
 
     @property
     def sync_gradients(self) -> bool:
@@ -149,14 +175,13 @@ class Accelerator(Tracking):
         """Makes models, optimizers, DataLoaders and schedulers ready for the hardware and the processes.
 
         Args:
-            args: In any order; None stays None.
+            args: In any order; anything else is given back as it is.
             device_placement: For each of `args`, whether a loader among them moves its batches.
 
         Returns:
-            What to use instead, in the same order; one object alone comes back as it is.
+            What to use instead, in the same order; a single object not in a tuple.
 
         Raises:
-            TypeError: If something is of another kind.
             ValueError: If a model or loader cannot be prepared, saying why.
         """
         placement = device_placement if device_placement is not None else [self.device_placement] * len(args)
@@ -167,7 +192,7 @@ class Accelerator(Tracking):
         return results[0] if len(results) == 1 else results
 
     def _prepare_one(self, thing: Any, placement: bool) -> Any:
-        if thing is None or isinstance(thing, (PreparedOptimizer, PreparedScheduler, PreparedLoader, SkippedLoader)):
+        if isinstance(thing, (PreparedOptimizer, PreparedScheduler, PreparedLoader, SkippedLoader)):
             return thing
         if isinstance(thing, torch.nn.Module):
             return self.prepare_model(thing)
@@ -175,12 +200,14 @@ class Accelerator(Tracking):
             return self.prepare_optimizer(thing)
         if isinstance(thing, DataLoader):
             return self.prepare_data_loader(thing, placement)
-        if _is_scheduler(thing):
+        if isinstance(thing, LRScheduler):
             return self.prepare_scheduler(thing)
-        raise TypeError(
-            f"prepare() got a {type(thing).__module__}.{type(thing).__qualname__}; it takes models (torch.nn.Module), "
-            "optimizers, DataLoaders and schedulers"
-        )
+        if is_stateful(thing):
+            logger.info(
+                "prepare() leaves a %s as it is; register_for_checkpointing() makes it part of checkpoints",
+                type(thing).__name__,
+            )
+        return thing
 
     def prepare_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Moves a model to the device, in place, and returns what to call instead of it."""
@@ -201,11 +228,12 @@ class Accelerator(Tracking):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """Returns a scheduler that steps only where its optimizer does."""
+        """Returns a scheduler that steps as `step_scheduler_with_optimizer` says."""
         owner = getattr(scheduler, "optimizer", None)
         optimizers = self._prepared.optimizers
         own = [each for each in optimizers if owner is each or owner is each.optimizer]
-        prepared = PreparedScheduler(scheduler, own or optimizers, self.flow)
+        rule = step_rule(self.step_scheduler_with_optimizer, self.split_batches, self.strategy)
+        prepared = PreparedScheduler(scheduler, own or optimizers, self.flow, rule)
         self._prepared.schedulers.append(prepared)
         return prepared
 
@@ -227,16 +255,21 @@ class Accelerator(Tracking):
         self._prepared.loaders.append(prepared)
         return prepared
 
-    def unwrap_model(self, model: torch.nn.Module, keep_fp32_wrapper: bool = True) -> torch.nn.Module:
+    def unwrap_model(
+        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> torch.nn.Module:
         """The user's own module under what `prepare` returned.
 
         Args:
             model: Prepared or not.
             keep_fp32_wrapper: With False, its forward pass is again as it was, without mixed precision.
+            keep_torch_compile: With False, one that `torch.compile` made is taken off too.
         """
         model = self.strategy.unwrap(model)
         if not keep_fp32_wrapper and getattr(model.__dict__.get("forward"), "in_precision", False):
             del model.forward
+        if not keep_torch_compile:
+            model = getattr(model, "_orig_mod", model)
         return model
 
     def free_memory(self, *objects: Any) -> list[None]:
@@ -251,19 +284,24 @@ class Accelerator(Tracking):
 
     # A step
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backpropagates the loss of this process's batch, its mean over the batch's samples.
 
         It is divided by the number of accumulated batches and of processes first, since gradients add up to the sum
         over all of them. That is exact for powers of two.
+
+        Args:
+            loss: A number with gradients.
+            kwargs: What `torch.Tensor.backward` takes, for example `retain_graph`.
 
         Raises:
             ValueError: If no model is prepared.
         """
         if not self._prepared.models:
             raise ValueError("backward() comes after prepare(model, …), which was not called")
+        self.flow.trained += 1
         share = self.gradient_accumulation_steps * self.num_processes
-        self.strategy.backward(loss if share == 1 else loss / share)
+        self.strategy.backward(loss if share == 1 else loss / share, **kwargs)
 
     @contextlib.contextmanager
     def accumulate(self, *models: torch.nn.Module) -> Iterator[None]:
@@ -275,7 +313,8 @@ class Accelerator(Tracking):
         """  # noqa: D205
         self.flow.next_batch(self._accumulation.num_steps, self._accumulation.sync_with_dataloader)
         with contextlib.ExitStack() as stack:
-            for model in () if self.sync_gradients else models or self._prepared.models:
+            exchanges = self.sync_gradients or self._accumulation.sync_each_batch
+            for model in () if exchanges else models or self._prepared.models:
                 stack.enter_context(self.strategy.no_sync(model))
             yield
 
@@ -436,16 +475,9 @@ class Accelerator(Tracking):
         return skip_first_batches(dataloader, num_batches)
 
 
-def _is_scheduler(thing: Any) -> bool:
-    """Whether it looks like one; they have no common class (ReduceLROnPlateau, transformers', the user's own)."""
-    names = ("step", "state_dict", "load_state_dict")
-    kinds = (torch.nn.Module, torch.optim.Optimizer, DataLoader, type)
-    return all(hasattr(thing, name) for name in names) and not isinstance(thing, kinds)
-
-
 def _order(thing: Any) -> int:
     """Models come first: moving one may replace the parameters that an optimizer holds. Schedulers follow those."""
-    return 0 if isinstance(thing, torch.nn.Module) else 2 if _is_scheduler(thing) else 1
+    return 0 if isinstance(thing, torch.nn.Module) else 2 if isinstance(thing, LRScheduler) else 1
 
 
 def _compute_in_precision(model: torch.nn.Module, autocast: Callable[[], Any]) -> None:

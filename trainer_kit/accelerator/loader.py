@@ -244,7 +244,7 @@ class PreparedLoader:
             for each in self._strategy.prepare_loader(dealt) if self._placement else dealt:
                 self._position += 1
                 self.gave_last, self.rows, self.real = each.last, each.rows, each.real
-                yield self._placed(each)
+                yield from self._given(each)
                 self._flow.dispatch()
             self.epoch, self._position = epoch + 1, 0
         finally:
@@ -266,10 +266,23 @@ class PreparedLoader:
             return stand.epoch + 1, skip or 0
         return stand.epoch, stand.position if skip is None else skip
 
-    def _placed(self, dealt: Dealt) -> Any:
-        """The batch on the device; not kept here, so that the memory is free once the user lets go of it."""
-        batch, dealt.batch = dealt.batch, None
-        return self._strategy.to_device(batch) if self._placement else batch
+    def _given(self, dealt: Dealt) -> Iterator[Any]:
+        """The batch on the device; not kept here, so that the memory is free once the user lets go of it.
+
+        Where nothing is trained until the next one is asked for, it is counted as one of evaluation: gradients do not
+        tell, since `torch.no_grad()` often stands inside the loop.
+        """
+        batch, dealt.batch = [dealt.batch], None
+        if not self._placement:
+            yield batch.pop()
+            return
+        batch = [self._strategy.to_device(batch.pop())]
+        shape, trained = self._strategy.shapes.latest, self._flow.trained
+        try:
+            yield batch.pop()
+        finally:
+            if shape is not None and self._flow.trained == trained:
+                self._strategy.shapes.mark_evaluation(shape)
 
     # Datasets with indices
 

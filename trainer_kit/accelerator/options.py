@@ -61,14 +61,19 @@ class GradientAccumulationPlugin:
 
     Args:
         num_steps: Batches of one optimizer step on each process.
+        adjust_scheduler: Without effect, as in accelerate: accumulated batches never count as steps of a schedule.
         sync_with_dataloader: Whether a loader's last batch ends a step, also where that is short.
+        sync_each_batch: Whether each batch's gradients are exchanged at once; takes time, and saves memory where they
+            are sharded.
 
     Raises:
         ValueError: If `num_steps` is below 1.
     """
 
     num_steps: int = 1
+    adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
         if self.num_steps < 1:
@@ -86,7 +91,7 @@ class DataLoaderConfiguration:
     split_batches: bool = False
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class DistributedDataParallelKwargs:
     """Arguments of torch's DistributedDataParallel, see `trainer_kit.DDP`; without effect in a single process."""
 
@@ -96,7 +101,7 @@ class DistributedDataParallelKwargs:
     bucket_cap_mb: int | None = None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class InitProcessGroupKwargs:
     """How the processes meet; `timeout` is how long one waits for the others in a collective."""
 
@@ -123,12 +128,14 @@ def ddp_options(handlers: Iterable[Any]) -> dict[str, Any]:
     return options
 
 
-def set_seed(seed: int, device_specific: bool = False) -> None:
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seeds Python's, numpy's and torch's generators, those of all devices too.
 
     Args:
         seed: Whole number, not negative. The order of samples in loaders that are prepared afterwards follows from it.
         device_specific: Adds the number of this process, so that each draws other dropout masks.
+        deterministic: Lets torch use deterministic algorithms only, which can be slower; see
+            `torch.use_deterministic_algorithms`.
 
     Raises:
         ValueError: If `seed` is negative.
@@ -144,3 +151,5 @@ def set_seed(seed: int, device_specific: bool = False) -> None:
         from trainer_kit.strategies.xla import seed_devices
 
         seed_devices(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)

@@ -33,6 +33,17 @@ class Processes:
     # Who this process is
 
     @property
+    def state(self) -> Processes:
+        """The facts of the run, which accelerate's scripts print: this object has them itself."""
+        return self
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.distributed_type.value}, process {self.process_index} of "
+            f"{self.num_processes}, local process {self.local_process_index}, device {self.device})"
+        )
+
+    @property
     def device(self) -> torch.device:
         """Where models and batches go."""
         return self.strategy.device
@@ -96,16 +107,19 @@ class Processes:
         return _only_if(self.is_local_main_process, function)
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int = 0) -> Any:
-        """Decorator: the function runs on the process with this number only, and returns None on the others."""
+        """Decorator: the function runs on the process with this number only, and returns None on the others.
+
+        A process that is alone runs it whatever the number, as under accelerate.
+        """
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
-        return _only_if(self.process_index == process_index, function)
+        return _only_if(process_index == self.process_index or self.num_processes == 1, function)
 
     def on_local_process(self, function: Callable[..., Any] | None = None, local_process_index: int = 0) -> Any:
-        """Decorator: the function runs on each machine's process with this number only, and returns None on others."""
+        """The same for the process with this number on each machine."""
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
-        return _only_if(self.local_process_index == local_process_index, function)
+        return _only_if(local_process_index == self.local_process_index or self.num_processes == 1, function)
 
     @contextlib.contextmanager
     def main_process_first(self) -> Iterator[None]:

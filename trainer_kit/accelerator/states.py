@@ -127,6 +127,7 @@ class States:
                 "run_id": self.run_id,
                 "steps": self.flow.steps,
                 "batches": self.flow.batches,
+                "schedule_steps": [each.rule.repeats for each in prepared.schedulers],
             },
             "loaders": [loader.state_dict() for loader in prepared.loaders],
             "precision": precision.state_dict() if precision is not None else {},
@@ -231,6 +232,7 @@ class States:
         for loader, saved in zip(prepared.loaders, read_state(source, "loaders") or [], strict=False):
             loader.load_state_dict(saved)
         self.run_id, self.flow.steps, self.flow.batches = state["run_id"], state["steps"], state["batches"]
+        self._check_schedules(state.get("schedule_steps", []))
         self._restore_gradients(read_state(source, "gradients") or {})
         if (generators := read_state(source, f"rng-{self.strategy.rank:05d}")) is None:
             logger.warning("%s was made by fewer processes: this one's generators stay as they are", directory)
@@ -252,6 +254,19 @@ class States:
         verify(input_dir)
         return input_dir
 
+    def _check_schedules(self, saved: list[int]) -> None:
+        """Says where a schedule counts otherwise than before: with another number of processes."""
+        for then, scheduler in zip(saved, self.prepared.schedulers, strict=False):
+            if then != scheduler.rule.repeats:
+                logger.warning(
+                    "the checkpoint was saved where a schedule steps %d times with each optimizer step, here %d: one "
+                    "made from len(loader) before prepare() goes on at the same sample, but one whose length follows "
+                    "from num_processes does not; set its last_epoch",
+                    then,
+                    scheduler.rule.repeats,
+                )
+                return
+
     def _restore_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
         for name, parameter in self._trained():
             parameter.grad = None
@@ -266,11 +281,16 @@ def check_stateful(objects: Iterable[Any]) -> None:
         TypeError: If an object lacks `state_dict` or `load_state_dict`.
     """
     for each in objects:
-        if isinstance(each, type) or not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+        if not is_stateful(each):
             raise TypeError(
                 f"register_for_checkpointing() got {each!r}, which has no state_dict() or load_state_dict(); only "
                 "objects that have both can be kept"
             )
+
+
+def is_stateful(thing: Any) -> bool:
+    """Whether it is an object with `state_dict` and `load_state_dict`."""
+    return not isinstance(thing, type) and hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
 def _numbered(name: str, objects: Sequence[Any]) -> Iterator[tuple[str, Any]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
 from trainer_kit.strategies.base import Strategy
+
+logger = logging.getLogger("trainer_kit")
 
 
 class BeingRead(Protocol):
@@ -31,6 +34,7 @@ class Flow:
         sync_gradients: Whether this batch ends an optimizer step.
         batches: Batches that the unfinished optimizer step has had so far.
         steps: Optimizer steps taken.
+        trained: Calls of `Accelerator.backward` and of prepared optimizers' `step`.
         loaders: The prepared loaders that are being read, the innermost last.
     """
 
@@ -41,6 +45,7 @@ class Flow:
         self.sync_gradients = True
         self.batches = 0
         self.steps = 0
+        self.trained = 0
         self.loaders: list[BeingRead] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Flow:
@@ -84,6 +89,36 @@ def _flow_of_no_loop() -> Flow:
     strategy = Strategy()
     strategy.setup()
     return Flow(strategy)
+
+
+class StepRule(NamedTuple):
+    """How often a prepared scheduler steps.
+
+    Attributes:
+        with_optimizer: Whether it follows its optimizer; else each call is a step.
+        repeats: Its steps for each optimizer step.
+        stops_at_end: Whether it stands still at the end of a known length.
+    """
+
+    with_optimizer: bool = True
+    repeats: int = 1
+    stops_at_end: bool = False
+
+
+def step_rule(with_optimizer: bool | Literal["once"], split_batches: bool, strategy: Strategy) -> StepRule:
+    """What an Accelerator's arguments say of its schedulers."""
+    if with_optimizer is not True or split_batches:
+        return StepRule(with_optimizer is not False)
+    repeats = strategy.world_size * strategy.devices
+    if strategy.devices > 1:
+        logger.warning(
+            "a schedule steps %d times with each optimizer step, once for each device, which is right for one made "
+            "from len(loader) before prepare(); multiply the length of one made from num_processes by %d, or give "
+            "step_scheduler_with_optimizer='once'",
+            repeats,
+            strategy.devices,
+        )
+    return StepRule(repeats=repeats, stops_at_end=True)
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
@@ -151,6 +186,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If `closure` is given together with fp16.
         """
+        self._flow.trained += 1
         if not self._flow.sync_gradients:
             return None
         precision = self._strategy.precision
@@ -172,19 +208,22 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
 
 class PreparedScheduler:
-    """The user's scheduler, which steps once per optimizer step, whatever the number of processes.
+    """The user's scheduler, which steps only where its optimizer does.
 
-    It does not step where its optimizer has not: while gradients accumulate, and where fp16's gradients overflowed.
+    It leaves out calls while gradients accumulate, and after a step that fp16 left out because its gradients had
+    overflowed.
 
     Args:
         scheduler: The user's own.
         optimizers: Whose steps it follows.
         flow: Says where a step ends.
+        rule: How often it steps; see `StepRule`.
     """
 
-    def __init__(self, scheduler: Any, optimizers: Sequence[PreparedOptimizer], flow: Flow) -> None:
+    def __init__(self, scheduler: Any, optimizers: Sequence[PreparedOptimizer], flow: Flow, rule: StepRule) -> None:
         self.scheduler = scheduler
         self.optimizers = optimizers
+        self.rule = rule
         self._flow = flow
 
     def __getattr__(self, name: str) -> Any:
@@ -201,5 +240,14 @@ class PreparedScheduler:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Steps as the user's scheduler does, with the same arguments."""
-        if self._flow.sync_gradients and not any(optimizer.step_was_skipped for optimizer in self.optimizers):
+        if not self.rule.with_optimizer:
             self.scheduler.step(*args, **kwargs)
+        elif self._flow.sync_gradients and not any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            for _ in range(self.rule.repeats):
+                if not (self.rule.stops_at_end and self._has_ended()):
+                    self.scheduler.step(*args, **kwargs)
+
+    def _has_ended(self) -> bool:
+        """Whether a schedule of a known length is over: OneCycleLR would raise an error at its next step."""
+        length = getattr(self.scheduler, "total_steps", None)
+        return length is not None and self.scheduler.last_epoch >= length

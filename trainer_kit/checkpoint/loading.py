@@ -17,9 +17,16 @@ from trainer_kit.checkpoint.sources import Source, load_source, read_header, sou
 
 _SHOWN = 3
 
+Device = str | int | torch.device
+
 
 def load_checkpoint_in_model(
-    model: torch.nn.Module, checkpoint: str | os.PathLike[str], strict: bool = True, stem: str = "model"
+    model: torch.nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Device | Mapping[str, Device] | None = None,
+    *,
+    strict: bool = True,
+    stem: str = "model",
 ) -> None:
     """Loads weights into a model, in place and file by file.
 
@@ -29,6 +36,9 @@ def load_checkpoint_in_model(
 
     Args:
         model: On any device.
+        device_map: Where the model is moved then: a device, or devices by name of a module or parameter, of which the
+            longest name decides and `""` means all. On several devices the model runs only with what sends its
+            activations between them, as accelerate's `dispatch_model`. None leaves it where it is.
         checkpoint: A checkpoint of trainer_kit (whose weights are then compared with their checksums), a folder that
             `save_model` or `save_pretrained` wrote, or one `.safetensors` file.
         strict: Whether names that only the model or only the files have are an error.
@@ -36,9 +46,43 @@ def load_checkpoint_in_model(
 
     Raises:
         CheckpointError: If files are missing or damaged.
-        ValueError: If the weights are of another model, naming the first tensors that differ.
+        ValueError: If the weights are of another model, naming the first tensors that differ; or if `device_map` names
+            what the model does not have, leaves a part of it out, or puts one on the disk.
     """
+    places = [] if device_map is None else _places(model, device_map)
     load_weights(model, Path(checkpoint), strict, stem, is_verified=False)
+    for part, device in places:
+        if isinstance(part, torch.nn.Module):
+            part.to(device)
+        else:
+            part.data = part.data.to(device)
+
+
+def _places(
+    model: torch.nn.Module, device_map: Device | Mapping[str, Device]
+) -> list[tuple[torch.nn.Module | torch.Tensor, torch.device]]:
+    """The parts of the model with their devices, the whole before what is in it.
+
+    Raises:
+        ValueError: If a name or device is not known, or a part of the model has none.
+    """
+    devices = device_map if isinstance(device_map, Mapping) else {"": device_map}
+    tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    parts: dict[str, torch.nn.Module | torch.Tensor] = {**dict(model.named_modules(remove_duplicate=False)), **tensors}
+    kind, places = type(model).__name__, []
+    for name, device in sorted(devices.items(), key=lambda item: len(item[0])):
+        if name not in parts:
+            raise ValueError(f"device_map names {name!r}, which is no module or parameter of this {kind}")
+        if device == "disk":
+            raise ValueError(f"device_map puts {name!r} on 'disk', but weights stay in memory; name a device, or 'cpu'")
+        try:
+            places.append((parts[name], torch.device(device)))
+        except RuntimeError as error:
+            raise ValueError(f"device_map puts {name!r} on {device!r}, which is no device: {error}") from error
+    for name in tensors:
+        if not any(name == each or name.startswith(f"{each}.") or not each for each in devices):
+            raise ValueError(f"device_map has no device for {name!r} of this {kind}; '' stands for the whole model")
+    return places
 
 
 def load_weights(

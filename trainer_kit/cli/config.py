@@ -15,16 +15,16 @@ from trainer_kit.launch.config import DEFAULT_PORT, LaunchConfig, count_gpus, de
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares where to write and whether to ask."""
     parser.add_argument("--config", metavar="FILE", help=f"the file to write (default: {default_path()})")
-    parser.add_argument("--default", action="store_true", help="write the defaults without asking")
+    parser.add_argument("--default", action="store_true", help="write the defaults without asking, if there is no file")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Writes the file and returns 0."""
+    """Writes the file, unless `--default` finds one there; returns 0."""
     path = Path(options.config) if options.config else default_path()
-    if options.default:
-        write_basic_config(path=path)
-    else:
+    if not options.default:
         ask().save(path)
+    elif not write_basic_config(save_location=path):
+        return 0
     hint = "" if path == default_path() else f" --config {path}"
     print(f"Written to {path}. Start with: trainer-kit launch{hint} script.py")
     return 0

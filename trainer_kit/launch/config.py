@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,6 +11,8 @@ from typing import Annotated, Any, Literal
 from trainer_kit import environment
 from trainer_kit.arguments import Interval
 from trainer_kit.fields import Rule, check_names, check_values, load_fields, save_fields
+
+logger = logging.getLogger("trainer_kit")
 
 DEFAULT_PORT = 29500
 
@@ -243,25 +246,33 @@ def default_path() -> Path:
 
 
 def write_basic_config(
-    mixed_precision: Literal["no", "fp16", "bf16"] = "no", path: str | os.PathLike[str] | None = None
-) -> Path:
+    mixed_precision: Literal["no", "fp16", "bf16"] = "no", save_location: str | os.PathLike[str] | None = None
+) -> Path | Literal[False]:
     """Writes a configuration for this machine with all its GPUs (or one process on the CPU), as `trainer-kit config`.
 
-    An existing file is replaced.
+    An existing file stays as it is, with a warning.
 
     Args:
         mixed_precision: What to compute in.
-        path: Where to write, a file that ends with .yaml, .yml or .json; None for `default_path()`, which
+        save_location: Where to write, a file that ends with .yaml, .yml or .json; None for `default_path()`, which
             `trainer-kit launch` reads by itself.
 
     Returns:
-        The path of the file.
+        The path of the file; False where there was one already.
 
     Raises:
         ValueError: If the precision or the file's ending is not known.
     """
-    target = default_path() if path is None else Path(path)
-    LaunchConfig(mixed_precision=mixed_precision).save(target)
+    config = LaunchConfig(mixed_precision=mixed_precision)
+    target = default_path() if save_location is None else Path(save_location)
+    if target.exists():
+        logger.warning(
+            "a configuration is saved at %s and stays as it is; remove it, run `trainer-kit config`, or give another "
+            "save_location",
+            target,
+        )
+        return False
+    config.save(target)
     return target
 
 

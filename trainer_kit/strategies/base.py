@@ -228,10 +228,15 @@ class Strategy:
         """
         return int(psutil.virtual_memory().available * 0.9)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Backpropagates this process's share of the step's loss; gradients add up to the sum over all processes."""
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Backpropagates this process's share of the step's loss; gradients add up to the sum over all processes.
+
+        Args:
+            loss: A number with gradients.
+            options: Arguments of `torch.Tensor.backward`.
+        """
         assert self.precision is not None, "setup() comes first"
-        self.precision.scaled(loss).backward()
+        self.precision.scaled(loss).backward(**options)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes fp16's scale out of the gradients, for whoever looks at them before `step`; once a step."""

@@ -202,7 +202,7 @@ class DDP(Processes, SingleDevice):
             with self._watched():
                 model.exchange(self.sum_numbers, self.gradient_compression == "bf16")
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
         if not any(replica.called for replica in self._replicas) and self._replicas:
             raise ValueError(
                 "the loss was computed without calling the model itself, so that processes would not exchange its "
@@ -210,7 +210,7 @@ class DDP(Processes, SingleDevice):
             )
         with self._watched():
             # DistributedDataParallel divides the sum of the gradients by the number of processes.
-            super().backward(loss if self.world_size == 1 else loss * self.world_size)
+            super().backward(loss if self.world_size == 1 else loss * self.world_size, **options)
 
     def step(
         self,

@@ -27,16 +27,18 @@ class BatchShape:
     """The shapes of a batch's tensors, and how often such a batch came.
 
     Attributes:
-        kind: "training" where gradients were on when the batch came, else "evaluation".
+        kind: "training" where gradients were on when the batch came, else "evaluation"; see also `mark_evaluation`.
         columns: Shape and dtype by name; tensors in nested dicts and tuples are called "inputs.pixels" or "0".
         first: Number of the first such batch among all batches, from 1.
         count: How many of them came.
+        signature: What tells it from other shapes.
     """
 
     kind: str
     columns: dict[str, tuple[tuple[int, ...], torch.dtype]]
     first: int
     count: int = 0
+    signature: Any = dataclasses.field(default=None, repr=False)
 
     @property
     def elements(self) -> int:
@@ -49,6 +51,7 @@ class ShapeLedger:
 
     Args:
         padded: The loaders pad batches by themselves, as those of a strategy with static shapes do.
+        by_hand: The batches are those of a loop written by hand: advice names what a DataLoader takes.
 
     Attributes:
         batches: Batches that came.
@@ -57,8 +60,9 @@ class ShapeLedger:
         complete: Whether all shapes are kept; beyond 1,000 different ones the rest is left out.
     """
 
-    def __init__(self, padded: bool = False) -> None:
+    def __init__(self, padded: bool = False, by_hand: bool = False) -> None:
         self.padded = padded
+        self.by_hand = by_hand
         self.batches = 0
         self.newest: BatchShape | None = None
         self.latest: BatchShape | None = None
@@ -72,17 +76,35 @@ class ShapeLedger:
     def record(self, batch: Any) -> None:
         """Counts the shapes of a batch."""
         self.batches += 1
-        key = (torch.is_grad_enabled(), _signature(batch))
-        shape = self._shapes.get(key)
+        self.latest = self._counted(torch.is_grad_enabled(), _signature(batch), batch)
+
+    def mark_evaluation(self, shape: BatchShape) -> None:
+        """Says of one batch of this shape that it was evaluated, though gradients were on when it came."""
+        if shape.kind == EVALUATION:
+            return
+        shape.count -= 1
+        if not shape.count:
+            self._shapes.pop((True, shape.signature), None)
+        other = self._shapes.get((False, shape.signature))
+        if other is None:
+            other = self._keep(False, BatchShape(EVALUATION, shape.columns, shape.first, 0, shape.signature))
+        other.count += 1
+
+    def _counted(self, trains: bool, signature: Any, batch: Any) -> BatchShape:
+        shape = self._shapes.get((trains, signature))
         if shape is None:
             columns = {name: (tuple(each.shape), each.dtype) for name, each in _named_tensors(batch)}
-            shape = self.newest = BatchShape(TRAINING if key[0] else EVALUATION, columns, self.batches)
-            if len(self._shapes) < _MOST:
-                self._shapes[key] = shape
-            else:
-                self.complete = False
+            kind = TRAINING if trains else EVALUATION
+            shape = self.newest = self._keep(trains, BatchShape(kind, columns, self.batches, 0, signature))
         shape.count += 1
-        self.latest = shape
+        return shape
+
+    def _keep(self, trains: bool, shape: BatchShape) -> BatchShape:
+        if len(self._shapes) < _MOST:
+            self._shapes[trains, shape.signature] = shape
+        else:
+            self.complete = False
+        return shape
 
     def of(self, kind: str) -> list[BatchShape]:
         """The shapes of "training" or of "evaluation", in the order in which they came first."""
@@ -106,10 +128,13 @@ class ShapeLedger:
         sentences = [self._summary(len(training), len(evaluation))]
         for kind, shapes in ((TRAINING, training), (EVALUATION, evaluation)):
             if len(shapes) > 1:
-                sentences.append(f"in {kind} {differences(shapes)}: {remedy(shapes)}")
+                sentences.append(f"in {kind} {differences(shapes)}: {remedy(shapes, self.by_hand)}")
         if len(sentences) == 1:
             sentences.append("no shape varies, and nothing is to be changed")
-        elif not self.padded and (left := _graphs(_padded_shapes(training), _padded_shapes(evaluation))) < self.graphs:
+        elif (
+            not (self.padded or self.by_hand)
+            and (left := _graphs(_padded_shapes(training), _padded_shapes(evaluation))) < self.graphs
+        ):
             sentences.append(
                 "under strategy='xla' the loaders do by themselves what leaves the results as they are: they fill up "
                 "batches that are not full, and pad what a tokenizer pads to powers of two, unless pad_to_lengths or "
@@ -123,7 +148,7 @@ class ShapeLedger:
         if not others:
             return None
         usual = max(others, key=lambda each: each.count)
-        return _contrast(shape, usual), remedy([usual, shape])
+        return _contrast(shape, usual), remedy([usual, shape], self.by_hand)
 
     def _summary(self, training: int, evaluation: int) -> str:
         known = "" if self.complete else "more than "
@@ -146,22 +171,27 @@ def differences(shapes: list[BatchShape]) -> str:
     return "; ".join(parts)
 
 
-def remedy(shapes: list[BatchShape]) -> str:
-    """What to change so that `shapes`, all of one kind, become fewer."""
+def remedy(shapes: list[BatchShape], by_hand: bool = False) -> str:
+    """What to change so that `shapes`, all of one kind, become fewer; `by_hand` as in `ShapeLedger`."""
     varying = _varying(shapes)
     parts = []
     if any(dimension == 0 for dimension, _ in varying):
-        drop = "set dataloader_drop_last=True, which leaves out the batch that is not full"
-        divide = "take a per_device_eval_batch_size that divides the number of samples"
-        parts.append(drop if shapes[0].kind == TRAINING else divide)
+        drop = "give the DataLoader drop_last=True" if by_hand else "set dataloader_drop_last=True"
+        size = "batch_size" if by_hand else "per_device_eval_batch_size"
+        if shapes[0].kind == TRAINING:
+            parts.append(f"{drop}, which leaves out the batch that is not full")
+        else:
+            parts.append(f"take a {size} that divides the number of samples")
     lengths = {size for (dimension, _), (_, sizes) in varying.items() if dimension > 0 for size in sizes}
     if lengths:
         few = sorted({power_of_two(size) for size in lengths})[-_LISTED:]
         if lengths <= {*few}:  # they are padded so already
             few = few[-1:]
         parts.append(
-            f"pad to few sizes, with a tokenizer by pad_to_lengths={few} or pad_to_multiple_of={few[-1]}, else in the "
-            "data_collator"
+            f"pad to few sizes in the DataLoader's collate_fn, with a tokenizer by pad_to_multiple_of={few[-1]}"
+            if by_hand
+            else f"pad to few sizes, with a tokenizer by pad_to_lengths={few} or pad_to_multiple_of={few[-1]}, else in "
+            "the data_collator"
         )
     if _changing(shapes):
         parts.append("give all batches the same columns, with the same dtype and number of dimensions")

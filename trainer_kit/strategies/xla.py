@@ -318,9 +318,9 @@ class XLA(Processes):
         with varying_rates(optimizer, self.operand):
             super()._take_step(optimizer, norm)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
         try:
-            super().backward(loss)
+            super().backward(loss, **options)
         except RuntimeError as error:
             if "device_ready_queues_" not in str(error):
                 raise
