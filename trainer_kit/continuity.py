@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from trainer_kit.checkpoint import find_checkpoints, newest_valid, read_state, verify
 from trainer_kit.data.plan import Plan, step_numbers
-from trainer_kit.data.stream import check_workers
+from trainer_kit.data.reader import check_workers
 from trainer_kit.optim import Schedule
 from trainer_kit.run import Run
 

@@ -203,7 +203,7 @@ class Evaluator:
         """One forward pass, without waiting for the device; the loss goes into `mean`."""
         strategy, (host_batch, counts) = self.run.strategy, item
         with_loss = labels_of(host_batch) is not None or not keep
-        fills = padding.wants(host_batch, with_loss)
+        fills = padding.wants(host_batch, counts.samples, with_loss)
         batch = strategy.to_device(pad_rows(host_batch, padding.rows) if fills else host_batch)
         if with_loss:
             batch = padding.settled(batch, host_batch if fills else None)
@@ -219,7 +219,7 @@ class Evaluator:
         labels = labels_of(host_batch if strategy.static_shapes else batch)
         if self.metrics and with_loss and labels is None:
             raise ValueError(f"metrics need labels, but the batch is {shape_of(batch)}; call theirs 'labels'")
-        return _Outcome(predictions, labels, samples_of(batch), counts.samples)
+        return _Outcome(predictions, labels, samples_of(batch) if fills else counts.samples, counts.samples)
 
     def _output(
         self, batch: Any, counts: Counts, mean: MeanLoss, captured: list[Any], with_loss: bool, predicts: bool

@@ -194,7 +194,7 @@ class Postmortem:
             missing.append(f"batch: the {micro.number} micro-batches before the last one, which cannot be read again")
         seed = mix(self.run.args.seed, micro.window.epoch, micro.start)
         batch = micro.batch if micro.unfilled is None else micro.unfilled
-        return Piece(micro.start, None, Work(batch, seed, micro.counts.samples > 0))
+        return Piece(micro.start, None, Work(batch, seed, micro.samples, micro.counts.samples > 0))
 
     def _read_again(self, loader: TrainLoader, scene: Scene, missing: _Missing) -> tuple[Scene, list[Piece]]:
         """The order of samples, and the randomness of each, follow from the seed."""
@@ -205,7 +205,7 @@ class Postmortem:
             found = scene._replace(step=scene.step + ahead, position=window[0].window_start)
             seeds = [mix(self.run.args.seed, slot.epoch, slot.start) for slot in window]
             pieces = [
-                Piece(slot.start, slot.indices, Work(None, seed, slot.counted))
+                Piece(slot.start, slot.indices, Work(None, seed, len(slot.indices), slot.counted))
                 for slot, seed in zip(window, seeds, strict=True)
             ]
             try:
@@ -227,6 +227,7 @@ class Postmortem:
                     "start": piece.start,
                     "sample_ids": piece.sample_ids,
                     "seed": piece.work.seed,
+                    "samples": piece.work.samples,
                     "counted": piece.work.counted,
                     "batch": _kept(piece.work.batch, f"batch[{number}]", missing),
                     "whole": piece.work.batch is not None and len(missing) == before,

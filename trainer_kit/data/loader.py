@@ -94,6 +94,7 @@ class MicroBatch:
         last: Whether it is the step's last.
         start: Position of its first sample in the epoch.
         indices: Dataset indices; empty for iterable datasets.
+        samples: Samples that the batch was made of; those of a stand-in too.
         unfilled: The batch without the samples that were added for a static shape; None where none were.
     """
 
@@ -104,6 +105,7 @@ class MicroBatch:
     last: bool
     start: int
     indices: list[int]
+    samples: int
     unfilled: Any = None
 
 
@@ -191,8 +193,8 @@ def no_batch(length: int, layout: Layout) -> str:
 
 def evaluation_batches(dataset: Any, layout: Layout, reading: Reading) -> Iterator[tuple[Any, Counts]]:
     """This process's batches of an evaluation, in the dataset's order."""
-    for _, batch in _fetched(dataset, evaluation_slots(len(dataset), layout), reading):
-        yield batch, count(batch)
+    for slot, batch in _fetched(dataset, evaluation_slots(len(dataset), layout), reading):
+        yield batch, count(batch, len(slot.indices))
 
 
 def _counted(fetched: list[tuple[Slot, Any]]) -> Iterator[MicroBatch]:
@@ -203,11 +205,12 @@ def _counted(fetched: list[tuple[Slot, Any]]) -> Iterator[MicroBatch]:
     for counts in all_counts:
         window.add(counts)
     for (slot, batch), counts in zip(fetched, all_counts, strict=True):
-        yield MicroBatch(batch, counts, window, slot.number, slot.last, slot.start, slot.indices)
+        samples = len(slot.indices)
+        yield MicroBatch(batch, counts, window, slot.number, slot.last, slot.start, slot.indices, samples)
 
 
 def _counts(slot: Slot, batch: Any) -> Counts:
-    counts = count(batch)
+    counts = count(batch, len(slot.indices))
     return counts if slot.counted else counts.as_nothing()
 
 
