@@ -50,8 +50,8 @@ class _Report(NamedTuple):
     """What a reader says of a resume: once before it reads samples again, once when it has found its place.
 
     Attributes:
-        again: Samples that it reads again from the epoch's start; 0 where its state is verified.
-        why: Why it does so.
+        again: Samples that it reads again from the epoch's start.
+        why: Why its state is not to be taken up; empty where it is verified, or not asked for.
         is_exact: Whether the last samples before its place are those that came there.
     """
 
@@ -212,11 +212,12 @@ class StreamReader(IterableDataset[Any]):
         self._has_state = isinstance(dataset, Stateful) and not has_shuffle_buffer(dataset)
         self._states: list[dict[str, Any]] | None = None
         self._turn = 0
+        self._trusted: list[bool] = []
 
     def resume(self, states: list[dict[str, Any]], turn: int) -> None:
         """Takes up one state a worker; `turn` is the worker whose batch is due."""
         check_workers(len(states), self.reading.workers)
-        self._states, self._turn = states, turn
+        self._states, self._turn, self._trusted = states, turn, [self._has_state] * len(states)
 
     def dataset_state(self) -> Any:
         """A copy of the dataset's state; None without one that is to be trusted."""
@@ -261,38 +262,37 @@ class StreamReader(IterableDataset[Any]):
         batches = list(itertools.chain.from_iterable([size] * count for count, size in state["batches"]))
         place, dataset_state, hexdigest = state["mark"]["batches"], state["mark"]["dataset"], state["digest"]
         before, since = batches[:place], batches[place:]
-        why = _NO_STATE if not isinstance(self.dataset, Stateful) else _BUFFER
-        if self._has_state:
-            why = _NOT_COMPARABLE if hexdigest is None else _OTHER_ORDER
-        if self._has_state and dataset_state is not None and hexdigest is not None:
-            self.dataset.load_state_dict(copy.deepcopy(dataset_state))
-            cursor = _Cursor(self, worker, before, dataset_state)
-            if cursor.repeats(since, hexdigest):
-                yield from (_Report(), _Report())
-                return cursor
-            del cursor
-        if self._has_state:
-            self.dataset.load_state_dict(copy.deepcopy(self._fresh))
-        # From the epoch's start: also where that is the place itself, so near to it that nothing is said.
-        yield _Report(sum(batches) if before or not self._has_state else 0, why)
-        cursor = _Cursor(self, worker)
-        cursor.skip(before, bar=worker == self.layout.rank == 0)
-        is_exact = cursor.repeats(since, hexdigest)
-        yield _Report(is_exact=is_exact or hexdigest is None)
+        if dataset_state is not None and self._trusted[worker]:
+            is_exact = True
+            try:
+                self.dataset.load_state_dict(copy.deepcopy(dataset_state))
+                cursor = _Cursor(self, worker, before, dataset_state)
+                if hexdigest is None or not cursor.repeats(since, hexdigest):
+                    yield _Report(why=_NOT_COMPARABLE if hexdigest is None else _OTHER_ORDER)
+            except Exception as error:  # the dataset is the user's own; read again, it may do better
+                yield _Report(why=f"train_dataset does not take up its state ({type(error).__name__}: {error})")
+            yield _Report()
+        else:
+            if self._has_state and get_worker_info() is None:  # a worker has a dataset of its own, which did not begin
+                self.dataset.load_state_dict(copy.deepcopy(self._fresh))
+            # Nothing is said where the epoch's start is itself the place to go back to.
+            yield _Report(sum(batches) if before or not self._has_state else 0)
+            cursor = _Cursor(self, worker)
+            cursor.skip(before, bar=worker == self.layout.rank == 0)
+            is_exact = cursor.repeats(since, hexdigest)
+        yield _Report(is_exact=is_exact)
         return cursor
 
     def rounds(self) -> Iterator[Read]:
         """The workers' batches in turn, each with the state of all workers after it; says what a resume costs."""
         workers = max(1, self.reading.workers)
-        current = list(self._states) if self._states else [_AT_THE_START] * workers
-        reports: list[_Report] = []
-        items = iter(self) if self.reading.workers == 0 else from_workers(self, self.reading)
+        current = [_AT_THE_START] * workers
+        if self._states is None:
+            items = self._items()
+        else:
+            current, items = list(self._states), self._resumed(workers)
         for item in items:
-            if isinstance(item, _Report):
-                reports.append(item)
-                if len(reports) % workers == 0 and self.layout.rank == 0:
-                    self._say(reports[-workers:])
-            elif item is not None:
+            if item is not None:
                 worker, parts, sizes, state = item
                 data_state = None
                 if state is not None:
@@ -300,16 +300,37 @@ class StreamReader(IterableDataset[Any]):
                     data_state = {"workers": list(current), "turn": (worker + 1) % workers}
                 yield Read(parts, sizes, data_state)
 
-    def _say(self, reports: list[_Report]) -> None:
-        if again := sum(report.again for report in reports):
-            why = next(report.why for report in reports if report.again)
+    def _items(self) -> Iterator[Any]:
+        return iter(self) if self.reading.workers == 0 else from_workers(self, self.reading)
+
+    def _resumed(self, workers: int) -> Iterator[Any]:
+        """The items of all workers once they have found their places; a state that failed is taken up no more."""
+        why = _BUFFER if isinstance(self.dataset, Stateful) else _NO_STATE
+        while True:
+            items = self._items()
+            reports = list(islice(items, workers))
+            failed = [report.why for report in reports if report.why]
+            if not failed:
+                break
+            why = failed[0]
+            self._trusted = [was and not report.why for was, report in zip(self._trusted, reports, strict=True)]
+            del items, reports
+        self._say_again(sum(report.again for report in reports), why)
+        if not all(report.is_exact for report in islice(items, workers)):
+            self._say_inexact()
+        yield from items
+
+    def _say_again(self, samples: int, why: str) -> None:
+        if samples and self.layout.rank == 0:
             remedy = "; give it state_dict and load_state_dict to resume at once" if why == _NO_STATE else ""
             warnings.warn(
-                f"{why}: {again} samples of epoch {self.epoch} are read again and skipped, which takes as long as "
+                f"{why}: {samples} samples of epoch {self.epoch} are read again and skipped, which takes as long as "
                 f"reading them did{remedy}",
                 stacklevel=2,
             )
-        if not all(report.is_exact for report in reports):
+
+    def _say_inexact(self) -> None:
+        if self.layout.rank == 0:
             warnings.warn(
                 f"train_dataset gives other samples in epoch {self.epoch} than before: this resume is not exact; make "
                 "its order follow from its files and set_epoch alone",

@@ -161,7 +161,7 @@ class StreamLoader:
         if isinstance(self.dataset, Stateful):
             if self._fresh is None:
                 self._fresh = copy.deepcopy(self.dataset.state_dict())
-            elif data_state is None:  # a run that went back, while the dataset stood in the middle of an epoch
+            elif data_state is None and self.reading.workers == 0:  # it may stand in the middle of an epoch
                 self.dataset.load_state_dict(copy.deepcopy(self._fresh))
         while steps > 0:
             for window in self._windows(epoch, position, data_state):
