@@ -69,7 +69,9 @@ class Root(nn.Module):
 def diagnosed(model: nn.Module, *batches: Any, compute_loss: Any = None) -> Diagnosis:
     strategy = SingleDevice("cpu")
     strategy.setup()
-    return diagnose(Loss(model, model, compute_loss), [Work(batch, 3, samples_of(batch)) for batch in batches], strategy)
+    return diagnose(
+        Loss(model, model, compute_loss), [Work(batch, 3, samples_of(batch)) for batch in batches], strategy
+    )
 
 
 def batch(value: float = 0.1) -> dict[str, torch.Tensor]:

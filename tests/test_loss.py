@@ -347,7 +347,7 @@ def test_a_column_that_the_model_does_not_take_is_named(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize(
     "result",
-    [None, 3.0, torch.ones(2), (torch.tensor(1.0), {"logits": 1}), (torch.tensor(1.0), torch.ones(2)),
+    [None, 3.0, torch.ones(2), (torch.tensor(1.0), {"logits": 1}), (torch.tensor(1.0), 2, 3, torch.ones(2)),
      (torch.ones(2), 2), (1.0, 2), (torch.tensor(1.0), 2, 3), (torch.tensor(1.0), None)],
 )  # fmt: skip
 def test_what_compute_loss_must_return_is_said(tmp_path: Any, result: Any) -> None:

@@ -140,13 +140,18 @@ class Loss:
         model: What is called (as the strategy prepared it).
         module: The user's own module, for names and signatures.
         compute_loss: `compute_loss(model, batch)` returns the mean over the batch's items, a scalar tensor, or
-            `(loss_sum, count)`; None takes the loss that the model returns.
+            `(loss_sum, count)`; either with the outputs after it, `(mean, outputs)` or `(loss_sum, count, outputs)`.
+            None takes the loss that the model returns.
+
+    Attributes:
+        outputs: What `compute_loss` returned as its outputs in the last call without gradient; None where it did not.
     """
 
     def __init__(self, model: torch.nn.Module, module: torch.nn.Module, compute_loss: ComputeLoss | None) -> None:
         self.model = model
         self.module = module
         self.compute_loss = compute_loss
+        self.outputs: Any = None
         self.shifts: bool | None = None
         self.pairs: bool | None = None if compute_loss is not None else False
 
@@ -171,14 +176,16 @@ class Loss:
             if loss is None:
                 raise ValueError(self._without_loss(batch, result))
             return self._trainable(loss), None
-        self.pairs = isinstance(result, tuple) and len(result) == 2
-        loss, items = result if self.pairs else (result, None)
-        if not _is_scalar(loss) or (self.pairs and not (_is_scalar(items) or isinstance(items, Real))):
+        parts = list(result) if isinstance(result, tuple) else [result]
+        outputs = parts.pop() if 2 <= len(parts) <= 3 and _is_output(parts[-1]) else None
+        self.outputs = None if torch.is_grad_enabled() else outputs
+        self.pairs = len(parts) == 2
+        if not (1 <= len(parts) <= 2 and _is_scalar(parts[0]) and _is_number(parts[-1])):
             raise ValueError(
                 f"compute_loss returned {_described(result)}; it must return the mean loss as a scalar tensor, or "
-                "(loss_sum, count), a scalar tensor and a number"
+                "(loss_sum, count), a scalar tensor and a number; outputs for metrics may follow"
             )
-        return self._trainable(loss), items
+        return self._trainable(parts[0]), parts[1] if self.pairs else None
 
     def _trainable(self, loss: torch.Tensor) -> torch.Tensor:
         if loss.requires_grad or not torch.is_grad_enabled():
@@ -360,6 +367,14 @@ def _exact(loss: torch.Tensor) -> torch.dtype:
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim == 0
+
+
+def _is_number(value: Any) -> bool:
+    return _is_scalar(value) or isinstance(value, Real)
+
+
+def _is_output(value: Any) -> bool:
+    return not _is_scalar(value) and (hasattr(value, "logits") or next(tensors(value), None) is not None)
 
 
 def _described(value: Any) -> str:

@@ -320,7 +320,9 @@ def test_a_collator_that_packs_is_left_alone() -> None:
 
     def micro(samples: int, rows: int) -> MicroBatch:
         batch = {"x": torch.ones(rows, 4, dtype=torch.float64), "labels": torch.zeros(rows, dtype=torch.int64)}
-        return MicroBatch(batch, count(batch, samples), Window(0, 0, 0, False), 0, True, 0, list(range(samples)), samples)
+        return MicroBatch(
+            batch, count(batch, samples), Window(0, 0, 0, False), 0, True, 0, list(range(samples)), samples
+        )
 
     packed, short, ragged, full = micro(4, 1), micro(3, 2), micro(3, 3), micro(4, 4)
     filled = [len(each.batch["x"]) for each in padding(model).filled(iter([packed, short, ragged, full]))]

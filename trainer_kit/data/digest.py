@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from xxhash import xxh3_64
 
@@ -57,7 +58,10 @@ def _feed(found: xxh3_64, value: Any) -> None:
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     if tensor.device.type != "cpu":
         raise TypeError(f"a tensor lies on {tensor.device}")
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    try:
+        return np.ascontiguousarray(tensor.detach().numpy()).data
+    except TypeError:  # a dtype that numpy lacks
+        return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def has_shuffle_buffer(dataset: Any) -> bool:
