@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from trainer_kit.dtypes import explain_dtypes
 from trainer_kit.trees import tensors
 
 IGNORED = -100
@@ -169,6 +170,13 @@ class Loss:
             result = call(self.model, batch) if self.compute_loss is None else self.compute_loss(self.model, batch)
         except IndexError as error:
             if (sentence := _outside_the_classes(error)) is None:
+                raise
+            raise ValueError(sentence) from error
+        except (RuntimeError, ValueError) as error:
+            labels = labels_of(batch)
+            columns = {name: each.dtype for name, each in _named_tensors(batch) if each is not labels}
+            sentence = explain_dtypes(error, columns, None if labels is None else labels.dtype, self.module)
+            if sentence is None:
                 raise
             raise ValueError(sentence) from error
         if self.compute_loss is None:
@@ -363,6 +371,11 @@ def with_labels(batch: Any, labels: torch.Tensor) -> Any:
 def _exact(loss: torch.Tensor) -> torch.dtype:
     """In which to divide counts: whole numbers would be divided in float32."""
     return torch.promote_types(loss.dtype, torch.float32)
+
+
+def _named_tensors(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    columns = batch.items() if isinstance(batch, Mapping) else [("the input", batch)]
+    return ((str(name), tensor) for name, value in columns for tensor in tensors(value))
 
 
 def _is_scalar(value: Any) -> bool:

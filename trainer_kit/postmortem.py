@@ -26,6 +26,7 @@ from trainer_kit.data.fetch import DataError, Fetcher
 from trainer_kit.data.loader import MicroBatch, TrainLoader
 from trainer_kit.data.order import Slot, mix, permutation, ranges, slots
 from trainer_kit.data.stream import StreamLoader
+from trainer_kit.data.workers import WorkerError
 from trainer_kit.diagnosis import Diagnosis, Work, diagnose
 from trainer_kit.figures import NonFiniteError
 from trainer_kit.loss import Loss
@@ -175,7 +176,7 @@ class Postmortem:
         if scene.epoch is None:
             missing.append("batch: no step was being taken")
         elif scene.fetching and self.loader.reading.workers and not _is_of_the_dataset(error):
-            missing.append("batch: a worker that read it has ended, as this process might by reading it again")
+            missing.append("batch: a worker that read it has ended or hangs, as this process might by reading it again")
         elif isinstance(self.loader, TrainLoader):
             return self._read_again(self.loader, scene, missing)
         elif micro is None:
@@ -316,8 +317,8 @@ class Postmortem:
 
 
 def _is_of_the_dataset(error: Exception) -> bool:
-    """Whether the dataset raised; else a worker was ended from outside."""
-    return isinstance(error, DataError) and not isinstance(error.__cause__, (EOFError, ConnectionError))
+    """Whether the dataset raised; else a worker was ended from outside, or hangs."""
+    return isinstance(error, DataError) and not isinstance(error, WorkerError)
 
 
 _Missing = list[str]

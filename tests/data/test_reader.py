@@ -248,7 +248,8 @@ class Graph:
 
 DIFFERENT = [
     1, 1.5, "a", b"a", None, True, [1, 2], [1, 3], (1, 2), {"a": 1}, {"b": 1}, {"a": [1]}, {"a": torch.tensor(1)},
-    torch.tensor(1), torch.tensor(1.0), torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(0), torch.ones(2, 3).bfloat16(),
+    torch.tensor(1), torch.tensor(1.0), torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(0),
+    torch.ones(2, 3).bfloat16(),
     np.arange(3), np.arange(4), np.float32(2), [torch.tensor(1)], [torch.tensor(1), 2], Graph(torch.ones(2)),
     Graph(torch.zeros(2)), {"a": np.ones(2), "b": "text"}, ["a", "b"], ["ab"],
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from trainer_kit.accelerator.joining import joined, rows_of
 from trainer_kit.accelerator.stepping import Flow
 from trainer_kit.data.fetch import set_epoch
 from trainer_kit.data.order import mix
+from trainer_kit.data.workers import worker_items
 from trainer_kit.rng import generators_kept, seed_generators
 from trainer_kit.strategies.base import Strategy
 
@@ -312,7 +313,7 @@ class PreparedLoader:
             )
         assert isinstance(self._workers.sampler, _Jobs)
         self._workers.sampler.jobs = jobs
-        return iter(self._workers)
+        return worker_items(self._workers)
 
     def _jobs(self, epoch: int, position: int) -> Iterator[Job]:
         first: list[Any] = []
