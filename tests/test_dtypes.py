@@ -59,8 +59,8 @@ def test_labels_that_are_no_floats(tmp_path: Path) -> None:
 
 
 def test_other_errors_are_left_alone(tmp_path: Path) -> None:
+    args = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=1, use_cpu=True, report_to="none", log_level="critical"
+    )
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
-        args = TrainingArguments(
-            output_dir=str(tmp_path), max_steps=1, use_cpu=True, report_to="none", log_level="critical"
-        )
         Trainer(Net(), args, [{"x": torch.randn(5), "labels": torch.tensor(1)}] * 8).train()
