@@ -108,6 +108,7 @@ WRONG_TYPES: dict[str, list[Any]] = {
     "metric_for_best_model": [3],
     "greater_is_better": ["True", 1],
     "dataloader_num_workers": [None],
+    "dataloader_timeout": [None, "1"],
     "dataloader_drop_last": [1],
     "dataloader_pin_memory": [1],
     "group_by_length": [1],

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer_kit import SingleDevice
 from trainer_kit.diagnosis import BadColumn, Birth, Diagnosis, Work, cause, diagnose, kind_of
-from trainer_kit.loss import Loss
+from trainer_kit.loss import Loss, samples_of
 
 INF, NAN = float("inf"), float("nan")
 
@@ -69,7 +69,9 @@ class Root(nn.Module):
 def diagnosed(model: nn.Module, *batches: Any, compute_loss: Any = None) -> Diagnosis:
     strategy = SingleDevice("cpu")
     strategy.setup()
-    return diagnose(Loss(model, model, compute_loss), [Work(batch, seed=3) for batch in batches], strategy)
+    return diagnose(
+        Loss(model, model, compute_loss), [Work(batch, 3, samples_of(batch)) for batch in batches], strategy
+    )
 
 
 def batch(value: float = 0.1) -> dict[str, torch.Tensor]:
@@ -140,7 +142,7 @@ def test_no_other_process_takes_part() -> None:
 
     strategy, model = SingleDevice("cpu"), Net()
     strategy.setup()
-    assert diagnose(Loss(wrapped, model, None), [Work(batch(), seed=3)], strategy).is_finite  # type: ignore[arg-type]
+    assert diagnose(Loss(wrapped, model, None), [Work(batch(), 3, 2)], strategy).is_finite  # type: ignore[arg-type]
 
 
 def test_weights_that_are_not_finite() -> None:
@@ -172,7 +174,7 @@ def test_a_stand_in_has_no_weight() -> None:
     strategy = SingleDevice("cpu")
     strategy.setup()
     model = Net()
-    works = [Work(batch(), 3), Work(batch(0.7), 3, counted=False)]
+    works = [Work(batch(), 3, 2), Work(batch(0.7), 3, 2, counted=False)]
     assert diagnose(Loss(model, model, None), works, strategy).loss == diagnosed(model, batch()).loss
 
 

@@ -15,7 +15,7 @@ import trainer_kit.callbacks
 
 LAYERS = (
     {"fields", "environment"},
-    {"arguments", "state", "precision", "trees", "ledger", "log", "flops", "peaks", "rng"},
+    {"arguments", "state", "dtypes", "precision", "trees", "ledger", "log", "flops", "peaks", "rng"},
     {"strategies", "optim", "optimizer_state", "loss", "checkpoint"},
     {"run", "inspection"},
     {"data", "diagnosis", "figures", "memory", "metrics", "copying"},

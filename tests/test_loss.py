@@ -35,7 +35,7 @@ from transformers import BatchEncoding, BertForSequenceClassification
 from trainer_kit import loss as loss_module
 from trainer_kit.data.collate import PadCollator
 from trainer_kit.data.order import permutation
-from trainer_kit.loss import Counts, Loss, count, found_loss, labels_of, scale_gradients, weighed
+from trainer_kit.loss import Counts, Loss, count, found_loss, labels_of, samples_of, scale_gradients, weighed
 
 relaxed = settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
@@ -252,21 +252,31 @@ def test_counts() -> None:
     ids = torch.tensor([[5, 6, 7], [8, 0, 0]])
     labels = torch.tensor([[5, -100, 7], [8, -100, -100]])
     batch = {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
-    assert count(batch) == Counts(samples=2, tokens=4, labels=3, shifted=1)
-    assert count({"input_ids": ids}) == Counts(2, 6, 2, 2)
-    assert count({"x": ids, "label": torch.tensor([1, -100])}) == Counts(2, 0, 1, 1)
-    assert count((ids, torch.tensor([1, -100]))) == Counts(2, 0, 1, 1)
-    assert count([ids, torch.tensor([0.5, -100.0])]) == Counts(2, 0, 2, 2)
-    assert count(ids) == Counts(2, 0, 2, 2)
-    assert count((ids,)) == Counts(2, 0, 2, 2)
-    assert count({"x": ids, "labels": torch.tensor([True, False])}) == Counts(2, 0, 2, 2)
-    assert count({"x": ids, "labels": torch.zeros(2, 3, 4, dtype=torch.int32)}) == Counts(2, 0, 24, 18)
+    assert count(batch, 2) == Counts(samples=2, tokens=4, labels=3, shifted=1)
+    assert count({"input_ids": ids}, 2) == Counts(2, 6, 2, 2)
+    assert count({"x": ids, "label": torch.tensor([1, -100])}, 2) == Counts(2, 0, 1, 1)
+    assert count((ids, torch.tensor([1, -100])), 2) == Counts(2, 0, 1, 1)
+    assert count([ids, torch.tensor([0.5, -100.0])], 2) == Counts(2, 0, 2, 2)
+    assert count(ids, 2) == Counts(2, 0, 2, 2)
+    assert count((ids,), 2) == Counts(2, 0, 2, 2)
+    assert count({"x": ids, "labels": torch.tensor([True, False])}, 2) == Counts(2, 0, 2, 2)
+    assert count({"x": ids, "labels": torch.zeros(2, 3, 4, dtype=torch.int32)}, 2) == Counts(2, 0, 24, 18)
+
+
+def test_samples_are_those_that_were_collated() -> None:
+    """The first dimension of the first tensor may be nodes of graphs, objects in images, or channels."""
+    graphs = {"nodes": torch.zeros(32, 3), "labels": torch.tensor([0.5, 0.1])}
+    assert count(graphs, 2) == Counts(2, 0, 2, 2)
+    assert count([[torch.zeros(3, 8, 8)] * 5, [{"boxes": torch.zeros(2, 4)}] * 5], 5) == Counts(5, 0, 5, 5)
+    assert count({"text": ["a", "b"]}, 2) == Counts(2, 0, 2, 2)
+    packed = {"input_ids": torch.ones(1, 6), "labels": torch.tensor([[-100, 1, 2, -100, 4, 5]])}
+    assert count(packed, 2) == Counts(2, 6, 4, 4)
 
 
 @pytest.mark.parametrize("batch", [{}, {"text": ["a"]}, "text", {"x": torch.tensor(1)}, ()])
 def test_a_batch_whose_samples_cannot_be_counted_is_refused(batch: Any) -> None:
     with pytest.raises(ValueError, match="its samples cannot be counted"):
-        count(batch)
+        samples_of(batch)
 
 
 def test_which_entry_holds_the_labels() -> None:
@@ -337,7 +347,7 @@ def test_a_column_that_the_model_does_not_take_is_named(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize(
     "result",
-    [None, 3.0, torch.ones(2), (torch.tensor(1.0), {"logits": 1}), (torch.tensor(1.0), torch.ones(2)),
+    [None, 3.0, torch.ones(2), (torch.tensor(1.0), {"logits": 1}), (torch.tensor(1.0), 2, 3, torch.ones(2)),
      (torch.ones(2), 2), (1.0, 2), (torch.tensor(1.0), 2, 3), (torch.tensor(1.0), None)],
 )  # fmt: skip
 def test_what_compute_loss_must_return_is_said(tmp_path: Any, result: Any) -> None:

@@ -177,6 +177,8 @@ class TrainingArguments:
             `load_best_model_at_end` or `save_strategy="best"` needs one.
         greater_is_better: Whether a greater metric is better; None: unless its name ends with "loss".
         dataloader_num_workers: Processes that load data; 0 loads it in the training process.
+        dataloader_timeout: Seconds that these processes may take for a batch; training then ends with a sentence that
+            names the one that is stopped or hangs. 0: without end.
         dataloader_drop_last: Leaves out the last batch of an epoch where it is not full.
         dataloader_pin_memory: Puts batches into page-locked memory, from which a GPU copies faster.
         group_by_length: Puts samples of about the same length into a batch, which saves padding.
@@ -249,6 +251,7 @@ class TrainingArguments:
     metric_for_best_model: _Name | None = None
     greater_is_better: bool | None = None
     dataloader_num_workers: _CountOrZero = 0
+    dataloader_timeout: _NotNegative = 0.0
     dataloader_drop_last: bool = False
     dataloader_pin_memory: bool = True
     group_by_length: bool = False

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from trainer_kit.checkpoint import find_checkpoints, newest_valid, read_state, verify
 from trainer_kit.checkpoint.files import CheckpointError
 from trainer_kit.data.plan import Plan, step_numbers
-from trainer_kit.data.stream import check_workers
+from trainer_kit.data.reader import check_workers
 from trainer_kit.optim import Schedule
 from trainer_kit.optimizer_state import described_groups, load_optimizer_state
 from trainer_kit.run import Run

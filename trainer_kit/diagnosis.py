@@ -26,11 +26,13 @@ class Work(NamedTuple):
     Attributes:
         batch: What the collator made, on the host.
         seed: Of all generators before its forward pass.
+        samples: Samples that it was made of.
         counted: False for a stand-in, which takes part with weight zero.
     """
 
     batch: Any
     seed: int
+    samples: int
     counted: bool = True
 
 
@@ -162,7 +164,8 @@ def _pass(
     loss: Loss, works: Sequence[Work], strategy: Strategy, births: list[Birth], found: Diagnosis
 ) -> Iterator[float]:
     """The passes of each micro-batch as the loop does them; gives their shares in the step's loss."""
-    counts = [count(work.batch) if work.counted else count(work.batch).as_nothing() for work in works]
+    counts = [count(work.batch, work.samples) for work in works]
+    counts = [each if work.counted else each.as_nothing() for each, work in zip(counts, works, strict=True)]
     items = [loss.items(each) for each in counts]
     total, samples = sum(items), max(1, sum(each.samples for each in counts))
     for number, (work, own) in enumerate(zip(works, items, strict=True)):

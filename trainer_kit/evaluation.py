@@ -16,10 +16,19 @@ from trainer_kit.data.order import mix
 from trainer_kit.data.padding import Padding, pad_rows, trim_rows
 from trainer_kit.inspection import Inspection
 from trainer_kit.loss import IGNORED, Counts, evaluating, found_loss, labels_of, samples_of, shape_of
-from trainer_kit.metrics import MeanLoss, Metric, begin_metrics, gather_metrics, joined_mean, joined_result
+from trainer_kit.metrics import (
+    MeanLoss,
+    Metric,
+    begin_metrics,
+    gather_metrics,
+    joined_mean,
+    joined_predictions,
+    joined_result,
+    predictions_in,
+)
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy, clear_frames
-from trainer_kit.trees import map_tensors, tensors
+from trainer_kit.trees import map_tensors
 
 
 class EvalPrediction(NamedTuple):
@@ -176,9 +185,10 @@ class Evaluator:
         run, strategy = self.run, self.run.strategy
         mean, samples, steps, interrupted = MeanLoss(strategy), 0, 0, False
         # The user's own module, since compute_loss may call that one instead of what it is given.
-        with evaluating(run.model), torch.no_grad(), _captured(run.model) as captured:
+        predicts = bool(self.metrics) or collected is not None
+        captures = predicts and self.loss.compute_loss is not None
+        with evaluating(run.model), torch.no_grad(), _captured(run.model if captures else None) as captured:
             padding = Padding(self.inspection, strategy, run.args.eval_batch_size * strategy.devices)
-            predicts = bool(self.metrics) or collected is not None
             outcomes = map(partial(self._forward, padding, mean, captured, keep, predicts), itertools.count(), batches)
             for outcome in _one_behind(outcomes) if strategy.static_shapes else outcomes:
                 self._take(outcome, collected)
@@ -203,7 +213,7 @@ class Evaluator:
         """One forward pass, without waiting for the device; the loss goes into `mean`."""
         strategy, (host_batch, counts) = self.run.strategy, item
         with_loss = labels_of(host_batch) is not None or not keep
-        fills = padding.wants(host_batch, with_loss)
+        fills = padding.wants(host_batch, counts.samples, with_loss)
         batch = strategy.to_device(pad_rows(host_batch, padding.rows) if fills else host_batch)
         if with_loss:
             batch = padding.settled(batch, host_batch if fills else None)
@@ -212,34 +222,39 @@ class Evaluator:
         # A model that draws in evaluation too gives the same after a restart, and with any number of workers or
         # processes.
         strategy.seed(mix(self.run.args.seed, -1, number * strategy.world_size + strategy.rank))
-        output = self._output(batch, counts, mean, captured, with_loss, predicts)
-        predictions = strategy.whole(_predictions(output)) if predicts else None
-        del output  # what is alive is computed
+        predictions = self._predictions(batch, counts, mean, captured, with_loss, predicts)
+        predictions = strategy.whole(predictions) if predicts else None
         strategy.dispatch()
         labels = labels_of(host_batch if strategy.static_shapes else batch)
         if self.metrics and with_loss and labels is None:
             raise ValueError(f"metrics need labels, but the batch is {shape_of(batch)}; call theirs 'labels'")
-        return _Outcome(predictions, labels, samples_of(batch), counts.samples)
+        return _Outcome(predictions, labels, samples_of(batch) if fills else counts.samples, counts.samples)
 
-    def _output(
+    def _predictions(
         self, batch: Any, counts: Counts, mean: MeanLoss, captured: list[Any], with_loss: bool, predicts: bool
     ) -> Any:
-        """The model's output."""
-        loss = self.loss
+        """What the model predicts, None where nobody asks; its loss goes into `mean`."""
+        loss, calls = self.loss, []
         value: torch.Tensor | None
         with self.run.strategy.autocast():
             if loss.compute_loss is not None and with_loss:
                 value, items = loss(batch)
-                output = captured[-1] if captured else None
+                calls, outputs, loss.outputs = captured.copy(), loss.outputs, None
             else:
-                output = loss.output(batch)
-                value, items = found_loss(output), None
+                outputs = loss.output(batch)
+                value, items = found_loss(outputs), None
         captured.clear()
         if value is None and not predicts:
             loss(batch)  # says what is missing
         if value is not None:
             mean.add(value, items, loss.items(counts))
-        return output
+        if not predicts:
+            return None
+        if outputs is not None or not calls:
+            return predictions_in(outputs)
+        labels = labels_of(batch)
+        rows = counts.samples if labels is None or not labels.ndim else len(labels)
+        return joined_predictions([predictions_in(output) for output in calls], rows)
 
     def _take(self, outcome: _Outcome, collected: _Collected | None) -> None:
         """Counts and keeps what a batch gave."""
@@ -319,39 +334,17 @@ class _Collected:
 
 
 @contextlib.contextmanager
-def _captured(model: torch.nn.Module) -> Iterator[list[Any]]:
-    """The outputs of the model's calls, so that `compute_loss` need not return them."""
+def _captured(model: torch.nn.Module | None) -> Iterator[list[Any]]:
+    """The outputs of the model's calls, so that `compute_loss` need not return them; nothing without a model."""
     outputs: list[Any] = []
+    if model is None:
+        yield outputs
+        return
     handle = model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     try:
         yield outputs
     finally:
         handle.remove()
-
-
-def _predictions(output: Any) -> Any:
-    """What a model predicts: its `logits`; else all its tensors but the loss (a single one by itself)."""
-    if isinstance(output, Mapping):
-        if "logits" in output:
-            return output["logits"]
-        rest = [value for name, value in output.items() if name != "loss" and _is_batched(value)]
-    elif isinstance(output, (tuple, list)):
-        rest = [value for place, value in enumerate(output) if place > 0 or found_loss(output) is None]
-        rest = [value for value in rest if value is not None and getattr(value, "ndim", True)]
-    elif isinstance(output, torch.Tensor):
-        rest = [output] if output.ndim else []
-    else:
-        rest = [output.logits] if hasattr(output, "logits") else []
-    if not any(True for _ in tensors(rest)):
-        raise ValueError(
-            "the model's output holds no predictions for the metrics; return them beside the loss, as 'logits' or in "
-            "a tuple (loss, predictions)"
-        )
-    return rest[0] if len(rest) == 1 else tuple(rest)
-
-
-def _is_batched(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
 def _to_array(tensor: torch.Tensor) -> np.ndarray:

@@ -15,7 +15,7 @@ from trainer_kit.data.first import first_batches
 from trainer_kit.data.loader import TrainLoader
 from trainer_kit.data.stream import StreamLoader
 from trainer_kit.ledger import LOST
-from trainer_kit.loss import ComputeLoss
+from trainer_kit.loss import ComputeLoss, rows_of
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import clear_frames
 
@@ -199,7 +199,10 @@ def _estimated(
     found = whole = layout.batch_size
     try:
         room = strategy.free_memory() + _nbytes(run.model)  # what the runtime takes is taken by now
-        batch = first_batches(run, loader, 1)[0].batch
+        micro_batch = first_batches(run, loader, 1)[0]
+        batch = micro_batch.batch
+        if rows_of(batch) != micro_batch.samples:
+            raise ValueError("its tensors do not begin with the samples")
 
         def peak(samples: int) -> int:
             micro_batches = layout.accumulation * layout._replace(limit=samples).parts(whole)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from trainer_kit.dtypes import explain_dtypes
 from trainer_kit.trees import tensors
 
 IGNORED = -100
@@ -28,7 +29,7 @@ class Counts(NamedTuple):
     """What a batch holds. Labels that lie on a device are counted there, as scalar tensors that nobody waits for.
 
     Attributes:
-        samples: Size of the first dimension.
+        samples: Samples of the dataset that the batch was made of.
         tokens: Tokens of `input_ids` that are no padding; 0 without them.
         labels: Labels that are not -100; samples where labels are missing or no whole numbers.
         shifted: The same without the first label of each row, for models that predict the next token.
@@ -44,13 +45,14 @@ class Counts(NamedTuple):
         return Counts(0, 0, self.labels * 0, self.shifted * 0)
 
 
-def count(batch: Any) -> Counts:
-    """Counts what a batch holds, without touching the device.
+def count(batch: Any, samples: int) -> Counts:
+    """Count what a batch holds, without touching the device.
 
-    Raises:
-        ValueError: If the batch holds no tensor to count samples by.
+    Args:
+        batch: As the collator made it.
+        samples: Samples that were collated. A batch's tensors do not tell: their first dimension may be nodes of
+            graphs, objects in images, or channels.
     """
-    samples = samples_of(batch)
     labels = labels_of(batch)
     if labels is None or not is_whole(labels):
         plain = shifted = samples
@@ -60,32 +62,48 @@ def count(batch: Any) -> Counts:
     return Counts(samples, _count_tokens(batch), plain, shifted)
 
 
+def rows_of(batch: Any) -> int | None:
+    """The first dimension of a batch's first tensor that has one; None without such a tensor."""
+    return next((tensor.shape[0] for tensor in tensors(batch) if tensor.ndim), None)
+
+
 def samples_of(batch: Any) -> int:
-    """How many samples a batch holds: the first dimension of its first tensor.
+    """The rows of a batch of which nothing else tells how many samples it was made of.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If it has none.
     """
-    first = next(tensors(batch), None)
-    if first is None or first.ndim == 0:
+    rows = rows_of(batch)
+    if rows is None:
         raise ValueError(
             f"a batch is {shape_of(batch)}: its samples cannot be counted; data_collator must return tensors whose "
             "first dimension is the samples"
         )
-    return first.shape[0]
+    return rows
 
 
 def labels_of(batch: Any) -> torch.Tensor | None:
-    """The labels of a batch: the entry `labels` (or `label`) of a dict, the last element of a tuple or list."""
-    if isinstance(batch, Mapping):
-        labels = batch.get("labels")
-        if labels is None:
-            labels = batch.get("label")
-    elif isinstance(batch, (tuple, list)) and len(batch) > 1:
-        labels = batch[-1]
+    """The labels of a batch.
+
+    They are the entry `labels` (or `label`) of a dict, the last element of a tuple or list, or the attribute `labels`,
+    `label` or `y` of an object (torch_geometric's batches).
+    """
+    if isinstance(batch, (tuple, list)):
+        labels = batch[-1] if len(batch) > 1 else None
     else:
-        labels = None
+        name = _label_name(batch)
+        labels = None if name is None else _entry(batch, name)
     return labels if isinstance(labels, torch.Tensor) else None
+
+
+def _label_name(batch: Any) -> str | None:
+    """The name of the labels in a dict or an object; None where there are none."""
+    names = ("labels", "label") if isinstance(batch, (Mapping, torch.Tensor)) else ("labels", "label", "y")
+    return next((name for name in names if _entry(batch, name) is not None), None)
+
+
+def _entry(batch: Any, name: str) -> Any:
+    return batch.get(name, None) if isinstance(batch, Mapping) else getattr(batch, name, None)
 
 
 def is_whole(labels: torch.Tensor) -> bool:
@@ -123,13 +141,18 @@ class Loss:
         model: What is called (as the strategy prepared it).
         module: The user's own module, for names and signatures.
         compute_loss: `compute_loss(model, batch)` returns the mean over the batch's items, a scalar tensor, or
-            `(loss_sum, count)`; None takes the loss that the model returns.
+            `(loss_sum, count)`; either with the outputs after it, `(mean, outputs)` or `(loss_sum, count, outputs)`.
+            None takes the loss that the model returns.
+
+    Attributes:
+        outputs: What `compute_loss` returned as its outputs in the last call without gradient; None where it did not.
     """
 
     def __init__(self, model: torch.nn.Module, module: torch.nn.Module, compute_loss: ComputeLoss | None) -> None:
         self.model = model
         self.module = module
         self.compute_loss = compute_loss
+        self.outputs: Any = None
         self.shifts: bool | None = None
         self.pairs: bool | None = None if compute_loss is not None else False
 
@@ -149,19 +172,28 @@ class Loss:
             if (sentence := _outside_the_classes(error)) is None:
                 raise
             raise ValueError(sentence) from error
+        except (RuntimeError, ValueError) as error:
+            labels = labels_of(batch)
+            columns = {name: each.dtype for name, each in _named_tensors(batch) if each is not labels}
+            sentence = explain_dtypes(error, columns, None if labels is None else labels.dtype, self.module)
+            if sentence is None:
+                raise
+            raise ValueError(sentence) from error
         if self.compute_loss is None:
             loss = found_loss(result)
             if loss is None:
                 raise ValueError(self._without_loss(batch, result))
             return self._trainable(loss), None
-        self.pairs = isinstance(result, tuple) and len(result) == 2
-        loss, items = result if self.pairs else (result, None)
-        if not _is_scalar(loss) or (self.pairs and not (_is_scalar(items) or isinstance(items, Real))):
+        parts = list(result) if isinstance(result, tuple) else [result]
+        outputs = parts.pop() if 2 <= len(parts) <= 3 and _is_output(parts[-1]) else None
+        self.outputs = None if torch.is_grad_enabled() else outputs
+        self.pairs = len(parts) == 2
+        if not (1 <= len(parts) <= 2 and _is_scalar(parts[0]) and _is_number(parts[-1])):
             raise ValueError(
                 f"compute_loss returned {_described(result)}; it must return the mean loss as a scalar tensor, or "
-                "(loss_sum, count), a scalar tensor and a number"
+                "(loss_sum, count), a scalar tensor and a number; outputs for metrics may follow"
             )
-        return self._trainable(loss), items
+        return self._trainable(parts[0]), parts[1] if self.pairs else None
 
     def _trainable(self, loss: torch.Tensor) -> torch.Tensor:
         if loss.requires_grad or not torch.is_grad_enabled():
@@ -321,14 +353,19 @@ def _outside_the_classes(error: IndexError) -> str | None:
 
 def with_labels(batch: Any, labels: torch.Tensor) -> Any:
     """The batch, of its own kind, with other labels."""
-    if isinstance(batch, Mapping):
-        name = "labels" if batch.get("labels") is not None else "label"
-        changed = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
-        changed[name] = labels
-        return changed
     if hasattr(batch, "_fields"):
         return type(batch)(*batch[:-1], labels)
-    return type(batch)([*batch[:-1], labels])
+    if isinstance(batch, (tuple, list)):
+        return type(batch)([*batch[:-1], labels])
+    name = _label_name(batch)
+    assert name is not None
+    if isinstance(batch, Mapping):
+        columns: Any = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
+        columns[name] = labels
+        return columns
+    changed = copy.copy(batch)
+    setattr(changed, name, labels)
+    return changed
 
 
 def _exact(loss: torch.Tensor) -> torch.dtype:
@@ -336,8 +373,21 @@ def _exact(loss: torch.Tensor) -> torch.dtype:
     return torch.promote_types(loss.dtype, torch.float32)
 
 
+def _named_tensors(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    columns = batch.items() if isinstance(batch, Mapping) else [("the input", batch)]
+    return ((str(name), tensor) for name, value in columns for tensor in tensors(value))
+
+
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim == 0
+
+
+def _is_number(value: Any) -> bool:
+    return _is_scalar(value) or isinstance(value, Real)
+
+
+def _is_output(value: Any) -> bool:
+    return not _is_scalar(value) and (hasattr(value, "logits") or next(tensors(value), None) is not None)
 
 
 def _described(value: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from trainer_kit.loss import found_loss
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.trees import map_tensors, tensors
 
@@ -235,3 +236,55 @@ def _reduced(states: list[Any], reduction: Any) -> Any:
         return reduction(joined) if joined and reduction is not None else joined
     joined = torch.stack(states)
     return joined if reduction is None else reduction(joined)
+
+
+def predictions_in(output: Any) -> Any:
+    """What a model predicts: its `logits`; else all its tensors but the loss (a single one by itself).
+
+    Raises:
+        ValueError: If there is nothing of that kind.
+    """
+    if isinstance(output, Mapping):
+        if "logits" in output:
+            return output["logits"]
+        rest = [value for name, value in output.items() if name != "loss" and _is_batched(value)]
+    elif isinstance(output, (tuple, list)):
+        rest = [value for place, value in enumerate(output) if place > 0 or found_loss(output) is None]
+        rest = [value for value in rest if value is not None and getattr(value, "ndim", True)]
+    elif isinstance(output, torch.Tensor):
+        rest = [output] if output.ndim else []
+    else:
+        rest = [output.logits] if hasattr(output, "logits") else []
+    if not any(True for _ in tensors(rest)):
+        raise ValueError(
+            "the model's output holds no predictions for the metrics; return them beside the loss, as 'logits' or in "
+            "a tuple (loss, predictions), or return (loss, outputs) from compute_loss"
+        )
+    return rest[0] if len(rest) == 1 else tuple(rest)
+
+
+def _is_batched(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
+
+
+def joined_predictions(calls: list[Any], rows: int) -> Any:
+    """The predictions of a batch from those of all calls of the model in `compute_loss`, in their order.
+
+    Args:
+        calls: What the model predicted in each call.
+        rows: Rows of the batch's labels.
+
+    Raises:
+        ValueError: If there are several calls that do not make up the batch's rows.
+    """
+    if len(calls) == 1:
+        return calls[0]
+    shapes = {tuple(each.shape[1:] for each in tensors(call)) for call in calls}
+    sizes = [{len(each) if each.ndim else 0 for each in tensors(call)} for call in calls]
+    if len(shapes) > 1 or any(len(each) != 1 for each in sizes) or sum(each.pop() for each in sizes) != rows:
+        raise ValueError(
+            f"compute_loss called the model {len(calls)} times on a batch of {rows} rows, and the outputs are not the "
+            "parts of one prediction; return what the metrics are to see: (loss, outputs) or (loss_sum, count, outputs)"
+        )
+    joined = iter([torch.cat(column) for column in zip(*(tensors(call) for call in calls), strict=True)])
+    return map_tensors(lambda _: next(joined), calls[0])

@@ -26,6 +26,7 @@ from trainer_kit.data.fetch import DataError, Fetcher
 from trainer_kit.data.loader import MicroBatch, TrainLoader
 from trainer_kit.data.order import Slot, mix, permutation, ranges, slots
 from trainer_kit.data.stream import StreamLoader
+from trainer_kit.data.workers import WorkerError
 from trainer_kit.diagnosis import Diagnosis, Work, diagnose
 from trainer_kit.figures import NonFiniteError
 from trainer_kit.loss import Loss
@@ -175,7 +176,7 @@ class Postmortem:
         if scene.epoch is None:
             missing.append("batch: no step was being taken")
         elif scene.fetching and self.loader.reading.workers and not _is_of_the_dataset(error):
-            missing.append("batch: a worker that read it has ended, as this process might by reading it again")
+            missing.append("batch: a worker that read it has ended or hangs, as this process might by reading it again")
         elif isinstance(self.loader, TrainLoader):
             return self._read_again(self.loader, scene, missing)
         elif micro is None:
@@ -194,7 +195,7 @@ class Postmortem:
             missing.append(f"batch: the {micro.number} micro-batches before the last one, which cannot be read again")
         seed = mix(self.run.args.seed, micro.window.epoch, micro.start)
         batch = micro.batch if micro.unfilled is None else micro.unfilled
-        return Piece(micro.start, None, Work(batch, seed, micro.counts.samples > 0))
+        return Piece(micro.start, None, Work(batch, seed, micro.samples, micro.counts.samples > 0))
 
     def _read_again(self, loader: TrainLoader, scene: Scene, missing: _Missing) -> tuple[Scene, list[Piece]]:
         """The order of samples, and the randomness of each, follow from the seed."""
@@ -205,7 +206,7 @@ class Postmortem:
             found = scene._replace(step=scene.step + ahead, position=window[0].window_start)
             seeds = [mix(self.run.args.seed, slot.epoch, slot.start) for slot in window]
             pieces = [
-                Piece(slot.start, slot.indices, Work(None, seed, slot.counted))
+                Piece(slot.start, slot.indices, Work(None, seed, len(slot.indices), slot.counted))
                 for slot, seed in zip(window, seeds, strict=True)
             ]
             try:
@@ -227,6 +228,7 @@ class Postmortem:
                     "start": piece.start,
                     "sample_ids": piece.sample_ids,
                     "seed": piece.work.seed,
+                    "samples": piece.work.samples,
                     "counted": piece.work.counted,
                     "batch": _kept(piece.work.batch, f"batch[{number}]", missing),
                     "whole": piece.work.batch is not None and len(missing) == before,
@@ -315,8 +317,8 @@ class Postmortem:
 
 
 def _is_of_the_dataset(error: Exception) -> bool:
-    """Whether the dataset raised; else a worker was ended from outside."""
-    return isinstance(error, DataError) and not isinstance(error.__cause__, (EOFError, ConnectionError))
+    """Whether the dataset raised; else a worker was ended from outside, or hangs."""
+    return isinstance(error, DataError) and not isinstance(error, WorkerError)
 
 
 _Missing = list[str]

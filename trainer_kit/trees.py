@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, UserDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,22 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)([map_tensors(function, value) for value in tree])
     return tree
+
+
+def move(tree: Any, device: torch.device, non_blocking: bool = False) -> Any:
+    """The tree with its tensors on a device; an object that has a method `to` (graphs, a TensorDict) goes by itself."""
+    if isinstance(tree, torch.Tensor):
+        return tree if tree.device == device else tree.to(device, non_blocking=non_blocking)
+    if isinstance(tree, (dict, UserDict)):
+        moved = {key: move(value, device, non_blocking) for key, value in tree.items()}
+        return moved if type(tree) is dict else _like(tree, moved)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(move(value, device, non_blocking) for value in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([move(value, device, non_blocking) for value in tree])
+    if callable(getattr(tree, "to", None)):
+        return tree.to(device, non_blocking=non_blocking)
+    return map_tensors(lambda tensor: move(tensor, device, non_blocking), tree)
 
 
 def _like(tree: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:

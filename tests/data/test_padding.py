@@ -242,9 +242,9 @@ def test_a_batch_that_was_filled_up_during_an_evaluation_is_cut_again() -> None:
     model = Normalizing().eval()
     batch = {"x": torch.ones(3, 4, dtype=torch.float64), "labels": torch.tensor([0, 1, 2])}
     ahead = padding(model)
-    assert ahead.wants(batch)
+    assert ahead.wants(batch, 3)
     model.train()
-    assert not ahead.wants(batch)
+    assert not ahead.wants(batch, 3)
     assert len(ahead.settled(pad_rows(batch, 4), batch)["x"]) == 3
     model.eval()
     assert len(ahead.settled(pad_rows(batch, 4), batch)["x"]) == 4
@@ -253,10 +253,10 @@ def test_a_batch_that_was_filled_up_during_an_evaluation_is_cut_again() -> None:
 def test_what_was_found_not_to_be_exact_is_filled_up_no_more() -> None:
     batch = {"x": torch.randn(3, 4, dtype=torch.float64), "labels": torch.tensor([0, 1, 2])}
     of_sums = padding(TakesAll())
-    assert of_sums.wants(batch)
+    assert of_sums.wants(batch, 3)
     assert len(of_sums.settled(pad_rows(batch, 4), batch)["x"]) == 3
-    assert not of_sums.wants(batch)
-    assert of_sums.wants(batch, with_loss=False)
+    assert not of_sums.wants(batch, 3)
+    assert of_sums.wants(batch, 3, with_loss=False)
 
 
 def test_the_model_is_looked_at_once() -> None:
@@ -320,14 +320,16 @@ def test_a_collator_that_packs_is_left_alone() -> None:
 
     def micro(samples: int, rows: int) -> MicroBatch:
         batch = {"x": torch.ones(rows, 4, dtype=torch.float64), "labels": torch.zeros(rows, dtype=torch.int64)}
-        return MicroBatch(batch, count(batch), Window(0, 0, 0, False), 0, True, 0, list(range(samples)))
+        return MicroBatch(
+            batch, count(batch, samples), Window(0, 0, 0, False), 0, True, 0, list(range(samples)), samples
+        )
 
-    packed, ragged, full = micro(4, 1), micro(3, 3), micro(4, 4)
-    filled = [len(each.batch["x"]) for each in padding(model).filled(iter([packed, ragged, full]))]
-    assert filled == [1, 4, 4]
+    packed, short, ragged, full = micro(4, 1), micro(3, 2), micro(3, 3), micro(4, 4)
+    filled = [len(each.batch["x"]) for each in padding(model).filled(iter([packed, short, ragged, full]))]
+    assert filled == [1, 2, 4, 4]
 
 
 def test_without_a_loss_only_batches_are_filled_whose_tensors_all_have_their_samples() -> None:
     of_rows = {"x": torch.ones(3, 4), "scale": torch.ones(3)}
-    assert padding(Normalizing()).wants(of_rows, with_loss=False)
-    assert not padding(Normalizing()).wants(of_rows | {"pixels": torch.ones(6, 2)}, with_loss=False)
+    assert padding(Normalizing()).wants(of_rows, 3, with_loss=False)
+    assert not padding(Normalizing()).wants(of_rows | {"pixels": torch.ones(6, 2)}, 3, with_loss=False)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
+from xxhash import xxh3_64
 
 from trainer_kit.data.collate import stack
 from trainer_kit.data.fetch import DataError
@@ -76,6 +77,13 @@ def loader(dataset: Any, layout: Layout, workers: int = 0, **options: Any) -> St
     return StreamLoader(dataset, layout, Reading(stack, SEED, workers), **options)
 
 
+def state_at(place: int) -> dict[str, Any]:
+    """A state with no sample to compare, after one batch."""
+    mark = {"batches": 1, "dataset": {"place": place}}
+    reader = {"batches": [[1, place]], "ended": False, "mark": mark, "digest": xxh3_64().hexdigest()}
+    return {"workers": [reader], "turn": 0}
+
+
 def rows(micro_batches: list[MicroBatch]) -> list[list[list[float]]]:
     return [micro.batch["x"].tolist() for micro in micro_batches]
 
@@ -128,8 +136,7 @@ def test_workers_with_shards_of_different_sizes_are_resumed(shards: tuple[int, i
 def test_a_state_is_resumed_without_reading_what_was_before() -> None:
     for place in (10, 10_000):
         dataset = Stateful(20_000)
-        state = {"workers": [{"samples": place, "dataset": {"place": place}, "ended": False}], "turn": 0}
-        micro_batches = loader(dataset, Layout(2)).micro_batches(0, place, 3, state)
+        micro_batches = loader(dataset, Layout(2)).micro_batches(0, place, 3, state_at(place))
         assert samples([next(micro_batches)]) == [place, place + 1]
         assert dataset.reads == 4  # one batch ahead
 
@@ -144,28 +151,38 @@ def test_the_state_goes_on_under_another_batch_size() -> None:
 def test_without_a_state_it_is_passed_over_with_a_warning(workers: int) -> None:
     one = loader(Plain(20), Layout(4), workers)
     whole = list(one.micro_batches(1, 0, 5))
-    with pytest.warns(UserWarning, match="no state_dict: 8 samples of epoch 1 are read again and passed over"):
-        rest = list(one.micro_batches(1, 8, 3))
-    assert rows(rest) == rows(whole[2:])
-    assert rest[0].start == 8
+    taken, said = (2, "8 samples") if workers == 0 else (3, "12 samples")
+    end = whole[taken - 1].window
+    with pytest.warns(UserWarning, match=f"no state_dict: {said} of epoch 1 are read again and skipped") as caught:
+        rest = list(one.micro_batches(1, end.stop, 5 - taken, end.data_state))
+    assert len(caught) == 1
+    assert rows(rest) == rows(whole[taken:])
+    assert rest[0].start == end.stop
 
 
-def test_passing_over_leaves_no_bar_in_a_log_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reading_again_leaves_no_bar_in_a_log_file(capsys: pytest.CaptureFixture[str]) -> None:
+    first = list(loader(Plain(20), Layout(4)).micro_batches(0, 0, 2))[-1].window
     with pytest.warns(UserWarning, match="no state_dict"):
-        list(loader(Plain(20), Layout(4)).micro_batches(0, 8, 3))
+        list(loader(Plain(20), Layout(4)).micro_batches(0, 8, 3, first.data_state))
     assert capsys.readouterr().err == ""
 
 
-def test_with_another_batch_size_it_is_passed_over_to_the_sample() -> None:
-    with pytest.warns(UserWarning, match="8 samples .* passed over"):
-        rest = list(loader(Plain(20), Layout(5)).micro_batches(0, 8, 3))
-    assert samples(rest) == list(range(8, 20))
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Plain, Stateful])
+def test_with_another_batch_size_the_rest_of_the_samples_comes(kind: type[Plain], workers: int) -> None:
+    whole = list(loader(kind(64), Layout(4), workers).micro_batches(0, 0, 16))
+    for taken in (1, 3, 15):
+        rest = resumed_at(kind(64), Layout(5), workers, 30, whole[taken - 1])
+        here = [micro for micro in rest if micro.window.epoch == 0]
+        assert here[0].start == 4 * taken
+        assert sorted(samples(here)) == sorted(samples(whole[taken:]))
+        if workers == 0:
+            assert samples(here) == samples(whole[taken:])
 
 
-def test_passing_over_by_workers_with_another_batch_size_says_what_is_left_out() -> None:
-    with pytest.warns(UserWarning, match="passed over"), pytest.warns(UserWarning, match="2 samples .* left out"):
-        rest = list(loader(Plain(20), Layout(5), 2).micro_batches(0, 8, 2))
-    assert [(micro.start, len(micro.batch["x"])) for micro in rest] == [(10, 5), (15, 5)]
+def test_a_place_in_an_epoch_without_a_state_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing says where train_dataset stood after 8 samples of epoch 1"):
+        next(loader(Plain(20), Layout(4)).micro_batches(1, 8, 3))
 
 
 @settings(max_examples=50)
@@ -299,7 +316,9 @@ def test_a_state_that_cannot_be_loaded_is_no_state() -> None:
         def state_dict(self) -> dict[str, Any]:
             return {}
 
-    assert next(loader(HalfStateful(4), Layout(2)).micro_batches(0, 0, 1)).window.data_state is None
+    state = next(loader(HalfStateful(40), Layout(20)).micro_batches(0, 0, 2)).window.data_state
+    assert state is not None
+    assert state["workers"][0]["mark"]["dataset"] is None
 
 
 def test_a_state_is_a_copy() -> None:
@@ -315,10 +334,9 @@ def test_a_state_is_a_copy() -> None:
         def state_dict(self) -> dict[str, Any]:
             return {"place": self.place, "seen": self.seen}
 
-    windows = [micro.window for micro in loader(Listed(6), Layout(2)).micro_batches(0, 0, 3)]
-    assert [window.data_state["workers"][0]["dataset"]["seen"] for window in windows if window.data_state] == [
-        [0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4, 5],
-    ]  # fmt: skip
+    windows = [micro.window for micro in loader(Listed(160), Layout(32)).micro_batches(0, 0, 5)]
+    marks = [window.data_state["workers"][0]["mark"] for window in windows if window.data_state]
+    assert [mark["dataset"] and len(mark["dataset"]["seen"]) for mark in marks] == [None, 32, 64, 96, 128]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -463,8 +481,7 @@ def test_the_steps_left_are_known_from_any_position(layout: Layout, position: in
         pass
 
     one = loader(SizedStateful(20), layout, drop_last=drop_last)
-    state = {"workers": [{"samples": position, "dataset": {"place": position}, "ended": False}], "turn": 0}
-    windows = [micro.window for micro in one.micro_batches(3, position, 20, state) if micro.last]
+    windows = [micro.window for micro in one.micro_batches(3, position, 20, state_at(position)) if micro.last]
     assert one.steps_left(3, position) == sum(window.epoch == 3 for window in windows)
 
 

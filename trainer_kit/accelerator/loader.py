@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from trainer_kit.accelerator.joining import joined, rows_of
 from trainer_kit.accelerator.stepping import Flow
 from trainer_kit.data.fetch import set_epoch
 from trainer_kit.data.order import mix
+from trainer_kit.data.workers import worker_items
 from trainer_kit.rng import generators_kept, seed_generators
 from trainer_kit.strategies.base import Strategy
 
@@ -155,6 +157,10 @@ class PreparedLoader:
         self._position, self._open = 0, False
         self._stand: Stand | None = None
         self._workers: DataLoader[Any] | None = None
+        self._counting = loader
+        if self._streams and type(loader).__iter__ is DataLoader.__iter__ and loader.batch_size is not None:
+            self._counting = copy.copy(loader)
+            self._counting.collate_fn = _Counted(loader.collate_fn)
         self._check(loader)
 
     def _check(self, loader: DataLoader[Any]) -> None:
@@ -320,7 +326,7 @@ class PreparedLoader:
             )
         assert isinstance(self._workers.sampler, _Jobs)
         self._workers.sampler.jobs = jobs
-        return iter(self._workers)
+        return worker_items(self._workers)
 
     def _jobs(self, epoch: int, position: int) -> Iterator[Job]:
         first: list[Any] = []
@@ -381,16 +387,19 @@ class PreparedLoader:
             if number < position:
                 continue
             own = [batches[share] if share < len(batches) else first[share % len(first)] for share in shares]
-            rows = [rows_of(batch) for batch in own]
+            rows = [samples for samples, _ in own]
             real = sum(rows[: max(len(batches) - self._first, 0)])
-            yield Dealt(sum(rows), real, last, joined(own))
+            yield Dealt(sum(rows), real, last, joined([batch for _, batch in own]))
 
-    def _stream(self, epoch: int) -> Iterator[Any]:
+    def _stream(self, epoch: int) -> Iterator[tuple[int, Any]]:
+        """The batches of all processes, each with the number of its samples."""
         set_epoch(self.loader.dataset, epoch)
         with generators_kept(self._strategy.device):
             self._seed_samplers(mix(self._seed, epoch))
-            batches = iter(self.loader)
-        return self._apart(self._seeded(batches, epoch))
+            batches = iter(self._counting)
+        counted = self._counting is not self.loader
+        for item in self._apart(self._seeded(batches, epoch)):
+            yield item if counted else (rows_of(item), item)
 
     def _seeded(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
         number = 0
@@ -401,6 +410,16 @@ class PreparedLoader:
                 return
             yield batch
             number += 1
+
+
+class _Counted:
+    """A collator that says how many samples it was given: a batch's first dimension may be nodes or channels."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> tuple[int, Any]:
+        return len(samples), self._collate(samples)
 
 
 class _Jobs:

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import multiprocessing
-import os
-import signal
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -17,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer_kit.data.collate import Collator
-from trainer_kit.data.fetch import DataError, Fetcher
+from trainer_kit.data.fetch import Fetcher
 from trainer_kit.data.order import (
     Layout,
     Slot,
@@ -29,11 +23,9 @@ from trainer_kit.data.order import (
     slots,
     steps_between,
 )
+from trainer_kit.data.workers import worker_init, worker_items
 from trainer_kit.loss import Counts, count
 from trainer_kit.rng import seed_generators
-
-_LAST_SECONDS = 20
-"""How long a worker goes on after SIGTERM."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -94,6 +86,7 @@ class MicroBatch:
         last: Whether it is the step's last.
         start: Position of its first sample in the epoch.
         indices: Dataset indices; empty for iterable datasets.
+        samples: Samples that the batch was made of; those of a stand-in too.
         unfilled: The batch without the samples that were added for a static shape; None where none were.
     """
 
@@ -104,6 +97,7 @@ class MicroBatch:
     last: bool
     start: int
     indices: list[int]
+    samples: int
     unfilled: Any = None
 
 
@@ -116,12 +110,14 @@ class Reading:
         seed: The run's seed.
         workers: Worker processes; 0 reads in this one.
         pin_memory: Whether workers' batches are copied to page-locked memory.
+        timeout: Seconds that workers may take for a batch; 0: without end.
     """
 
     collate: Collator
     seed: int
     workers: int = 0
     pin_memory: bool = False
+    timeout: float = 0.0
 
 
 class TrainLoader:
@@ -191,8 +187,8 @@ def no_batch(length: int, layout: Layout) -> str:
 
 def evaluation_batches(dataset: Any, layout: Layout, reading: Reading) -> Iterator[tuple[Any, Counts]]:
     """This process's batches of an evaluation, in the dataset's order."""
-    for _, batch in _fetched(dataset, evaluation_slots(len(dataset), layout), reading):
-        yield batch, count(batch)
+    for slot, batch in _fetched(dataset, evaluation_slots(len(dataset), layout), reading):
+        yield batch, count(batch, len(slot.indices))
 
 
 def _counted(fetched: list[tuple[Slot, Any]]) -> Iterator[MicroBatch]:
@@ -203,11 +199,12 @@ def _counted(fetched: list[tuple[Slot, Any]]) -> Iterator[MicroBatch]:
     for counts in all_counts:
         window.add(counts)
     for (slot, batch), counts in zip(fetched, all_counts, strict=True):
-        yield MicroBatch(batch, counts, window, slot.number, slot.last, slot.start, slot.indices)
+        samples = len(slot.indices)
+        yield MicroBatch(batch, counts, window, slot.number, slot.last, slot.start, slot.indices, samples)
 
 
 def _counts(slot: Slot, batch: Any) -> Counts:
-    counts = count(batch)
+    counts = count(batch, len(slot.indices))
     return counts if slot.counted else counts.as_nothing()
 
 
@@ -224,7 +221,7 @@ def from_workers(dataset: Any, reading: Reading, sampler: Iterable[Any] | None =
     The generator matters: `iter(DataLoader)` would otherwise draw from the global one and shift dropout.
 
     Raises:
-        DataError: If a worker was ended from outside while it handed over a batch (torch tells of other moments).
+        WorkerError: See `worker_items`.
     """
     loader = DataLoader(
         dataset,
@@ -233,49 +230,15 @@ def from_workers(dataset: Any, reading: Reading, sampler: Iterable[Any] | None =
         num_workers=reading.workers,
         collate_fn=_as_is,
         pin_memory=reading.pin_memory,
-        worker_init_fn=functools.partial(_begin_worker, os.getpid()),
+        timeout=reading.timeout,
+        worker_init_fn=worker_init(),
         generator=torch.Generator().manual_seed(reading.seed),
     )
-    try:
-        yield from loader
-    except Exception as error:
-        # The DataLoader's frames form a circle with the error. Left to the garbage collector, the workers would be
-        # ended late and noisily.
-        traceback.clear_frames(error.__traceback__)
-        if isinstance(error, (EOFError, ConnectionError)) and "in DataLoader worker" not in str(error):
-            raise DataError(
-                "a DataLoader worker ended while it handed over a batch; where the system killed it for its memory, "
-                "set a smaller dataloader_num_workers or batch size"
-            ) from error
-        raise
+    return worker_items(loader, "dataloader_timeout")
 
 
 def _as_is(item: Any) -> Any:
     return item
-
-
-def _begin_worker(main: int, _: int) -> None:
-    """Ends a worker whose main process was killed meanwhile: torch would take who has adopted it for that, for ever."""
-    if multiprocessing.get_start_method() == "fork" and os.getppid() != main:
-        os._exit(1)
-    _outlive_signals()
-
-
-def _outlive_signals() -> None:
-    """Ctrl-C and a scheduler's signals reach the workers too; the main process finishes the step and needs their data.
-
-    SIGTERM is also how a worker that hangs is ended: for that it has a few seconds.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(signal, "SIGUSR1"):
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    if hasattr(signal, "alarm"):
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, _end_soon)
-
-
-def _end_soon(number: int, frame: FrameType | None) -> None:
-    signal.alarm(_LAST_SECONDS)
 
 
 def sample_lengths(dataset: Any, seed: int = 0) -> np.ndarray:

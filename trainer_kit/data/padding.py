@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer_kit.data.loader import MicroBatch
 from trainer_kit.inspection import Inspection
-from trainer_kit.loss import IGNORED, is_whole, labels_of, samples_of
+from trainer_kit.loss import IGNORED, is_whole, labels_of, rows_of, samples_of
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.trees import map_tensors, tensors
 
@@ -42,21 +42,18 @@ class Padding:
 
     def _filled(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         for micro in micro_batches:
-            # Not where a collator makes fewer rows of a full batch (packing).
-            rows = samples_of(micro.batch)
-            is_last = rows == len(micro.indices) if micro.indices else micro.window.closes_epoch
-            if is_last and self.wants(micro.batch):
+            if self.wants(micro.batch, micro.samples):
                 micro.unfilled, micro.batch = micro.batch, pad_rows(micro.batch, self.rows)
             yield micro
 
-    def wants(self, batch: Any, with_loss: bool = True) -> bool:
+    def wants(self, batch: Any, samples: int, with_loss: bool = True) -> bool:
         """Whether to fill up a batch of fewer samples than others."""
-        if not self._strategy.static_shapes or samples_of(batch) >= self.rows:
-            return False
+        if not self._strategy.static_shapes or samples >= self.rows or rows_of(batch) != samples:
+            return False  # the rows are others than the samples where a collator packs them, or those of graphs
         if not with_loss:  # nothing tells then whether a tensor of another size goes with the samples
-            return all(tensor.ndim and len(tensor) == samples_of(batch) for tensor in tensors(batch))
+            return all(tensor.ndim and len(tensor) == samples for tensor in tensors(batch))
         labels = labels_of(batch)
-        counted = labels is not None and is_whole(labels) and len(labels) == samples_of(batch)
+        counted = labels is not None and is_whole(labels) and len(labels) == samples
         return counted and self._inspection.ignores_filler[self._training] is not False and not self._normalizes()
 
     def settled(self, batch: Any, unfilled: Any) -> Any:

@@ -1,32 +1,19 @@
-"""Training and evaluation batches of iterable datasets, resumed by their own state or by skipping forward."""
+"""Training and evaluation batches of iterable datasets, resumed by their own state or by reading them again."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
-from torch.utils.data import IterableDataset, get_worker_info
-from tqdm import tqdm
-
-from trainer_kit.data.fetch import DataError, set_epoch
-from trainer_kit.data.loader import MicroBatch, Reading, Window, from_workers, no_batch
-from trainer_kit.data.order import Layout, epoch_length, mix, parts, ranges
+from trainer_kit.data.loader import MicroBatch, Reading, Window, no_batch
+from trainer_kit.data.order import Layout, epoch_length, parts, ranges
+from trainer_kit.data.reader import Read, StreamReader
 from trainer_kit.loss import Counts, count
-from trainer_kit.rng import seed_generators
 from trainer_kit.state import Stateful
-
-_AT_THE_START: dict[str, Any] = {"samples": 0, "ended": False, "dataset": None}
-
-
-class _Read(NamedTuple):
-    """What a reader gives: a batch in its parts, its samples, and the state of all readers after it."""
-
-    parts: list[Any]
-    samples: int
-    data_state: dict[str, Any] | None
 
 
 class _Batch(NamedTuple):
@@ -38,7 +25,7 @@ class _Batch(NamedTuple):
         part: Number of the part of the epoch that it belongs to; what is passed over lies between two.
     """
 
-    read: _Read
+    read: Read
     start: int
     part: int
 
@@ -50,11 +37,13 @@ class _Piece(NamedTuple):
         batch: The batch.
         counts: What it counts for.
         start: Position of its first sample in the epoch.
+        samples: Samples that it was made of.
     """
 
     batch: Any
     counts: Counts
     start: int
+    samples: int
 
 
 class _Row(NamedTuple):
@@ -80,10 +69,11 @@ class _Row(NamedTuple):
 class StreamLoader:
     """The training batches of an iterable dataset.
 
-    A dataset with `state_dict` and `load_state_dict` goes on where it was; another one is read again from the
-    epoch's start and passed over up to the position, with a progress bar and a warning. Randomness drawn while
-    reading is seeded before every batch from (seed, epoch, worker, samples that it has read). With workers, each has a
-    copy of the dataset, which divides itself by `torch.utils.data.get_worker_info()`, as in PyTorch.
+    A dataset with `state_dict` and `load_state_dict` resumes where it was, if its state is seen to bring back the
+    samples that came after it (see `reader`); another one is read again from the epoch's start up to the position, with
+    a progress bar and a warning. Randomness drawn while reading is seeded before every batch from (seed, epoch, worker,
+    samples that it has read). With workers, each has a copy of the dataset, which divides itself by
+    `torch.utils.data.get_worker_info()`, as in PyTorch.
 
     Every process reads the whole dataset and keeps the batches that are its own, dealt out in turn. So order, steps
     and states are those of one process, any number of processes can go on, and nobody waits for anybody; the price is
@@ -155,11 +145,23 @@ class StreamLoader:
     def micro_batches(
         self, epoch: int, position: int, steps: int, data_state: dict[str, Any] | None = None
     ) -> Iterator[MicroBatch]:
-        """The micro-batches of the next `steps` steps, from `position` in `epoch` on."""
+        """The micro-batches of the next `steps` steps, from `position` in `epoch` on.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            position: Samples of it that were trained on.
+            steps: Steps to take.
+            data_state: `Window.data_state` of the last step; None at the beginning of an epoch.
+
+        Raises:
+            ValueError: If there is no `data_state` in the middle of an epoch, or it is one of other workers.
+        """
+        if position and data_state is None:
+            raise ValueError(f"nothing says where train_dataset stood after {position} samples of epoch {epoch}")
         if isinstance(self.dataset, Stateful):
             if self._fresh is None:
                 self._fresh = copy.deepcopy(self.dataset.state_dict())
-            elif data_state is None:  # a run that went back, while the dataset stood in the middle of an epoch
+            elif data_state is None and self.reading.workers == 0:  # it may stand in the middle of an epoch
                 self.dataset.load_state_dict(copy.deepcopy(self._fresh))
         while steps > 0:
             for window in self._windows(epoch, position, data_state):
@@ -203,7 +205,9 @@ class StreamLoader:
             for piece in pieces:
                 window.add(piece.counts)
             yield [
-                MicroBatch(piece.batch, piece.counts, window, number, number == len(pieces) - 1, piece.start, [])
+                MicroBatch(
+                    piece.batch, piece.counts, window, number, number == len(pieces) - 1, piece.start, [], piece.samples
+                )
                 for number, piece in enumerate(pieces)
             ]
 
@@ -219,41 +223,17 @@ class StreamLoader:
         """The batches of an epoch from `position` on, without those that hold what is passed over."""
         passed_over = ranges(self.passed_over, epoch)
         # A reader that reads alone knows the positions, and ends a batch there.
-        ends = sorted({position, *(end for each in passed_over for end in each)}) if self._readers == 1 else []
-        source = _BatchSource(self.dataset, self.layout, self.reading, epoch, self.drop_last, ends)
+        ends = sorted({end for each in passed_over for end in each}) if self._readers == 1 else []
+        reader = StreamReader(self.dataset, self.layout, self.reading, epoch, self.drop_last, ends, self._fresh)
         if data_state is not None:
-            source.resume(data_state["workers"], data_state["turn"])
-        reads, part = _rounds(source, self.reading), 0
-        stop = position if data_state is not None else self._skip(reads, epoch, position)
-        for read in reads:
+            reader.resume(data_state["workers"], data_state["turn"])
+        part, stop = 0, position
+        for read in reader.rounds():
             start, stop = stop, stop + read.samples
             if any(first < stop and start < last for first, last in passed_over):
                 part += 1
             else:
                 yield _Batch(read, start, part)
-
-    def _skip(self, reads: Iterator[_Read], epoch: int, position: int) -> int:
-        """Reads up to a position again; returns the one that it comes to."""
-        if position == 0:
-            return 0
-        warnings.warn(
-            f"train_dataset has no state_dict: {position} samples of epoch {epoch} are read again and passed over; "
-            "give it state_dict and load_state_dict to resume at once",
-            stacklevel=2,
-        )
-        # disable=None: no bar where there is no terminal.
-        with tqdm(total=position, desc="passing over samples", unit=" samples", disable=None) as bar:
-            passed = 0
-            while passed < position and (read := next(reads, None)) is not None:
-                passed += read.samples
-                bar.update(read.samples)
-        if passed > position:
-            warnings.warn(
-                f"{passed - position} samples of epoch {epoch} are left out: without state_dict a dataset that several "
-                "workers read can only be resumed exactly with the batch size that it was read with",
-                stacklevel=2,
-            )
-        return passed
 
 
 def stream_evaluation_batches(dataset: Any, layout: Layout, reading: Reading) -> Iterator[tuple[Any, Counts]]:
@@ -261,27 +241,29 @@ def stream_evaluation_batches(dataset: Any, layout: Layout, reading: Reading) ->
 
     As in training, every process reads the whole dataset; its k-th batch is number k * world_size + rank.
     """
-    source = _BatchSource(dataset, layout, reading, epoch=-1, drop_last=False)
-    for read in islice(_rounds(source, reading), layout.rank, None, layout.world_size):
-        for batch in read.parts:
-            yield batch, count(batch)
+    for read in islice(StreamReader(dataset, layout, reading).rounds(), layout.rank, None, layout.world_size):
+        for batch, samples in zip(read.parts, read.sizes, strict=True):
+            yield batch, count(batch, samples)
 
 
 def _dealt(batches: Iterator[_Batch], layout: Layout) -> _Row | None:
     """Deals out a row of batches, one a process; those of others are let go at once. None where no batch is left."""
     pieces: list[_Piece] = []
-    number, most, stand_in = -1, 0, None
+    number, most, first = -1, 0, None
     for number, (read, start, part) in enumerate(batches):
         if number == 0:
-            stand_in, row_start, row_part = read.parts[0], start, part
+            first, first_samples, row_start, row_part = read.parts[0], read.sizes[0], start, part
         if number == layout.rank:
-            places = layout.cut(start, start + read.samples)
-            pieces = [_Piece(each, count(each), place) for each, (place, _) in zip(read.parts, places, strict=True)]
+            places = itertools.accumulate(read.sizes, initial=start)
+            pieces = [
+                _Piece(each, count(each, samples), place, samples)
+                for each, samples, place in zip(read.parts, read.sizes, places, strict=False)
+            ]
         most, stop, data_state = max(most, len(read.parts)), start + read.samples, read.data_state
     if number < 0:
         return None
-    while len(pieces) < most:
-        pieces.append(_Piece(stand_in, count(stand_in).as_nothing(), row_start))
+    while len(pieces) < most:  # a stand-in
+        pieces.append(_Piece(first, count(first, first_samples).as_nothing(), row_start, first_samples))
     return _Row(pieces, row_part, row_start, stop, number + 1, data_state)
 
 
@@ -295,98 +277,3 @@ def _batches_of(length: int, size: int, readers: int, drop_last: bool) -> tuple[
     shares = [least + (reader < more) - rounds * size for reader in range(readers)]
     tail = [min(size, share - start) for start in (0, size) for share in shares]
     return rounds * readers, [each for each in tail if each == size or (each > 0 and not drop_last)]
-
-
-class _BatchSource(IterableDataset[Any]):
-    """Batches of one worker in their parts, each with its number of samples and the dataset's state after it.
-
-    `ends` are numbers of samples at which a batch ends though it is not full.
-    """
-
-    def __init__(
-        self, dataset: Any, layout: Layout, reading: Reading, epoch: int, drop_last: bool, ends: Sequence[int] = ()
-    ) -> None:
-        self.dataset = dataset
-        self.layout = layout
-        self.reading = reading
-        self.epoch = epoch
-        self.drop_last = drop_last
-        self.ends = ends
-        self.stateful = isinstance(dataset, Stateful)
-        self.states: list[dict[str, Any]] | None = None
-        self.turn = 0
-
-    def resume(self, states: list[dict[str, Any]], turn: int) -> None:
-        """Goes on from one state a worker; `turn` is the worker whose batch is due."""
-        check_workers(len(states), self.reading.workers)
-        self.states, self.turn = states, turn
-
-    def __iter__(self) -> Iterator[tuple[int, list[Any], int, dict[str, Any] | None]]:
-        info = get_worker_info()
-        worker = info.id if info is not None else 0
-        read, ended = 0, False
-        set_epoch(self.dataset, self.epoch)
-        if self.states is not None:
-            state = self.states[worker]
-            read, ended = state["samples"], state["ended"]
-            if state["dataset"] is not None:
-                self.dataset.load_state_dict(copy.deepcopy(state["dataset"]))
-            if worker < self.turn:
-                yield worker, [], 0, None
-        seed_generators(mix(self.reading.seed, self.epoch, worker, read))
-        samples = iter(self.dataset)
-        while not ended:
-            seed_generators(mix(self.reading.seed, self.epoch, worker, read))
-            full = self.layout.batch_size
-            size = min(full, min((end - read for end in self.ends if end > read), default=full))
-            batch = self._next(samples, size, worker, read)
-            ended = len(batch) < size
-            if not batch or (self.drop_last and ended):
-                return
-            read += len(batch)
-            collated = [self.reading.collate(batch[start:stop]) for start, stop in self.layout.cut(0, len(batch))]
-            yield worker, collated, len(batch), self._state(read, ended)
-
-    def _next(self, samples: Iterator[Any], size: int, worker: int, read: int) -> list[Any]:
-        try:
-            return list(islice(samples, size))
-        except Exception as error:
-            raise DataError(
-                f"the dataset raised after sample {read} of worker {worker} (epoch {self.epoch}): "
-                f"{type(error).__name__}: {error}"
-            ) from error
-
-    def _state(self, samples: int, ended: bool) -> dict[str, Any] | None:
-        """A dataset that has ended may begin anew with its state: hence `ended`."""
-        if not self.stateful:
-            return None
-        return {"samples": samples, "ended": ended, "dataset": copy.deepcopy(self.dataset.state_dict())}
-
-
-def _rounds(source: _BatchSource, reading: Reading) -> Iterator[_Read]:
-    """The workers' batches in turn, each with the state of all workers after it."""
-    workers, states = max(1, reading.workers), source.states
-    current: list[dict[str, Any] | None] = list(states) if states else [None] * workers
-    items = iter(source) if reading.workers == 0 else from_workers(source, reading)
-    for worker, collated, samples, state in items:
-        if not collated:
-            continue
-        if state is None:
-            yield _Read(collated, samples, None)
-            continue
-        current[worker] = state
-        of_all = [each or _AT_THE_START for each in current]
-        yield _Read(collated, samples, {"workers": of_all, "turn": (worker + 1) % workers})
-
-
-def check_workers(states: int, workers: int) -> None:
-    """Refuses to go on with another number of workers than those whose states a checkpoint holds.
-
-    Raises:
-        ValueError: If it is another one.
-    """
-    if states != max(1, workers):
-        raise ValueError(
-            f"the checkpoint holds the states of {states} workers of an iterable dataset, but "
-            f"dataloader_num_workers={workers}; resume with the same number"
-        )

@@ -23,7 +23,7 @@ from trainer_kit.precision import Precision
 from trainer_kit.rng import seed_generators
 from trainer_kit.strategies.gradients import GradientNorms, gradient_norms, gradient_values
 from trainer_kit.strategies.shapes import ShapeLedger
-from trainer_kit.trees import map_tensors, strides_of_copy
+from trainer_kit.trees import move, strides_of_copy
 
 logger = logging.getLogger("trainer_kit")
 T = TypeVar("T")
@@ -188,10 +188,7 @@ class Strategy:
     def to_device(self, batch: Any) -> Any:
         """The batch with its tensors on the device; its shapes are recorded."""
         self.shapes.record(batch)
-        return map_tensors(self._move, batch)
-
-    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=self.pins_memory)
+        return move(batch, self.device, non_blocking=self.pins_memory)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context of a forward pass."""

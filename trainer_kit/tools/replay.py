@@ -111,12 +111,12 @@ class _Replay:
         if not kept:
             raise ValueError(f"{self.folder} holds no batch to run again: {'; '.join(self.report['missing'])}")
         if all(entry["whole"] for entry in kept):
-            return [Work(entry["batch"], entry["seed"], entry["counted"]) for entry in kept]
+            return [Work(entry["batch"], *_work_of(entry)) for entry in kept]
         if any(entry["sample_ids"] is None for entry in kept):
             raise ValueError(f"{self.folder} holds only a part of the batch: {'; '.join(self.report['missing'])}")
         self.say("batch: read again from the script's own dataset")
         fetcher = Fetcher(self.trainer.run.train_dataset, self.trainer.collate, read_arguments(self.folder)["seed"])
-        return [Work(fetcher[self._slot(entry)][1], entry["seed"], entry["counted"]) for entry in kept]
+        return [Work(fetcher[self._slot(entry)][1], *_work_of(entry)) for entry in kept]
 
     def _slot(self, entry: dict[str, Any]) -> Slot:
         start, epoch = entry["start"], self.report["epoch"]
@@ -199,6 +199,11 @@ class _Replay:
             f"the CPU now may compute otherwise than {self.report['device']} did then (kernels, precision, what the "
             "model keeps beside its weights), or the script was given other arguments or has changed"
         )
+
+
+def _work_of(entry: dict[str, Any]) -> tuple[int, int, bool]:
+    """How a micro-batch was worked on, without the batch itself."""
+    return entry["seed"], entry["samples"], entry["counted"]
 
 
 class _Operations(TorchDispatchMode):

@@ -1,0 +1,359 @@
+"""Reads the batches of an iterable dataset, and finds the place again where an earlier start of the run stood.
+
+The state of a reader holds the sizes of all batches of the epoch, a state of the dataset that is some samples old, and
+a digest of the samples that came since. On a resume the reader takes up that state and reads these samples once more.
+Where they are others, it reads the epoch again from its start, batch by batch as before.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Generator, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from torch.utils.data import IterableDataset, get_worker_info
+from tqdm import tqdm
+from xxhash import xxh3_64
+
+from trainer_kit.data.digest import digest, has_shuffle_buffer
+from trainer_kit.data.fetch import DataError, set_epoch
+from trainer_kit.data.loader import Reading, from_workers
+from trainer_kit.data.order import Layout, mix
+from trainer_kit.rng import seed_generators
+from trainer_kit.state import Stateful
+
+COMPARED = 32
+"""Samples, at least, by which a state is verified; twice as many and two batches at most."""
+
+_NO_STATE = "train_dataset has no state_dict"
+_BUFFER = "the state of train_dataset does not hold its shuffle buffer"
+_OTHER_ORDER = "the state of train_dataset does not bring back the samples that came after it"
+_NOT_COMPARABLE = "the samples of train_dataset cannot be compared, so that its state cannot be verified"
+
+
+class Read(NamedTuple):
+    """What a reader gives: a batch in its parts, the samples of each, and the state of all readers after it."""
+
+    parts: list[Any]
+    sizes: list[int]
+    data_state: dict[str, Any] | None
+
+    @property
+    def samples(self) -> int:
+        return sum(self.sizes)
+
+
+class _Report(NamedTuple):
+    """What a reader says of a resume: once before it reads samples again, once when it has found its place.
+
+    Attributes:
+        again: Samples that it reads again from the epoch's start.
+        why: Why its state is not to be taken up; empty where it is verified, or not asked for.
+        is_exact: Whether the last samples before its place are those that came there.
+    """
+
+    again: int = 0
+    why: str = ""
+    is_exact: bool = True
+
+
+class _Mark:
+    """A place to which a reader can go back, and a digest of what it read since.
+
+    Args:
+        batches: Batches of the epoch before it.
+        dataset: The dataset's state there; None at the epoch's start, or where there is no state.
+    """
+
+    def __init__(self, batches: int, dataset: Any) -> None:
+        self.batches = batches
+        self.dataset = dataset
+        self.samples = 0
+        self._digest: xxh3_64 | None = xxh3_64()
+
+    def add(self, samples: int, digest: bytes | None) -> None:
+        """Counts a batch that was read since."""
+        self.samples += samples
+        if digest is None:
+            self._digest = None
+        elif self._digest is not None:
+            self._digest.update(digest)
+
+    def hexdigest(self) -> str | None:
+        return None if self._digest is None else self._digest.hexdigest()
+
+
+class _Cursor:
+    """Goes through a dataset batch by batch, and notes which way it took.
+
+    Args:
+        source: Whose dataset it is; it stands at the mark.
+        worker: Number of the reader.
+        batches: Sizes of the epoch's batches before the place where the dataset stands.
+        dataset_state: The dataset's state there.
+    """
+
+    def __init__(
+        self, source: StreamReader, worker: int, batches: Sequence[int] = (), dataset_state: Any = None
+    ) -> None:
+        self.samples = 0
+        self._runs: list[list[int]] = []  # of batches of one size: how many, and the size
+        for size in batches:
+            self._count(size)
+        mark = _Mark(len(batches), dataset_state)
+        self._source = source
+        self._worker = worker
+        self._marks = (mark, mark)
+        self._seed()
+        self._iterator = iter(source.dataset)
+
+    def _seed(self) -> None:
+        source = self._source
+        seed_generators(mix(source.reading.seed, source.epoch, self._worker, self.samples))
+
+    def take(self, size: int) -> list[Any]:
+        """The next samples, at most `size`; what is random in them follows from their place.
+
+        Raises:
+            DataError: If the dataset raised.
+        """
+        self._seed()
+        try:
+            return list(islice(self._iterator, size))
+        except Exception as error:
+            raise DataError(
+                f"the dataset raised after sample {self.samples} of worker {self._worker} "
+                f"(epoch {self._source.epoch}): {type(error).__name__}: {error}"
+            ) from error
+
+    def note(self, batch: list[Any]) -> None:
+        """Counts a batch as read."""
+        self._count(len(batch))
+        found, new = digest(batch), self._marks[1]
+        for mark in set(self._marks):
+            mark.add(len(batch), found)
+        if new.samples >= COMPARED:
+            self._marks = (new, self._mark_here())
+
+    def _count(self, size: int) -> None:
+        self.samples += size
+        if self._runs and self._runs[-1][1] == size:
+            self._runs[-1][0] += 1
+        else:
+            self._runs.append([1, size])
+
+    def _mark_here(self) -> _Mark:
+        return _Mark(sum(number for number, _ in self._runs), self._source.dataset_state())
+
+    def state(self, ended: bool) -> dict[str, Any]:
+        """Where the reader stands. A dataset that has ended may begin again with its state: hence `ended`."""
+        mark = self._marks[0]
+        return {
+            "batches": [list(run) for run in self._runs],
+            "ended": ended,
+            "mark": {"batches": mark.batches, "dataset": mark.dataset},
+            "digest": mark.hexdigest(),
+        }
+
+    def skip(self, sizes: Sequence[int], bar: bool) -> None:
+        """Reads batches without a use for them, and begins to compare after them."""
+        with tqdm(total=sum(sizes), desc="reading again", unit=" samples", disable=None if bar else True) as progress:
+            for size in sizes:
+                self._count(len(self.take(size)))
+                progress.update(size)
+        if sizes:
+            mark = self._mark_here()
+            self._marks = (mark, mark)
+
+    def repeats(self, sizes: Sequence[int], hexdigest: str | None) -> bool:
+        """Reads batches again; whether they are those with this digest."""
+        mark = self._marks[0]
+        for size in sizes:
+            batch = self.take(size)
+            self.note(batch)
+            if len(batch) < size:
+                return False
+        return mark.hexdigest() == hexdigest
+
+
+class StreamReader(IterableDataset[Any]):
+    """Batches of one worker in their parts, each with the worker's number, the sizes of the parts and its state.
+
+    Args:
+        dataset: Has `__iter__`.
+        layout: Batch size, and how batches are cut.
+        reading: Collation, seed and workers.
+        epoch: Number of the epoch; -1 for an evaluation, of which no state is kept.
+        drop_last: Leave out a batch that is not full.
+        ends: Numbers of samples at which a batch ends though it is not full.
+        fresh: The dataset's state where an epoch begins.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        layout: Layout,
+        reading: Reading,
+        epoch: int = -1,
+        drop_last: bool = False,
+        ends: Sequence[int] = (),
+        fresh: Any = None,
+    ) -> None:
+        self.dataset = dataset
+        self.layout = layout
+        self.reading = reading
+        self.epoch = epoch
+        self._drop_last = drop_last
+        self._ends = ends
+        self._fresh = fresh
+        self._has_state = isinstance(dataset, Stateful) and not has_shuffle_buffer(dataset)
+        self._states: list[dict[str, Any]] | None = None
+        self._turn = 0
+        self._trusted: list[bool] = []
+
+    def resume(self, states: list[dict[str, Any]], turn: int) -> None:
+        """Takes up one state a worker; `turn` is the worker whose batch is due."""
+        check_workers(len(states), self.reading.workers)
+        self._states, self._turn, self._trusted = states, turn, [self._has_state] * len(states)
+
+    def dataset_state(self) -> Any:
+        """A copy of the dataset's state; None without one that is to be trusted."""
+        return copy.deepcopy(self.dataset.state_dict()) if self._has_state and self.epoch >= 0 else None
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker = info.id if info is not None else 0
+        set_epoch(self.dataset, self.epoch)
+        cursor, ended = None, False
+        if self._states is not None:
+            state = self._states[worker]
+            ended = state["ended"]
+            if ended:
+                yield from (_Report(), _Report())
+            else:
+                cursor = yield from self._found(worker, state)
+            if worker < self._turn:
+                yield None
+        if not ended:
+            yield from self._batches(worker, cursor or _Cursor(self, worker))
+
+    def _batches(self, worker: int, cursor: _Cursor) -> Iterator[tuple[int, list[Any], list[int], Any]]:
+        full, is_last, keeps_state = self.layout.batch_size, False, self.epoch >= 0
+        while not is_last:
+            size = min(full, min((end - cursor.samples for end in self._ends if end > cursor.samples), default=full))
+            batch = cursor.take(size)
+            is_last = len(batch) < size
+            if not batch or (self._drop_last and is_last):
+                return
+            cuts = self.layout.cut(0, len(batch))
+            if keeps_state:
+                cursor.note(batch)  # before a collator may change it
+            parts = [self.reading.collate(batch[start:stop]) for start, stop in cuts]
+            sizes = [stop - start for start, stop in cuts]
+            yield worker, parts, sizes, cursor.state(is_last) if keeps_state else None
+
+    # Resuming
+
+    def _found(self, worker: int, state: dict[str, Any]) -> Generator[_Report, None, _Cursor]:
+        """Brings the dataset to where it stood, with two reports on the way; returns the cursor there."""
+        batches = list(itertools.chain.from_iterable([size] * count for count, size in state["batches"]))
+        place, dataset_state, hexdigest = state["mark"]["batches"], state["mark"]["dataset"], state["digest"]
+        before, since = batches[:place], batches[place:]
+        if dataset_state is not None and self._trusted[worker]:
+            is_exact = True
+            try:
+                self.dataset.load_state_dict(copy.deepcopy(dataset_state))
+                cursor = _Cursor(self, worker, before, dataset_state)
+                if hexdigest is None or not cursor.repeats(since, hexdigest):
+                    yield _Report(why=_NOT_COMPARABLE if hexdigest is None else _OTHER_ORDER)
+            except Exception as error:  # the dataset is the user's own; read again, it may do better
+                yield _Report(why=f"train_dataset does not take up its state ({type(error).__name__}: {error})")
+            yield _Report()
+        else:
+            if self._has_state and get_worker_info() is None:  # a worker has a dataset of its own, which did not begin
+                self.dataset.load_state_dict(copy.deepcopy(self._fresh))
+            # Nothing is said where the epoch's start is itself the place to go back to.
+            yield _Report(sum(batches) if before or not self._has_state else 0)
+            cursor = _Cursor(self, worker)
+            cursor.skip(before, bar=worker == self.layout.rank == 0)
+            is_exact = cursor.repeats(since, hexdigest)
+        yield _Report(is_exact=is_exact)
+        return cursor
+
+    def rounds(self) -> Iterator[Read]:
+        """The workers' batches in turn, each with the state of all workers after it; says what a resume costs."""
+        workers = max(1, self.reading.workers)
+        current = [_AT_THE_START] * workers
+        if self._states is None:
+            items = self._items()
+        else:
+            current, items = list(self._states), self._resumed(workers)
+        for item in items:
+            if item is not None:
+                worker, parts, sizes, state = item
+                data_state = None
+                if state is not None:
+                    current[worker] = state
+                    data_state = {"workers": list(current), "turn": (worker + 1) % workers}
+                yield Read(parts, sizes, data_state)
+
+    def _items(self) -> Iterator[Any]:
+        return iter(self) if self.reading.workers == 0 else from_workers(self, self.reading)
+
+    def _resumed(self, workers: int) -> Iterator[Any]:
+        """The items of all workers once they have found their places; a state that failed is taken up no more."""
+        why = _BUFFER if isinstance(self.dataset, Stateful) else _NO_STATE
+        while True:
+            items = self._items()
+            reports = list(islice(items, workers))
+            failed = [report.why for report in reports if report.why]
+            if not failed:
+                break
+            why = failed[0]
+            self._trusted = [was and not report.why for was, report in zip(self._trusted, reports, strict=True)]
+            del items, reports
+        self._say_again(sum(report.again for report in reports), why)
+        if not all(report.is_exact for report in islice(items, workers)):
+            self._say_inexact()
+        yield from items
+
+    def _say_again(self, samples: int, why: str) -> None:
+        if samples and self.layout.rank == 0:
+            remedy = "; give it state_dict and load_state_dict to resume at once" if why == _NO_STATE else ""
+            warnings.warn(
+                f"{why}: {samples} samples of epoch {self.epoch} are read again and skipped, which takes as long as "
+                f"reading them did{remedy}",
+                stacklevel=2,
+            )
+
+    def _say_inexact(self) -> None:
+        if self.layout.rank == 0:
+            warnings.warn(
+                f"train_dataset gives other samples in epoch {self.epoch} than before: this resume is not exact; make "
+                "its order follow from its files and set_epoch alone",
+                stacklevel=2,
+            )
+
+
+_AT_THE_START: dict[str, Any] = {
+    "batches": [],
+    "ended": False,
+    "mark": {"batches": 0, "dataset": None},
+    "digest": _Mark(0, None).hexdigest(),
+}
+
+
+def check_workers(states: int, workers: int) -> None:
+    """Refuses to go on with another number of workers than those whose states a checkpoint holds.
+
+    Raises:
+        ValueError: If it is another one.
+    """
+    if states != max(1, workers):
+        raise ValueError(
+            f"the checkpoint holds the states of {states} workers of an iterable dataset, but "
+            f"dataloader_num_workers={workers}; resume with the same number"
+        )

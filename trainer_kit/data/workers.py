@@ -1,0 +1,150 @@
+"""Runs the workers of a DataLoader, and names the one that gives no batch."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import psutil
+from torch.utils.data import DataLoader
+
+from trainer_kit.data.fetch import DataError
+
+_END = object()
+_LAST_SECONDS = 20
+"""How long a worker goes on after SIGTERM."""
+
+
+class WorkerError(DataError):
+    """A DataLoader worker gave no batch: it was ended from outside, is stopped, or takes too long."""
+
+
+def worker_items(loader: DataLoader[Any], timeout_name: str = "timeout") -> Iterator[Any]:
+    """What the workers of a DataLoader give.
+
+    Args:
+        loader: Has workers. Where it has a timeout, that is how long they may take for an item.
+        timeout_name: What the user calls the timeout.
+
+    Raises:
+        WorkerError: If one was ended from outside while it handed over a batch (torch names other moments), or gave
+            nothing within the timeout.
+    """
+    iterator = iter(loader)
+    watch = _Watch(iterator, loader.timeout) if loader.timeout else None
+    try:
+        while True:
+            if watch is not None:
+                watch.since = time.monotonic()
+            item = next(iterator, _END)
+            if watch is not None:
+                watch.since = None
+            if item is _END:
+                return
+            yield item
+    except Exception as error:
+        # The DataLoader's frames form a circle with the error. Left to the garbage collector, the workers would be
+        # ended late and noisily.
+        traceback.clear_frames(error.__traceback__)
+        said = "" if watch is None else watch.found or _found(iterator, str(error))
+        if said:
+            raise WorkerError(f"no batch came within {timeout_name}={loader.timeout:g} seconds: {said}") from error
+        if isinstance(error, (EOFError, ConnectionError)) and "in DataLoader worker" not in str(error):
+            raise WorkerError(
+                "a DataLoader worker ended while it handed over a batch; where the system killed it for its memory, "
+                "set a smaller dataloader_num_workers or batch size"
+            ) from error
+        raise
+    finally:
+        if watch is not None:
+            watch.close()
+
+
+class _Watch(threading.Thread):
+    """Ends workers that are stopped while a batch is waited for longer than the timeout.
+
+    torch's own timeout does not see them where it waits for the memory of a batch that such a worker has made.
+
+    Attributes:
+        since: When the wait for a batch began; None while there is none.
+        found: Which worker was ended; empty while none was.
+    """
+
+    def __init__(self, iterator: Any, timeout: float) -> None:
+        super().__init__(name="trainer_kit-workers", daemon=True)
+        self.since: float | None = None
+        self.found = ""
+        self._iterator = iterator
+        self._timeout = timeout
+        self._closed = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self._closed.wait(min(1.0, self._timeout / 4)):
+            since = self.since
+            if since is None or time.monotonic() - since < self._timeout:
+                continue
+            for number, worker in _stopped(self._iterator):
+                self.found = f"DataLoader worker {number} (process {worker.pid}) is stopped (by SIGSTOP)"
+                worker.kill()  # no other signal reaches it
+
+    def close(self) -> None:
+        self._closed.set()
+        self.join()
+
+
+def _stopped(iterator: Any) -> list[tuple[int, Any]]:
+    """The workers that are stopped, with their numbers."""
+    workers = [(number, worker) for number, worker in enumerate(iterator._workers) if worker.is_alive()]
+    return [each for each in workers if psutil.Process(each[1].pid).status() == psutil.STATUS_STOPPED]
+
+
+def _found(iterator: Any, message: str) -> str:
+    """Which worker torch waited for when its timeout was over; empty for another error."""
+    if not message.startswith("DataLoader timed out"):
+        return ""
+    for number, worker in _stopped(iterator):
+        os.kill(worker.pid, signal.SIGCONT)  # else it could not be ended
+        return f"DataLoader worker {number} (process {worker.pid}) is stopped (by SIGSTOP)"
+    late, *_ = iterator._task_info[iterator._rcvd_idx]
+    return (
+        f"DataLoader worker {late} (process {iterator._workers[late].pid}) hangs or is slow in the dataset or "
+        "collator; set a larger timeout if it is slow"
+    )
+
+
+def worker_init() -> Any:
+    """What a worker does first."""
+    return functools.partial(_begin_worker, os.getpid())
+
+
+def _begin_worker(main: int, _: int) -> None:
+    """Ends a worker whose main process was killed meanwhile: torch would take who has adopted it for that, for ever."""
+    if multiprocessing.get_start_method() == "fork" and os.getppid() != main:
+        os._exit(1)
+    _outlive_signals()
+
+
+def _outlive_signals() -> None:
+    """Ctrl-C and a scheduler's signals reach the workers too; the main process finishes the step and needs their data.
+
+    SIGTERM is also how a worker that hangs is ended: for that it has a few seconds.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "SIGUSR1"):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if hasattr(signal, "alarm"):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, _end_soon)
+
+
+def _end_soon(number: int, frame: FrameType | None) -> None:
+    signal.alarm(_LAST_SECONDS)

@@ -1,0 +1,52 @@
+"""What torch's errors of dtypes mean for a batch, a model and its loss."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+
+_INPUTS = re.compile(r"must have the same dtype|should be the same|mixed dtype|does not match weight dtype")
+_WHOLE = re.compile(r"expected (target dtype to be|scalar type) Long")
+_FLOATS = re.compile(r"can't be cast to the desired output type Long|Found dtype Long but expected")
+
+
+def explain_dtypes(
+    error: Exception, columns: Mapping[str, torch.dtype], labels: torch.dtype | None, module: torch.nn.Module
+) -> str | None:
+    """Say what to do about an error that a model's forward pass or its loss raised; None where it is another one.
+
+    Args:
+        error: As torch raised it.
+        columns: The dtypes of the batch's tensors, without its labels, by name.
+        labels: The dtype of its labels.
+        module: The model.
+    """
+    text, name = str(error), type(module).__name__
+    if labels is not None and labels.is_floating_point and _WHOLE.search(text):
+        return (
+            f"the labels are {_named(labels)}, but the loss of {name} takes whole numbers (classes); give them as "
+            "torch.int64, or for a regression use a loss such as mse_loss"
+        )
+    if labels is not None and not labels.is_floating_point and _FLOATS.search(text):
+        return (
+            f"the labels are {_named(labels)}, but the loss of {name} takes floating-point numbers; give labels.float()"
+        )
+    weights = {weight.dtype for weight in module.parameters() if weight.is_floating_point()}
+    others = {column: dtype for column, dtype in columns.items() if dtype not in weights}
+    if len(weights) != 1 or not others or not _INPUTS.search(text):
+        return None
+    (weight,) = weights
+    given = ", ".join(f"{column} ({_named(dtype)})" for column, dtype in others.items())
+    modes = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+    remedy = "convert one of them"
+    if weight in modes:
+        remedy = (
+            f"load the model in float32 and set mixed_precision={modes[weight]!r}, or convert them in data_collator"
+        )
+    return f"the weights of {name} are {_named(weight)}, but the batch holds {given}; {remedy}"
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
