@@ -41,7 +41,8 @@ class JsonLines(Callback):
     and restart of the run: a reader must pass over earlier lines of a greater step, since the run went back; "rollback"
     says the same of a run that did so by itself. A "start" tells the version of this `format`, when this start `began`
     to set up, the `environment`, the `arguments`, and how many `parameters` the model has and how many of them are
-    `trainable`. A "warning" holds the `message` and the `source` of one of Python's warnings or of a line that
+    `trainable`. An "end" tells its `ending` ("finished", "stopped" by a callback, "signal") and the `reason` where one
+    is known. A "warning" holds the `message` and the `source` of one of Python's warnings or of a line that
     trainer_kit logged as a warning or an error; the first 1,000 of a start are written.
 
     JSON has no NaN or infinity, so these are written as the strings "nan", "inf" and "-inf". Each line is written at
@@ -52,6 +53,7 @@ class JsonLines(Callback):
     """
 
     priority = 100
+    is_reporter = True
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self._path = path
@@ -93,7 +95,7 @@ class JsonLines(Callback):
         self._write(run, "save", step=int(directory.name.rpartition("-")[2]), directory=directory.name)
 
     def on_train_end(self, run: Run) -> None:
-        self._write(run, "end")
+        self._write(run, "end", **_ending(run))
 
     def on_rollback(self, run: Run, directory: Path) -> None:
         self._write(run, "rollback")
@@ -180,6 +182,14 @@ class _Listener(logging.Handler):
             self._take(source, message)
 
 
+def _ending(run: Run) -> dict[str, Any]:
+    """How a training came to its end, and why where it stopped before its last step."""
+    reason = {} if run.requests.reason is None else {"reason": run.requests.reason}
+    if run.requests.exit_code is not None:
+        return {"ending": "signal", "exit_code": run.requests.exit_code, **reason}
+    return {"ending": "finished"} if run.state.step >= run.total_steps else {"ending": "stopped", **reason}
+
+
 def _environment(run: Run) -> dict[str, Any]:
     """What the run is at work with."""
     strategy = run.strategy
@@ -192,6 +202,7 @@ def _environment(run: Run) -> dict[str, Any]:
         **{name: version for name, version in versions.items() if version},
         "system": platform.platform(),
         "host": socket.gethostname(),
+        "process": os.getpid(),
         "device": _device_name(strategy.device),
         "processes": strategy.world_size,
         "precision": run.args.mixed_precision if strategy.precision is None else strategy.precision.mode,

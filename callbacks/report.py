@@ -31,6 +31,7 @@ class Report(Callback):
     """
 
     priority = 200
+    is_reporter = True
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self._path = path

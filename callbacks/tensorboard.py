@@ -36,6 +36,7 @@ class TensorBoard(Callback):
     """
 
     priority = 100
+    is_reporter = True
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None) -> None:
         self._log_dir = log_dir

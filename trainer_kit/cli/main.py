@@ -54,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: With code 2 for a command line that makes no sense, with 0 for `--help` and `--version`.
     """
+    escape_unknown_characters()
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
