@@ -11,6 +11,7 @@ from typing import Protocol
 
 from trainer_kit import __version__
 from trainer_kit.cli import checkpoints, config, env, estimate, launch, plan, replay, report, test, verify
+from trainer_kit.streams import escape_unknown_characters
 
 
 class Command(Protocol):
