@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -225,7 +224,9 @@ def test_what_callbacks_give_is_plain_numbers_for_all(run: Run, value: Any, plai
 @pytest.mark.parametrize("hook", ["metrics", "on_evaluate"])
 def test_what_is_no_number_is_refused_by_name(run: Run, value: Any, hook: str) -> None:
     events = Events([Gives(fine=1, mine=value)])
-    with pytest.raises(CallbackError, match=rf"callback Gives raised in {hook}: TypeError: 'mine' is .*; give a number"):
+    with pytest.raises(
+        CallbackError, match=rf"callback Gives raised in {hook}: TypeError: 'mine' is .*; give a number"
+    ):
         events.metrics(run) if hook == "metrics" else events.emit(hook, run, {})
 
 

@@ -14,7 +14,7 @@ import trainer_kit
 import trainer_kit.callbacks
 
 LAYERS = (
-    {"fields", "environment", "streams"},
+    {"fields", "environment", "streams", "cautions"},
     {"arguments", "state", "precision", "trees", "ledger", "log", "flops", "peaks", "rng"},
     {"strategies", "optim", "loss", "checkpoint"},
     {"run", "inspection"},

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer_kit.cautions import warn
 from trainer_kit.scalars import PLAIN, as_scalar, read_scalars
 
 if TYPE_CHECKING:
@@ -241,9 +241,8 @@ class Events:
                 except Exception as error:
                     raise _named(callbacks[name], "load_state_dict", error) from error
             else:
-                warnings.warn(
+                warn(
                     f"the checkpoint holds the state of callback {name}, which this run does not have; it is left out",
-                    stacklevel=2,
                 )
 
     def _by_name(self) -> dict[str, Callback]:

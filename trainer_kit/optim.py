@@ -6,7 +6,6 @@ import importlib
 import inspect
 import math
 import re
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer_kit.arguments import TrainingArguments
+from trainer_kit.cautions import warn
 
 # The learning rate's factor at a step.
 Factor = Callable[[int], float]
@@ -187,10 +187,9 @@ def make_scheduler(
             )
     warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
     if warmup and schedule in (_constant, _one_cycle):
-        warnings.warn(
+        warn(
             f"lr_scheduler_type={args.lr_scheduler_type!r} has no warmup; warmup_steps={args.warmup_steps} and "
             f"warmup_ratio={args.warmup_ratio} have no effect",
-            stacklevel=2,
         )
     group = optimizer.param_groups[0]
     span = _Span(total_steps, warmup, float(group.get("initial_lr", group["lr"])))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +16,7 @@ from trainer_kit.agreement import Agreement, check_same_start
 from trainer_kit.arguments import TrainingArguments
 from trainer_kit.callback import Callback, Events, checked_callbacks
 from trainer_kit.callbacks import default_callbacks
+from trainer_kit.cautions import warn
 from trainer_kit.checkpoint.export import save_model_folder
 from trainer_kit.data.build import (
     make_evaluation_batches,
@@ -155,7 +155,7 @@ class Trainer:
         if not callable(lr_scheduler) and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
             raise ValueError("lr_scheduler belongs to another optimizer; give that one as optimizer=, or a function")
         if args.eval_strategy != "no" and eval_dataset is None:
-            warnings.warn(f"eval_strategy={args.eval_strategy!r} has no effect without eval_dataset", stacklevel=2)
+            warn(f"eval_strategy={args.eval_strategy!r} has no effect without eval_dataset")
         takes_mask = compute_loss is not None or takes_column(model, "attention_mask")
         self.collate = data_collator or default_collator(
             processing_class, args.pad_to_multiple_of, takes_mask, args.pad_to_lengths, strategy.static_shapes

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from disks import fill, no_file_grows, small_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
@@ -123,18 +122,6 @@ def test_what_was_logged_is_there_at_once(make_run: Callable[..., Run]) -> None:
     callback.on_train_end(run)
 
 
-@contextlib.contextmanager
-def no_file_grows() -> Iterator[None]:
-    """Lets the system refuse each write of this process to a file."""
-    resource = pytest.importorskip("resource")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_it_writes_again_after_a_spell_without_a_disk(
     make_run: Callable[..., Run], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -174,36 +161,24 @@ def test_what_it_could_not_begin_is_begun_later(make_run: Callable[..., Run]) ->
     assert "_hparams_/session_end_info" in hyperparameters(folder)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True).returncode:
-        pytest.skip("needs the right to mount a file system")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
 def test_a_disk_that_fills_up_and_is_cleared(
-    make_run: Callable[..., Run], small_disk: Path, caplog: pytest.LogCaptureFixture
+    make_run: Callable[..., Run], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run, callback = make_run(), TensorBoard(small_disk / "logs")
-    callback.on_train_begin(run)
-    log(run, callback, 1)
-    filler = small_disk / "filler"
-    with contextlib.suppress(OSError):
-        filler.write_bytes(bytes(2**20))
-    with caplog.at_level(logging.WARNING, logger="trainer_kit"):
-        log(run, callback, *range(2, 400))
-    filler.unlink()
-    log(run, callback, 400)
-    callback.on_train_end(run)
-    steps = [step for step, _ in scalars(small_disk / "logs", "train/loss")]
+    run, callback = make_run(), TensorBoard(tmp_path / "disk" / "logs")
+    with small_disk(tmp_path / "disk") as disk:
+        callback.on_train_begin(run)
+        log(run, callback, 1)
+        filler = fill(disk)
+        with caplog.at_level(logging.WARNING, logger="trainer_kit"):
+            log(run, callback, *range(2, 400))
+        filler.unlink()
+        log(run, callback, 400)
+        callback.on_train_end(run)
+        steps = [step for step, _ in scalars(disk / "logs", "train/loss")]
+        assert len([*(disk / "logs").iterdir()]) == 2
     assert steps[0] == 1
     assert steps[-1] == 400
     assert 399 not in steps
-    assert len([*(small_disk / "logs").iterdir()]) == 2
     assert caplog.text.count("No space left on device") == 1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import IterableDataset, get_worker_info
 from tqdm import tqdm
 
+from trainer_kit.cautions import warn
 from trainer_kit.data.fetch import DataError, set_epoch
 from trainer_kit.data.loader import MicroBatch, Reading, Window, from_workers, no_batch
 from trainer_kit.data.order import Layout, epoch_length, mix, parts, ranges
@@ -178,10 +178,9 @@ class StreamLoader:
             return
         self._warned = True
         workers = f"; each of the {self._readers} workers must give its share, see torch.utils.data.get_worker_info"
-        warnings.warn(
+        warn(
             f"train_dataset has a length of {len(self.dataset)}, but gave more samples: epochs and steps are "
             f"miscounted, and a resume is not exact{workers if self._readers > 1 else ''}",
-            stacklevel=2,
         )
 
     def _windows(self, epoch: int, position: int, data_state: dict[str, Any] | None) -> Iterator[list[MicroBatch]]:
@@ -236,10 +235,9 @@ class StreamLoader:
         """Reads up to a position again; returns the one that it comes to."""
         if position == 0:
             return 0
-        warnings.warn(
+        warn(
             f"train_dataset has no state_dict: {position} samples of epoch {epoch} are read again and passed over; "
             "give it state_dict and load_state_dict to resume at once",
-            stacklevel=2,
         )
         # disable=None: no bar where there is no terminal.
         with tqdm(total=position, desc="passing over samples", unit=" samples", disable=None) as bar:
@@ -248,10 +246,9 @@ class StreamLoader:
                 passed += read.samples
                 bar.update(read.samples)
         if passed > position:
-            warnings.warn(
+            warn(
                 f"{passed - position} samples of epoch {epoch} are left out: without state_dict a dataset that several "
                 "workers read can only be resumed exactly with the batch size that it was read with",
-                stacklevel=2,
             )
         return passed
 

@@ -76,7 +76,8 @@ def run_as_main(words: list[str]) -> None:
 def _is_shown_by_launcher(error: BaseException) -> bool:
     """Whether showing it here would only repeat it: the first rank of a machine has the launcher's terminal."""
     is_usual = sys.excepthook is sys.__excepthook__ or sys.excepthook.__module__.startswith("torch.")
-    return is_reported() and is_usual and os.environ.get("LOCAL_RANK") == "0" and not isinstance(error, KeyboardInterrupt)
+    is_first = os.environ.get("LOCAL_RANK") == "0"
+    return is_reported() and is_usual and is_first and not isinstance(error, KeyboardInterrupt)
 
 
 def _leave_with_the_launcher() -> None:
