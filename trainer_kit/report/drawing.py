@@ -27,7 +27,7 @@ try:
     from matplotlib.transforms import ScaledTranslation
 except ImportError as error:
     raise ImportError(
-        f"a report needs matplotlib ({error}); install it with pip install 'trainer_kit[report]'"
+        f"a report needs matplotlib ({error}): pip install matplotlib"
     ) from error
 
 Axes = Any

@@ -383,8 +383,8 @@ def import_torch_xla() -> Any:
         return _module("torch_xla")
     except ImportError as error:
         raise ImportError(
-            f"XLA needs torch_xla ({error}); install the version that goes with torch "
-            f"{torch.__version__}: pip install 'trainer_kit[xla]'"
+            f"XLA needs torch_xla ({error}), of the same version as torch, here {torch.__version__}; both go together "
+            "with pip install 'torch~=2.9.0' 'torch-xla[tpu]~=2.9.0'"
         ) from error
     finally:
         logging.root.handlers[:] = handlers  # its import sets up the program's logging, which is not its matter
