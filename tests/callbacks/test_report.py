@@ -133,7 +133,7 @@ def test_a_training_that_broke_off_has_one_too(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no <more>"):
         train(tmp_path, BreakOff())
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "broke off" in text
+    assert "ended by an error" in text
     assert "no &lt;more&gt;" in text
 
 
