@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import logging
-import math
 import os
 import platform
 import socket
@@ -20,7 +17,7 @@ import torch
 
 from trainer_kit import __version__
 from trainer_kit.callback import Callback
-from trainer_kit.log import FORMAT, NAME, read_log
+from trainer_kit.log import FORMAT, NAME, append_record, read_log
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
@@ -121,25 +118,18 @@ class JsonLines(Callback):
             return
         path = Path(self._path) if self._path is not None else Path(run.args.output_dir) / NAME
         record = {"event": event, "time": time.time(), "step": run.state.step, **values}
-        line = json.dumps(_plain(record), allow_nan=False).encode() + b"\n"
         try:
-            self._append(path, line, begins=event == "start")
+            self._append(path, record, begins=event == "start")
         except OSError as error:
             failed_before, self._failed = self._failed, True  # before the warning, which is to be written down too
             if not failed_before:
                 _logger.warning("%s could not be written to: %s; the run goes on", path, error.strerror)
 
-    def _append(self, path: Path, line: bytes, begins: bool) -> None:
+    def _append(self, path: Path, record: dict[str, Any], begins: bool) -> None:
         if begins or not self._wrote:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._wrote = True
-        if begins and _is_cut(path):
-            line = b"\n" + line
-        with open(path, "ab", buffering=0) as file:
-            before = file.seek(0, os.SEEK_END)
-            if file.write(line) < len(line):
-                file.truncate(before)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append_record(path, record, on_new_line=begins and _is_cut(path))
         self._failed = False
 
 
@@ -218,19 +208,6 @@ def _device_name(device: torch.device) -> str:
     lines = facts.read_text(encoding="utf-8", errors="replace").splitlines() if facts.exists() else []
     named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return named or platform.processor() or platform.machine()
-
-
-def _plain(value: Any) -> Any:
-    """`value` in what JSON knows: numbers of numpy and torch as numbers, other objects as their text."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(float(value))
-    return value if value is None or isinstance(value, (str, int, float)) else str(value)
 
 
 def _is_cut(path: Path) -> bool:

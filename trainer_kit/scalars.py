@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from trainer_kit.strategies.base import Strategy
+
+Key = TypeVar("Key")
 
 PLAIN = (int, float, bool)
 """Types of plain numbers; a subclass (`numpy.float64`) is none."""
@@ -36,16 +38,16 @@ def as_scalar(name: str, value: Any) -> bool | int | float | torch.Tensor:
     )
 
 
-def read_scalars(values: Mapping[str, Any], strategy: Strategy) -> dict[str, Any]:
+def read_scalars(values: Mapping[Key, Any], strategy: Strategy) -> dict[Key, Any]:
     """Return `values` with the tensors that `as_scalar` left as numbers; waits for the device once, if there are any.
 
     Tensors of several dtypes or devices are read one group after the other.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    groups: dict[tuple[torch.device, torch.dtype], list[Key]] = {}
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.ndim == 0:
             groups.setdefault((value.device, value.dtype), []).append(name)
-    read: dict[str, Any] = {}
+    read: dict[Key, Any] = {}
     for names in groups.values():
         read |= zip(names, strategy.read([values[name] for name in names]), strict=True)
     return {name: read.get(name, value) for name, value in values.items()}

@@ -119,7 +119,7 @@ def test_callbacks_own_numbers_have_curves(tmp_path: Path) -> None:
     history = History(tmp_path / "own")
     found = {panel.key: panel for panel in panels([history])}
     assert [*found][1:3] == ["gan/g_loss", "temperature"]
-    assert found["gan/g_loss"].title == "Gan/g loss"
+    assert found["gan/g_loss"].title == "gan/g_loss"
     assert len(own_metrics(history)) == 14
     assert "more_10" not in found
     assert "2 more numbers of callbacks, from more_10 on, only in log.jsonl." in notices(history)

@@ -165,7 +165,7 @@ def draw_curves(axes: Axes, panel: Panel, colours: dict[str, str], columns: int)
         if series.best is not None:
             height = float(series.values[series.steps == series.best][0]) * factor
             axes.plot(
-                [series.best], [height], "*", color=colour, markersize=13, markeredgecolor=colours["page"],
+                [series.best], [height], "*", color=colour, markersize=16, markeredgecolor=colours["page"],
                 zorder=3, clip_on=False,
             )  # fmt: skip
     _scale(axes, panel, colours)

@@ -194,8 +194,7 @@ def own_metrics(history: History) -> list[str]:
 
 def _own_metrics(histories: Sequence[History]) -> list[Panel]:
     names = dict.fromkeys(name for history in histories for name in own_metrics(history)[:OWN_METRICS])
-    titles = {name: wording.capitalized(_said(name)) for name in [*names][:OWN_METRICS]}
-    return [Panel(name, title, _compared(histories, name, title)) for name, title in titles.items()]
+    return [Panel(name, name, _compared(histories, name, name)) for name in [*names][:OWN_METRICS]]
 
 
 def _learning_rate(histories: Sequence[History]) -> list[Panel]:
