@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import io
+import logging
 import os
 import select
 import sys
 from typing import Any
+
+logger = logging.getLogger("trainer_kit")
 
 _NAMES = {"stdout": "standard output", "stderr": "standard error"}
 
@@ -47,6 +50,12 @@ def unreported_failures() -> list[str]:
     return [
         f"{label} could not be written to: {reason}; what does not reach it is lost" for label, reason in news.items()
     ]
+
+
+def warn_of_failed_streams() -> None:
+    """Log a warning for each stream that failed since the last call."""
+    for sentence in unreported_failures():
+        logger.warning("%s; training continues", sentence)
 
 
 def _raw_file(stream: Any) -> io.FileIO | None:

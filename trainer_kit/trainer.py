@@ -42,7 +42,7 @@ from trainer_kit.state import Requests, TrainState
 from trainer_kit.steps import Steps
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.choice import choose_strategy
-from trainer_kit.streams import guard_standard_streams, unreported_failures
+from trainer_kit.streams import guard_standard_streams, warn_of_failed_streams
 
 if TYPE_CHECKING:
     from trainer_kit.memory import Estimate
@@ -238,7 +238,7 @@ class Trainer:
             self._checkpoints.saver.close()
             if self._checkpoints.saver.failed and self._agreement.due.exit_code is None:
                 raise self._checkpoints.saver.error()
-            _warn_of_failed_streams()
+            warn_of_failed_streams()
             self.events.emit("on_exit", run)
             self._agreement.reach()
             exit_code = self._agreement.due.exit_code
@@ -456,7 +456,7 @@ class Trainer:
 
     def _log(self) -> None:
         with self.run.ledger.during("logging"):
-            _warn_of_failed_streams()
+            warn_of_failed_streams()
             self._record = self._figures.record() | self.events.metrics(self.run)
             self.events.emit("on_log", self.run, self._record)
 
@@ -674,11 +674,6 @@ class Trainer:
                 self.events.emit("on_save", self.run, directory)
             else:
                 self._saved_step = None
-
-
-def _warn_of_failed_streams() -> None:
-    for sentence in unreported_failures():
-        logger.warning("%s; training continues", sentence)
 
 
 def _show_log(level: str) -> None:

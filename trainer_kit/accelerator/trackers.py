@@ -18,7 +18,7 @@ from trainer_kit.accelerator.processes import Processes
 from trainer_kit.log import append_record
 from trainer_kit.scalars import as_scalar, read_scalars
 from trainer_kit.strategies.base import Strategy
-from trainer_kit.streams import guard_standard_streams, unreported_failures
+from trainer_kit.streams import guard_standard_streams, warn_of_failed_streams
 
 logger = logging.getLogger("trainer_kit")
 
@@ -261,8 +261,7 @@ class Tracking(Processes):
         """
         if not self.trackers:
             return
-        for sentence in unreported_failures():
-            logger.warning("%s; training continues", sentence)
+        warn_of_failed_streams()
         record = _plain_record(values, self.strategy)
         for tracker in self.trackers:
             with self._failures_warned(tracker):
