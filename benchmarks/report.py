@@ -1,8 +1,8 @@
 """What a report of a long run costs: reading its log, drawing it, and the whole command.
 
 The records hold what a run on a GPU with all callbacks writes. The budget is that of the whole in a fresh process,
-the imports included, with trainer_kit[report] installed; a first start of matplotlib that has to look for the system's
-fonts is not counted. On a machine that does other things too, the seconds of the processor tell what it costs.
+the imports included, with matplotlib and orjson installed; a first start of matplotlib that has to look for the
+system's fonts is not counted. On a machine that does other things too, the seconds of the processor tell what it costs.
 
 Run: python benchmarks/report.py [--records 100000]
 """

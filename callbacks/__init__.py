@@ -3,10 +3,12 @@
 Within a hook, callbacks are called by `priority`, then in the order of the list:
 
 - -100: those that change the model (`EMA`, `Freezing`), so that all others see it as it will be used;
-- 0: yours, and those that only ask for things (`Checkpointing`, `EarlyStopping`, `Preemption`);
-- 100: those that write down what happened (`Progress`, `Console`, `TensorBoard`, `JsonLines`), so that they also
-  write what yours added to a record or to an evaluation's metrics;
+- 0: yours, and those that only ask for things (`Preemption`);
+- 50: from here on (`Checkpointing`) an evaluation is judged: `run.state.best_metric` and `best_step` hold it;
+- 100: those that write down what happened (`Progress`, `Console`, `TensorBoard`, `JsonLines`) and those of
+  transformers, so that they also see what yours added to a record or to an evaluation's metrics;
 - 110: `Throughput`, which counts the operations of a step without what the others compute;
+- 150: `EarlyStopping`, which judges what all others added, and speaks after the record that it judged;
 - 200: `Report`, which reads what was written.
 """
 

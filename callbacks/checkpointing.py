@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer_kit.callback import Callback
+from trainer_kit.callback import JUDGED, Callback
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
@@ -20,6 +20,8 @@ class Checkpointing(Callback):
     `args.save_minutes` have passed since it asked last. With "no" it asks for none. The Trainer writes checkpoints,
     keeps track of the best one, and removes old ones.
     """
+
+    priority = JUDGED
 
     def __init__(self) -> None:
         self._saved_step = 0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer_kit.callback import Callback
+from trainer_kit.cautions import warn
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
@@ -102,10 +102,9 @@ class Compilation(Callback):
         )
         if run.strategy.is_main:
             seconds = now.seconds - self._mark.seconds
-            warnings.warn(
+            warn(
                 f"{what} compiled again ({seconds:.1f} s) after the warm-up: {cause}. To change it, {change}. This is "
                 "said once; records count what is compiled.",
-                stacklevel=2,
             )
 
 

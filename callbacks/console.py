@@ -29,6 +29,7 @@ class Console(Callback):
     """
 
     priority = 100
+    is_reporter = True
 
     def __init__(self, every: float = 5.0) -> None:
         if not every >= 0:

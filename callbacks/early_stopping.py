@@ -16,7 +16,8 @@ _logger = logging.getLogger("trainer_kit")
 class EarlyStopping(Callback):
     """Ends training after `patience` evaluations in a row without an improvement.
 
-    How many there were is kept in checkpoints. A metric that is not a number (NaN) is no improvement.
+    How many there were is kept in checkpoints. A metric that is not a number (NaN) is no improvement. It is called
+    after the writers, so that it sees what all others added to the metrics, and its line follows theirs.
 
     Args:
         patience: Evaluations without an improvement after which training ends.
@@ -29,6 +30,8 @@ class EarlyStopping(Callback):
         ValueError: If `patience` is below 1 or `min_delta` is negative; in training, if evaluation has no such metric
             or never takes place.
     """
+
+    priority = 150
 
     def __init__(
         self,
@@ -55,6 +58,8 @@ class EarlyStopping(Callback):
             run.requests.stop = True
 
     def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+        if not run.strategy.is_main:  # callbacks may give the metric there alone; all hear of the request
+            return
         name = self._metric(run)
         if name not in metrics:
             raise ValueError(
@@ -68,13 +73,8 @@ class EarlyStopping(Callback):
         self.failures += 1
         if self.failures >= self.patience:
             run.requests.stop = True
-            _logger.info(
-                "early stopping at step %d: %s has not improved on %s in %d evaluations",
-                run.state.step,
-                name,
-                self.best,
-                self.failures,
-            )
+            run.requests.reason = f"{name} has not improved on {self.best} in {self.failures} evaluations"
+            _logger.info("early stopping at step %d: %s", run.state.step, run.requests.reason)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "failures": self.failures}

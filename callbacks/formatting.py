@@ -13,7 +13,9 @@ HIDDEN = frozenset(
         "fragmentation",
     }
 )  # fmt: skip
-"""What a record holds beside what fits into a line, and what has "/" in its name; the writers of files have it all."""
+"""What a record holds beside what fits into a line, and `_GROUPS`; the writers of files have it all."""
+
+_GROUPS = ("seconds/", "anatomy/", "xla/", "compile/")
 
 _HIDDEN_AT_THE_END = HIDDEN - {"peak_memory_gib", "goodput"}
 
@@ -32,7 +34,8 @@ def number(value: Any) -> str:
 
 def pairs(record: Mapping[str, Any], hidden: Collection[str] = ()) -> str:
     """A record in one line, without the step, `hidden` names and groups ("seconds/data"): "loss 0.4321  lr 5e-05"."""
-    return _line({name: value for name, value in record.items() if "/" not in name and name not in hidden})
+    shown = {name: value for name, value in record.items() if name not in hidden and not name.startswith(_GROUPS)}
+    return _line(shown)
 
 
 def metrics_line(metrics: Mapping[str, Any]) -> str:

@@ -46,8 +46,11 @@ def from_transformers(callback: TrainerCallback | type[TrainerCallback]) -> Call
 class _Adapter(Callback):
     """Translates hooks, state and control.
 
-    Best metrics need care: transformers updates them after `on_evaluate`, the Trainer here before it.
+    Best metrics need care: transformers updates them after `on_evaluate`, the Trainer here before those of this
+    priority, who see what others added to an evaluation.
     """
+
+    priority = 100
 
     def __init__(self, callback: TrainerCallback) -> None:
         from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -144,6 +147,8 @@ class _Adapter(Callback):
         if control.should_epoch_stop:
             raise ValueError("it set should_epoch_stop, but an epoch cannot be left early here; stop the training")
         requests.log, requests.evaluate = control.should_log, control.should_evaluate
+        if control.should_training_stop and not requests.stop:
+            requests.reason = f"{type(self).__name__} asked for it"
         requests.save, requests.stop = control.should_save, control.should_training_stop
 
     def _take_counters(self, run: Run) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import logging
-import math
 import os
 import platform
 import socket
@@ -20,7 +17,7 @@ import torch
 
 from trainer_kit import __version__
 from trainer_kit.callback import Callback
-from trainer_kit.log import FORMAT, NAME, read_log
+from trainer_kit.log import FORMAT, NAME, append_record, read_log
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
@@ -41,7 +38,8 @@ class JsonLines(Callback):
     and restart of the run: a reader must pass over earlier lines of a greater step, since the run went back; "rollback"
     says the same of a run that did so by itself. A "start" tells the version of this `format`, when this start `began`
     to set up, the `environment`, the `arguments`, and how many `parameters` the model has and how many of them are
-    `trainable`. A "warning" holds the `message` and the `source` of one of Python's warnings or of a line that
+    `trainable`. An "end" tells its `ending` ("finished", "stopped" by a callback, "signal") and the `reason` where one
+    is known. A "warning" holds the `message` and the `source` of one of Python's warnings or of a line that
     trainer_kit logged as a warning or an error; the first 1,000 of a start are written.
 
     JSON has no NaN or infinity, so these are written as the strings "nan", "inf" and "-inf". Each line is written at
@@ -52,6 +50,7 @@ class JsonLines(Callback):
     """
 
     priority = 100
+    is_reporter = True
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self._path = path
@@ -93,7 +92,7 @@ class JsonLines(Callback):
         self._write(run, "save", step=int(directory.name.rpartition("-")[2]), directory=directory.name)
 
     def on_train_end(self, run: Run) -> None:
-        self._write(run, "end")
+        self._write(run, "end", **_ending(run))
 
     def on_rollback(self, run: Run, directory: Path) -> None:
         self._write(run, "rollback")
@@ -119,25 +118,18 @@ class JsonLines(Callback):
             return
         path = Path(self._path) if self._path is not None else Path(run.args.output_dir) / NAME
         record = {"event": event, "time": time.time(), "step": run.state.step, **values}
-        line = json.dumps(_plain(record), allow_nan=False).encode() + b"\n"
         try:
-            self._append(path, line, begins=event == "start")
+            self._append(path, record, begins=event == "start")
         except OSError as error:
             failed_before, self._failed = self._failed, True  # before the warning, which is to be written down too
             if not failed_before:
                 _logger.warning("%s could not be written to: %s; the run goes on", path, error.strerror)
 
-    def _append(self, path: Path, line: bytes, begins: bool) -> None:
+    def _append(self, path: Path, record: dict[str, Any], begins: bool) -> None:
         if begins or not self._wrote:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._wrote = True
-        if begins and _is_cut(path):
-            line = b"\n" + line
-        with open(path, "ab", buffering=0) as file:
-            before = file.seek(0, os.SEEK_END)
-            if file.write(line) < len(line):
-                file.truncate(before)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append_record(path, record, on_new_line=begins and _is_cut(path))
         self._failed = False
 
 
@@ -180,6 +172,14 @@ class _Listener(logging.Handler):
             self._take(source, message)
 
 
+def _ending(run: Run) -> dict[str, Any]:
+    """How a training came to its end, and why where it stopped before its last step."""
+    reason = {} if run.requests.reason is None else {"reason": run.requests.reason}
+    if run.requests.exit_code is not None:
+        return {"ending": "signal", "exit_code": run.requests.exit_code, **reason}
+    return {"ending": "finished"} if run.state.step >= run.total_steps else {"ending": "stopped", **reason}
+
+
 def _environment(run: Run) -> dict[str, Any]:
     """What the run is at work with."""
     strategy = run.strategy
@@ -192,6 +192,7 @@ def _environment(run: Run) -> dict[str, Any]:
         **{name: version for name, version in versions.items() if version},
         "system": platform.platform(),
         "host": socket.gethostname(),
+        "process": os.getpid(),
         "device": _device_name(strategy.device),
         "processes": strategy.world_size,
         "precision": run.args.mixed_precision if strategy.precision is None else strategy.precision.mode,
@@ -207,19 +208,6 @@ def _device_name(device: torch.device) -> str:
     lines = facts.read_text(encoding="utf-8", errors="replace").splitlines() if facts.exists() else []
     named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return named or platform.processor() or platform.machine()
-
-
-def _plain(value: Any) -> Any:
-    """`value` in what JSON knows: numbers of numpy and torch as numbers, other objects as their text."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(float(value))
-    return value if value is None or isinstance(value, (str, int, float)) else str(value)
 
 
 def _is_cut(path: Path) -> bool:

@@ -74,6 +74,7 @@ class Preemption(Callback):
         elif self._told is None:
             self._told = number, time.monotonic()
             saves = run.args.save_strategy != "no"
+            run.requests.reason = signal.Signals(number).name
             run.requests.exit_code = 130 if number == signal.SIGINT else 143
             run.strategy.announce_leaving()
             then = "save a checkpoint and leave" if saves else "leave without a checkpoint (save_strategy='no')"

@@ -38,6 +38,7 @@ class Progress(Callback):
     """
 
     priority = 100
+    is_reporter = True
 
     def __init__(self) -> None:
         self._bar: tqdm.tqdm[Any] | None = None

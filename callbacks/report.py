@@ -31,6 +31,7 @@ class Report(Callback):
     """
 
     priority = 200
+    is_reporter = True
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self._path = path
@@ -54,7 +55,7 @@ class Report(Callback):
             _logger.info("no report of the run: there is no %s; add 'jsonl' to report_to", log)
             return
         if importlib.util.find_spec("matplotlib") is None:
-            _logger.info("no report of the run: it needs matplotlib; pip install 'trainer_kit[report]'")
+            _logger.info("no report of the run: it needs matplotlib: pip install matplotlib")
             return
         begin = time.perf_counter()
         try:

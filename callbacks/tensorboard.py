@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_kit.callback import Callback
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from .event_file import EventFile
 
+if TYPE_CHECKING:
     from trainer_kit.run import Run
 
 _logger = logging.getLogger("trainer_kit")
@@ -28,35 +28,35 @@ class TensorBoard(Callback):
 
     Tags are `train/loss`, `eval/loss`, `test/loss` and the like, as transformers has them; the step is the optimizer
     step. What the last record says of the whole run is not mixed with the records' figures: it stands under `run/`.
-    Numbers that are not finite are written as they are. After a resume the same folder is gone on with, and what had
-    been written beyond that step is hidden.
+    Numbers that are not finite are written as they are. Each record is written at once. Where that fails (a full or
+    read-only disk), a warning says so, and records are written again once it is possible. After a resume the same
+    folder is gone on with, and what had been written beyond that step is hidden.
 
     Args:
         log_dir: Folder of the event files; None: `args.log_dir`.
     """
 
     priority = 100
+    is_reporter = True
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None) -> None:
         self._log_dir = log_dir
-        self._writer: SummaryWriter | None = None
+        self._file: EventFile | None = None
+        self._purge_step: int | None = None  # for the next file
+        self._is_training = self._has_begun = False
         self._failed = False
         self._session_end: Any = None  # what tells TensorBoard that the run came to its end
 
     def on_train_begin(self, run: Run) -> None:
         self._close()
-        self._failed = False
-        if run.strategy.is_main:
-            arguments = json.dumps(run.args.to_dict(), indent=2, default=str)
-            self._writer = self._open(run, purge_step=run.state.step + 1)
-            self._writer.add_text("arguments", f"```json\n{arguments}\n```", run.state.step)
-            self._write_hyperparameters(run)
+        self._is_training, self._has_begun, self._failed = True, False, False
+        self._purge_step = run.state.step + 1
+        self._write(run, {}, "train")
 
     def on_rollback(self, run: Run, directory: Path) -> None:
-        if self._writer is not None:  # a writer anew, which purges what came after that step
-            self._close()
-            with self._failures_told():
-                self._writer = self._open(run, purge_step=run.state.step + 1)
+        self._close()  # the next file hides what came after that step
+        self._purge_step = run.state.step + 1
+        self._write(run, {}, "train")
 
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
         if "train_runtime" not in record:
@@ -74,43 +74,53 @@ class TensorBoard(Callback):
 
     def on_save(self, run: Run, directory: Path) -> None:
         with self._failures_told():
-            if self._writer is not None:
-                self._writer.flush()
+            if self._file is not None:
+                self._file.flush()
 
     def on_train_end(self, run: Run) -> None:
-        if self._writer is not None and self._session_end is not None:
-            with self._failures_told():
-                _add(self._writer, self._session_end)
+        with self._failures_told():
+            if self._file is not None and self._session_end is not None:
+                self._file.add(self._session_end)
+        self._is_training = False
         self._close()
 
     def on_exception(self, run: Run, error: BaseException) -> None:
+        self._is_training = False
         self._close()
 
-    def _write_hyperparameters(self, run: Run) -> None:
-        """Writes the arguments, and the tags of the figures that runs are compared by.
+    def _write_beginning(self, run: Run, file: EventFile) -> None:
+        """Writes the arguments as text, and what the table "HPARAMS" needs: they, and tags to compare runs by.
 
         `SummaryWriter.add_hparams` would begin a run of its own for them.
         """
-        from torch.utils.tensorboard.summary import hparams
+        from torch.utils.tensorboard.summary import hparams, text
 
         arguments = run.args.to_dict()
-        values = {name: value for name, value in arguments.items() if isinstance(value, (bool, int, float, str))}
+        file.add(text("arguments", f"```json\n{json.dumps(arguments, indent=2, default=str)}\n```"), run.state.step)
+        values = {
+            name: _encodable(value) if isinstance(value, str) else value
+            for name, value in arguments.items()
+            if isinstance(value, (bool, int, float, str))
+        }
         tags = [*_FIGURES]
         if run.args.eval_strategy != "no":
             best = run.args.metric_for_best_model or "eval_loss"
             tags += dict.fromkeys(["eval/loss", f"eval/{best.removeprefix('eval_')}"])
         *beginning, self._session_end = hparams(values, dict.fromkeys(tags, 0.0))
-        assert self._writer is not None
         for summary in beginning:
-            _add(self._writer, summary)
+            file.add(summary)
 
-    def _open(self, run: Run, purge_step: int | None = None) -> SummaryWriter:
-        from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter(os.fspath(self._log_dir or run.args.log_dir), purge_step=purge_step)
+    def _opened(self, run: Run) -> EventFile:
+        """The file of this training; a new one after one that could not be written to."""
+        if self._file is None:
+            file = self._file = EventFile(os.fspath(self._log_dir or run.args.log_dir), self._purge_step)
+            if self._is_training and not self._has_begun:
+                self._write_beginning(run, file)
+            self._purge_step, self._has_begun = None, True
+        return self._file
 
     def _write(self, run: Run, values: dict[str, Any], group: str) -> None:
-        if not run.strategy.is_main or self._failed:
+        if not run.strategy.is_main:
             return
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -121,29 +131,38 @@ class TensorBoard(Callback):
                 tag = f"{prefix}/{rest}" if rest and prefix in _GROUPS else f"{group}/{name}"
                 scalars.value.add(tag=tag, simple_value=float(value))
         with self._failures_told():
-            writer = self._writer or self._open(run)  # an evaluation before or after training has a writer of its own
-            # One event for all: `add_scalar` makes one each, which costs as much as several steps of a small model.
-            _add(writer, scalars, run.state.step)
-            if writer is not self._writer:
-                writer.close()
+            file = self._opened(run)
+            if values:
+                file.add(scalars, run.state.step)  # one event for all
+            if self._failed:
+                self._failed = False
+                _logger.info("TensorBoard's files are written again from step %d on", run.state.step)
+        if not self._is_training:  # an evaluation before or after training has a file of its own
+            self._close()
 
     def _close(self) -> None:
-        writer, self._writer = self._writer, None
         with self._failures_told():
-            if writer is not None:
-                writer.close()
+            if self._file is not None:
+                self._file.close()
+        self._file = None
 
     @contextlib.contextmanager
     def _failures_told(self) -> Iterator[None]:
-        """A full disk is no reason to end the run: a warning says once that nothing more is written."""
+        """A full or read-only disk is no reason to end the run: a warning says so, and each record tries again."""
         try:
             yield
         except OSError as error:
             if not self._failed:
-                _logger.warning("TensorBoard's files cannot be written any more: %s; the run goes on", error)
-            self._failed, self._writer = True, None
+                _logger.warning(
+                    "TensorBoard's files cannot be written: %s; the run goes on, and what comes meanwhile is left out",
+                    error,
+                )
+            file, self._file, self._failed = self._file, None, True
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.close()
 
 
-def _add(writer: SummaryWriter, summary: Any, step: int | None = None) -> None:
-    assert writer.file_writer is not None
-    writer.file_writer.add_summary(summary, step)
+def _encodable(text: str) -> str:
+    """Text for a protocol buffer: bytes of a path that the locale does not know become escapes."""
+    return text.encode(errors="backslashreplace").decode()

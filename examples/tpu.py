@@ -7,7 +7,7 @@
 
 It shows what is different about a TPU: a batch is divided over all devices, and each shape of a batch is compiled when
 it first comes. What is compiled is counted, and the ledger of shapes says why it is as much. Needs torch_xla
-(`pip install 'trainer_kit[xla]'`) and what the two examples need.
+(`pip install -e '.[xla]'`) and what the two examples need.
 """
 
 from __future__ import annotations

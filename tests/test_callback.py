@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import logging
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import PrinterCallback
 
+from trainer_kit import Trainer
 from trainer_kit.arguments import TrainingArguments
 from trainer_kit.callback import HOOKS, Callback, CallbackError, Events
 from trainer_kit.run import Run
@@ -156,9 +160,123 @@ def test_a_state_whose_callback_is_gone_is_told_of() -> None:
     assert callback.count == 2
 
 
-def test_only_instances_of_callbacks_are_taken() -> None:
-    make: Callable[[Any], Events] = Events
-    with pytest.raises(TypeError, match="no trainer_kit Callback; give an instance, not the class"):
-        make([Counter])
-    with pytest.raises(TypeError, match="callbacks holds 'EMA', which is no trainer_kit Callback"):
-        make(["EMA"])
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ([Counter], r"callbacks holds the class Counter; give an instance, Counter\(\.\.\.\)"),
+        (["EMA"], "callbacks holds 'EMA', which is no trainer_kit Callback$"),
+        (Counter(), r"is no list of callbacks; give callbacks=\[Counter\(\.\.\.\)\]"),
+        (Counter, r"is no list of callbacks; give callbacks=\[Counter\(\.\.\.\)\]"),
+        (None, r"callbacks=None is no list of callbacks"),
+        ([PrinterCallback()], r"PrinterCallback object.*wrap it: trainer_kit\.callbacks\.from_transformers"),
+    ],
+)
+def test_callbacks_are_a_list_of_instances(given: Any, sentence: str) -> None:
+    with pytest.raises(TypeError, match=sentence):
+        Trainer(torch.nn.Linear(1, 1), callbacks=given)
+
+
+class Gives(Callback):
+    """Adds its values wherever a callback may."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+
+    def metrics(self, run: Run) -> dict[str, Any]:
+        return dict(self.values)
+
+    summary = metrics
+
+    def on_log(self, run: Run, record: dict[str, Any]) -> None:
+        record.update(self.values)
+
+    on_evaluate = on_predict = on_log
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (torch.tensor(2.5), 2.5),
+        (torch.tensor([2.5], requires_grad=True).sum(), 2.5),
+        (torch.tensor([[3]]), 3),
+        (torch.tensor(True), True),
+        (torch.tensor(0.5, dtype=torch.bfloat16), 0.5),
+        (np.float64(0.1), 0.1),
+        (np.float32(0.5), 0.5),
+        (np.int64(2**60 + 1), 2**60 + 1),
+        (np.bool_(False), False),
+        (np.array([1.5]), 1.5),
+        (Fraction(1, 4), 0.25),
+        (-3, -3),
+    ],
+)
+def test_what_callbacks_give_is_plain_numbers_for_all(run: Run, value: Any, plain: float) -> None:
+    events = Events([Gives(mine=value)])
+    found: list[Any] = [events.metrics(run)["mine"], events.summary(run)["mine"]]
+    for hook in ("on_log", "on_evaluate", "on_predict"):
+        values: dict[str, Any] = {"step": 1}
+        events.emit(hook, run, values)
+        found.append(values["mine"])
+    assert [(type(each), each) for each in found] == [(type(plain), plain)] * 5
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), np.ones(3), "warm", None, [1.0], 1j, torch.tensor(1j), object()])
+@pytest.mark.parametrize("hook", ["metrics", "on_evaluate"])
+def test_what_is_no_number_is_refused_by_name(run: Run, value: Any, hook: str) -> None:
+    events = Events([Gives(fine=1, mine=value)])
+    with pytest.raises(
+        CallbackError, match=rf"callback Gives raised in {hook}: TypeError: 'mine' is .*; give a number"
+    ):
+        events.metrics(run) if hook == "metrics" else events.emit(hook, run, {})
+
+
+def test_what_compute_metrics_gave_stays_as_it_is(run: Run) -> None:
+    matrix, metrics = np.ones((2, 2)), {"eval_loss": 1.0}
+    metrics["eval_matrix"] = matrix  # type: ignore[assignment]
+    Events([Gives(mine=torch.tensor(2.0))]).emit("on_evaluate", run, metrics)
+    assert metrics["eval_matrix"] is matrix
+    assert metrics["mine"] == 2.0
+
+
+def test_numbers_on_the_device_are_read_in_one_go(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device, whose tensors hold nothing: reading one by one would raise."""
+    reads: list[int] = []
+
+    def read(scalars: Any, summed: bool = False) -> list[float]:
+        reads.append(len(scalars))
+        return [float(number) for number in range(len(scalars))]
+
+    monkeypatch.setattr(run.strategy, "read", read)
+    on_device = torch.empty((), device="meta")
+    events = Events([Gives(a=on_device, b=1), Gives(c=torch.empty(1, 1, device="meta")), Gives(d=torch.tensor(7.0))])
+    assert events.metrics(run) == {"a": 0.0, "b": 1, "c": 1.0, "d": 7.0}
+    assert reads == [2]
+
+
+class Broken(Callback):
+    is_reporter = True
+
+    def on_log(self, run: Run, record: dict[str, Any]) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    def metrics(self, run: Run) -> dict[str, Any]:
+        raise OSError(28, "No space left on device")
+
+
+def test_what_only_reports_ends_nothing(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    records: list[str] = []
+    events = Events([Broken(), listener("After", records, "on_log")])
+    with caplog.at_level(logging.WARNING, logger="trainer_kit"):
+        for _ in range(3):
+            events.emit("on_log", run, {})
+            events.metrics(run)
+    assert len(records) == 3
+    (sentence,) = caplog.messages
+    assert sentence == (
+        "callback Broken raised in on_log: BrokenPipeError: [Errno 32] Broken pipe; training continues without what it "
+        "reports"
+    )
+    events.emit("on_train_begin", run)
+    with caplog.at_level(logging.WARNING, logger="trainer_kit"):
+        events.emit("on_log", run, {})
+    assert caplog.messages == [sentence, sentence]

@@ -14,11 +14,11 @@ import trainer_kit
 import trainer_kit.callbacks
 
 LAYERS = (
-    {"fields", "environment"},
+    {"fields", "environment", "streams", "cautions"},
     {"arguments", "state", "dtypes", "precision", "trees", "ledger", "log", "flops", "peaks", "rng"},
     {"strategies", "optim", "optimizer_state", "loss", "checkpoint"},
     {"run", "inspection"},
-    {"data", "diagnosis", "figures", "memory", "metrics", "copying"},
+    {"data", "diagnosis", "figures", "memory", "metrics", "copying", "scalars"},
     {"callback", "evaluation", "agreement", "continuity", "fitting", "saving", "report"},
     {"callbacks", "planning", "postmortem", "resume"},
     {"steps"},

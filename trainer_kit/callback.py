@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer_kit.cautions import warn
+from trainer_kit.scalars import PLAIN, as_scalar, read_scalars
+
 if TYPE_CHECKING:
     from trainer_kit.run import Run
+    from trainer_kit.strategies.base import Strategy
 
 
 logger = logging.getLogger("trainer_kit")
@@ -28,6 +31,9 @@ class Callback:
     """
 
     priority: int = 0
+    is_reporter: bool = False
+    """Whether it only reports: an error in one of its hooks is a warning, once a training, and training continues. Such
+    hooks must not communicate between processes."""
 
     def on_init_end(self, run: Run) -> None:
         """The Trainer is made; the model is still where the user left it."""
@@ -54,7 +60,7 @@ class Callback:
         """The step is counted; `run.last_loss` is its loss on the device (reading it waits for the device)."""
 
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
-        """A record is due: `record` holds step, epoch, loss and every callback's `metrics`."""
+        """A record is due: `record` holds step, epoch, loss and every callback's `metrics`; numbers may be added."""
 
     def on_evaluate_begin(self, run: Run) -> None:
         """An evaluation or prediction is about to begin."""
@@ -63,7 +69,11 @@ class Callback:
         """That evaluation or prediction ended, also where it raised or was broken off; before `on_evaluate`."""
 
     def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
-        """An evaluation ended with `metrics`."""
+        """An evaluation ended with `metrics`, to which numbers may be added.
+
+        They count for `metric_for_best_model`. It is judged between callbacks with a `priority` below 50 and the
+        others, for whom `run.state.best_metric` and `best_step` hold this evaluation.
+        """
 
     def on_predict(self, run: Run, metrics: dict[str, Any]) -> None:
         """A prediction ended with `metrics`."""
@@ -87,7 +97,7 @@ class Callback:
         """Training ends by `error`, which is raised on after this."""
 
     def metrics(self, run: Run) -> dict[str, Any]:
-        """This callback's own numbers, asked for when a record is due."""
+        """This callback's own numbers, asked for when a record is due; tensors are read together, not one by one."""
         return {}
 
     def summary(self, run: Run) -> dict[str, Any]:
@@ -102,7 +112,17 @@ class Callback:
         """Takes back what `state_dict` gave."""
 
 
+JUDGED = 50
+"""The least `priority` of callbacks that see in `run.state` whether an evaluation is the best."""
+
+_WITH_NUMBERS = ("on_log", "on_evaluate", "on_predict")
+"""Hooks whose callbacks may add numbers to what they are given."""
+
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+_Listener = tuple[Callback, str, Any]
+"""A callback, its activity in the ledger, and its method for a hook."""
 
 
 class Events:
@@ -116,14 +136,9 @@ class Events:
     """
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
-        self.callbacks: list[Callback] = []
-        for callback in callbacks:
-            if not isinstance(callback, Callback):
-                hint = "; give an instance, not the class" if isinstance(callback, type) else ""
-                raise TypeError(f"callbacks holds {callback!r}, which is no trainer_kit Callback{hint}")
-            self.callbacks.append(callback)
-        self.callbacks.sort(key=lambda callback: callback.priority)
-        self._listeners: dict[str, list[tuple[Callback, str, Any]]] = {
+        self.callbacks = sorted(checked_callbacks(callbacks), key=lambda callback: callback.priority)
+        self._warned: set[Callback] = set()  # reporters that raised in this training
+        self._listeners: dict[str, list[_Listener]] = {
             hook: [
                 (each, f"callback/{type(each).__name__}", getattr(each, hook))
                 for each in self.callbacks
@@ -132,23 +147,51 @@ class Events:
             for hook in (*HOOKS, "metrics", "summary")
         }
 
+    @property
+    def may_add_metrics(self) -> bool:
+        """Whether a callback that does not ship with trainer_kit may add metrics to an evaluation."""
+        heard = [each for hook in ("on_evaluate", "metrics") for each, _, _ in self._listeners[hook]]
+        return any(not type(each).__module__.startswith("trainer_kit.") for each in heard)
+
+    def emit_evaluation(self, run: Run, metrics: dict[str, Any], judge: Callable[[], None]) -> None:
+        """Calls `on_evaluate`, and `judge` once those are called that may add to `metrics` (see `JUDGED`)."""
+        listeners = self._listeners["on_evaluate"]
+        adding = sum(callback.priority < JUDGED for callback, _, _ in listeners)
+        self._call(listeners[:adding], "on_evaluate", run, metrics)
+        judge()
+        self._call(listeners[adding:], "on_evaluate", run, metrics)
+
     def emit(self, hook: str, run: Run, *arguments: Any) -> None:
         """Calls one hook of every callback that overrides it.
 
         Raises:
             CallbackError: If a callback raised, naming it and the hook.
         """
-        listeners = self._listeners[hook]
-        if not listeners:
-            return
+        if hook == "on_train_begin":
+            self._warned.clear()
+        if listeners := self._listeners[hook]:
+            self._call(listeners, hook, run, *arguments)
+
+    def _call(self, listeners: Sequence[_Listener], hook: str, run: Run, *arguments: Any) -> None:
         before = run.ledger.activity
+        values = arguments[0] if hook in _WITH_NUMBERS else None
+        others = {} if values is None else {name: each for name, each in values.items() if type(each) not in PLAIN}
         for callback, activity, method in listeners:
             run.ledger.enter(activity)
             try:
                 method(run, *arguments)
+                if values is not None:
+                    values.update(_added_numbers(values, others, run.strategy))
             except Exception as error:
-                raise _named(callback, hook, error) from error
+                self._raise_or_warn(callback, hook, error)
         run.ledger.enter(before)
+
+    def _raise_or_warn(self, callback: Callback, hook: str, error: Exception) -> None:
+        if not callback.is_reporter:
+            raise _named(callback, hook, error) from error
+        if callback not in self._warned:
+            self._warned.add(callback)
+            logger.warning("%s; training continues without what it reports", _named(callback, hook, error))
 
     def emit_exception(self, run: Run, error: BaseException) -> None:
         """Tells every listener of `error`; what one raises itself is logged, so that all are told."""
@@ -159,7 +202,7 @@ class Events:
                 logger.error("%s", _named(callback, "on_exception", second))
 
     def metrics(self, run: Run) -> dict[str, Any]:
-        """The numbers of all callbacks for a record, merged."""
+        """The numbers of all callbacks for a record, merged; those on the device are read in one go."""
         return self._gathered("metrics", run)
 
     def summary(self, run: Run) -> dict[str, Any]:
@@ -172,11 +215,11 @@ class Events:
         for callback, activity, method in self._listeners[hook]:
             run.ledger.enter(activity)
             try:
-                merged.update(method(run))
+                merged.update({name: as_scalar(name, value) for name, value in method(run).items()})
             except Exception as error:
-                raise _named(callback, hook, error) from error
+                self._raise_or_warn(callback, hook, error)
         run.ledger.enter(before)
-        return merged
+        return read_scalars(merged, run.strategy)
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all callbacks that have one, by class name (`EMA`, the second of its kind `EMA#2`)."""
@@ -198,9 +241,8 @@ class Events:
                 except Exception as error:
                     raise _named(callbacks[name], "load_state_dict", error) from error
             else:
-                warnings.warn(
+                warn(
                     f"the checkpoint holds the state of callback {name}, which this run does not have; it is left out",
-                    stacklevel=2,
                 )
 
     def _by_name(self) -> dict[str, Callback]:
@@ -211,6 +253,40 @@ class Events:
             counts[name] = counts.get(name, 0) + 1
             named[name if counts[name] == 1 else f"{name}#{counts[name]}"] = callback
         return named
+
+
+def checked_callbacks(callbacks: Any) -> list[Callback]:
+    """The user's callbacks as a list.
+
+    Raises:
+        TypeError: If it is no list of `Callback` instances, with what to give instead.
+    """
+    if isinstance(callbacks, (Callback, type)) or not isinstance(callbacks, Iterable):
+        name = callbacks.__name__ if isinstance(callbacks, type) else type(callbacks).__name__
+        raise TypeError(f"callbacks={callbacks!r} is no list of callbacks; give callbacks=[{name}(...)]")
+    given = list(callbacks)
+    for each in given:
+        if isinstance(each, type):
+            raise TypeError(f"callbacks holds the class {each.__name__}; give an instance, {each.__name__}(...)")
+        if not isinstance(each, Callback):
+            is_foreign = any(base.__name__ == "TrainerCallback" for base in type(each).__mro__)
+            hint = "; wrap it: trainer_kit.callbacks.from_transformers(...)" if is_foreign else ""
+            raise TypeError(f"callbacks holds {each!r}, which is no trainer_kit Callback{hint}")
+    return given
+
+
+def _added_numbers(values: Mapping[str, Any], others: Mapping[str, Any], strategy: Strategy) -> dict[str, Any]:
+    """Plain numbers for what a callback put into `values` and is none yet; `others` were there before.
+
+    Raises:
+        TypeError: If it is no number at all.
+    """
+    added = {
+        name: as_scalar(name, value)
+        for name, value in values.items()
+        if type(value) not in PLAIN and (name not in others or others[name] is not value)
+    }
+    return read_scalars(added, strategy) if added else {}
 
 
 def _overrides(callback: Callback, hook: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
+from trainer_kit.cautions import warn
 from trainer_kit.checkpoint import find_checkpoints, newest_valid, read_state, verify
 from trainer_kit.checkpoint.files import CheckpointError
 from trainer_kit.data.plan import Plan, step_numbers
@@ -222,8 +222,7 @@ def _report_layout(run: Run, plan: Plan, saved: Mapping[str, Any]) -> None:
     left = max(0, plan.end - run.state.step)
     logger.info("resumed %s, %s: %d steps are left%s", ", ".join(changes), samples, left, schedule)
     if window != before and not isinstance(run.lr_scheduler, (Schedule, ReduceLROnPlateau)):
-        warnings.warn(
+        warn(
             f"lr_scheduler is a {type(run.lr_scheduler).__name__} of your own, which counts steps: those taken had "
             f"{before} samples, those to come have {window}",
-            stacklevel=2,
         )

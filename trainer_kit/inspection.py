@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from trainer_kit.cautions import warn
 from trainer_kit.loss import IGNORED, Loss, columns_of, is_whole, labels_of, samples_of, shape_of, with_labels
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.trees import map_tensors, tensors
@@ -230,9 +230,8 @@ def _warn_of_swallowed_columns(module: torch.nn.Module, batch: Mapping[Any, Any]
     # Without the labels there is no loss, which is said elsewhere.
     unknown = [str(key) for key in batch if key not in parameters and key not in ("labels", "label")]
     if unknown and len(unknown) < len(batch):
-        warnings.warn(
+        warn(
             f"{type(module).__name__}.forward has no parameter for the column{'s' * (len(unknown) > 1)} "
             f"{', '.join(unknown)} and takes what it does not know as **kwargs; if that is a mistake, rename or "
             "remove them in the dataset or data_collator",
-            stacklevel=2,
         )

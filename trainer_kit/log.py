@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,38 @@ class LogFile:
                     f"{record.get('trainer_kit')}, but trainer_kit {__version__} reads up to {FORMAT}; "
                     "install a newer trainer_kit"
                 )
+
+
+def append_record(path: str | os.PathLike[str], record: Record, on_new_line: bool = False) -> None:
+    """Append a record to a log, as a whole line in one write, or not at all.
+
+    Args:
+        path: The file.
+        record: Numbers of torch and numpy are written as numbers, what JSON does not know as text.
+        on_new_line: Begin a line, where the one before was cut short.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    line = b"\n" * on_new_line + json.dumps(_plain(record), allow_nan=False).encode() + b"\n"
+    with open(path, "ab", buffering=0) as file:
+        before = file.seek(0, os.SEEK_END)
+        if file.write(line) < len(line):
+            file.truncate(before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _plain(value: Any) -> Any:
+    """`value` in what JSON knows: numbers of numpy and torch as numbers, other objects as their text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)
 
 
 def read_log(path: str | os.PathLike[str]) -> list[Record]:

@@ -7,7 +7,6 @@ import inspect
 import logging
 import math
 import re
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -17,6 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer_kit.arguments import TrainingArguments
+from trainer_kit.cautions import warn
 
 logger = logging.getLogger("trainer_kit")
 
@@ -227,10 +227,9 @@ def make_scheduler(
             )
     warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
     if warmup and schedule in (_constant, _one_cycle):
-        warnings.warn(
+        warn(
             f"lr_scheduler_type={args.lr_scheduler_type!r} has no warmup; warmup_steps={args.warmup_steps} and "
             f"warmup_ratio={args.warmup_ratio} have no effect",
-            stacklevel=2,
         )
     group = optimizer.param_groups[0]
     span = _Span(total_steps, warmup, float(group.get("initial_lr", group["lr"])))

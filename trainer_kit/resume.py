@@ -7,7 +7,6 @@ import itertools
 import logging
 import math
 import uuid
-import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from trainer_kit.callback import Events
+from trainer_kit.cautions import warn
 from trainer_kit.checkpoint import (
     CHECKPOINT_PREFIX,
     Committed,
@@ -246,7 +246,7 @@ class Checkpoints:
         best, is_there = strategy.on_main(lambda: (self.best, self.best is not None and self.best.is_dir()))
         if best is None or not is_there:
             why = "no evaluation gave a best one" if best is None else f"the best checkpoint, {best}, is not there"
-            warnings.warn(f"load_best_model_at_end=True, but {why}: the model stays as it is", stacklevel=4)
+            warn(f"load_best_model_at_end=True, but {why}: the model stays as it is")
             return
         load_checkpoint_in_model(self.run.model, strategy.local_copy(best))
         strategy.release_copies()
@@ -342,6 +342,6 @@ def _restore_stateful(run: Run, directory: Path) -> None:
     for name, entry in run.stateful.items():
         state = read_state(directory, name)
         if state is None:
-            warnings.warn(f"{directory} holds nothing for run.stateful[{name!r}]; it stays as it is", stacklevel=2)
+            warn(f"{directory} holds nothing for run.stateful[{name!r}]; it stays as it is")
         else:
             entry.load_state_dict(state)

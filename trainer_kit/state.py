@@ -89,7 +89,8 @@ class Requests:
     A callback sets a flag to True, on one process or on all of them; at the end of the step the loop takes it up, for
     all processes. `exit_code` is set by a listener that stops the run from outside (Ctrl-C, a preempted machine): a
     checkpoint is saved (unless `args.save_strategy` is "no"), and `train()` leaves the process with it. `written` is
-    set by the thread that writes checkpoints, when one is there (or has failed) and can be announced.
+    set by the thread that writes checkpoints, when one is there (or has failed) and can be announced. `reason` says why
+    the run shall stop, for the log and the report.
     """
 
     log: bool = False
@@ -98,3 +99,4 @@ class Requests:
     stop: bool = False
     written: bool = False
     exit_code: int | None = None
+    reason: str | None = None

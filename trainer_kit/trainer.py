@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,8 +14,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainer_kit.agreement import Agreement, check_same_start
 from trainer_kit.arguments import TrainingArguments
-from trainer_kit.callback import Callback, Events
+from trainer_kit.callback import Callback, Events, checked_callbacks
 from trainer_kit.callbacks import default_callbacks
+from trainer_kit.cautions import warn
 from trainer_kit.checkpoint.export import save_model_folder
 from trainer_kit.data.build import (
     make_evaluation_batches,
@@ -42,6 +42,7 @@ from trainer_kit.state import Requests, TrainState
 from trainer_kit.steps import Steps
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.choice import choose_strategy
+from trainer_kit.streams import guard_standard_streams, warn_of_failed_streams
 
 if TYPE_CHECKING:
     from trainer_kit.memory import Estimate
@@ -141,6 +142,7 @@ class Trainer:
         args = args if args is not None else TrainingArguments()
         if not isinstance(args, TrainingArguments):
             raise TypeError(f"args is a {type(args).__name__}; give TrainingArguments")
+        guard_standard_streams()
         strategy = choose_strategy(args, strategy)
         _show_log(args.log_level if strategy.is_main else "error")
         if (model is None) == (model_init is None):
@@ -153,7 +155,7 @@ class Trainer:
         if not callable(lr_scheduler) and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
             raise ValueError("lr_scheduler belongs to another optimizer; give that one as optimizer=, or a function")
         if args.eval_strategy != "no" and eval_dataset is None:
-            warnings.warn(f"eval_strategy={args.eval_strategy!r} has no effect without eval_dataset", stacklevel=2)
+            warn(f"eval_strategy={args.eval_strategy!r} has no effect without eval_dataset")
         takes_mask = compute_loss is not None or takes_column(model, "attention_mask")
         self.collate = data_collator or default_collator(
             processing_class, args.pad_to_multiple_of, takes_mask, args.pad_to_lengths, strategy.static_shapes
@@ -163,7 +165,7 @@ class Trainer:
         self.metrics = metrics_by_name(metrics)
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
-        own = list(callbacks)
+        own = checked_callbacks(callbacks)
         self.events = Events([*default_callbacks(args, own), *own])
         self.run = Run(
             args=args,
@@ -236,6 +238,7 @@ class Trainer:
             self._checkpoints.saver.close()
             if self._checkpoints.saver.failed and self._agreement.due.exit_code is None:
                 raise self._checkpoints.saver.error()
+            warn_of_failed_streams()
             self.events.emit("on_exit", run)
             self._agreement.reach()
             exit_code = self._agreement.due.exit_code
@@ -280,6 +283,8 @@ class Trainer:
         run.state, run.requests, run.ledger = TrainState(), Requests(), Ledger()
         self._checkpoints, self._figures, self._stopping = Checkpoints(run, self.events), Figures(run), False
         self._agreement, self._saved_step, self._space_checked = Agreement(run), None, False
+        self._record: dict[str, Any] = {}  # the newest one
+        self._records_metric: bool | None = None  # whether records hold metric_for_best_model; None before one is asked
         run.strategy.exchange_later(args.auto_find_batch_size)
         self._prepare()
         if args.gradient_checkpointing:
@@ -451,8 +456,9 @@ class Trainer:
 
     def _log(self) -> None:
         with self.run.ledger.during("logging"):
-            record = self._figures.record() | self.events.metrics(self.run)
-            self.events.emit("on_log", self.run, record)
+            warn_of_failed_streams()
+            self._record = self._figures.record() | self.events.metrics(self.run)
+            self.events.emit("on_log", self.run, self._record)
 
     def _summary(self, seconds: float, first_step: int, first_sample: int) -> TrainOutput:
         state = self.run.state
@@ -568,14 +574,34 @@ class Trainer:
         run = self.run
         metrics = self._evaluated(run.eval_dataset, "eval")
         name = self.args.metric_for_best_model or "eval_loss"
-        wanted = self.args.metric_for_best_model is not None or isinstance(run.lr_scheduler, ReduceLROnPlateau)
-        if wanted and name not in metrics:
-            raise ValueError(f"metric_for_best_model={name!r} is not among what evaluation gives: {', '.join(metrics)}")
+        if name not in metrics and self.args.metric_for_best_model is not None:
+            self._add_callbacks_number(metrics, name)
+        self.events.emit_evaluation(run, metrics, lambda: self._judge(metrics, name))
+
+    def _judge(self, metrics: Mapping[str, Any], name: str) -> None:
+        """Lets what an evaluation gave decide on the best checkpoint and on the learning rate."""
+        run, by_metric = self.run, isinstance(self.run.lr_scheduler, ReduceLROnPlateau)
+        if self.args.metric_for_best_model is None and not by_metric:
+            return
+        value = run.strategy.broadcast(metrics.get(name))  # a callback may have added it on the main process alone
+        if not isinstance(value, (int, float)):
+            raise ValueError(
+                f"metric_for_best_model={name!r} is not among the numbers that evaluation and callbacks give: "
+                f"{', '.join(metrics)}"
+            )
         if self.args.metric_for_best_model is not None:
-            self._checkpoints.judge(float(metrics[name]))
-        if isinstance(run.lr_scheduler, ReduceLROnPlateau):
-            run.lr_scheduler.step(metrics[name])
-        self.events.emit("on_evaluate", run, metrics)
+            self._checkpoints.judge(float(value))
+        if by_metric:
+            run.lr_scheduler.step(value)
+
+    def _add_callbacks_number(self, metrics: dict[str, Any], name: str) -> None:
+        """Takes `metric_for_best_model` from the numbers that callbacks give for records, if one of them gives it."""
+        if self._record.get("step") != self.run.state.step and self._records_metric is not False:
+            self._log()
+        given = [each for each in (name, name.removeprefix("eval_")) if each in self._record]
+        self._records_metric = bool(given)
+        if given:
+            metrics[name] = self._record[given[0]]
 
     def _evaluated(self, dataset: Any, prefix: str) -> dict[str, Any]:
         if not isinstance(dataset, Mapping):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from disks import fill, small_disk
 from static_shapes import Static
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
@@ -32,6 +33,7 @@ from trainer_kit.accelerator import (
     ProjectConfiguration,
     set_seed,
 )
+from trainer_kit.callbacks import read_log
 
 
 def loader(length: int = 8, batch_size: int = 2) -> DataLoader[Any]:
@@ -590,6 +592,55 @@ def test_tensorboard(tmp_path: Path) -> None:
     accelerator.end_training()
     events = EventAccumulator(str(tmp_path / "demo")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(4, 2.5)]
+
+
+def test_what_tensorboard_cannot_show_is_named(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    accelerator.init_trackers("demo")
+    with pytest.raises(TypeError, match=r"'weights' is a Tensor of shape \(3,\) .*; give a number"):
+        accelerator.log({"weights": torch.ones(3)})
+    accelerator.end_training()
+
+
+def test_every_tracker_gets_plain_numbers(tmp_path: Path) -> None:
+    class Tracker:
+        name = "mine"
+
+        def log(self, values: Any, step: int | None = None) -> None:
+            found.append(values)
+
+    found: list[Any] = []
+    accelerator = Accelerator(cpu=True, log_with=Tracker(), project_dir=tmp_path)
+    accelerator.init_trackers("demo")
+    picture, loss = object(), torch.tensor(0.5, requires_grad=True)
+    accelerator.log({"a": loss, "b": np.float32(2), "c": {"d": torch.tensor([3])}, "e": "text", "f": picture, "g": {}})
+    assert found == [{"a": 0.5, "b": 2.0, "c": {"d": 3}, "e": "text", "f": picture, "g": {}}]
+    assert [type(found[0][name]) for name in "ab"] == [float, float]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_ends_no_loop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with small_disk(tmp_path / "disk") as disk:
+        accelerator = Accelerator(cpu=True, log_with="all", project_dir=disk)
+        accelerator.init_trackers("demo")
+        accelerator.log({"loss": 1.0}, step=1)
+        filler = fill(disk)
+        with caplog.at_level("WARNING", logger="trainer_kit"):
+            for step in range(2, 200):
+                accelerator.log({"loss": 1.0}, step=step)
+        filler.unlink()
+        accelerator.log({"loss": 1.0}, step=200)
+        accelerator.end_training()
+        events = [event.step for event in EventAccumulator(str(disk / "demo")).Reload().Scalars("loss")]
+        lines = [record["step"] for record in read_log(disk / "demo" / "log.jsonl")]
+    for steps in (events, lines):
+        assert (steps[0], steps[-1]) == (1, 200)
+        assert 199 not in steps
+    assert sorted(message.partition(" could")[0] for message in caplog.messages) == [
+        "the tracker 'jsonl'", "the tracker 'tensorboard'",
+    ]  # fmt: skip
 
 
 def test_importing_is_cheap() -> None:

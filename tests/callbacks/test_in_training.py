@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -12,8 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import EarlyStoppingCallback, PrinterCallback
 
 from trainer_kit import Trainer, TrainingArguments
@@ -183,6 +187,107 @@ def test_early_stopping_and_a_resume_after_it(tmp_path: Path) -> None:
     assert first.train().global_step == 3
     again = trainer(tmp_path, Worse(), EarlyStopping(patience=2), eval_steps=1)
     assert again.train(resume_from_checkpoint=True).global_step == 3
+
+
+SCORES = {2: 0.1, 4: 0.9, 6: 0.5, 8: 0.4, 10: 0.3}
+
+
+class Scores(Callback):
+    """Gives an evaluation a number of its own, on the main process, on the device."""
+
+    def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+        metrics["eval_score"] = torch.tensor(SCORES[run.state.step], dtype=torch.float64)
+
+
+class ScoresRecords(Callback):
+    """Gives records a number of its own."""
+
+    def metrics(self, run: Run) -> dict[str, Any]:
+        return {"score": torch.tensor(SCORES.get(run.state.step, 0.0), dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("source", [Scores, ScoresRecords])
+@pytest.mark.parametrize("logging_steps", [1, 100])
+def test_a_callbacks_number_is_what_all_go_by(
+    tmp_path: Path, source: type[Callback], logging_steps: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best checkpoint, its retention, early stopping, transformers' too, and the learning rate."""
+
+    def make_plateau(optimizer: torch.optim.Optimizer) -> ReduceLROnPlateau:
+        return ReduceLROnPlateau(optimizer, mode="max", patience=0)
+
+    seen: list[tuple[int, Any, Any]] = []
+
+    class Watch(Callback):
+        priority = 50
+
+        def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+            seen.append((run.state.step, metrics["eval_score"], run.state.best_step))
+
+    stopping = EarlyStopping(patience=2)
+    args = TrainingArguments(
+        output_dir=str(tmp_path), num_train_epochs=2, learning_rate=0.01, logging_steps=logging_steps, save_steps=2,
+        eval_strategy="steps", eval_steps=2, metric_for_best_model="score", save_best_limit=1, save_total_limit=1,
+        load_best_model_at_end=True, report_to=["jsonl", "tensorboard"],
+    )  # fmt: skip
+    callbacks = [stopping, from_transformers(EarlyStoppingCallback(9)), source(), Watch(), Console(every=0)]
+    each = Trainer(Net(), args, dataset(), dataset(16), callbacks=callbacks, lr_scheduler=make_plateau)
+    handler = logging.StreamHandler()
+    logging.getLogger("trainer_kit").addHandler(handler)
+    try:
+        assert each.train().global_step == 8
+    finally:
+        logging.getLogger("trainer_kit").removeHandler(handler)
+    assert seen == [(2, 0.1, 2), (4, 0.9, 4), (6, 0.5, 4), (8, 0.4, 4)]
+    assert (each.run.state.best_metric, each.run.state.best_step) == (0.9, 4)
+    assert (stopping.best, stopping.failures) == (0.9, 2)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-8"]
+    assert torch.equal(
+        each.run.model.head.weight, load_file(tmp_path / "checkpoint-4/model.safetensors")["head.weight"]
+    )
+    assert each.run.optimizer is not None
+    assert each.run.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.1**2)
+    records = read_log(tmp_path / "log.jsonl")
+    assert [record["eval_score"] for record in records if record["event"] == "evaluate"] == [0.1, 0.9, 0.5, 0.4]
+    (end,) = (record for record in records if record["event"] == "end")
+    assert (end["ending"], end["reason"]) == ("stopped", "eval_score has not improved on 0.9 in 2 evaluations")
+    events = EventAccumulator(str(tmp_path / "logs")).Reload()
+    assert [event.value for event in events.Scalars("eval/score")] == pytest.approx([0.1, 0.9, 0.5, 0.4])
+    lines = capsys.readouterr().err.splitlines()
+    (told,) = (number for number, line in enumerate(lines) if line.startswith("early stopping at step 8"))
+    assert "eval_score 0.4" in lines[told - 1]
+
+
+class ScoresOnMain(Scores):
+    def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+        if run.strategy.is_main:
+            super().on_evaluate(run, metrics)
+
+
+def judged(folder: str) -> tuple[int, int | None, float | None]:
+    args = TrainingArguments(
+        output_dir=folder, num_train_epochs=2, per_device_train_batch_size=4, eval_strategy="steps", eval_steps=2,
+        metric_for_best_model="score", load_best_model_at_end=True, use_cpu=True, report_to=[],
+    )  # fmt: skip
+    each = Trainer(Net(), args, dataset(), dataset(16), callbacks=[EarlyStopping(patience=2), ScoresOnMain()])
+    return each.train().global_step, each.run.state.best_step, each.run.state.best_metric
+
+
+@pytest.mark.world_size(2)
+def test_all_processes_go_by_a_number_that_one_has(tmp_path: Path) -> None:
+    assert on_ranks(2, judged, str(tmp_path)) == [(8, 4, 0.9)] * 2
+
+
+def test_a_metric_that_no_callback_gives_either(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'eval_f1' is not among the numbers that evaluation and callbacks give"):
+        trainer(tmp_path, Scores(), eval_steps=2, metric_for_best_model="f1").train()
+
+
+def test_a_plan_expects_a_metric_of_a_callback(tmp_path: Path) -> None:
+    found = trainer(tmp_path, Scores(), eval_steps=2, metric_for_best_model="score").plan()
+    assert found.problems == ()
+    assert [each for each in found.warnings if "'eval_score' is not among what an evaluation gives; a callback" in each]
+    assert trainer(tmp_path, metric_for_best_model="score").plan().problems
 
 
 def test_callbacks_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,7 @@ def test_the_first_signal_asks_to_save_and_stop(
     callback.on_train_begin(run)
     assert run.requests == Requests()
     signal.raise_signal(getattr(signal, name))
-    assert run.requests == Requests(exit_code=code)
+    assert run.requests == Requests(exit_code=code, reason=name)
     assert run.strategy.leaving
     (sentence,) = capfd.readouterr().err.strip().splitlines()
     assert sentence.startswith(f"{name}: will finish this step, save a checkpoint and leave")
@@ -55,7 +55,7 @@ def test_nothing_is_saved_where_saving_is_off(make_run: Callable[..., Run], capf
     callback.on_train_begin(run)
     signal.raise_signal(signal.SIGINT)
     callback.on_exit(run)
-    assert run.requests == Requests(exit_code=130)
+    assert run.requests == Requests(exit_code=130, reason="SIGINT")
     assert "without a checkpoint" in capfd.readouterr().err
 
 

@@ -75,7 +75,7 @@ def test_without_matplotlib_a_line_says_so(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
     Report().on_exit(run)
     assert [record.getMessage() for record in caplog.records] == [
-        "no report of the run: it needs matplotlib; pip install 'trainer_kit[report]'"
+        "no report of the run: it needs matplotlib: pip install matplotlib"
     ]
     assert not path.exists()
 
@@ -133,7 +133,7 @@ def test_a_training_that_broke_off_has_one_too(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no <more>"):
         train(tmp_path, BreakOff())
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "broke off" in text
+    assert "ended by an error" in text
     assert "no &lt;more&gt;" in text
 
 

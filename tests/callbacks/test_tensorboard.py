@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from disks import fill, no_file_grows, small_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
@@ -111,20 +113,82 @@ def test_going_back_hides_later_records(make_run: Callable[..., Run]) -> None:
     assert [step for step, _ in scalars(run.args.log_dir, "train/loss")] == [1, 2]
 
 
-def test_a_full_disk_is_told_once(
-    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    caplog.set_level(logging.WARNING, logger="trainer_kit")
+def test_what_was_logged_is_there_at_once(make_run: Callable[..., Run]) -> None:
+    """A kill in the next moment loses nothing."""
     run, callback = make_run(), TensorBoard()
     callback.on_train_begin(run)
-    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.EventFileWriter.add_event", full)
     log(run, callback, 1, 2)
-    callback.on_save(run, Path("checkpoint-2"))
+    assert scalars(run.args.log_dir, "train/loss") == [(1, 1.0), (2, 0.5)]
     callback.on_train_end(run)
-    assert caplog.text.count("TensorBoard's files cannot be written any more") == 1
+
+
+def test_it_writes_again_after_a_spell_without_a_disk(
+    make_run: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    run, callback = make_run(), TensorBoard()
+    folder = Path(run.args.log_dir)
+    with caplog.at_level(logging.INFO, logger="trainer_kit"):
+        callback.on_train_begin(run)
+        log(run, callback, 1)
+        with no_file_grows():
+            log(run, callback, 2, 3)
+            callback.on_save(run, Path("checkpoint-3"))
+        log(run, callback, 4)
+        callback.on_train_end(run)
+    assert scalars(folder, "train/loss") == [(1, 1.0), (4, 0.25)]
+    assert [message.partition(":")[0] for message in caplog.messages] == [
+        "TensorBoard's files cannot be written",
+        "TensorBoard's files are written again from step 4 on",
+    ]
+    assert len(hyperparameters(folder)) == 3
+
+
+def test_what_it_could_not_begin_is_begun_later(make_run: Callable[..., Run]) -> None:
+    run, callback, before = make_run(), TensorBoard(), TensorBoard()
+    before.on_train_begin(run)
+    log(run, before, 1, 2, 3)
+    before.on_exception(run, ValueError())
+    run.state.step = 1
+    folder = Path(run.args.log_dir)
+    away = folder.rename(folder.with_name("away"))
+    folder.write_text("")
+    callback.on_train_begin(run)
+    folder.unlink()
+    away.rename(folder)
+    log(run, callback, 3)
+    callback.on_train_end(run)
+    assert [step for step, _ in scalars(folder, "train/loss")] == [1, 3]
+    assert "_hparams_/session_end_info" in hyperparameters(folder)
+
+
+def test_a_disk_that_fills_up_and_is_cleared(
+    make_run: Callable[..., Run], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, callback = make_run(), TensorBoard(tmp_path / "disk" / "logs")
+    with small_disk(tmp_path / "disk") as disk:
+        callback.on_train_begin(run)
+        log(run, callback, 1)
+        filler = fill(disk)
+        with caplog.at_level(logging.WARNING, logger="trainer_kit"):
+            log(run, callback, *range(2, 400))
+        filler.unlink()
+        log(run, callback, 400)
+        callback.on_train_end(run)
+        steps = [step for step, _ in scalars(disk / "logs", "train/loss")]
+        assert len([*(disk / "logs").iterdir()]) == 2
+    assert steps[0] == 1
+    assert steps[-1] == 400
+    assert 399 not in steps
+    assert caplog.text.count("No space left on device") == 1
+
+
+def test_a_path_in_bytes_that_the_locale_does_not_know(make_run: Callable[..., Run], tmp_path: Path) -> None:
+    run, callback = make_run(logging_dir=os.fsdecode(os.fsencode(tmp_path) + b"/\xff")), TensorBoard()
+    callback.on_train_begin(run)
+    log(run, callback, 1)
+    callback.on_train_end(run)
+    readable = Path(run.args.log_dir).rename(tmp_path / "readable")  # TensorBoard itself reads no other names
+    assert scalars(readable, "train/loss") == [(1, 1.0)]
 
 
 def hyperparameters(directory: Path) -> dict[str, plugin_data_pb2.HParamsPluginData]:

@@ -60,7 +60,7 @@ def test_env_says_how_to_see_the_driver(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setitem(sys.modules, "pynvml", None)  # makes the import fail
-    assert "trainer_kit[gpu]" in dict(facts())["gpu driver"]
+    assert "pip install nvidia-ml-py" in dict(facts())["gpu driver"]
 
 
 def test_env_shows_the_devices_of_xla(monkeypatch: pytest.MonkeyPatch) -> None:

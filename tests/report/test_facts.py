@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,17 +21,48 @@ def test_how_a_run_ended(tmp_path: Path) -> None:
     log.train(100)
     assert facts.status(History(tmp_path)).word == "no end recorded"
     log.write("exception", type="ValueError", message="no <b>more</b>")
-    assert facts.status(History(tmp_path)) == ("bad", "broke off", "ValueError: no <b>more</b>")
+    error = ("bad", "ended by an error", "At step 100 of 2,000: ValueError: no <b>more</b>")
+    assert facts.status(History(tmp_path)) == error
     log.start()
     log.train(150)
     assert facts.status(History(tmp_path)).kind == "open"
-    log.end()
-    assert facts.status(History(tmp_path)) == ("open", "stopped early", "At step 150 of 2,000.")
+    log.write("end", ending="stopped")
+    stopped = ("open", "stopped early", "At step 150 of 2,000: a callback asked for it.")
+    assert facts.status(History(tmp_path)) == stopped
+    log.start()
+    log.write("end", ending="stopped", reason="eval_loss has not improved on 0.5 in 3 evaluations")
+    assert facts.status(History(tmp_path)).sentence == (
+        "At step 150 of 2,000: eval_loss has not improved on 0.5 in 3 evaluations."
+    )
+    log.start()
+    log.write("end", ending="signal", exit_code=143, reason="SIGTERM")
+    assert facts.status(History(tmp_path))[1:] == (
+        "ended by a signal",
+        "SIGTERM at step 150 of 2,000; train(resume_from_checkpoint=True) resumes it.",
+    )
     log.start()
     log.train(2000)
     log.end()
     log.write("predict", test_loss=1.0)
-    assert facts.status(History(tmp_path)) == ("good", "finished", "")
+    assert facts.status(History(tmp_path)) == ("good", "finished", "All steps were taken.")
+
+
+def test_a_run_without_an_end_is_lost_where_its_process_is_gone(tmp_path: Path) -> None:
+    here = {"host": socket.gethostname()}
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        pass
+    for process, word in ((os.getpid(), "still running"), (gone.pid, "lost"), (None, "no end recorded")):
+        log = RunLog(tmp_path)
+        log.time = time.time()
+        log.start(environment={**here, "process": process})
+        log.train(100)
+        assert facts.status(History(tmp_path)).word == word
+    log = RunLog(tmp_path)
+    log.time = 1e9  # before this process began: it has the number of another
+    log.start(environment={**here, "process": os.getpid()})
+    assert facts.status(History(tmp_path)).word == "lost"
+    log.start(environment={"host": "another", "process": os.getpid()})
+    assert facts.status(History(tmp_path)).word == "no end recorded"
 
 
 def test_key_figures(tmp_path: Path) -> None:
@@ -68,10 +104,11 @@ def test_many_evaluations_are_thinned(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.start()
     for log.step in range(1, 301):
-        log.evaluate()
+        log.evaluate(**({"eval_loss": 0.5} if log.step == 78 else {}))
     table = facts.evaluations(History(tmp_path))
     assert table is not None
-    assert (len(table.body), table.of) == (100, 300)
+    assert (len(table.body), table.of) == (101, 300)
+    assert [row[0] for row in table.body if "best" in row[0]] == ["78 (best)"]
     assert (table.body[0][0], table.body[-1][0]) == ("1", "300")
     assert table.head == ["step", "eval_loss", "eval_accuracy", "eval_runtime"]
 

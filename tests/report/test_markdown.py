@@ -29,13 +29,14 @@ def test_one_run(tmp_path: Path) -> None:
     assert path.name == "report.md"
     assert text.startswith("## Training report: run\n")
     summary, curves, time, memory, evaluations, arguments = tables(text)
-    assert ["Status", "finished"] in summary
+    assert ["Status", "finished: All steps were taken."] in summary
     assert ["Wall time", "49 min 34 s (2 restarts, 4 min 30 s lost, 8 min 35 s down)"] in summary
     assert curves[2][0] == "Loss: training"
     assert re.fullmatch("[▁▂▃▄▅▆▇█]{24}", curves[2][1])
     assert time[2][0] == "backward"
     assert memory[-1][0] == "together"
-    assert len(evaluations) == 2 + 8
+    assert len(evaluations) == 2 + 10
+    assert evaluations[-1][0] == "2,000 (best)"
     assert ["learning\\_rate", "0.0006"] in arguments
     assert "- lr\\_scheduler.step() was called twice (step 1,380, 1 time)" in text
     assert "> 31 records of steps" in text

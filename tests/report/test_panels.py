@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
 import numpy as np
 from run_logs import RunLog, finished
 
-from trainer_kit.report import wording
+from trainer_kit.report import blocks, wording
+from trainer_kit.report.facts import notices
 from trainer_kit.report.history import History
-from trainer_kit.report.panels import Panel, Series, names_of, panels, thin
+from trainer_kit.report.panels import Panel, Series, names_of, own_metrics, panels, thin
 
 
 def line(*values: float, label: str = "Loss") -> Series:
@@ -69,7 +71,7 @@ def test_a_table_has_some_rows_of_each_line() -> None:
 def test_the_plots_of_a_run(tmp_path: Path) -> None:
     found = {panel.key: panel for panel in panels([History(finished(tmp_path))])}
     assert list(found) == [
-        "loss", "learning_rate", "grad_norm", "tokens_per_second", "efficiency", "memory", "eval_accuracy",
+        "loss", "eval_accuracy", "learning_rate", "grad_norm", "tokens_per_second", "efficiency", "memory",
     ]  # fmt: skip
     assert [series.label for series in found["loss"].series] == ["training", "evaluation"]
     assert [series.label for series in found["efficiency"].series] == [
@@ -107,3 +109,37 @@ def test_notes_say_how_to_read_a_plot() -> None:
     assert "bands reach from the least to the greatest" in Panel("loss", "Loss", (line(3, 2, 1),)).notes(columns=2)
     assert Panel("loss", "Loss", (line(3, 2, math.nan),)).notes(3) == "Crosses mark values that are not finite."
     assert Panel("loss", "Loss", (line(300, 2, 1),)).notes(3) == "The scale is logarithmic."
+
+
+def test_callbacks_own_numbers_have_curves(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "own")
+    log.start()
+    for number in range(5):
+        log.log(**{"gan/g_loss": 1.0 / (number + 1), "temperature": 0.5, **{f"more_{each}": 1.0 for each in range(12)}})
+    history = History(tmp_path / "own")
+    found = {panel.key: panel for panel in panels([history])}
+    assert [*found][1:3] == ["gan/g_loss", "temperature"]
+    assert found["gan/g_loss"].title == "gan/g_loss"
+    assert len(own_metrics(history)) == 14
+    assert "more_10" not in found
+    assert "2 more numbers of callbacks, from more_10 on, only in log.jsonl." in notices(history)
+    assert own_metrics(History(finished(tmp_path / "usual"))) == []
+    both = {panel.key: panel for panel in panels([history, History(tmp_path / "usual")])}
+    assert [series.label for series in both["temperature"].series] == ["own"]
+
+
+def test_the_best_evaluation_is_marked(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.start()
+    for loss in (0.5, 0.25, 0.75):
+        log.log()
+        log.evaluate(eval_loss=loss)
+    loss, accuracy = panels([History(tmp_path)])[:2]
+    assert [series.best for series in loss.series] == [None, 20]
+    assert accuracy.series[0].best is None
+    assert "best 0.25 at step 20" in loss.description()
+    text = blocks.curves(loss, "curve")
+    assert "<span>best</span><b>0.25 at step 20</b>" in text
+    assert text.count("<path") > blocks.curves(dataclasses.replace(loss, series=loss.series[:1]), "curve").count(
+        "<path"
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -12,6 +11,7 @@ import torch
 
 from trainer_kit.accelerator.options import DistributedType
 from trainer_kit.accelerator.stepping import Flow
+from trainer_kit.cautions import warn
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.trees import map_tensors, tensors
 
@@ -302,9 +302,8 @@ def _without_repeats(tensor: torch.Tensor, rows: int, real: int, devices: int) -
     if real == 0 or length * devices % rows == 0:  # a row (or several) for each sample, or for each of one device
         return tensor[: -(-length * real // rows)]
     if length > 1:  # a single number stands for the batch; no error, since other processes would wait for this one
-        warnings.warn(
+        warn(
             f"gather_for_metrics got {length} rows for a batch of {rows} samples, of which {rows - real} are repeats "
             "that it cannot tell; give it a row for each sample",
-            stacklevel=2,
         )
     return tensor

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
+import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,12 @@ from typing import Any
 from trainer_kit import __version__
 from trainer_kit.accelerator.options import ProjectConfiguration
 from trainer_kit.accelerator.processes import Processes
+from trainer_kit.log import append_record
+from trainer_kit.scalars import as_scalar, read_scalars
 from trainer_kit.strategies.base import Strategy
+from trainer_kit.streams import guard_standard_streams, warn_of_failed_streams
+
+logger = logging.getLogger("trainer_kit")
 
 
 class TensorBoardTracker:
@@ -31,6 +37,7 @@ class TensorBoardTracker:
         from torch.utils.tensorboard import SummaryWriter
 
         self.tracker = SummaryWriter(str(folder), **options)
+        self._failed = False
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Writes the settings of the run as text."""
@@ -39,16 +46,27 @@ class TensorBoardTracker:
         self.tracker.flush()
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Writes one record."""
+        """Writes one record.
+
+        Raises:
+            TypeError: If a value is neither a number, text nor a mapping of numbers, with its name.
+            OSError: If it cannot be written; the next one tries again.
+        """
+        if self._failed:
+            _check_room(Path(self.tracker.log_dir))
+            self.tracker.file_writer = None  # whose thread has ended; another one is made
+        self._failed = True
         for name, value in values.items():
-            value = _plain(value)
             if isinstance(value, str):
                 self.tracker.add_text(name, value, step)
             elif isinstance(value, Real):
                 self.tracker.add_scalar(name, value, step)
             elif isinstance(value, Mapping):
                 self.tracker.add_scalars(name, value, step)
+            else:
+                as_scalar(name, value)  # says what it is
         self.tracker.flush()
+        self._failed = False
 
     def finish(self) -> None:
         """Closes the files."""
@@ -70,19 +88,30 @@ class JsonLinesTracker:
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Writes the settings of the run."""
-        self._write("config", 0, {"trainer_kit": __version__, "arguments": _plain(values)})
+        self._write("config", 0, {"trainer_kit": __version__, "arguments": values})
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Writes one record."""
-        self._write("log", step or 0, {name: _plain(value) for name, value in values.items()})
+        self._write("log", step or 0, values)
 
     def finish(self) -> None:
         """Each record is written at once: nothing is left to do."""
 
     def _write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
-        line = json.dumps(_strict({"event": event, "time": time.time(), "step": step, **values}), allow_nan=False)
-        with open(self.tracker, "ab", buffering=0) as file:
-            file.write(line.encode() + b"\n")
+        append_record(self.tracker, {"event": event, "time": time.time(), "step": step, **values})
+
+
+def _check_room(folder: Path) -> None:
+    """Writes and removes a small file.
+
+    Raises:
+        OSError: If that cannot be done.
+    """
+    probe = folder / ".room"
+    try:
+        probe.write_bytes(bytes(4096))
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 class NoTracker:
@@ -164,10 +193,12 @@ class Tracking(Processes):
     """
 
     def __init__(self, strategy: Strategy, log_with: Any, project: ProjectConfiguration) -> None:
+        guard_standard_streams()
         super().__init__(strategy)
         self.trackers: list[Any] = []
         self.project_configuration = project
         self._chosen_trackers = chosen_trackers(log_with)
+        self._failing: set[Any] = set()
 
     @property
     def project_dir(self) -> str | os.PathLike[str] | None:
@@ -224,34 +255,57 @@ class Tracking(Processes):
             values: Numbers by name.
             step: The step that they belong to.
             log_kwargs: More arguments of a tracker's `log`, by its name.
+
+        Raises:
+            TypeError: If TensorBoard is given what is neither a number, text nor a mapping of numbers, with its name.
         """
+        if not self.trackers:
+            return
+        warn_of_failed_streams()
+        record = _plain_record(values, self.strategy)
         for tracker in self.trackers:
-            tracker.log(dict(values), step=step, **(log_kwargs or {}).get(getattr(tracker, "name", ""), {}))
+            with self._failures_warned(tracker):
+                tracker.log(dict(record), step=step, **(log_kwargs or {}).get(getattr(tracker, "name", ""), {}))
 
     def end_training(self) -> None:
         """Ends the trackers; call it at the end of the run, on all processes."""
         for tracker in self.trackers:
             if hasattr(tracker, "finish"):
-                tracker.finish()
+                with self._failures_warned(tracker):
+                    tracker.finish()
         self.trackers = []
         self.strategy.teardown()
 
+    @contextlib.contextmanager
+    def _failures_warned(self, tracker: Any) -> Iterator[None]:
+        """A full disk under one of our own trackers is a warning, until it can be written to again."""
+        try:
+            yield
+            self._failing.discard(tracker)
+        except OSError as error:
+            if not isinstance(tracker, (TensorBoardTracker, JsonLinesTracker)):
+                raise
+            if tracker not in self._failing:
+                self._failing.add(tracker)
+                logger.warning("the tracker %r could not write: %s; the loop goes on", tracker.name, error)
 
-def _plain(value: Any) -> Any:
-    """Numbers of torch and numpy as Python's, in mappings and lists too; other objects as their text."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return value if value is None or isinstance(value, (str, int, float)) else str(value)
 
-
-def _strict(value: Any) -> Any:
-    """JSON has no NaN or infinity: they are written as strings."""
-    if isinstance(value, dict):
-        return {name: _strict(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_strict(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def _plain_record(values: Mapping[str, Any], strategy: Strategy) -> dict[str, Any]:
+    """`values` with numbers as Python's, in mappings too, read from the device in one go; other things as they are."""
+    flat: dict[tuple[str, ...], Any] = {}
+    for name, value in values.items():
+        parts: dict[tuple[str, ...], Any] = {(name,): value}
+        if isinstance(value, Mapping) and value:
+            parts = {(name, str(key)): each for key, each in value.items()}
+        for key, each in parts.items():
+            try:
+                flat[key] = as_scalar(name, each)
+            except TypeError:
+                flat[key] = each
+    record: dict[str, Any] = {}
+    for (name, *rest), each in read_scalars(flat, strategy).items():
+        if rest:
+            record.setdefault(name, {})[rest[0]] = each
+        else:
+            record[name] = each
+    return record

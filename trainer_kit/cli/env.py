@@ -102,7 +102,7 @@ def _driver() -> str:
     try:
         import pynvml
     except ImportError:
-        return "unknown; pip install 'trainer_kit[gpu]' to see it"
+        return "unknown; pip install nvidia-ml-py to see it"
     try:
         pynvml.nvmlInit()
         version = str(pynvml.nvmlSystemGetDriverVersion())

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from trainer_kit import __version__
 from trainer_kit.cli import checkpoints, config, env, estimate, launch, plan, replay, report, test, verify
+from trainer_kit.streams import escape_unknown_characters
 
 
 class Command(Protocol):
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: With code 2 for a command line that makes no sense, with 0 for `--help` and `--version`.
     """
+    escape_unknown_characters()
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:

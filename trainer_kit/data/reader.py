@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import warnings
 from collections.abc import Generator, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from tqdm import tqdm
 from xxhash import xxh3_64
 
+from trainer_kit.cautions import warn
 from trainer_kit.data.digest import digest, has_shuffle_buffer
 from trainer_kit.data.fetch import DataError, set_epoch
 from trainer_kit.data.loader import Reading, from_workers
@@ -323,18 +323,16 @@ class StreamReader(IterableDataset[Any]):
     def _say_again(self, samples: int, why: str) -> None:
         if samples and self.layout.rank == 0:
             remedy = "; give it state_dict and load_state_dict to resume at once" if why == _NO_STATE else ""
-            warnings.warn(
+            warn(
                 f"{why}: {samples} samples of epoch {self.epoch} are read again and skipped, which takes as long as "
-                f"reading them did{remedy}",
-                stacklevel=2,
+                f"reading them did{remedy}"
             )
 
     def _say_inexact(self) -> None:
         if self.layout.rank == 0:
-            warnings.warn(
+            warn(
                 f"train_dataset gives other samples in epoch {self.epoch} than before: this resume is not exact; make "
-                "its order follow from its files and set_epoch alone",
-                stacklevel=2,
+                "its order follow from its files and set_epoch alone"
             )
 
 

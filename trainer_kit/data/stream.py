@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
-import warnings
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
+from trainer_kit.cautions import warn
 from trainer_kit.data.loader import MicroBatch, Reading, Window, no_batch
 from trainer_kit.data.order import Layout, epoch_length, parts, ranges
 from trainer_kit.data.reader import Read, StreamReader
@@ -180,10 +180,9 @@ class StreamLoader:
             return
         self._warned = True
         workers = f"; each of the {self._readers} workers must give its share, see torch.utils.data.get_worker_info"
-        warnings.warn(
+        warn(
             f"train_dataset has a length of {len(self.dataset)}, but gave more samples: epochs and steps are "
             f"miscounted, and a resume is not exact{workers if self._readers > 1 else ''}",
-            stacklevel=2,
         )
 
     def _windows(self, epoch: int, position: int, data_state: dict[str, Any] | None) -> Iterator[list[MicroBatch]]:

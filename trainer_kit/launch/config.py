@@ -165,7 +165,9 @@ class LaunchConfig:
             ImportError: If torch_xla is not installed.
         """
         if not environment.has_torch_xla():
-            raise ImportError("tpu=True (--tpu) needs torch_xla; run `pip install 'trainer_kit[xla]'`")
+            raise ImportError(
+                "tpu=True (--tpu) needs torch_xla; run pip install 'torch~=2.9.0' 'torch-xla[tpu]~=2.9.0'"
+            )
         there = environment.xla_devices(self.xla_device_type)
         if self.num_processes in (None, there * self.num_nodes):
             return there

@@ -6,6 +6,7 @@ is written here, because torch's handler keeps the launcher's frames and whole s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
@@ -106,7 +107,7 @@ class Failure(NamedTuple):
 
 
 def write_failure(error: BaseException, own_files: Collection[str]) -> TracebackType | None:
-    """Writes this process's error to the file that the launcher named, if one did.
+    """Writes this process's error to the file that the launcher named, if one did and the disk has room for it.
 
     Args:
         error: An exception, or a SystemExit with an exit code that is not 0.
@@ -128,9 +129,15 @@ def write_failure(error: BaseException, own_files: Collection[str]) -> Traceback
         message = {"message": summary, "extraInfo": extra}
         # Renamed, because the launcher may look at any moment.
         unfinished = Path(f"{path}.unfinished")
-        unfinished.write_text(json.dumps({"message": message}), encoding="utf-8")
-        unfinished.replace(path)
+        with contextlib.suppress(OSError):  # a full disk must not hide the error itself
+            unfinished.write_text(json.dumps({"message": message}), encoding="utf-8")
+            unfinished.replace(path)
     return trace
+
+
+def is_reported() -> bool:
+    """Whether this process's error has reached its launcher; otherwise the process has to show it."""
+    return os.path.exists(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
 
 
 def _formatted(error: BaseException, trace: TracebackType | None) -> list[str]:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer_kit import environment
-from trainer_kit.launch.failures import LEAVING, write_failure
+from trainer_kit.launch.failures import LEAVING, is_reported, write_failure
 from trainer_kit.strategies.xla_model import renew_threads
+from trainer_kit.streams import guard_standard_streams
 
 # What a forked process has from its parent's handlers must not stay.
 _SIGNALS: dict[str, Any] = {"SIGINT": signal.default_int_handler, "SIGTERM": signal.SIG_DFL, "SIGUSR1": signal.SIG_DFL}
@@ -48,6 +49,7 @@ class Function:
                 signal.signal(getattr(signal, name), handler)
         if hasattr(os, "setsid"):
             os.setsid()
+        guard_standard_streams()
         if environment.use_tpu():
             renew_threads()
         try:
@@ -61,7 +63,9 @@ class Function:
                 write_failure(error, own_files=_OWN_FILES)
             raise
         except BaseException as error:
-            write_failure(error, own_files=_OWN_FILES)
+            trace = write_failure(error, own_files=_OWN_FILES)
+            if not is_reported():
+                sys.excepthook(type(error), error, trace)
             sys.stdout.flush()
             raise SystemExit(1) from None
 

@@ -31,6 +31,7 @@ from trainer_kit.launch.failures import ProcessesLeft, ProcessFailed
 from trainer_kit.launch.function import Function
 from trainer_kit.launch.machines import Machines, make_rendezvous
 from trainer_kit.launch.output import OutputFiles
+from trainer_kit.streams import guard_standard_streams
 
 __all__ = ["PREFIX", "Logs", "ProcessFailed", "ProcessesLeft", "planned", "run_processes"]
 
@@ -89,6 +90,7 @@ def run_processes(
         ValueError: If the machine has not enough GPUs.
         OSError: If a port or an address cannot be used, or another machine does not come.
     """
+    guard_standard_streams()
     say, logs = say or _say, logs or Logs()
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trainer_kit_")))

@@ -16,7 +16,8 @@ import sys
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
-from trainer_kit.launch.failures import LEAVING, write_failure
+from trainer_kit.launch.failures import LEAVING, is_reported, write_failure
+from trainer_kit.streams import guard_standard_streams
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
@@ -29,6 +30,7 @@ def main() -> None:
     """
     _leave_with_the_launcher()
     faulthandler.enable()
+    guard_standard_streams()
     if not sys.stdout.isatty():
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # lines can be followed in the file
     try:
@@ -74,7 +76,8 @@ def run_as_main(words: list[str]) -> None:
 def _is_shown_by_launcher(error: BaseException) -> bool:
     """Whether showing it here would only repeat it: the first rank of a machine has the launcher's terminal."""
     is_usual = sys.excepthook is sys.__excepthook__ or sys.excepthook.__module__.startswith("torch.")
-    return is_usual and os.environ.get("LOCAL_RANK") == "0" and not isinstance(error, KeyboardInterrupt)
+    is_first = os.environ.get("LOCAL_RANK") == "0"
+    return is_reported() and is_usual and is_first and not isinstance(error, KeyboardInterrupt)
 
 
 def _leave_with_the_launcher() -> None:

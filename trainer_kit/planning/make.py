@@ -127,7 +127,12 @@ class _Rehearsal:
             run, first.largest, subject.compute_loss, subject.optimizer, self.strategy.device, self.stage.world_size
         )
         evaluation = Evaluation(
-            run, subject.metrics, subject.compute_metrics, subject.compute_loss, rates.scheduler if rates else None
+            run,
+            subject.metrics,
+            subject.compute_metrics,
+            subject.compute_loss,
+            rates.scheduler if rates else None,
+            subject.events.may_add_metrics,
         )
         if cadence.evaluations:
             self.problems += evaluation.problems(self.reading)

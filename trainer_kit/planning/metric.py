@@ -40,6 +40,7 @@ class Evaluation:
         compute_metrics: The user's own.
         compute_loss: The user's own.
         scheduler: The run's, which may go by a metric too.
+        callbacks_may_add: Whether callbacks may give metrics of their own.
     """
 
     def __init__(
@@ -49,11 +50,13 @@ class Evaluation:
         compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None,
         compute_loss: ComputeLoss | None,
         scheduler: Any,
+        callbacks_may_add: bool,
     ) -> None:
         self.run = run
         self.metrics = metrics
         self.compute_metrics = compute_metrics
         self.compute_loss = compute_loss
+        self.callbacks_may_add = callbacks_may_add
         by_metric = run.args.metric_for_best_model is not None or isinstance(scheduler, ReduceLROnPlateau)
         self.wanted = (run.args.metric_for_best_model or "eval_loss") if by_metric else None
         self.warnings: list[str] = []
@@ -81,6 +84,9 @@ class Evaluation:
                 )
                 return []
         if wanted is None or wanted in found:
+            return []
+        if self.callbacks_may_add:
+            self.warnings.append(f"{wanted!r} is not among what an evaluation gives; a callback has to add it")
             return []
         return [f"metric_for_best_model={wanted!r} is not among what an evaluation gives: {', '.join(sorted(found))}"]
 

@@ -20,6 +20,11 @@ def curves(panel: Panel, name: str, wide: bool = False) -> Markup:
     legend = [_entry(line(each.style), each.label, _last(panel, each)) for each in panel.series]
     if len(legend) == 1 and panel.series[0].style == 0:
         legend = [_entry(Markup(), "last", _last(panel, panel.series[0]))]
+    legend += [
+        _entry(Markup('<span aria-hidden="true">★</span>'), "best", _best(panel, each))
+        for each in panel.series
+        if each.best is not None
+    ]
     table = panel.table()
     return _figure(panel.title, legend, drawn, panel.notes(drawing.columns(drawing.NARROW)), table, wide)
 
@@ -142,3 +147,8 @@ def _entry(sample: Markup, label: str, value: str) -> Markup:
 
 def _last(panel: Panel, series: Series) -> str:
     return panel.word(float(series.values[-1]))
+
+
+def _best(panel: Panel, series: Series) -> str:
+    value = float(series.values[series.steps == series.best][0])
+    return f"{panel.word(value)} at step {series.best:,}"

@@ -26,9 +26,7 @@ try:
     from matplotlib.ticker import Locator, LogLocator, MaxNLocator
     from matplotlib.transforms import ScaledTranslation
 except ImportError as error:
-    raise ImportError(
-        f"a report needs matplotlib ({error}); install it with pip install 'trainer_kit[report]'"
-    ) from error
+    raise ImportError(f"a report needs matplotlib ({error}): pip install matplotlib") from error
 
 Axes = Any
 _Scale = tuple[Locator, Callable[[float], str]]  # where its ticks are, and how they are written
@@ -164,6 +162,12 @@ def draw_curves(axes: Axes, panel: Panel, colours: dict[str, str], columns: int)
             linewidth=1.7, marker="o" if few else "", markersize=4.5, label=printable(series.label),
         )  # fmt: skip
         _mark_missing(axes, series, colour)
+        if series.best is not None:
+            height = float(series.values[series.steps == series.best][0]) * factor
+            axes.plot(
+                [series.best], [height], "*", color=colour, markersize=16, markeredgecolor=colours["page"],
+                zorder=3, clip_on=False,
+            )  # fmt: skip
     _scale(axes, panel, colours)
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import collections
 import math
+import socket
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 
 from trainer_kit.report import wording
-from trainer_kit.report.history import ANATOMY, History
-from trainer_kit.report.panels import Table, names_of
+from trainer_kit.report.history import ANATOMY, Event, History, is_finite
+from trainer_kit.report.panels import OWN_METRICS, Table, names_of, own_metrics
 from trainer_kit.report.timeline import DOWN, LOST, Timeline
 
 ANATOMY_TITLE = "Memory by component"
@@ -50,14 +52,42 @@ def status(history: History) -> Status:
     begins = history.starts[-1].place
     last = {event.name: event for event in history.events if event.place >= begins}
     total = _whole(history.beginning.get("total_steps"))
+    where = f"at step {history.step:,}" + ("" if total is None else f" of {total:,}")
     if "exception" in last:
         record = last["exception"].record
-        return Status("bad", "broke off", f"{record.get('type', 'Error')}: {record.get('message', '')}")
+        error = f"{record.get('type', 'Error')}: {record.get('message', '')}"
+        return Status("bad", "ended by an error", f"{wording.capitalized(where)}: {error}")
     if "end" not in last:
-        return Status("open", "no end recorded", "It still runs, or its process was killed.")
-    if total is not None and history.step < total:
-        return Status("open", "stopped early", f"At step {history.step:,} of {total:,}.")
-    return Status("good", "finished", "")
+        return _unended(history.starts[-1], where)
+    return _ended(last["end"], where, is_short=total is not None and history.step < total)
+
+
+def _ended(end: Event, where: str, is_short: bool) -> Status:
+    """A run that ended in good order, with or without its last step."""
+    reason = str(end.record.get("reason") or "")
+    if end.record.get("ending") == "signal":
+        by = reason or f"a signal, exit code {end.record.get('exit_code')}"
+        return Status("open", "ended by a signal", f"{by} {where}; train(resume_from_checkpoint=True) resumes it.")
+    if is_short:
+        because = reason or "a callback asked for it"
+        return Status("open", "stopped early", f"{wording.capitalized(where)}: {because}.")
+    return Status("good", "finished", "All steps were taken.")
+
+
+def _unended(start: Event, where: str) -> Status:
+    """A run whose log has no end: on this machine the process tells whether it is still at work."""
+    told = start.record.get("environment")
+    process = told.get("process") if isinstance(told, dict) and told.get("host") == socket.gethostname() else None
+    if not isinstance(process, int):
+        return Status("open", "no end recorded", f"{wording.capitalized(where)}: it still runs, or it was killed.")
+    try:
+        is_there = psutil.Process(process).create_time() <= start.time
+    except psutil.Error:
+        is_there = False
+    if is_there:
+        return Status("open", "still running", f"{wording.capitalized(where)}, as process {process}.")
+    why = "its process ended without a word: it was killed, or the machine went down"
+    return Status("bad", "lost", f"{wording.capitalized(where)} {why}.")
 
 
 def key_figures(history: History, timeline: Timeline | None) -> list[Figure]:
@@ -96,13 +126,8 @@ def _loss(history: History, timeline: Timeline | None) -> Figure | None:
 
 
 def _best(history: History, timeline: Timeline | None) -> Figure | None:
-    arguments, records = history.arguments, history.evaluations
-    name = arguments.get("metric_for_best_model") or "eval_loss"
-    values = {record["step"]: record[name] for record in records if is_finite(record.get(name))}
-    if not values:
-        return None
-    step = (max if arguments.get("greater_is_better") else min)(values, key=lambda step: values[step])
-    return Figure(f"Best {name}", wording.number(values[step]), f"at step {step:,}")
+    best = history.best
+    return best and Figure(f"Best {best.name}", wording.number(best.value), f"at step {best.step:,}")
 
 
 def _throughput(history: History, timeline: Timeline | None) -> Figure | None:
@@ -174,16 +199,20 @@ def anatomy_table(histories: Sequence[History]) -> Table:
 
 
 def evaluations(history: History, rows: int = _SHOWN_EVALUATIONS) -> Table | None:
-    """All evaluations, or `rows` of them evenly spaced where there are more; None where there was none."""
+    """All evaluations, or `rows` of them evenly spaced where there are more, the best among them; None without any."""
     records = history.evaluations
     names = list(dict.fromkeys(name for record in records for name in record if name not in ("event", "time", "step")))
     names = [name for name in names if not name.endswith(("_samples_per_second", "_steps_per_second"))]
     if not records:
         return None
-    chosen = records
-    if len(records) > rows:
-        chosen = [records[place] for place in np.linspace(0, len(records) - 1, rows).round().astype(int)]
-    body = [[f"{record['step']:,}", *(_cell(name, record.get(name)) for name in names)] for record in chosen]
+    places = set(np.linspace(0, len(records) - 1, min(rows, len(records))).round().astype(int).tolist())
+    best = None if history.best is None else history.best.step
+    bests = [place for place, record in enumerate(records) if record["step"] == best]
+    body = []
+    for place in sorted(places | {*bests[-1:]}):
+        record = records[place]
+        mark = " (best)" if place in bests[-1:] else ""
+        body.append([f"{record['step']:,}{mark}", *(_cell(name, record.get(name)) for name in names)])
     return Table(["step", *names], body, len(records))
 
 
@@ -229,6 +258,9 @@ def notices(history: History) -> list[str]:
             f"{wording.count(gone, 'record')} of steps that were taken again after a restart or rollback "
             f"{'is' if gone == 1 else 'are'} not in the curves."
         )
+    if left := own_metrics(history)[OWN_METRICS:]:
+        numbers = wording.count(len(left), "more number")
+        found.append(f"{numbers} of callbacks, from {left[0]} on, only in {history.path.name}.")
     return found
 
 
@@ -257,11 +289,6 @@ def differing(histories: Sequence[History]) -> list[tuple[str, list[str]]]:
     names = list(dict.fromkeys(name for arguments in told for name in arguments))
     rows = [(name, [_shown(arguments[name]) if name in arguments else "-" for arguments in told]) for name in names]
     return [(name, values) for name, values in rows if len(set(values)) > 1]
-
-
-def is_finite(value: Any) -> bool:
-    """Whether it is a number that can be drawn."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _shown(value: Any) -> str:

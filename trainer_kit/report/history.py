@@ -49,6 +49,14 @@ class Event(NamedTuple):
         return float(time) if isinstance(time, (int, float)) else math.nan
 
 
+class Best(NamedTuple):
+    """The best evaluation: the metric by which it is, its step and the value."""
+
+    name: str
+    step: int
+    value: float
+
+
 class _Block(NamedTuple):
     """Regular records of one piece of the log that hold the same names: one row each."""
 
@@ -164,6 +172,17 @@ class History:
         return [event.record for event in self.story if event.name == "evaluate"]
 
     @functools.cached_property
+    def best(self) -> Best | None:
+        """The best evaluation by `metric_for_best_model`, of several that are equal the first; None before any."""
+        arguments = self.arguments
+        name = arguments.get("metric_for_best_model") or "eval_loss"
+        values = {record["step"]: record[name] for record in self.evaluations if is_finite(record.get(name))}
+        if not values:
+            return None
+        step = (max if arguments.get("greater_is_better") else min)(values, key=lambda step: values[step])
+        return Best(name, step, float(values[step]))
+
+    @functools.cached_property
     def summary(self) -> Record:
         """The last record of the run, with the figures of the whole; empty where it did not come to its end."""
         records = [event.record for event in self.story if event.name == "log"]
@@ -208,6 +227,11 @@ class History:
             float(np.fmax.reduce(times[first:last], initial=-math.inf))
             for first, last in itertools.pairwise([*begins, self.count])
         ]
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a number that can be drawn."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _numbers(records: Sequence[Record], names: Sequence[str]) -> Array:

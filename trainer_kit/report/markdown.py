@@ -14,7 +14,7 @@ from trainer_kit.report.timeline import Timeline
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 24
-_ROWS = 8
+_ROWS = 50
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$@&!])")
 
 

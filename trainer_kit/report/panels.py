@@ -10,13 +10,26 @@ from typing import NamedTuple
 import numpy as np
 
 from trainer_kit.report import wording
-from trainer_kit.report.history import Array, History, Places
+from trainer_kit.report.history import ANATOMY, SECONDS, Array, History, Places
 
 RUNS = 6
 """Runs that can be told apart in one plot."""
 
 _ROWS = 20
-_METRICS = 4
+_METRICS = 12
+_LOSSES = 4
+OWN_METRICS = 12
+"""Curves of callbacks' own numbers that are drawn."""
+
+_USUAL = frozenset(
+    {
+        "time", "step", "epoch", "loss", "learning_rate", "grad_norm", "skipped_steps", "samples_per_second",
+        "steps_per_second", "tokens_per_second", "data_wait", "model_flops_per_second", "hardware_flops_per_second",
+        "mfu", "goodput", "memory_gib", "peak_memory_gib", "reserved_memory_gib", "process_memory_gib",
+        "device_memory_gib", "host_memory_gib", "fragmentation",
+    }
+)  # fmt: skip
+_USUAL_GROUPS = (SECONDS, ANATOMY, "xla/", "compile/")
 _LOG_RATIO = 50.0
 _NO_METRICS = ("runtime", "samples_per_second", "steps_per_second")
 
@@ -33,6 +46,7 @@ class Series:
         steps: Where it has values, [records], rising.
         values: The values, [records]; NaN and infinity are told of, not drawn.
         sparse: Whether each value is marked by a dot.
+        best: The step of the best value, which is marked; None marks none.
     """
 
     label: str
@@ -40,6 +54,7 @@ class Series:
     steps: Array
     values: Array
     sparse: bool = False
+    best: int | None = None
 
     def finite(self) -> Series:
         """Without what cannot be drawn."""
@@ -105,6 +120,8 @@ class Panel:
             facts.insert(0, self._at(drawn, 0, "first"))
             facts.append(self._at(drawn, int(np.argmin(drawn.values)), "least"))
             facts.append(self._at(drawn, int(np.argmax(drawn.values)), "greatest"))
+        if series.best is not None:
+            facts.append(self._at(drawn, int(np.flatnonzero(drawn.steps == series.best)[0]), "best"))
         return f"{label}{', '.join(facts)}.{told}"
 
     def _at(self, series: Series, index: int, what: str) -> str:
@@ -142,7 +159,7 @@ class Table(NamedTuple):
 
 def panels(histories: Sequence[History]) -> list[Panel]:
     """The plots that these runs have values for; several runs share each plot."""
-    makers = (_loss, _learning_rate, _gradient_norm, _throughput, _efficiency, _memory, _metrics)
+    makers = (_loss, _metrics, _own_metrics, _learning_rate, _gradient_norm, _throughput, _efficiency, _memory)
     found = [panel for make in makers for panel in make(histories)]
     return [panel for panel in found if panel.series]
 
@@ -155,9 +172,9 @@ def _loss(histories: Sequence[History]) -> list[Panel]:
             Panel(name, wording.capitalized(_said(name)), _compared_evaluations(histories, name))
             for name in dict.fromkeys(names)
         ]
-        return [train, *evaluated[:_METRICS]]
+        return [train, *evaluated[:_LOSSES]]
     series = [*_compared(histories, "loss", "training")]
-    for name in names[:_METRICS]:
+    for name in names[:_LOSSES]:
         series.append(_evaluation(histories[0], name, _said(name).removesuffix(" loss"), len(series)))
     return [Panel("loss", "Loss", tuple(series))]
 
@@ -168,6 +185,16 @@ def _metrics(histories: Sequence[History]) -> list[Panel]:
         Panel(name, wording.capitalized(_said(name)), _compared_evaluations(histories, name))
         for name in [*names][:_METRICS]
     ]
+
+
+def own_metrics(history: History) -> list[str]:
+    """Names of the numbers in the records that are callbacks' own, in the order in which they came up."""
+    return [name for name in history.names if name not in _USUAL and not name.startswith(_USUAL_GROUPS)]
+
+
+def _own_metrics(histories: Sequence[History]) -> list[Panel]:
+    names = dict.fromkeys(name for history in histories for name in own_metrics(history)[:OWN_METRICS])
+    return [Panel(name, name, _compared(histories, name, name)) for name in [*names][:OWN_METRICS]]
 
 
 def _learning_rate(histories: Sequence[History]) -> list[Panel]:
@@ -253,7 +280,9 @@ def _said(name: str) -> str:
 def _evaluation(history: History, name: str, label: str, style: int) -> Series:
     records = [record for record in history.evaluations if _is_number(record.get(name))]
     steps = {record["step"]: float(record[name]) for record in records}  # of two at one step the later
-    return Series(label, style, np.array([*steps], np.float64), np.array([*steps.values()], np.float64), sparse=True)
+    best = history.best.step if history.best is not None and history.best.name == name else None
+    values = np.array([*steps.values()], np.float64)
+    return Series(label, style, np.array([*steps], np.float64), values, sparse=True, best=best)
 
 
 def _compared_evaluations(histories: Sequence[History], name: str) -> tuple[Series, ...]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from trainer_kit import environment
 from trainer_kit.arguments import TrainingArguments
+from trainer_kit.cautions import warn
 from trainer_kit.precision import Precision
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.single import SingleDevice
@@ -52,7 +52,7 @@ def _name(args: TrainingArguments, place: environment.Place) -> tuple[str, str]:
     if not args.use_cpu and (kind := environment.xla_device_type()) is not None:
         return "xla", f"XLA finds devices of the type {kind}"
     if environment.pjrt_device() == "TPU" and not environment.has_torch_xla():
-        warnings.warn("PJRT_DEVICE=TPU, but torch_xla is not installed: this run does not use the TPU", stacklevel=5)
+        warn("PJRT_DEVICE=TPU, but torch_xla is not installed: this run does not use the TPU")
     if place.world_size == 1:
         return "single", "no launcher started several processes"
     started = f"a launcher started {place.world_size} processes ({environment.launcher()})"

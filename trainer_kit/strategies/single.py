@@ -84,7 +84,7 @@ class SingleDevice(Strategy):
     def memory(self) -> dict[str, float]:
         """On CUDA: `memory_gib` and `peak_memory_gib` in tensors, `reserved_memory_gib` held by PyTorch's allocator.
 
-        There NVML, where it can be asked (`pip install 'trainer_kit[gpu]'`), adds `device_memory_gib`, in use on the
+        There NVML, where it can be asked (`pip install nvidia-ml-py`), adds `device_memory_gib`, in use on the
         whole card, and `process_memory_gib`, of it by this process. On MPS the driver keeps no peak: `memory_gib` is in
         tensors, the peak that of the process.
         """

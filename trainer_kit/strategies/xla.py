@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer_kit import environment
+from trainer_kit.cautions import warn
 from trainer_kit.precision import Precision
 from trainer_kit.strategies.base import GIB
 from trainer_kit.strategies.mesh import Division, check_axes
@@ -106,7 +106,7 @@ class XLA(Processes):
                 "PJRT_DEVICE=TPU on a machine with a TPU, PJRT_DEVICE=CPU to try a script without one"
             ) from error
         if named is None and runtime.device_type() == "CPU":
-            warnings.warn("no TPU was found: XLA computes on the CPU, slowly; PJRT_DEVICE=CPU says so", stacklevel=4)
+            warn("no TPU was found: XLA computes on the CPU, slowly; PJRT_DEVICE=CPU says so")
         if count > 1 and not runtime.is_spmd():
             if torch_xla._XLAC._xla_get_spmd_config_is_locked():
                 raise ValueError(
@@ -122,10 +122,9 @@ class XLA(Processes):
         super().setup()
         self.set_rng_state(self.broadcast(torch.initial_seed()))  # as torch.manual_seed gives it to other devices
         if self.precision is not None and self.precision.mode == "fp16":
-            warnings.warn(
+            warn(
                 "mixed_precision='fp16' on XLA: 'bf16' is recommended, which TPUs compute in and whose gradients need "
                 "no scaling",
-                stacklevel=4,
             )
         logger.info("%d XLA device%s (%s)", count, "s" * (count > 1), runtime.device_type())
 
@@ -238,10 +237,9 @@ class XLA(Processes):
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         if isinstance(optimizer, torch.optim.Adafactor):
-            warnings.warn(
+            warn(
                 "Adafactor reads the norm of each parameter in every step, for which XLA has to wait; "
                 "optim='adamw_torch' and 'sgd' do not",
-                stacklevel=3,
             )
         for group in optimizer.param_groups:
             group["params"] = self.prepared_parameters(group["params"])
@@ -385,8 +383,8 @@ def import_torch_xla() -> Any:
         return _module("torch_xla")
     except ImportError as error:
         raise ImportError(
-            f"XLA needs torch_xla ({error}); install the version that goes with torch "
-            f"{torch.__version__}: pip install 'trainer_kit[xla]'"
+            f"XLA needs torch_xla ({error}), of the same version as torch, here {torch.__version__}; both go together "
+            "with pip install 'torch~=2.9.0' 'torch-xla[tpu]~=2.9.0'"
         ) from error
     finally:
         logging.root.handlers[:] = handlers  # its import sets up the program's logging, which is not its matter

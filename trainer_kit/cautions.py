@@ -1,0 +1,32 @@
+"""`warn`: Python's warnings, shown with the user's own line of code."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+_SKIPPED = frozenset({"trainer_kit", "torch", "torch_xla", "contextlib", "functools", "concurrent", "threading"})
+"""Packages whose lines say nothing to a user."""
+
+
+def warn(message: str) -> None:
+    """Warn, naming the innermost line that belongs to neither this package nor to torch; no line where there is none.
+
+    Args:
+        message: What is wrong, and what to do.
+    """
+    level, frame = 1, sys._getframe()
+    while frame is not None and _package(frame.f_globals) in _SKIPPED:
+        level, frame = level + 1, frame.f_back  # type: ignore[assignment]
+    if frame is None:  # in a thread of our own
+        warnings.warn_explicit(message, UserWarning, "trainer_kit", 0)
+    else:
+        warnings.warn(message, stacklevel=level)
+
+
+def _package(names: dict[str, object]) -> str:
+    name = str(names.get("__name__", ""))
+    spec = names.get("__spec__")
+    if name == "__main__" and spec is not None:  # `python -m trainer_kit`
+        name = str(getattr(spec, "name", name))
+    return name.partition(".")[0]

@@ -1,0 +1,60 @@
+"""Plain numbers from what callbacks and loops give as numbers: tensors, arrays of one element, numpy's scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, TypeVar
+
+import torch
+
+from trainer_kit.strategies.base import Strategy
+
+Key = TypeVar("Key")
+
+PLAIN = (int, float, bool)
+"""Types of plain numbers; a subclass (`numpy.float64`) is none."""
+
+
+def as_scalar(name: str, value: Any) -> bool | int | float | torch.Tensor:
+    """Return `value` as a Python number, or as a tensor without dimensions where a device holds it.
+
+    Raises:
+        TypeError: If it is no real number, with its name.
+    """
+    if type(value) in PLAIN:
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.detach().reshape(()) if value.device.type != "cpu" else value.item()
+    found = value
+    if hasattr(value, "item") and getattr(value, "size", None) == 1:  # numpy and what follows its interface
+        found = value.item()
+    if isinstance(found, (bool, int)):
+        return int(found) if type(found) is not bool else found
+    if isinstance(found, Real):
+        return float(found)
+    raise TypeError(
+        f"{name!r} is {_described(value)}; give a number, or a tensor or an array of one element, or leave it out"
+    )
+
+
+def read_scalars(values: Mapping[Key, Any], strategy: Strategy) -> dict[Key, Any]:
+    """Return `values` with the tensors that `as_scalar` left as numbers; waits for the device once, if there are any.
+
+    Tensors of several dtypes or devices are read one group after the other.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[Key]] = {}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.ndim == 0:
+            groups.setdefault((value.device, value.dtype), []).append(name)
+    read: dict[Key, Any] = {}
+    for names in groups.values():
+        read |= zip(names, strategy.read([values[name] for name in names]), strict=True)
+    return {name: read.get(name, value) for name, value in values.items()}
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor) or hasattr(value, "shape"):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)} and type {value.dtype}"
+    shown = repr(value)
+    return f"{shown if len(shown) <= 80 else shown[:77] + '...'}, a {type(value).__name__}"
