@@ -14,7 +14,7 @@ import trainer_kit
 import trainer_kit.callbacks
 
 LAYERS = (
-    {"fields", "environment"},
+    {"fields", "environment", "overrides"},
     {"arguments", "state", "precision", "trees", "ledger", "log", "flops", "peaks", "rng"},
     {"strategies", "optim", "loss", "checkpoint"},
     {"run", "inspection"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import warnings
 from collections.abc import Iterable
@@ -119,8 +120,8 @@ class Events:
         self.callbacks: list[Callback] = []
         for callback in callbacks:
             if not isinstance(callback, Callback):
-                hint = "; give an instance, not the class" if isinstance(callback, type) else ""
-                raise TypeError(f"callbacks holds {callback!r}, which is no trainer_kit Callback{hint}")
+                raise TypeError(f"callbacks holds {callback!r}, which is no trainer_kit Callback{_remedy(callback)}")
+            _warn_of_unknown_hooks(type(callback))
             self.callbacks.append(callback)
         self.callbacks.sort(key=lambda callback: callback.priority)
         self._listeners: dict[str, list[tuple[Callback, str, Any]]] = {
@@ -211,6 +212,26 @@ class Events:
             counts[name] = counts.get(name, 0) + 1
             named[name if counts[name] == 1 else f"{name}#{counts[name]}"] = callback
         return named
+
+
+def _remedy(value: object) -> str:
+    """What to do with a value that is no `Callback`."""
+    kind = value if isinstance(value, type) else type(value)
+    if any(each.__name__ == "TrainerCallback" and "transformers" in each.__module__ for each in kind.__mro__):
+        return f"; give trainer_kit.callbacks.from_transformers({kind.__name__}) with the class or its instance"
+    return "; give an instance, not the class" if isinstance(value, type) and issubclass(value, Callback) else ""
+
+
+def _warn_of_unknown_hooks(kind: type) -> None:
+    """Warn of methods that look like hooks and are never called, as Lightning's `on_train_batch_end`."""
+    unknown = [name for name in dir(kind) if name.startswith("on_") and name not in HOOKS]
+    for name in unknown:
+        near = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.0)[0]
+        warnings.warn(
+            f"callback {kind.__name__} defines {name}, which is no hook of a Callback and is never called; the nearest "
+            f"is {near}",
+            stacklevel=4,
+        )
 
 
 def _overrides(callback: Callback, hook: str) -> bool:
