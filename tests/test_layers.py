@@ -15,7 +15,7 @@ import trainer_kit.callbacks
 
 LAYERS = (
     {"fields", "environment", "overrides"},
-    {"arguments", "state", "precision", "trees", "ledger", "log", "flops", "peaks", "rng"},
+    {"arguments", "state", "precision", "trees", "ledger", "log", "flops", "peaks", "rng", "wrappers"},
     {"strategies", "optim", "loss", "checkpoint"},
     {"run", "inspection"},
     {"data", "diagnosis", "figures", "memory", "metrics", "copying"},
