@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -102,3 +104,14 @@ def freeze_half(model: nn.Module) -> None:
     parameters = [*model.parameters()]
     for parameter in parameters[: len(parameters) // 2]:
         parameter.requires_grad_(False)
+
+
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    """Has torch's own kernels compute, which are the same on all processors."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)

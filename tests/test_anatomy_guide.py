@@ -95,7 +95,7 @@ def test_the_arguments_are_ours() -> None:
     given = re.findall(r"`(\w+)=([^`]+)`", GUIDE.text)
     fields = {name: ast.literal_eval(value) for name, value in given}
     assert TrainingArguments(**fields)
-    assert len(given) == 5
+    assert len(given) == 7
 
 
 def test_the_names_are_those_of_the_records(tmp_path: Path) -> None:
@@ -137,3 +137,30 @@ def test_there_are_messages_and_an_example() -> None:
     assert len(SHOWN) == 2
     for link in re.findall(r"\]\((\.\./[\w/.]+)\)", GUIDE.text):
         assert (Path(__file__).parent / link).exists()
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_the_cache_of_a_generation_has_the_size_that_is_told(beams: int) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_embd=64, n_layer=2, n_head=2, vocab_size=500, n_positions=64, bos_token_id=0, eos_token_id=499
+    )
+    prompts, new = torch.ones(2, 8, dtype=torch.int64), 8
+    output = GPT2LMHeadModel(config).generate(
+        prompts, attention_mask=torch.ones_like(prompts), num_beams=beams, max_new_tokens=new, min_new_tokens=new,
+        do_sample=False, return_dict_in_generate=True, pad_token_id=0,
+    )  # fmt: skip
+    found = sum(layer.keys.nbytes + layer.values.nbytes for layer in output.past_key_values.layers)
+    tokens = 8 + new - 1  # the newest one is in no cache yet
+    assert found == 2 * config.n_layer * config.n_head * (64 // 2) * tokens * 4 * len(prompts) * beams
+
+
+@pytest.mark.slow
+def test_attention_that_keeps_its_scores_and_inference_take_what_is_told(folder: Path) -> None:
+    subject = resolve("bert-large.json", batch_size=4)
+    found = estimate(subject.model, TrainingArguments(), subject.batch, device="cuda", inference=True)
+    assert f"that is {found.peak / 2**30:.2f} GiB where training takes" in " ".join(GUIDE.text.split())
+    subject.model.set_attn_implementation("eager")
+    found = estimate(subject.model, TrainingArguments(), subject.batch, device="cuda")
+    assert f"the same estimate is {found.peak / 2**30:.2f} GiB" in " ".join(GUIDE.text.split())

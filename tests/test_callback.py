@@ -168,7 +168,7 @@ def test_a_state_whose_callback_is_gone_is_told_of() -> None:
         (Counter(), r"is no list of callbacks; give callbacks=\[Counter\(\.\.\.\)\]"),
         (Counter, r"is no list of callbacks; give callbacks=\[Counter\(\.\.\.\)\]"),
         (None, r"callbacks=None is no list of callbacks"),
-        ([PrinterCallback()], r"PrinterCallback object.*wrap it: trainer_kit\.callbacks\.from_transformers"),
+        ([PrinterCallback()], r"give trainer_kit\.callbacks\.from_transformers\(PrinterCallback\)"),
     ],
 )
 def test_callbacks_are_a_list_of_instances(given: Any, sentence: str) -> None:

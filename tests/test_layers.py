@@ -15,7 +15,20 @@ import trainer_kit.callbacks
 
 LAYERS = (
     {"fields", "environment", "streams", "cautions"},
-    {"arguments", "state", "dtypes", "precision", "trees", "ledger", "log", "flops", "peaks", "rng"},
+    {
+        "arguments",
+        "state",
+        "dtypes",
+        "precision",
+        "trees",
+        "ledger",
+        "log",
+        "flops",
+        "peaks",
+        "rng",
+        "wrappers",
+        "overrides",
+    },
     {"strategies", "optim", "optimizer_state", "loss", "checkpoint"},
     {"run", "inspection"},
     {"data", "diagnosis", "figures", "memory", "metrics", "copying", "scalars"},

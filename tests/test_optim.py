@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import re
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -418,3 +420,40 @@ def test_a_scheduler_class_is_called_or_refused_with_what_to_give() -> None:
 def test_an_optimizer_class_is_refused_with_what_to_give() -> None:
     with pytest.raises(TypeError, match=r"optimizer=AdamW is a class; give an object of it, such as AdamW\(model"):
         check_optimizer(torch.optim.AdamW, nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    "options", ["momentum=0.9", "momentum=0.9, nesterov=true", "momentum=0.5,dampening=0.25", "nesterov=false"]
+)
+def test_options_of_sgd_mean_what_they_mean_in_transformers(options: str, tmp_path: Path) -> None:
+    theirs = transformers.TrainingArguments(output_dir=tmp_path, optim="sgd", optim_args=options, use_cpu=True)
+    kind, settings = transformers.Trainer.get_optimizer_cls_and_kwargs(theirs)
+    args = TrainingArguments(optim="sgd", optim_args=options, learning_rate=theirs.learning_rate)
+    model, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    other.load_state_dict(model.state_dict())
+    optimizers = make_optimizer(model, args), kind(other.parameters(), **settings)
+    for step in range(3):
+        for each in (model, other):
+            each(torch.full((2, 4), float(step + 1))).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(model.weight, other.weight)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"optim_args": "momentum=0.9"}, "has no effect with optim='adamw_torch'"),
+        ({"optim": "sgd", "optim_args": "momentum"}, "momentum=0.9,nesterov=true"),
+        ({"optim": "sgd", "optim_args": "momentum=high"}, "momentum=0.9,nesterov=true"),
+        ({"optim": "sgd", "optim_args": "momentun=0.9"}, "has momentun; SGD takes momentum, dampening, nesterov"),
+        ({"optim": "sgd", "optim_args": "momentum=-1"}, "has momentum=-1.0; give a number from 0"),
+        ({"optim": "sgd", "optim_args": "momentum=nan"}, "has momentum=nan; give a number from 0"),
+        ({"optim": "sgd", "optim_args": "nesterov=1"}, "has nesterov=1.0; give true or false"),
+        ({"optim": "sgd", "optim_args": "nesterov=true"}, "has nesterov without momentum"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        TrainingArguments(**given)

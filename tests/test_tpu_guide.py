@@ -52,4 +52,4 @@ def test_the_sentences_are_said(sentence: str) -> None:
 
 
 def test_there_are_commands_and_sentences() -> None:
-    assert (len(GUIDE.commands), len(SENTENCES)) == (6, 10)
+    assert (len(GUIDE.commands), len(SENTENCES)) == (6, 11)

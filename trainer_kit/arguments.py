@@ -59,6 +59,26 @@ def _is_size(value: int | str) -> bool:
         return False
 
 
+_SGD_OPTIONS: dict[str, Any] = {"momentum": float, "dampening": float, "nesterov": bool}
+
+
+def parse_options(text: str) -> dict[str, float | bool] | None:
+    """The numbers and truth values of `optim_args`, such as "momentum=0.9,nesterov=true"; None where it has others."""
+    options: dict[str, float | bool] = {}
+    for part in text.replace(" ", "").split(","):
+        name, _, value = part.partition("=")
+        if not name or name in options:
+            return None
+        if value.lower() in ("true", "false"):
+            options[name] = value.lower() == "true"
+            continue
+        try:
+            options[name] = float(value)
+        except ValueError:
+            return None
+    return options
+
+
 def _is_interval(value: str) -> bool:
     match = re.fullmatch(r"(\d+):(\d+)", value)
     return match is not None and 1 <= int(match[1]) <= int(match[2])
@@ -87,6 +107,9 @@ _Lengths = Annotated[
     list[int], Rule("a list of whole numbers of at least 1", lambda value: bool(value) and min(value) >= 1)
 ]
 _Numbers = Annotated[dict[str, Any], Rule("a dict of finite numbers by name", _is_dict_of_numbers)]
+_OptimizerOptions = Annotated[
+    str, Rule("options as 'momentum=0.9,nesterov=true'", lambda value: parse_options(value) is not None)
+]
 _Size = Annotated[int | str, Rule("a number of bytes of at least 1, or a string such as '5GB' or '200MiB'", _is_size)]
 Interval = Annotated[str, Rule("the first and the last step, such as '10:20'", lambda value: _is_interval(value))]
 _Reporters = Annotated[
@@ -141,6 +164,8 @@ class TrainingArguments:
         adam_beta2: Decay of AdamW's second moment.
         adam_epsilon: Keeps AdamW's denominator from 0.
         optim: Name of the optimizer, see `trainer_kit.optim.make_optimizer`.
+        optim_args: Options of `optim="sgd"`, comma-separated: momentum, dampening and nesterov, such as
+            "momentum=0.9,nesterov=true". None: plain SGD.
         lr_scheduler_type: Name of the schedule, see `trainer_kit.optim.make_scheduler`.
         lr_scheduler_kwargs: Numbers of the schedule, such as `{"num_cycles": 2}`.
         warmup_steps: Steps in which the learning rate rises from 0; overrides `warmup_ratio` unless it is 0. A resume
@@ -219,6 +244,7 @@ class TrainingArguments:
     adam_beta2: _Beta = 0.999
     adam_epsilon: _Positive = 1e-8
     optim: Literal["adamw_torch", "sgd", "adafactor", "adamw_8bit"] = "adamw_torch"
+    optim_args: _OptimizerOptions | None = None
     lr_scheduler_type: Literal[
         "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "one_cycle", "warmup_stable_decay"
     ] = "linear"
@@ -293,6 +319,7 @@ class TrainingArguments:
             raise ValueError(
                 "nonfinite='rollback' needs checkpoints to go back to; set save_strategy to another than 'no'"
             )
+        self._check_optimizer_options()
         if self.strategy == "xla" and self.use_cpu:
             raise ValueError("strategy='xla' and use_cpu=True contradict each other; set one of them")
         if self.pad_to_lengths is not None and self.pad_to_multiple_of is not None:
@@ -302,6 +329,27 @@ class TrainingArguments:
             )
         if not isinstance(self.report_to, str) and len(self.report_to) > 1 and {"all", "none"} & {*self.report_to}:
             raise ValueError(f"report_to={self.report_to!r} is not allowed; 'all' and 'none' must stand alone")
+
+    def _check_optimizer_options(self) -> None:
+        if self.optim_args is None:
+            return
+        given = f"optim_args={self.optim_args!r}"
+        if self.optim != "sgd":
+            raise ValueError(f"{given} has no effect with optim={self.optim!r}; use optim='sgd', or give optimizer=")
+        options: dict[str, Any] = parse_options(self.optim_args) or {}
+        unknown = sorted(options.keys() - _SGD_OPTIONS.keys())
+        if unknown:
+            raise ValueError(
+                f"{given} has {', '.join(unknown)}; SGD takes {', '.join(_SGD_OPTIONS)}, see also weight_decay"
+            )
+        for name, kind in _SGD_OPTIONS.items():
+            value = options.get(name, kind())
+            if type(value) is not kind or not 0 <= value < math.inf:
+                raise ValueError(
+                    f"{given} has {name}={value}; give {'true or false' if kind is bool else 'a number from 0'}"
+                )
+        if options.get("nesterov") and (not options.get("momentum") or options.get("dampening")):
+            raise ValueError(f"{given} has nesterov without momentum, or with dampening; set momentum above 0 alone")
 
     def _resolve(self) -> None:
         """Replaces short forms by what they stand for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -266,12 +267,17 @@ def checked_callbacks(callbacks: Any) -> list[Callback]:
         raise TypeError(f"callbacks={callbacks!r} is no list of callbacks; give callbacks=[{name}(...)]")
     given = list(callbacks)
     for each in given:
+        kind = each if isinstance(each, type) else type(each)
+        if any(base.__name__ == "TrainerCallback" for base in kind.__mro__):
+            raise TypeError(
+                f"callbacks holds transformers' {kind.__name__}; give trainer_kit.callbacks.from_transformers"
+                f"({kind.__name__}) with the class or its instance"
+            )
         if isinstance(each, type):
             raise TypeError(f"callbacks holds the class {each.__name__}; give an instance, {each.__name__}(...)")
         if not isinstance(each, Callback):
-            is_foreign = any(base.__name__ == "TrainerCallback" for base in type(each).__mro__)
-            hint = "; wrap it: trainer_kit.callbacks.from_transformers(...)" if is_foreign else ""
-            raise TypeError(f"callbacks holds {each!r}, which is no trainer_kit Callback{hint}")
+            raise TypeError(f"callbacks holds {each!r}, which is no trainer_kit Callback")
+        _warn_of_unknown_hooks(kind)
     return given
 
 
@@ -287,6 +293,17 @@ def _added_numbers(values: Mapping[str, Any], others: Mapping[str, Any], strateg
         if type(value) not in PLAIN and (name not in others or others[name] is not value)
     }
     return read_scalars(added, strategy) if added else {}
+
+
+def _warn_of_unknown_hooks(kind: type) -> None:
+    """Warn of methods that look like hooks and are never called, as Lightning's `on_train_batch_end`."""
+    unknown = [name for name in dir(kind) if name.startswith("on_") and name not in HOOKS]
+    for name in unknown:
+        near = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.0)[0]
+        warn(
+            f"callback {kind.__name__} defines {name}, which is no hook of a Callback and is never called; the nearest "
+            f"is {near}",
+        )
 
 
 def _overrides(callback: Callback, hook: str) -> bool:

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer_kit.arguments import TrainingArguments
+from trainer_kit.arguments import TrainingArguments, parse_options
 from trainer_kit.cautions import warn
+from trainer_kit.wrappers import without_wrappers
 
 logger = logging.getLogger("trainer_kit")
 
@@ -37,7 +38,7 @@ def make_optimizer(model: nn.Module, args: TrainingArguments) -> torch.optim.Opt
     normalization modules; each group carries the names of its parameters as `param_names`.
 
     - adamw_torch: `torch.optim.AdamW`, fused where the parameters' device and dtype allow it.
-    - sgd: `torch.optim.SGD` without momentum.
+    - sgd: `torch.optim.SGD`, with the momentum, dampening and nesterov of `args.optim_args`.
     - adafactor: `torch.optim.Adafactor`; its learning rate is relative to the size of the weights.
     - adamw_8bit: `AdamW8bit` of bitsandbytes, else of torchao.
 
@@ -52,7 +53,8 @@ def make_optimizer(model: nn.Module, args: TrainingArguments) -> torch.optim.Opt
         "eps": args.adam_epsilon,
     }
     if args.optim == "sgd":
-        return torch.optim.SGD(groups, lr=args.learning_rate)
+        options: dict[str, Any] = (parse_options(args.optim_args) or {}) if args.optim_args is not None else {}
+        return torch.optim.SGD(groups, lr=args.learning_rate, **options)
     if args.optim == "adafactor":
         return torch.optim.Adafactor(groups, lr=args.learning_rate)
     if args.optim == "adamw_8bit":
@@ -89,6 +91,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     Raises:
         ValueError: If no parameter requires a gradient.
     """
+    model = without_wrappers(model)
     plain = {
         parameter
         for module in model.modules()

@@ -34,6 +34,7 @@ from trainer_kit.rng import generator_states
 from trainer_kit.run import Run
 from trainer_kit.saving import SaveError
 from trainer_kit.trees import split
+from trainer_kit.wrappers import without_wrappers
 
 logger = logging.getLogger("trainer_kit")
 
@@ -258,7 +259,7 @@ class Postmortem:
                 "weights: no step had been taken, they are what the script or a resume begins with"
             )
             return {}
-        state = self.run.model.state_dict(keep_vars=True)
+        state = without_wrappers(self.run.model).state_dict(keep_vars=True)
         size = sum(tensor.nbytes for tensor in state.values())
         if shutil.disk_usage(self.run.args.output_dir).free < _ROOM * size:  # checkpoints come first
             report["weights_by_rank"] = None

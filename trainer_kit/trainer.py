@@ -34,6 +34,7 @@ from trainer_kit.ledger import Ledger
 from trainer_kit.loss import ComputeLoss, Loss, takes_column
 from trainer_kit.metrics import Metric, metrics_by_name
 from trainer_kit.optim import check_optimizer, make_optimizer, make_scheduler, own_scheduler
+from trainer_kit.overrides import check_attribute, check_class, check_lightning_module
 from trainer_kit.postmortem import Postmortem
 from trainer_kit.resume import Checkpoints, check_stateful
 from trainer_kit.rng import generators_kept
@@ -119,7 +120,20 @@ class Trainer:
     Raises:
         TypeError: If something is of the wrong kind.
         ValueError: If arguments contradict one another.
+
+    A subclass that defines a method of transformers' Trainer which is not called here (`compute_loss`, `training_step`)
+    raises a TypeError where the class is made, and a foreign attribute an AttributeError where it is set.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_class(cls, Trainer)
+
+    if not TYPE_CHECKING:  # under which every attribute could be set
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            check_attribute(type(self), name)
+            super().__setattr__(name, value)
 
     def __init__(
         self,
@@ -139,9 +153,10 @@ class Trainer:
         lr_scheduler: Any = None,
         model_init: Callable[[], torch.nn.Module] | None = None,
     ) -> None:
+        check_class(type(self), Trainer)
         args = args if args is not None else TrainingArguments()
         if not isinstance(args, TrainingArguments):
-            raise TypeError(f"args is a {type(args).__name__}; give TrainingArguments")
+            raise TypeError(f"args is a {_full_name(args)}; give trainer_kit's TrainingArguments")
         guard_standard_streams()
         strategy = choose_strategy(args, strategy)
         _show_log(args.log_level if strategy.is_main else "error")
@@ -152,6 +167,7 @@ class Trainer:
             model = model_init()
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+        check_lightning_module(model, compute_loss is not None, optimizer is not None)
         if not callable(lr_scheduler) and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
             raise ValueError("lr_scheduler belongs to another optimizer; give that one as optimizer=, or a function")
         if args.eval_strategy != "no" and eval_dataset is None:
@@ -674,6 +690,10 @@ class Trainer:
                 self.events.emit("on_save", self.run, directory)
             else:
                 self._saved_step = None
+
+
+def _full_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _show_log(level: str) -> None:

@@ -229,3 +229,13 @@ def test_a_command_line_that_makes_no_sense(
     with pytest.raises(SystemExit, match="2"):
         main(["estimate", *words])
     assert sentence in capsys.readouterr().err
+
+
+def test_inference_is_estimated(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = told(capsys, config, "--inference", "--batch-size", "2", "--device-memory", "700MiB")
+    assert "of a forward pass with batches of 2 on cuda" in shown
+    assert re.search(r"^[\d.]+ MiB fits into 700.00 MiB$", shown, re.MULTILINE)
+    assert not re.search(r"^(gradients|optimizer|activations) ", shown, re.MULTILINE)
+    found = json.loads(told(capsys, config, "--inference", "--json"))["anatomy"]
+    assert found["inference"]
+    assert found["peak"] == sum(each["nbytes"] for each in found["components"])

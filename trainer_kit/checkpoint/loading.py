@@ -14,6 +14,7 @@ from trainer_kit.checkpoint.files import CheckpointError
 from trainer_kit.checkpoint.format import MANIFEST_NAME, Manifest
 from trainer_kit.checkpoint.shards import is_file_of, storage_key
 from trainer_kit.checkpoint.sources import Source, load_source, read_header, sources
+from trainer_kit.wrappers import without_wrappers
 
 _SHOWN = 3
 
@@ -97,7 +98,7 @@ def load_weights(
         stem: See there.
         is_verified: Whether `newest_valid` or `verify` has just read the checkpoint and found it whole.
     """
-    found = _find(checkpoint, stem, is_verified)
+    found, model = _find(checkpoint, stem, is_verified), without_wrappers(model)
     state = _tensors_of(model)
     _compare(state, _shapes(found), checkpoint, type(model).__name__, strict)
     for source in found:
@@ -110,7 +111,7 @@ def check_weights(model: torch.nn.Module, checkpoint: Path) -> None:
     Raises:
         ValueError: Naming the first tensors that differ.
     """
-    found = _find(checkpoint, "model", is_verified=True)
+    found, model = _find(checkpoint, "model", is_verified=True), without_wrappers(model)
     _compare(_tensors_of(model), _shapes(found), checkpoint, type(model).__name__, strict=True)
 
 

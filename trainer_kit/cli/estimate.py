@@ -22,13 +22,16 @@ from typing import TYPE_CHECKING, Any
 from trainer_kit.arguments import parse_size
 
 if TYPE_CHECKING:
+    from trainer_kit.arguments import TrainingArguments
     from trainer_kit.memory import Anatomy
+    from trainer_kit.tools.models import Subject
 
 # Option, the field of TrainingArguments that it sets, what it is read as, and its help.
 _OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("batch-size", "per_device_train_batch_size",
      {"type": int, "metavar": "N", "help": "samples of a micro-batch on one device (default: 8, or the function's)"}),
     ("optim", "optim", {"metavar": "NAME", "help": "adamw_torch (default), adamw_8bit, adafactor or sgd"}),
+    ("optim-args", "optim_args", {"metavar": "OPTIONS", "help": "of sgd, such as momentum=0.9"}),
     ("mixed-precision", "mixed_precision", {"choices": ("no", "fp16", "bf16"), "help": "what to compute in"}),
     ("gradient-checkpointing", "gradient_checkpointing",
      {"action": "store_true", "help": "compute activations again in the backward pass"}),
@@ -51,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(parser, "dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: the config's)")
     _add(parser, "num-processes", type=_count, default=1, metavar="N", help="processes, a device each (default: 1)")
     _add(parser, "device", choices=("cuda", "cpu"), default="cuda", help="where to train (default: cuda)")
+    _add(parser, "inference", action="store_true", help="of a forward pass without gradients, instead of training")
     size = "what the device has, such as 24GiB or 80GB (default: that of the one here)"
     _add(parser, "device-memory", type=_size, metavar="SIZE", help=size)
     _add(parser, "json", action="store_true", help="print all figures in bytes, as JSON")
@@ -76,6 +80,8 @@ def run(options: argparse.Namespace) -> int:
     args.per_device_train_batch_size = samples_of(subject.batch)
     if not options.json:
         print(subject.origin, flush=True)  # large models take a while
+    if options.inference:
+        return _print_inference(options, subject, args)
     estimate = advise(
         subject.model,
         args,
@@ -90,6 +96,24 @@ def run(options: argparse.Namespace) -> int:
         return 0
     print(estimate.table())
     print("\nhow this was found", *_sources(estimate.anatomy), sep="\n")
+    return 0
+
+
+def _print_inference(options: argparse.Namespace, subject: Subject, args: TrainingArguments) -> int:
+    from trainer_kit.memory import estimate
+    from trainer_kit.memory.anatomy import size_text
+
+    found = estimate(
+        subject.model, args, subject.batch, compute_loss=subject.compute_loss, device=options.device, inference=True
+    )
+    if options.json:
+        print(json.dumps({"model": options.model, "origin": subject.origin, "anatomy": found.to_dict()}, indent=2))
+        return 0
+    print(found.table())
+    if options.device_memory is not None:
+        fits = "fits" if found.peak <= options.device_memory else "does not fit"
+        print(f"\n{size_text(found.peak)} {fits} into {size_text(options.device_memory)}")
+    print("\nhow this was found", *_sources(found), sep="\n")
     return 0
 
 

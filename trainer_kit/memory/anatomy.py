@@ -48,7 +48,8 @@ class Anatomy:
         shape: Shapes of the batch's tensors, by name or position.
         model_flops: Floating-point operations of an optimizer step on one device, forward and backward, as
             `trainer_kit.flops` counts them; None where they were not counted.
-        recomputed_flops: What the backward pass computes again, beside those.
+        recomputed_flops: What the backward pass computes again, in addition to those.
+        inference: Whether it is of a forward pass without gradients instead of an optimizer step.
     """
 
     components: tuple[Component, ...]
@@ -60,6 +61,7 @@ class Anatomy:
     shape: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     model_flops: int | None = None
     recomputed_flops: int | None = None
+    inference: bool = False
 
     def nbytes(self, name: str) -> int:
         """Bytes of the component with this name; 0 where there is none."""
@@ -93,7 +95,8 @@ class Anatomy:
 
     def _step(self) -> str:
         flops = f", {self.model_flops:.3g} FLOPs of the model" if self.model_flops else ""
-        return f"of a step with micro-batches of {self.batch_size} on {self.device}{flops}"
+        work = "a forward pass with batches" if self.inference else "a step with micro-batches"
+        return f"of {work} of {self.batch_size} on {self.device}{flops}"
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as strings, numbers, lists and dicts, as JSON has them."""

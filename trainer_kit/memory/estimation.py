@@ -19,7 +19,7 @@ from trainer_kit.memory.costs import EightBitAdam
 from trainer_kit.memory.errors import described
 from trainer_kit.memory.fakes import Fakes
 from trainer_kit.memory.kernels import hidden_on_cpu
-from trainer_kit.memory.step import Step
+from trainer_kit.memory.step import Inference, Step
 from trainer_kit.memory.tracker import Tracker
 from trainer_kit.optim import make_optimizer, parameter_groups
 from trainer_kit.precision import Precision
@@ -41,6 +41,7 @@ def estimate(
     optimizer: torch.optim.Optimizer | None = None,
     device: str | torch.device = "cpu",
     world_size: int = 1,
+    inference: bool = False,
 ) -> Anatomy:
     """The memory of an optimizer step on each device at its peak, found without memory for it.
 
@@ -59,6 +60,8 @@ def estimate(
         optimizer: Of the model; default: as `args.optim` says.
         device: "cpu", "cuda" or another; any other than a GPU is estimated as the CPU is.
         world_size: Processes of the run; with more than one, gradients lie in DistributedDataParallel's buckets.
+        inference: Estimates a forward pass without gradients and optimizer instead, in evaluation mode: of an
+            evaluation, a prediction, or one of the passes in which a generation makes its tokens.
 
     Raises:
         ValueError: If the model gives no loss, has nothing to train, computes what hangs on values not known, or does
@@ -75,19 +78,20 @@ def estimate(
         strategy = _Pretended(is_cuda, Precision(args.mixed_precision))
         strategy.setup()
         copied = fakes.copy(model).train()
-        if args.gradient_checkpointing:
+        if args.gradient_checkpointing and not inference:
             strategy.recompute_activations(copied)
         if is_cuda:
             stack.enter_context(cuda.AsOnCuda())
         stack.enter_context(fakes.computing())
-        made = fakes.copy(optimizer) if optimizer is not None else _optimizer(copied, args)
-        if is_cuda:
-            cuda.use_foreach(made)
-        trainable = [parameter for parameter in copied.parameters() if parameter.requires_grad]
-        buckets: dict[torch.Tensor, torch.Tensor] = {}
-        if world_size > 1:
-            buckets = {each: torch.empty_like(each) for each in trainable}
-        step = Step(copied, made, args, fakes.batch(batch), compute_loss, strategy, buckets)
+        step: Step | Inference
+        if inference:
+            step = Inference(copied, fakes.batch(batch), compute_loss, strategy)
+        else:
+            made = fakes.copy(optimizer) if optimizer is not None else _optimizer(copied, args)
+            if is_cuda:
+                cuda.use_foreach(made)
+            buckets = _buckets(copied) if world_size > 1 else {}
+            step = Step(copied, made, args, fakes.batch(batch), compute_loss, strategy, buckets)
         tracker = Tracker(cuda.GRANULARITY) if is_cuda else Tracker(1, hidden_on_cpu)
         ahead = map_tensors(torch.clone, step.batch) if is_cuda else None  # the next one is copied meanwhile
         tracker.mark("batch", tensors(ahead))
@@ -99,8 +103,13 @@ def estimate(
     if is_cuda:
         components.append(cuda.runtime())
     flops = {"model_flops": counter.flops.model, "recomputed_flops": counter.flops.recomputed}
-    flops = {name: round(count * repeated) for name, count in flops.items()}
-    return make_anatomy(components, model, batch, place, **flops)
+    flops = {name: round(count * (1 if inference else repeated)) for name, count in flops.items()}
+    return make_anatomy(components, model, batch, place, inference, **flops)
+
+
+def _buckets(model: torch.nn.Module) -> dict[torch.Tensor, torch.Tensor]:
+    """What DistributedDataParallel sends gradients in, by parameter."""
+    return {each: torch.empty_like(each) for each in model.parameters() if each.requires_grad}
 
 
 @contextlib.contextmanager
@@ -129,7 +138,12 @@ def _quiet() -> Iterator[None]:
 
 
 def make_anatomy(
-    components: list[Component], model: torch.nn.Module, batch: Any, device: torch.device, **figures: int
+    components: list[Component],
+    model: torch.nn.Module,
+    batch: Any,
+    device: torch.device,
+    inference: bool = False,
+    **figures: int,
 ) -> Anatomy:
     """The anatomy with these components, and what there is to know of model and batch."""
     parameters = [*model.parameters()]
@@ -138,6 +152,7 @@ def make_anatomy(
         components=tuple(components),
         peak=sum(component.nbytes for component in components),
         device=device.type,
+        inference=inference,
         parameters=sum(parameter.numel() for parameter in parameters),
         trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         batch_size=samples_of(batch),

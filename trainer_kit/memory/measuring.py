@@ -19,7 +19,7 @@ from trainer_kit.loss import ComputeLoss
 from trainer_kit.memory.anatomy import KINDS, Anatomy, Component
 from trainer_kit.memory.cuda import GRANULARITY
 from trainer_kit.memory.estimation import make_anatomy
-from trainer_kit.memory.step import Step
+from trainer_kit.memory.step import Inference, Step
 from trainer_kit.memory.tracker import Tracker
 from trainer_kit.optim import make_optimizer
 from trainer_kit.precision import Precision
@@ -39,6 +39,7 @@ def measure(
     compute_loss: ComputeLoss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     device: str | torch.device = "cpu",
+    inference: bool = False,
 ) -> Anatomy:
     """The memory of an optimizer step on this device, measured.
 
@@ -55,6 +56,7 @@ def measure(
         compute_loss: As the Trainer takes it.
         optimizer: Of the model; default: as `args.optim` says.
         device: "cpu", or "cuda" with or without an index.
+        inference: Measures a forward pass without gradients instead, as `estimate` has it.
 
     Raises:
         ValueError: If the device's allocator does not tell what it gives out, or the model gives no loss.
@@ -68,10 +70,14 @@ def measure(
     with generators_kept(strategy.device):
         strategy.setup()
         copied = strategy.prepare(copied).train()
-        if args.gradient_checkpointing:
+        if args.gradient_checkpointing and not inference:
             strategy.recompute_activations(copied)
-        made = made if made is not None else make_optimizer(copied, args)
-        step = Step(copied, made, args, strategy.to_device(batch), compute_loss, strategy)
+        step: Step | Inference
+        if inference:
+            step = Inference(copied, strategy.to_device(batch), compute_loss, strategy)
+        else:
+            made = made if made is not None else make_optimizer(copied, args)
+            step = Step(copied, made, args, strategy.to_device(batch), compute_loss, strategy)
         step()
         runtime = runtime_on_cuda(step, before) if place.type == "cuda" else Runtime(0, 0)
         peak = runtime.context + (peak_on_cuda(step) - before if place.type == "cuda" else peak_on_cpu(step))
@@ -87,7 +93,7 @@ def measure(
         "runtime": "torch.cuda.memory_allocated between steps, without tensors; the context by NVML",
     }
     components = [Component(kind, found[kind], f"{sources[kind]}: {KINDS[kind]}") for kind in KINDS if found.get(kind)]
-    return make_anatomy(components, model, batch, place)
+    return make_anatomy(components, model, batch, place, inference)
 
 
 class Runtime(NamedTuple):
@@ -102,7 +108,7 @@ class Runtime(NamedTuple):
     context: int
 
 
-def runtime_on_cuda(step: Step, before: int) -> Runtime:
+def runtime_on_cuda(step: Step | Inference, before: int) -> Runtime:
     """What is there between two steps.
 
     Args:
@@ -116,7 +122,7 @@ def runtime_on_cuda(step: Step, before: int) -> Runtime:
     return Runtime(max(0, kept), max(0, round(context * GIB)))
 
 
-def peak_on_cuda(step: Step) -> int:
+def peak_on_cuda(step: Step | Inference) -> int:
     """The most that is allocated while the step is taken, all that was there before included."""
     device = step.strategy.device
     torch.cuda.synchronize(device)
@@ -126,7 +132,7 @@ def peak_on_cuda(step: Step) -> int:
     return torch.cuda.max_memory_allocated(device)
 
 
-def peak_on_cpu(step: Step) -> int:
+def peak_on_cpu(step: Step | Inference) -> int:
     """What is held before the step, and the most that is allocated beside it while it is taken."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with _without_notices(), torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
@@ -138,7 +144,7 @@ def peak_on_cpu(step: Step) -> int:
     return _held(step) + most
 
 
-def _held(step: Step, granularity: int = 1) -> int:
+def _held(step: Step | Inference, granularity: int = 1) -> int:
     """Bytes that are held between steps, each storage in multiples of the granularity."""
     sizes: dict[int, int] = {}
     for tensor in itertools.chain(*step.held().values()):

@@ -1,4 +1,4 @@
-"""The optimizer step as the loop takes it."""
+"""The optimizer step as the loop takes it, and the forward pass of inference."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainer_kit.arguments import TrainingArguments
-from trainer_kit.loss import ComputeLoss, Loss, samples_of, weighed
+from trainer_kit.loss import ComputeLoss, Loss, call, samples_of, weighed
 from trainer_kit.memory.tracker import Tracker
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.trees import tensors
@@ -87,3 +87,39 @@ class Step:
                 self()
             state = self.held()["optimizer"]
             tracker.mark("optimizer", state) if held["optimizer"] else tracker.move_to_start("optimizer", state)
+
+
+class Inference:
+    """A forward pass without gradients, as evaluation and prediction take it, to be taken again and again.
+
+    Args:
+        model: On the strategy's device; it is put into evaluation mode.
+        batch: On the device.
+        compute_loss: Called instead of the model where it is given, as for an `eval_loss`.
+        strategy: Set up.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, batch: Any, compute_loss: ComputeLoss | None, strategy: Strategy
+    ) -> None:
+        self.model, self.batch, self.strategy = model.eval(), batch, strategy
+        self._compute_loss = compute_loss
+
+    def __call__(self) -> None:
+        with torch.no_grad(), self.strategy.autocast():
+            (self._compute_loss or call)(self.model, self.batch)
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """The tensors that are there before and after the pass, by what they are used for."""
+        return {
+            "weights": [*self.model.parameters()],
+            "buffers": [*self.model.buffers()],
+            "batch": [*tensors(self.batch)],
+        }
+
+    def track(self, tracker: Tracker) -> None:
+        """Takes the pass, and tells `tracker` what is what."""
+        for kind, each in self.held().items():
+            tracker.mark(kind, each)
+        with tracker.following():
+            self()

@@ -19,6 +19,7 @@ from trainer_kit.planning.words import said
 from trainer_kit.run import Run
 from trainer_kit.saving import checkpoints_at_once
 from trainer_kit.trees import tensors
+from trainer_kit.wrappers import without_wrappers
 
 
 def storage_of(
@@ -37,7 +38,7 @@ def storage_of(
         TypeError: If the model, or a state, holds something that a checkpoint cannot hold.
         ValueError: If it has a name that cannot be a file's.
     """
-    parts, unknown = {"weights": _size(run, run.model.state_dict(), {})}, ""
+    parts, unknown = {"weights": _size(run, without_wrappers(run.model).state_dict(), {})}, ""
     assert run.optimizer is not None
     try:
         parts["optimizer"] = optimizer_bytes(run.optimizer, run.model, without_gradient)

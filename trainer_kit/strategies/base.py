@@ -24,6 +24,7 @@ from trainer_kit.rng import seed_generators
 from trainer_kit.strategies.gradients import GradientNorms, gradient_norms, gradient_values
 from trainer_kit.strategies.shapes import ShapeLedger
 from trainer_kit.trees import move, strides_of_copy
+from trainer_kit.wrappers import without_wrappers
 
 logger = logging.getLogger("trainer_kit")
 T = TypeVar("T")
@@ -426,8 +427,8 @@ class Strategy:
                 logger.warning("the launcher could not be told of the checkpoint of step %d: %s", step, error)
 
     def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The whole model's state under the user's own names; all processes take part."""
-        return self.unwrap(model).state_dict()
+        """The whole model's state under the user's own names, without wrappers' prefixes; all processes take part."""
+        return without_wrappers(self.unwrap(model)).state_dict()
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of a model or an optimizer on the host, whole."""

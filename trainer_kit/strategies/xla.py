@@ -28,6 +28,7 @@ from trainer_kit.strategies.xla_model import (
 )
 from trainer_kit.strategies.xla_optimizer import computes_on_device, varying_rates
 from trainer_kit.trees import map_tensors, tensors
+from trainer_kit.wrappers import without_wrappers
 
 T = TypeVar("T")
 logger = logging.getLogger("trainer_kit")
@@ -352,7 +353,7 @@ class XLA(Processes):
 
     def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         # Parameters themselves: on XLA only the objects tell which are tied.
-        return self.unwrap(model).state_dict(keep_vars=True)
+        return without_wrappers(self.unwrap(model)).state_dict(keep_vars=True)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._division is None or not self.is_alone or tensor.device.type != "xla":
