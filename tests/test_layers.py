@@ -15,11 +15,11 @@ import trainer_kit.callbacks
 
 LAYERS = (
     {"fields", "environment"},
-    {"arguments", "state", "precision", "trees", "ledger", "log", "flops", "peaks", "rng"},
+    {"arguments", "state", "precision", "trees", "ledger", "log", "flops", "peaks", "rng", "run_lock"},
     {"strategies", "optim", "loss", "checkpoint"},
     {"run", "inspection"},
     {"data", "diagnosis", "figures", "memory", "metrics", "copying"},
-    {"callback", "evaluation", "agreement", "continuity", "fitting", "saving", "report"},
+    {"callback", "evaluation", "agreement", "continuity", "fitting", "integrity", "saving", "report"},
     {"callbacks", "planning", "postmortem", "resume"},
     {"steps"},
     {"trainer", "accelerator"},

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer_kit.checkpoint.files import CheckpointError
+
 if TYPE_CHECKING:
     from trainer_kit.run import Run
 
 
 logger = logging.getLogger("trainer_kit")
+
+_SHIPPED = "trainer_kit.callbacks."
 
 
 class CallbackError(RuntimeError):
@@ -202,6 +207,22 @@ class Events:
                     f"the checkpoint holds the state of callback {name}, which this run does not have; it is left out",
                     stacklevel=2,
                 )
+
+    def check_state_dict(self, state_dict: dict[str, Any], directory: Path) -> None:
+        """Tries out the states of the callbacks that ship, on copies of them; others are left to themselves.
+
+        Raises:
+            CheckpointError: If one does not take its state.
+        """
+        callbacks = self._by_name()
+        for name, state in state_dict.items():
+            if name in callbacks and type(callbacks[name]).__module__.startswith(_SHIPPED):
+                try:
+                    copy.copy(callbacks[name]).load_state_dict(copy.deepcopy(state))
+                except Exception as error:
+                    raise CheckpointError(
+                        f"{directory} is damaged: {name} does not take its state: {type(error).__name__}: {error}"
+                    ) from error
 
     def _by_name(self) -> dict[str, Callback]:
         named: dict[str, Callback] = {}

@@ -31,6 +31,7 @@ from trainer_kit.figures import NonFiniteError
 from trainer_kit.loss import Loss
 from trainer_kit.rng import generator_states
 from trainer_kit.run import Run
+from trainer_kit.run_lock import FolderInUseError
 from trainer_kit.saving import SaveError
 from trainer_kit.trees import split
 
@@ -112,7 +113,7 @@ class Postmortem:
         Returns:
             The folder; None where there is nothing to write, or it could not be written.
         """
-        if not isinstance(error, Exception) or isinstance(error, SaveError) or self._is_lost(error):
+        if not isinstance(error, Exception) or isinstance(error, (SaveError, FolderInUseError)) or self._is_lost(error):
             return None
         try:
             return self._write(error, newest_checkpoint, micro, fetching)

@@ -26,7 +26,8 @@ from trainer_kit.checkpoint import (
     verify,
 )
 from trainer_kit.checkpoint.loading import check_weights, load_weights
-from trainer_kit.checkpoint.reader import first_valid, is_of_run
+from trainer_kit.checkpoint.reader import first_valid, is_of_run, read_outline
+from trainer_kit.checkpoint.trainer_state import read_committed, read_data_state, read_ledger, read_trainer
 from trainer_kit.continuity import (
     check_same_run,
     dataset_length,
@@ -39,10 +40,12 @@ from trainer_kit.data.build import writable_folder
 from trainer_kit.data.loader import TrainLoader
 from trainer_kit.data.plan import Plan, make_plan
 from trainer_kit.data.stream import StreamLoader
+from trainer_kit.integrity import check_resumable
 from trainer_kit.log import NAME as LOG
 from trainer_kit.log import LogFile
 from trainer_kit.optim import Schedule
 from trainer_kit.run import Run
+from trainer_kit.run_lock import RunLock
 from trainer_kit.saving import Saver
 
 logger = logging.getLogger("trainer_kit")
@@ -64,6 +67,7 @@ class Checkpoints:
         shifts_labels: What `Inspection.shift` found.
         resumed_from: The checkpoint that this start goes on from; None at the beginning.
         saver: Writes them.
+        lock: Holds the folder for this training, on the main process.
         metric: Step and value of `metric_for_best_model` in the last evaluation.
         plan: The steps of the run, as `lay_out` found them last.
     """
@@ -77,6 +81,7 @@ class Checkpoints:
         self.shifts_labels: bool | None = None
         self.resumed_from: Path | None = None
         self.saver = Saver(run, self._is_of_this_run)
+        self.lock = RunLock(self.folder)
         self.metric: tuple[int, float] | None = None
         self.plan: Plan = None  # type: ignore[assignment]  # made by lay_out()
         self._source: Path | None = None  # the same, as this process can read it
@@ -99,26 +104,26 @@ class Checkpoints:
         return self.resumed_from.with_name(here.name)
 
     def find(self, request: bool | str | Path | None) -> None:
-        """Looks for the checkpoint that is asked for and takes up where it stands.
+        """Takes the folder, looks for the checkpoint that is asked for and takes up where it stands.
 
         That comes before the schedule is made, whose length follows from it.
 
         Raises:
+            FolderInUseError: If another training holds the folder.
             ValueError: If it is not there, or one of another dataset, seed or optimizer, naming what differs.
         """
         run = self.run
-        self.resumed_from = run.strategy.on_main(lambda: find_checkpoint(self.folder, request)) if request else None
+        run.strategy.on_main(self._lock_folder)
+        if request:
+            self.resumed_from = run.strategy.on_main(lambda: find_checkpoint(self.folder, request, check=self._check))
         if self.resumed_from is None:
             return
         self._source = run.strategy.local_copy(self.resumed_from)
         if self._source != self.resumed_from and run.strategy.is_local_main:
             verify(self._source)
-        trainer = read_state(self._source, "trainer")
-        if trainer is None:
-            raise ValueError(
-                f"{self.resumed_from} holds no state of a training run; load it with load_checkpoint_in_model"
-            )
-        self.data_state = read_state(self._source, "data")
+        trainer = read_trainer(self._source)
+        assert trainer is not None
+        self.data_state = read_data_state(self._source)
         check_same_run(run, trainer, self.data_state, self.resumed_from)
         self._earlier = (trainer["plan"], read_arguments(self._source))
         run.state.load_state_dict(trainer["counters"])
@@ -149,7 +154,7 @@ class Checkpoints:
         run, directory = self.run, self._source
         if directory is not None:
             self._load(directory)
-            ledger = _ledger_in(directory)
+            ledger = read_ledger(directory)
             run.ledger.go_on(ledger, run.strategy.on_main(lambda: self._logged_after(ledger["time"])))
             if isinstance(run.lr_scheduler, Schedule):
                 run.lr_scheduler.go_on_at(self.plan.place)
@@ -171,9 +176,17 @@ class Checkpoints:
                     seconds, last = seconds + time - max(last, record.get("began", last)), time
         return seconds
 
+    def _lock_folder(self) -> None:
+        """Nothing else is written there before."""
+        writable_folder(self.folder)
+        try:
+            self.lock.acquire()
+        except OSError as error:
+            raise ValueError(f"output_dir={str(self.folder)!r} cannot be written: {error}") from error
+
     def _take_folder(self) -> None:
-        """Makes the folder this run's own; nothing is written there before."""
-        remove_stale_staging(writable_folder(self.folder))
+        """Makes the folder this run's own."""
+        remove_stale_staging(self.folder)
         set_aside(self.folder, keep={each.name for each in self.saver.committed})
 
     def go_back(self) -> Path | None:
@@ -186,9 +199,11 @@ class Checkpoints:
         if source != directory and run.strategy.is_local_main:
             verify(source)
         self.metric = None
-        run.state.load_state_dict((read_state(source, "trainer") or {})["counters"])
-        run.ledger.go_back(_ledger_in(source))
-        self.data_state = read_state(source, "data")
+        trainer = read_trainer(source)
+        assert trainer is not None
+        run.state.load_state_dict(trainer["counters"])
+        run.ledger.go_back(read_ledger(source))
+        self.data_state = read_data_state(source)
         self._load(source)
         run.strategy.release_copies()
         return directory
@@ -217,7 +232,12 @@ class Checkpoints:
 
     def _newest_valid(self) -> Path | None:
         there = [self.folder / each.name for each in reversed(self.saver.committed)]
-        return first_valid([*there, *([self.resumed_from] if self.resumed_from is not None else [])], logger.warning)
+        there += [self.resumed_from] if self.resumed_from is not None else []
+        return first_valid(there, logger.warning, self._check)
+
+    def _check(self, directory: Path) -> None:
+        check_resumable(self.run, directory)
+        self.events.check_state_dict(read_outline(directory, "callbacks") or {}, directory)
 
     def judge(self, metric: float) -> None:
         """Takes what an evaluation of this step gave, and whether that is the best.
@@ -250,6 +270,7 @@ class Checkpoints:
     def _states(self, committed: list[Committed], evaluation_is_due: bool) -> dict[str, Any]:
         """Everything but the model's weights, by name; `committed` are the run's checkpoints with this one."""
         run = self.run
+        self.lock.confirm()
         check_stateful(run)
         states: dict[str, Any] = {
             "trainer": {
@@ -278,8 +299,9 @@ class Checkpoints:
         """The checkpoints of this training up to where it goes on, as far as they are still there."""
         assert self._source is not None
         assert self.resumed_from is not None
-        trainer = read_state(self._source, "trainer") or {}
-        known = [Committed(*each) for each in trainer["committed"] if (self.folder / each[0]).is_dir()]
+        trainer = read_trainer(self._source)
+        assert trainer is not None
+        known = [each for each in read_committed(trainer) if (self.folder / each.name).is_dir()]
         if self.resumed_from.parent.resolve() == self.folder.resolve():
             return known
         return [each for each in known if self._is_of_this_run(self.folder / each.name)]
@@ -326,16 +348,16 @@ def set_aside(output_dir: Path, keep: Collection[str] = ()) -> None:
     )  # fmt: skip
 
 
-def _ledger_in(directory: Path) -> Mapping[str, Any]:
-    state = read_state(directory, "ledger")
-    assert state is not None, directory
-    return state  # type: ignore[no-any-return]
-
-
 def _restore_stateful(run: Run, directory: Path) -> None:
     for name, entry in run.stateful.items():
         state = read_state(directory, name)
         if state is None:
             warnings.warn(f"{directory} holds nothing for run.stateful[{name!r}]; it stays as it is", stacklevel=2)
-        else:
+            continue
+        try:
             entry.load_state_dict(state)
+        except Exception as error:
+            raise ValueError(
+                f"run.stateful[{name!r}] does not take the state that {directory} holds for it: "
+                f"{type(error).__name__}: {error}; resume with the same object, or from another checkpoint"
+            ) from error

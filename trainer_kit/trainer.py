@@ -202,6 +202,7 @@ class Trainer:
 
         Raises:
             ValueError: If something that was given makes no sense, before training begins.
+            FolderInUseError: If another training is at work in `output_dir`, before anything is changed there.
             NonFiniteError: If the loss or a gradient is not finite and `nonfinite="stop"`.
             CallbackError: If a callback raised.
             SaveError: If the last checkpoint could not be written, or any with `save_failures="raise"`.
@@ -249,6 +250,8 @@ class Trainer:
         finally:
             if self._steps is not None:
                 self._steps.close()
+            if self._checkpoints is not None:
+                self._checkpoints.lock.release()
             self._postmortem, run.requests.exit_code = None, None
         run.strategy.teardown()
         if exit_code is not None:
@@ -415,6 +418,7 @@ class Trainer:
 
     def _serve(self) -> None:
         """Does what was asked for, in a fixed order: a checkpoint knows its evaluation."""
+        self._checkpoints.lock.check()
         run, due, reach = self.run, self._agreement.due, self._agreement.reach
         if due.written:
             self._finish_save()

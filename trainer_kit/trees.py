@@ -84,12 +84,16 @@ def join(json_tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         tensors: The second one. What is put together shares their memory.
 
     Raises:
-        ValueError: If `json_tree` was not made by `split`, or a tensor that it names is missing.
+        ValueError: If `json_tree` was not made by `split`, or a tensor that it names is missing, or one is left over.
     """
+    left = dict(tensors)
     try:
-        return _decode(json_tree, dict(tensors))
+        state = _decode(json_tree, left)
     except _NO_STATE as error:
         raise ValueError(f"this is no state that split() made: {type(error).__name__}: {error}") from error
+    if left:
+        raise ValueError(f"it does not name the tensor {next(iter(left))!r:.80}")
+    return state
 
 
 def plain_values(json_tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:
