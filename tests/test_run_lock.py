@@ -85,6 +85,8 @@ def test_a_second_start_is_refused_before_anything_is_touched(runs: Runs) -> Non
     """Also where the holder stands still, and goes on later."""
     first = runs.start(pause=0.3)
     runs.wait_for(5)
+    while not (runs.folder / "checkpoint-4").is_dir():
+        time.sleep(0.02)
     os.kill(first.pid, signal.SIGSTOP)
     before = files(runs.folder)
     assert "checkpoint-4/manifest.json" in before

@@ -302,7 +302,8 @@ class TrainingArguments:
 
     def _resolve(self) -> None:
         """Replaces short forms by what they stand for."""
-        self.output_dir = os.path.expanduser(self.output_dir)
+        # Absolute, so that a later os.chdir does not part a run.
+        self.output_dir = os.path.abspath(os.path.expanduser(self.output_dir))
         if self.logging_dir is not None:
             self.logging_dir = os.path.expanduser(self.logging_dir)
         chosen = [self.report_to] if isinstance(self.report_to, str) else self.report_to

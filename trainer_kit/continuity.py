@@ -17,6 +17,7 @@ from trainer_kit.data.plan import Plan, step_numbers
 from trainer_kit.data.stream import check_workers
 from trainer_kit.optim import Schedule
 from trainer_kit.run import Run
+from trainer_kit.run_lock import holder_of
 
 logger = logging.getLogger("trainer_kit")
 
@@ -73,6 +74,7 @@ def find_checkpoint(
             f"{given} holds no checkpoint: it has neither a {MANIFEST_NAME} nor folders named checkpoint-STEP; give a "
             f"checkpoint's folder, or the output_dir of a run{_others(output_dir)}"
         )
+    repair = repair and holder_of(directory) is None
     found = newest_valid(directory, logger.warning, repair=repair, check=check)
     if found is None:
         raise ValueError(

@@ -101,6 +101,11 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, directory: Path) -> list[
     for number, group in enumerate(groups):
         holds = isinstance(group, dict) and isinstance(group.get("params"), list)
         file.require(holds and all(map(is_count, group["params"])), f"param_groups[{number}]", group, "with params")
+        names = group.get("param_names", [""] * len(group["params"]))
+        holds = (
+            isinstance(names, list) and len(names) == len(group["params"]) and all(type(name) is str for name in names)
+        )
+        file.require(holds, f"param_groups[{number}].param_names", names, "a name for each parameter")
         _check_options(file, optimizer, group, number)
     numbers = [each for group in groups for each in group["params"]]
     is_known = len(set(numbers)) == len(numbers) and state["state"].keys() <= set(numbers)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trainer_kit.checkpoint import take_snapshot, write_checkpoint
+from trainer_kit.checkpoint.inventory import CRASH_PREFIX
 from trainer_kit.checkpoint.shards import refuse_unstorable
 from trainer_kit.data.fetch import DataError, Fetcher
 from trainer_kit.data.loader import MicroBatch, TrainLoader
@@ -37,7 +38,6 @@ from trainer_kit.trees import split
 
 logger = logging.getLogger("trainer_kit")
 
-CRASH_PREFIX = "crash-"
 SPOILED = "after it, already spoiled"
 """What `report["weights_are"]` says of weights that cannot show how the step went wrong."""
 

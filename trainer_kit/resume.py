@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from trainer_kit.arguments import TrainingArguments
 from trainer_kit.callback import Events
 from trainer_kit.checkpoint import (
     CHECKPOINT_PREFIX,
@@ -27,6 +28,7 @@ from trainer_kit.checkpoint import (
 )
 from trainer_kit.checkpoint.loading import check_weights, load_weights
 from trainer_kit.checkpoint.reader import first_valid, is_of_run, read_outline
+from trainer_kit.checkpoint.shards import refuse_unstorable
 from trainer_kit.checkpoint.trainer_state import read_committed, read_data_state, read_ledger, read_trainer
 from trainer_kit.continuity import (
     check_same_run,
@@ -52,6 +54,9 @@ logger = logging.getLogger("trainer_kit")
 
 OWN_STATES = ("trainer", "optimizer", "lr_scheduler", "precision", "callbacks", "data", "ledger")
 """Names that `run.stateful` may not use."""
+
+_REPORTS = ("report.html", "report.md")
+_EVENTS, _ARGUMENTS_TAG, _HEAD_BYTES = "events.out.tfevents.*", b"arguments/text_summary", 4096
 
 
 class Checkpoints:
@@ -84,6 +89,7 @@ class Checkpoints:
         self.lock = RunLock(self.folder)
         self.metric: tuple[int, float] | None = None
         self.plan: Plan = None  # type: ignore[assignment]  # made by lay_out()
+        self._starts_again = False  # whether a checkpoint was asked for
         self._source: Path | None = None  # the same, as this process can read it
         self._earlier: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None  # the plan and arguments in it
 
@@ -114,6 +120,7 @@ class Checkpoints:
         """
         run = self.run
         run.strategy.on_main(self._lock_folder)
+        self._starts_again = bool(request)
         if request:
             self.resumed_from = run.strategy.on_main(lambda: find_checkpoint(self.folder, request, check=self._check))
         if self.resumed_from is None:
@@ -187,7 +194,9 @@ class Checkpoints:
     def _take_folder(self) -> None:
         """Makes the folder this run's own."""
         remove_stale_staging(self.folder)
-        set_aside(self.folder, keep={each.name for each in self.saver.committed})
+        kept = {each.name for each in self.saver.committed}
+        records = [] if kept or self._starts_again else _records_of(self.run.args)
+        set_aside(self.folder, kept, records)
 
     def go_back(self) -> Path | None:
         """Takes everything up again from the newest checkpoint that is whole, which it returns; None without any."""
@@ -324,28 +333,67 @@ def check_stateful(run: Run) -> None:
             raise TypeError(f"run.stateful[{name!r}] is a {type(entry).__name__} without state_dict or load_state_dict")
 
 
-def set_aside(output_dir: Path, keep: Collection[str] = ()) -> None:
-    """Moves checkpoints that this run does not go on from into a folder of their own, so that two runs never mix.
+def check_storable(run: Run) -> None:
+    """Refuses a model that no checkpoint can hold, before its first step.
 
-    They are those of another run, those of this one after the step where it is taken up, and damaged ones.
+    Raises:
+        TypeError: If one of its tensors is sparse, quantized or of a dtype that files lack.
+        ValueError: If one has no content.
+    """
+    if run.args.save_strategy == "no":
+        return
+    for name, tensor in run.model.state_dict(keep_vars=True).items():
+        try:
+            refuse_unstorable(name, tensor)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"the model cannot be saved: {error}, or set save_strategy='no'") from None
+
+
+def set_aside(output_dir: Path, keep: Collection[str] = (), records: Collection[Path] = ()) -> None:
+    """Moves what this run does not go on from into a folder of its own, so that two runs never mix.
+
+    That are checkpoints of another run, those of this one after the step where it is taken up, and damaged ones.
 
     Args:
         output_dir: Folder of the run.
-        keep: Names of those that stay.
+        keep: Names of the checkpoints that stay.
+        records: Files below `output_dir` in which another run has recorded what it did, moved too.
     """
     found = [directory for directory in find_checkpoints(output_dir) if directory.name not in keep]
-    if not found:
+    if not found and not records:
         return
     number = 1
     while (folder := output_dir / f"earlier-{number}").exists():
         number += 1
     folder.mkdir()
-    for directory in found:
-        directory.rename(folder / directory.name)
-    logger.warning(
-        "%s held %s, where this run does not go on from; now in %s (to go on with the newest use "
-        "resume_from_checkpoint=True)", output_dir, ", ".join(directory.name for directory in found), folder,
-    )  # fmt: skip
+    for each in (*found, *records):
+        target = folder / each.relative_to(output_dir)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        each.rename(target)
+    names = ", ".join(each.relative_to(output_dir).as_posix() for each in (*found, *records))
+    remedy = " (to go on with the newest checkpoint use resume_from_checkpoint=True)" if found else ""
+    logger.warning("%s held %s of another run; now in %s%s", output_dir, names, folder, remedy)
+
+
+def _records_of(args: TrainingArguments) -> list[Path]:
+    """What an earlier run has recorded in the folder: its log, its report and TensorBoard's events.
+
+    What an evaluation before this training has written there is none of that: it begins no run.
+    """
+    folder, found = Path(args.output_dir), list[Path]()
+    with contextlib.suppress(OSError, ValueError):  # no log, or a damaged one
+        records = itertools.chain.from_iterable(LogFile(folder / LOG).pieces())
+        if any(record["event"] == "start" for record in records):
+            found = [folder / name for name in (LOG, *_REPORTS) if (folder / name).is_file()]
+    if args.log_dir.resolve().is_relative_to(folder.resolve()):  # else it may be that of several runs
+        found += sorted(path for path in args.log_dir.glob(_EVENTS) if _begins_a_run(path))
+    return found
+
+
+def _begins_a_run(events: Path) -> bool:
+    """Whether a file of TensorBoard's begins with a run's arguments, as the callback writes them."""
+    with open(events, "rb") as file:
+        return _ARGUMENTS_TAG in file.read(_HEAD_BYTES)
 
 
 def _restore_stateful(run: Run, directory: Path) -> None:

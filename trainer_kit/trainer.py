@@ -35,7 +35,7 @@ from trainer_kit.loss import ComputeLoss, Loss, takes_column
 from trainer_kit.metrics import Metric, metrics_by_name
 from trainer_kit.optim import check_optimizer, make_optimizer, make_scheduler, own_scheduler
 from trainer_kit.postmortem import Postmortem
-from trainer_kit.resume import Checkpoints, check_stateful
+from trainer_kit.resume import Checkpoints, check_stateful, check_storable
 from trainer_kit.rng import generators_kept
 from trainer_kit.run import Run
 from trainer_kit.state import Requests, TrainState
@@ -305,6 +305,7 @@ class Trainer:
         self._checkpoints.lay_out(self._loader)
         run.lr_scheduler = self._make_scheduler(run.optimizer)
         check_stateful(run)
+        check_storable(run)
         self._checkpoints.restore()
         self._loss.shifts = self._checkpoints.shifts_labels
         if run.total_steps <= run.state.step:

@@ -245,6 +245,11 @@ class States:
                 raise ValueError(f"load_state() found no whole checkpoint in {folder}; save_state() writes them there")
             return found
         recover_replaced(folder)
+        if not input_dir.is_dir():
+            raise ValueError(
+                f"load_state({str(input_dir)!r}) names no folder; give one that save_state() returned, or none for the "
+                "project's newest"
+            )
         verify(input_dir)
         return input_dir
 

@@ -14,7 +14,8 @@ from trainer_kit.checkpoint.reader import find_checkpoints, is_of_run, read_argu
 from trainer_kit.checkpoint.retention import Committed, Retention
 from trainer_kit.checkpoint.trainer_state import read_committed, read_trainer
 
-PREFIXES = (CHECKPOINT_PREFIX, "checkpoint_", "crash-")
+CRASH_PREFIX = "crash-"
+PREFIXES = (CHECKPOINT_PREFIX, "checkpoint_", CRASH_PREFIX)
 """How the names of folders begin that the Trainer, the Accelerator and a crash write."""
 
 
@@ -66,7 +67,8 @@ def checkpoints_at(path: Path) -> list[Path]:
         CheckpointError: If it is no folder, or one without checkpoints.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder; give the output_dir of a run, or one of its checkpoints")
+        what = "is a file" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {what}; give the output_dir of a run, or one of its checkpoints")
     path = path if path.name not in ("", "..") else path.resolve()
     if (path / MANIFEST_NAME).exists():
         return [path]
