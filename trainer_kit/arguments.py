@@ -302,8 +302,7 @@ class TrainingArguments:
 
     def _resolve(self) -> None:
         """Replaces short forms by what they stand for."""
-        # Absolute, so that a later os.chdir does not part a run.
-        self.output_dir = os.path.abspath(os.path.expanduser(self.output_dir))
+        self.output_dir = os.path.expanduser(self.output_dir)
         if self.logging_dir is not None:
             self.logging_dir = os.path.expanduser(self.logging_dir)
         chosen = [self.report_to] if isinstance(self.report_to, str) else self.report_to
@@ -316,6 +315,12 @@ class TrainingArguments:
             self.metric_for_best_model = "eval_" + self.metric_for_best_model.removeprefix("eval_")
             if self.greater_is_better is None:
                 self.greater_is_better = not self.metric_for_best_model.endswith("loss")
+
+    def fix_folders(self) -> None:
+        """Makes relative folders absolute, so that a later `os.chdir` does not part a run."""
+        self.output_dir = os.path.abspath(self.output_dir)
+        if self.logging_dir is not None:
+            self.logging_dir = os.path.abspath(self.logging_dir)
 
     @property
     def eval_batch_size(self) -> int:

@@ -89,6 +89,7 @@ class Checkpoints:
         self.lock = RunLock(self.folder)
         self.metric: tuple[int, float] | None = None
         self.plan: Plan = None  # type: ignore[assignment]  # made by lay_out()
+        self._made: list[Path] = []  # folders that were not there before
         self._starts_again = False  # whether a checkpoint was asked for
         self._source: Path | None = None  # the same, as this process can read it
         self._earlier: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None  # the plan and arguments in it
@@ -185,11 +186,19 @@ class Checkpoints:
 
     def _lock_folder(self) -> None:
         """Nothing else is written there before."""
+        self._made = [each for each in (self.folder, *self.folder.parents) if not each.exists()]
         writable_folder(self.folder)
         try:
             self.lock.acquire()
         except OSError as error:
             raise ValueError(f"output_dir={str(self.folder)!r} cannot be written: {error}") from error
+
+    def release_folder(self) -> None:
+        """Gives the folder back; one that was made for a start that was refused goes."""
+        self.lock.release()
+        with contextlib.suppress(OSError):  # it is not empty
+            for each in self._made:
+                each.rmdir()
 
     def _take_folder(self) -> None:
         """Makes the folder this run's own."""

@@ -141,6 +141,7 @@ class Trainer:
         args = args if args is not None else TrainingArguments()
         if not isinstance(args, TrainingArguments):
             raise TypeError(f"args is a {type(args).__name__}; give TrainingArguments")
+        args.fix_folders()
         strategy = choose_strategy(args, strategy)
         _show_log(args.log_level if strategy.is_main else "error")
         if (model is None) == (model_init is None):
@@ -251,7 +252,7 @@ class Trainer:
             if self._steps is not None:
                 self._steps.close()
             if self._checkpoints is not None:
-                self._checkpoints.lock.release()
+                self._checkpoints.release_folder()
             self._postmortem, run.requests.exit_code = None, None
         run.strategy.teardown()
         if exit_code is not None:

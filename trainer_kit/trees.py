@@ -51,6 +51,14 @@ def tensors(tree: Any) -> Iterator[torch.Tensor]:
             yield from tensors(value)
 
 
+def repeated_dimensions(tensor: torch.Tensor) -> list[int]:
+    """The dimensions along which all elements are one in memory, as `expand` makes them; such cannot be written to."""
+    if tensor.layout != torch.strided:
+        return []
+    pairs = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    return [dimension for dimension, (size, stride) in pairs if stride == 0 and size > 1]
+
+
 def split(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """Splits a state into what JSON can hold and its tensors; `join` is the way back.
 

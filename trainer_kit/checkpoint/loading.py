@@ -14,6 +14,7 @@ from trainer_kit.checkpoint.files import CheckpointError
 from trainer_kit.checkpoint.format import MANIFEST_NAME, Manifest
 from trainer_kit.checkpoint.shards import is_file_of, storage_key
 from trainer_kit.checkpoint.sources import Source, load_source, read_header, sources
+from trainer_kit.trees import repeated_dimensions
 
 _SHOWN = 3
 
@@ -58,7 +59,7 @@ def load_weights(
     _compare(state, _shapes(found), checkpoint, type(model).__name__, strict)
     for source in found:
         loaded = load_source(source, into=_readable_into(state, source))
-        for name in [name for name in loaded if name in state and _repeated(state[name])]:
+        for name in [name for name in loaded if name in state and repeated_dimensions(state[name])]:
             _fill_repeated(state[name], loaded.pop(name), name, checkpoint)
         model.load_state_dict(loaded, strict=False)
 
@@ -90,19 +91,11 @@ def _readable_into(state: Mapping[str, torch.Tensor], source: Source) -> dict[st
     return {name: tensor for name, tensor in found.items() if users[tensor.data_ptr()] == 1}
 
 
-def _repeated(tensor: torch.Tensor) -> list[int]:
-    """The dimensions along which all elements are one in memory, as `expand` makes them."""
-    if tensor.layout != torch.strided or tensor.device.type == "xla":  # which has no strides
-        return []
-    pairs = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
-    return [dimension for dimension, (size, stride) in pairs if stride == 0 and size > 1]
-
-
 @torch.no_grad()
 def _fill_repeated(tensor: torch.Tensor, values: torch.Tensor, name: str, checkpoint: Path) -> None:
     """Writes the elements that lie in memory once, which `copy_` refuses to do for all of them."""
     once, first = tensor, values
-    for dimension in _repeated(tensor):
+    for dimension in repeated_dimensions(tensor):
         once, first = once.narrow(dimension, 0, 1), first.narrow(dimension, 0, 1)
     same_bits = torch.equal(*(each.contiguous().view(torch.uint8) for each in (first.expand_as(values), values)))
     if not same_bits:
