@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import shutil
 import sys
@@ -233,6 +234,30 @@ def outcome(folder: Path) -> str:
         raise
 
 
+class Adapting(torch.optim.SGD):
+    """As third-party ones do, with an infinite option and a count of steps among its options."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, growth_rate: float = math.inf) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group |= {"growth_rate": growth_rate, "k": 0}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            group["k"] += 10**6
+
+
+def test_an_optimizer_with_options_of_its_own_is_no_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for stop in ([StopAt(4)], []):
+        trainer = make_trainer(tmp_path, *stop, max_steps=6, eval_strategy="no", save_steps=2)
+        trainer.optimizer = Adapting(trainer.run.model.parameters())
+        trainer.train(resume_from_checkpoint=True)
+    assert "passed over" not in caplog.text
+    assert trainer.run.optimizer is not None
+    assert trainer.run.optimizer.param_groups[0]["k"] == 6 * 10**6
+
+
 def fuzz(stopped: Path, expected: str, examples: int, is_random: bool) -> None:
     """Puts nonsense at any place of any JSON file of the newest checkpoint, seals it and resumes."""
     newest = stopped / "checkpoint-4"
@@ -253,6 +278,7 @@ def fuzz(stopped: Path, expected: str, examples: int, is_random: bool) -> None:
     test()
 
 
+@pytest.mark.slow
 def test_nonsense_anywhere_is_the_same_run_or_skipped(stopped: Path, expected: str) -> None:
     fuzz(stopped, expected, 25, is_random=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -117,10 +118,10 @@ def _check_options(file: CheckedFile, optimizer: torch.optim.Optimizer, group: d
     """Compares a group's options with the optimizer's own, and asks its class whether it takes them."""
     own = optimizer.param_groups[min(number, len(optimizer.param_groups) - 1)]
     options = {name: own[name] for name in own if name not in ("params", "param_names", *_BY_DEVICE)}
-    for name in options.keys() & group.keys():
+    parameters = inspect.signature(type(optimizer)).parameters.keys()
+    for name in options.keys() & parameters & group.keys():  # the others are counters and the like of its own
         allowed = f"like the optimizer's own {own[name]!r:.40}"
         file.require(_is_alike(group[name], own[name]), f"param_groups[{number}].{name}", group[name], allowed)
-    parameters = inspect.signature(type(optimizer)).parameters.keys()
     try:
         probe = _probe(optimizer, {name: options[name] for name in options.keys() & parameters})
     except Exception:  # made in a way of its own
@@ -144,8 +145,10 @@ def _is_alike(saved: Any, own: Any) -> bool:
     if isinstance(own, bool) or isinstance(saved, bool):
         return saved is None or own is None or isinstance(saved, bool)
     if isinstance(own, (int, float, torch.Tensor)):
-        most = _MOST * max(1.0, abs(float(own)))
-        return isinstance(saved, torch.Tensor) or (is_number(saved) and abs(saved) <= most)
+        if isinstance(saved, torch.Tensor) or isinstance(own, torch.Tensor):
+            return isinstance(saved, torch.Tensor) or is_number(saved)
+        most = _MOST * max(1.0, abs(own)) if math.isfinite(own) else math.inf
+        return type(saved) in (int, float) and abs(saved) <= most
     return saved is None or own is None or isinstance(saved, type(own))
 
 

@@ -32,18 +32,19 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def _or_none(rule: Rule) -> Rule:
+def or_none(rule: Rule) -> Rule:
+    """The same, where there may be no value."""
     return (lambda value: value is None or rule[0](value)), f"{rule[1]} or null"
 
 
-_COUNT: Rule = (is_count, "a whole number of at least 0")
+COUNT: Rule = (is_count, "a whole number of at least 0")
 _SIZE: Rule = (lambda value: is_count(value) and value > 0, "a whole number of at least 1")
-_WHOLE: Rule = (lambda value: type(value) is int, "a whole number")
+WHOLE: Rule = (lambda value: type(value) is int, "a whole number")
 _FLOAT: Rule = (lambda value: type(value) in (int, float), "a number")
 _SECONDS: Rule = (lambda value: is_number(value) and value >= 0, "a number of at least 0")
-_BOOL: Rule = (lambda value: type(value) is bool, "true or false")
-_TEXT: Rule = (lambda value: type(value) is str and value != "", "a text")
-_DICT: Rule = (lambda value: isinstance(value, dict), "an object")
+BOOL: Rule = (lambda value: type(value) is bool, "true or false")
+TEXT: Rule = (lambda value: type(value) is str and value != "", "a text")
+OBJECT: Rule = (lambda value: isinstance(value, dict), "an object")
 _LIST: Rule = (lambda value: isinstance(value, list), "a list")
 _RANGE: Rule = (
     lambda value: (
@@ -54,38 +55,38 @@ _RANGE: Rule = (
 _METRIC: Rule = (lambda value: _FLOAT[0](value) and not math.isnan(value), "a number")
 
 _COUNTERS: Mapping[str, Rule] = {
-    **{field.name: _COUNT for field in dataclasses.fields(TrainState)},
+    **{field.name: COUNT for field in dataclasses.fields(TrainState)},
     "loss_sum": _FLOAT,
     "interval_loss_sum": _FLOAT,
-    "grad_norm": _or_none(_FLOAT),
-    "best_metric": _or_none(_METRIC),
-    "best_step": _or_none(_COUNT),
+    "grad_norm": or_none(_FLOAT),
+    "best_metric": or_none(_METRIC),
+    "best_step": or_none(COUNT),
     "passed_over": _LIST,
-    "micro_batch": _or_none(_SIZE),
-    "eval_batch": _or_none(_SIZE),
+    "micro_batch": or_none(_SIZE),
+    "eval_batch": or_none(_SIZE),
 }
 _TRAINER: Mapping[str, Rule] = {
-    "counters": _DICT,
-    "evaluate": _BOOL,
-    "run_id": _TEXT,
+    "counters": OBJECT,
+    "evaluate": BOOL,
+    "run_id": TEXT,
     "committed": _LIST,
-    "shifts_labels": _or_none(_BOOL),
-    "plan": _DICT,
-    "dataset_length": _or_none(_SIZE),
-    "seed": _WHOLE,
-    "optimizer": _TEXT,
-    "lr_scheduler": _TEXT,
+    "shifts_labels": or_none(BOOL),
+    "plan": OBJECT,
+    "dataset_length": or_none(_SIZE),
+    "seed": WHOLE,
+    "optimizer": TEXT,
+    "lr_scheduler": TEXT,
 }
-_PLAN: Mapping[str, Rule] = {"processes": _SIZE, "batch_size": _SIZE, "accumulation": _SIZE, "units": _DICT}
+_PLAN: Mapping[str, Rule] = {"processes": _SIZE, "batch_size": _SIZE, "accumulation": _SIZE, "units": OBJECT}
 _ARGUMENTS: Mapping[str, Rule] = {
-    "warmup_steps": _COUNT,
-    "lr_scheduler_kwargs": _DICT,
-    "seed": _WHOLE,
-    "dataloader_drop_last": _BOOL,
+    "warmup_steps": COUNT,
+    "lr_scheduler_kwargs": OBJECT,
+    "seed": WHOLE,
+    "dataloader_drop_last": BOOL,
 }
-_LEDGER: Mapping[str, Rule] = {"seconds": _DICT, "time": _SECONDS}
-_DATA: Mapping[str, Rule] = {"workers": _LIST, "turn": _COUNT}
-_WORKER: Mapping[str, Rule] = {"samples": _COUNT, "ended": _BOOL, "dataset": (lambda value: True, "a state")}
+_LEDGER: Mapping[str, Rule] = {"seconds": OBJECT, "time": _SECONDS}
+_DATA: Mapping[str, Rule] = {"workers": _LIST, "turn": COUNT}
+_WORKER: Mapping[str, Rule] = {"samples": COUNT, "ended": BOOL, "dataset": (lambda value: True, "a state")}
 
 
 def verify_training(directory: Path) -> Manifest:
@@ -183,7 +184,7 @@ def check_arguments(arguments: Mapping[str, Any], directory: Path) -> None:
     file.check(arguments, _ARGUMENTS)
     kwargs = arguments["lr_scheduler_kwargs"]
     if "num_decay_steps" in kwargs:
-        file.check(kwargs, {"num_decay_steps": _or_none(_COUNT)}, "lr_scheduler_kwargs.")
+        file.check(kwargs, {"num_decay_steps": or_none(COUNT)}, "lr_scheduler_kwargs.")
 
 
 class CheckedFile:
@@ -239,6 +240,6 @@ def _check_committed(file: CheckedFile, committed: list[Any]) -> None:
     for each in committed:
         holds = isinstance(each, list) and len(each) == 3 and type(each[0]) is str and _NAME.fullmatch(each[0])
         holds = holds and each[0] not in names and is_count(each[1]) and each[1] > number
-        file.require(bool(holds) and _or_none(_FLOAT)[0](each[2]), "committed", each, allowed)
+        file.require(bool(holds) and or_none(_FLOAT)[0](each[2]), "committed", each, allowed)
         names.add(each[0])
         number = each[1]
