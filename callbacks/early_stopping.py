@@ -80,7 +80,10 @@ class EarlyStopping(Callback):
         return {"best": self.best, "failures": self.failures}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best, self.failures = state_dict["best"], state_dict["failures"]
+        best, failures = state_dict["best"], state_dict["failures"]
+        if type(failures) is not int or failures < 0 or not (best is None or type(best) in (int, float)):
+            raise ValueError(f"best={best!r:.40}, failures={failures!r:.40} are no result of evaluations")
+        self.best, self.failures = best, failures
 
     def _metric(self, run: Run) -> str:
         name = self.metric or run.args.metric_for_best_model or "eval_loss"

@@ -10,6 +10,7 @@ import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trainer_kit.callback import Callback
+from trainer_kit.trees import repeated_dimensions
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
@@ -121,9 +122,15 @@ class EMA(Callback):
 
 
 def _floating(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The floating-point parameters and buffers by name, tied ones once."""
+    """The floating-point parameters and buffers by name, tied ones once, and of expanded ones what lies in memory."""
     named = itertools.chain(model.named_parameters(), model.named_buffers())
-    return {name: tensor for name, tensor in named if tensor.is_floating_point()}
+    return {name: _stored(tensor) for name, tensor in named if tensor.is_floating_point()}
+
+
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    for dimension in repeated_dimensions(tensor):
+        tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

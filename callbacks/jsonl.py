@@ -18,6 +18,7 @@ import torch
 from trainer_kit import __version__
 from trainer_kit.callback import Callback
 from trainer_kit.log import FORMAT, NAME, append_record, read_log
+from trainer_kit.run_lock import FolderInUseError, holder_of
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
@@ -98,7 +99,7 @@ class JsonLines(Callback):
         self._write(run, "rollback")
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        if run.state is self._state:  # a start that was refused leaves the folder as it is
+        if run.state is self._state and not isinstance(error, FolderInUseError):  # which leaves it to another
             self._write(run, "exception", type=type(error).__name__, message=str(error))
         self._stop_listening()
 
@@ -117,6 +118,9 @@ class JsonLines(Callback):
         if not run.strategy.is_main:
             return
         path = Path(self._path) if self._path is not None else Path(run.args.output_dir) / NAME
+        if event in ("evaluate", "predict") and (other := holder_of(path.parent)) is not None:
+            _logger.warning("%s is not written to: %s trains there", path, other)
+            return
         record = {"event": event, "time": time.time(), "step": run.state.step, **values}
         try:
             self._append(path, record, begins=event == "start")

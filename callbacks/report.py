@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from trainer_kit.callback import Callback
 from trainer_kit.log import NAME
 from trainer_kit.report import write_report
+from trainer_kit.run_lock import FolderInUseError
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
@@ -44,7 +45,8 @@ class Report(Callback):
         self._write(run)
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        if run.state is self._state:  # a start that was refused leaves the folder as it is
+        # A start that was refused leaves the folder as it is, and so does one that has lost it.
+        if run.state is self._state and not isinstance(error, FolderInUseError):
             self._write(run)
 
     def _write(self, run: Run) -> None:

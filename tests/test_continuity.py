@@ -17,10 +17,10 @@ STEP = 3
 
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes | None]]:
-    """Everything below a folder and itself: when it was changed, and what is in it."""
+    """Everything below a folder: when it was changed, and what is in it (the lock comes and goes in the folder)."""
     return {
         str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
-        for path in (folder, *folder.rglob("*"))
+        for path in folder.rglob("*")
     }
 
 

@@ -15,24 +15,12 @@ import trainer_kit.callbacks
 
 LAYERS = (
     {"fields", "environment", "streams", "cautions"},
-    {
-        "arguments",
-        "state",
-        "dtypes",
-        "precision",
-        "trees",
-        "ledger",
-        "log",
-        "flops",
-        "peaks",
-        "rng",
-        "wrappers",
-        "overrides",
-    },
+    {"arguments", "state", "dtypes", "precision", "trees", "ledger", "log", "flops", "peaks", "rng"}
+    | {"run_lock", "wrappers", "overrides"},
     {"strategies", "optim", "optimizer_state", "loss", "checkpoint"},
     {"run", "inspection"},
     {"data", "diagnosis", "figures", "memory", "metrics", "copying", "scalars"},
-    {"callback", "evaluation", "agreement", "continuity", "fitting", "saving", "report"},
+    {"callback", "evaluation", "agreement", "continuity", "fitting", "integrity", "saving", "report"},
     {"callbacks", "planning", "postmortem", "resume"},
     {"steps"},
     {"trainer", "accelerator"},

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from scenarios.task import SAMPLES, Formats, Noisy, StatelessStream, StopAt, Stream, digest, make_trainer
+from scenarios.task import SAMPLES, Formats, Net, Noisy, StatelessStream, StopAt, Stream, digest, make_trainer
 
 from trainer_kit import Callback, Run, load_checkpoint_in_model
+from trainer_kit.callbacks import read_log
 from trainer_kit.data.order import permutation
+from trainer_kit.report.history import History
 
 STEPS = 24  # 62 samples in windows of 8: 8 steps an epoch, 3 epochs
 
@@ -240,6 +244,120 @@ def test_a_new_run_sets_earlier_checkpoints_aside(tmp_path: Path, caplog: pytest
     assert (tmp_path / "earlier-1" / "checkpoint-3" / "manifest.json").is_file()
     assert not (tmp_path / "checkpoint-3").exists()
     assert "earlier-1" in caplog.text
+
+
+def tags(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("events.out.*"))
+
+
+def test_the_records_of_another_run_go_with_its_checkpoints(tmp_path: Path) -> None:
+    def train(resume: bool | None = None, **changes: Any) -> list[dict[str, Any]]:
+        options = {"report_to": ["jsonl", "tensorboard"], "save_strategy": "no", "max_steps": 3}
+        trainer = make_trainer(tmp_path, **(options | changes))
+        trainer.evaluate()
+        trainer.train(resume_from_checkpoint=resume)
+        return read_log(tmp_path / "log.jsonl")
+
+    train()
+    (tmp_path / "report.html").write_text("of the first run")
+    first = (tmp_path / "log.jsonl").read_bytes()
+    records = train()
+    assert [record["event"] for record in records].count("start") == 1
+    earlier = tmp_path / "earlier-1"
+    assert (earlier / "log.jsonl").read_bytes().startswith(first)
+    assert (earlier / "report.html").read_text() == "of the first run"
+    assert len(tags(earlier)) == 1
+    assert len(tags(tmp_path / "logs")) == 3  # of two evaluations, each before its training, and of this run
+    assert len(History(tmp_path).starts) == 1
+
+    train(resume=True)  # there is no checkpoint, but it is the same run
+    assert not (tmp_path / "earlier-2").exists()
+    assert len(History(tmp_path).starts) == 2
+
+
+def test_events_that_lie_elsewhere_are_left_there(tmp_path: Path) -> None:
+    for _ in range(2):
+        make_trainer(
+            tmp_path / "run", report_to=["tensorboard"], max_steps=2, logging_dir=str(tmp_path / "shared")
+        ).train()
+    assert len(tags(tmp_path / "shared")) == 2
+
+
+def test_a_change_of_the_working_directory_does_not_part_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Leaves(Callback):
+        def on_step_end(self, run: Run) -> None:
+            if run.state.step == 3:
+                os.chdir(tmp_path / "elsewhere")
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    options = {"report_to": ["jsonl", "tensorboard"], "max_steps": 6, "save_steps": 2}
+    trainer = make_trainer(Path("run"), Leaves(), **options)
+    trainer.train()
+    trainer.save_model()
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert {"checkpoint-2", "checkpoint-6", "log.jsonl", "logs", "model.safetensors"} <= set(
+        os.listdir(tmp_path / "run")
+    )
+
+
+@pytest.mark.parametrize(
+    ("request_", "sentence"),
+    [
+        ("nowhere", "'nowhere' does not exist; give a checkpoint's folder, the output_dir of a run to resume"),
+        ("file", "file' is a file; give a checkpoint's folder"),
+        ("empty", "empty' holds no checkpoint: it has neither a manifest.json nor folders named checkpoint-STEP"),
+        ("empty", "; there are checkpoint-2 in "),
+    ],
+)
+def test_a_wrong_path_is_answered_with_what_to_give(tmp_path: Path, request_: str, sentence: str) -> None:
+    make_trainer(tmp_path, max_steps=2).train()
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        make_trainer(tmp_path).train(
+            resume_from_checkpoint=request_ if request_ == "nowhere" else str(tmp_path / request_)
+        )
+
+
+def test_a_model_that_cannot_be_saved_is_refused_before_its_first_step(tmp_path: Path) -> None:
+    class Odd(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("odd", torch.zeros(3, dtype=torch.int32).to_sparse())
+
+    steps = Steps()
+    with pytest.raises(TypeError, match=r"cannot be saved: tensor 'odd' is sparse .* or set save_strategy='no'"):
+        make_trainer(tmp_path, steps, model=Odd()).train()
+    assert steps.taken == 0
+    make_trainer(tmp_path, steps, model=Odd(), save_strategy="no", max_steps=2).train()
+    assert steps.taken == 2
+
+
+class Steps(Callback):
+    """Counts the steps."""
+
+    taken = 0
+
+    def on_step_begin(self, run: Run) -> None:
+        self.taken += 1
+
+
+def test_an_object_that_does_not_take_its_state_is_named(tmp_path: Path) -> None:
+    class Own:
+        def state_dict(self) -> dict[str, Any]:
+            return {"a": 1}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise KeyError("b")
+
+    trainer = make_trainer(tmp_path, max_steps=2)
+    trainer.run.stateful["own"] = Own()
+    trainer.train()
+    again = make_trainer(tmp_path, max_steps=3)
+    again.run.stateful["own"] = Own()
+    with pytest.raises(ValueError, match=r"run.stateful\['own'\] does not take the state .*: KeyError: 'b'; resume"):
+        again.train(resume_from_checkpoint=True)
 
 
 def test_retention_over_restarts_keeps_what_it_should(tmp_path: Path) -> None:

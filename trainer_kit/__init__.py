@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trainer_kit.planning import TrainingPlan
     from trainer_kit.precision import Precision
     from trainer_kit.run import Run
+    from trainer_kit.run_lock import FolderInUseError
     from trainer_kit.saving import SaveError
     from trainer_kit.state import Requests, Stateful, TrainState
     from trainer_kit.strategies.base import Strategy
@@ -41,6 +42,7 @@ __all__ = [
     "Callback",
     "CallbackError",
     "EvalPrediction",
+    "FolderInUseError",
     "MultiNode",
     "NonFiniteError",
     "Precision",
@@ -79,6 +81,7 @@ _HOMES = {
     "ProjectConfiguration": "accelerator",
     "Requests": "state",
     "Run": "run",
+    "FolderInUseError": "run_lock",
     "SaveError": "saving",
     "SingleDevice": "strategies.single",
     "Stateful": "state",

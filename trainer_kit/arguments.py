@@ -367,6 +367,12 @@ class TrainingArguments:
             if self.greater_is_better is None:
                 self.greater_is_better = not self.metric_for_best_model.endswith("loss")
 
+    def fix_folders(self) -> None:
+        """Makes relative folders absolute, so that a later `os.chdir` does not part a run."""
+        self.output_dir = os.path.abspath(self.output_dir)
+        if self.logging_dir is not None:
+            self.logging_dir = os.path.abspath(self.logging_dir)
+
     @property
     def eval_batch_size(self) -> int:
         """Samples of one evaluation batch on one process."""

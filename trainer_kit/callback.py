@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_kit.cautions import warn
+from trainer_kit.checkpoint.files import CheckpointError
 from trainer_kit.scalars import PLAIN, as_scalar, read_scalars
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("trainer_kit")
+
+_SHIPPED = "trainer_kit.callbacks."
 
 
 class CallbackError(RuntimeError):
@@ -245,6 +249,22 @@ class Events:
                 warn(
                     f"the checkpoint holds the state of callback {name}, which this run does not have; it is left out",
                 )
+
+    def check_state_dict(self, state_dict: dict[str, Any], directory: Path) -> None:
+        """Tries out the states of the callbacks that ship, on copies of them; others are left to themselves.
+
+        Raises:
+            CheckpointError: If one does not take its state.
+        """
+        callbacks = self._by_name()
+        for name, state in state_dict.items():
+            if name in callbacks and type(callbacks[name]).__module__.startswith(_SHIPPED):
+                try:
+                    copy.copy(callbacks[name]).load_state_dict(copy.deepcopy(state))
+                except Exception as error:
+                    raise CheckpointError(
+                        f"{directory} is damaged: {name} does not take its state: {type(error).__name__}: {error}"
+                    ) from error
 
     def _by_name(self) -> dict[str, Callback]:
         named: dict[str, Callback] = {}

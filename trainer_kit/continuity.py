@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,13 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from trainer_kit.cautions import warn
 from trainer_kit.checkpoint import find_checkpoints, newest_valid, read_state, verify
 from trainer_kit.checkpoint.files import CheckpointError
+from trainer_kit.checkpoint.format import MANIFEST_NAME
 from trainer_kit.data.plan import Plan, step_numbers
 from trainer_kit.data.reader import check_workers
 from trainer_kit.optim import Schedule
 from trainer_kit.optimizer_state import described_groups, load_optimizer_state
 from trainer_kit.run import Run
+from trainer_kit.run_lock import holder_of
 
 logger = logging.getLogger("trainer_kit")
 
@@ -30,34 +32,61 @@ _IN_THE_LAYOUT = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _ANEW = "start anew with load_checkpoint_in_model(model, checkpoint)"
 
 
-def find_checkpoint(output_dir: Path, request: bool | str | Path, repair: bool = True) -> Path | None:
+def find_checkpoint(
+    output_dir: Path,
+    request: bool | str | Path,
+    repair: bool = True,
+    check: Callable[[Path], object] = verify,
+) -> Path | None:
     """The checkpoint that `resume_from_checkpoint` asks for; None where True finds none yet.
 
     Args:
         output_dir: Folder of the run.
         request: True, a checkpoint, or the folder of a run.
         repair: Whether to put right what a killed run left there (see `newest_valid`).
+        check: Raises `CheckpointError` for a checkpoint that this run cannot resume from.
 
     Raises:
         ValueError: If a path is given that holds no valid checkpoint, saying what is wrong with it.
     """
     if request is True:
-        found = newest_valid(output_dir, logger.warning, repair=repair)
+        found = newest_valid(output_dir, logger.warning, repair=repair, check=check)
         if found is None and find_checkpoints(output_dir):
             logger.warning("no checkpoint in %s is whole: training starts from the beginning", output_dir)
         elif found is None:
             logger.info("no checkpoint in %s yet: training starts from the beginning", output_dir)
         return found
-    directory = Path(str(request))
+    given = f"resume_from_checkpoint={str(request)!r}"
+    directory = Path(str(request)).expanduser().absolute()
     if not directory.is_dir():
-        raise ValueError(f"resume_from_checkpoint={str(request)!r} is no folder; give a checkpoint's folder, or True")
-    if find_checkpoints(directory):
-        found = newest_valid(directory, logger.warning, repair=repair)
-        if found is None:
-            raise ValueError(f"resume_from_checkpoint={str(request)!r} holds no checkpoint that is whole")
-        return found
-    verify(directory)
-    return directory
+        what = "is a file" if directory.exists() else "does not exist"
+        raise ValueError(
+            f"{given} {what}; give a checkpoint's folder, the output_dir of a run to resume from its newest "
+            f"checkpoint, or True for the newest one in output_dir={str(output_dir)!r}{_others(output_dir)}"
+        )
+    if (directory / MANIFEST_NAME).exists():
+        check(directory)
+        return directory
+    there = find_checkpoints(directory)
+    if not there:
+        raise ValueError(
+            f"{given} holds no checkpoint: it has neither a {MANIFEST_NAME} nor folders named checkpoint-STEP; give a "
+            f"checkpoint's folder, or the output_dir of a run{_others(output_dir)}"
+        )
+    repair = repair and holder_of(directory) is None
+    found = newest_valid(directory, logger.warning, repair=repair, check=check)
+    if found is None:
+        raise ValueError(
+            f"{given} holds no checkpoint that is whole (the log says why of each of the {len(there)}); give another "
+            "folder, or leave it out to start from the beginning"
+        )
+    return found
+
+
+def _others(output_dir: Path) -> str:
+    """The checkpoints that there are, for people who misspelled one."""
+    names = [directory.name for directory in find_checkpoints(output_dir)]
+    return f"; there are {', '.join(names[-3:])} in {output_dir}" if names else ""
 
 
 def check_same_run(run: Run, trainer: Mapping[str, Any], data_state: Mapping[str, Any] | None, directory: Path) -> None:
@@ -165,7 +194,13 @@ def load_optimizer(run: Run, saved: dict[str, Any], directory: Path) -> None:
     optimizer, scheduler = run.optimizer, run.lr_scheduler
     assert optimizer is not None
     load_optimizer_state(optimizer, saved)
-    scheduler.load_state_dict(read_state(directory, "lr_scheduler"))
+    try:
+        scheduler.load_state_dict(read_state(directory, "lr_scheduler"))
+    except Exception as error:
+        raise ValueError(
+            f"the {type(scheduler).__name__} does not take the state in {directory}: {type(error).__name__}: {error}; "
+            f"resume with the same schedule, or {_ANEW}"
+        ) from error
     if isinstance(scheduler, LambdaLR):  # else the next step would have the rate of the former length
         for group, peak, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
             group["lr"] = peak * factor(scheduler.last_epoch)

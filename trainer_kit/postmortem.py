@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trainer_kit.checkpoint import take_snapshot, write_checkpoint
+from trainer_kit.checkpoint.inventory import CRASH_PREFIX
 from trainer_kit.checkpoint.shards import refuse_unstorable
 from trainer_kit.data.fetch import DataError, Fetcher
 from trainer_kit.data.loader import MicroBatch, TrainLoader
@@ -32,13 +33,13 @@ from trainer_kit.figures import NonFiniteError
 from trainer_kit.loss import Loss
 from trainer_kit.rng import generator_states
 from trainer_kit.run import Run
+from trainer_kit.run_lock import FolderInUseError
 from trainer_kit.saving import SaveError
 from trainer_kit.trees import split
 from trainer_kit.wrappers import without_wrappers
 
 logger = logging.getLogger("trainer_kit")
 
-CRASH_PREFIX = "crash-"
 SPOILED = "after it, already spoiled"
 """What `report["weights_are"]` says of weights that cannot show how the step went wrong."""
 
@@ -114,7 +115,7 @@ class Postmortem:
         Returns:
             The folder; None where there is nothing to write, or it could not be written.
         """
-        if not isinstance(error, Exception) or isinstance(error, SaveError) or self._is_lost(error):
+        if not isinstance(error, Exception) or isinstance(error, (SaveError, FolderInUseError)) or self._is_lost(error):
             return None
         try:
             return self._write(error, newest_checkpoint, micro, fetching)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from trainer_kit.arguments import TrainingArguments
 from trainer_kit.callback import Events
 from trainer_kit.cautions import warn
 from trainer_kit.checkpoint import (
@@ -26,7 +27,9 @@ from trainer_kit.checkpoint import (
     verify,
 )
 from trainer_kit.checkpoint.loading import check_weights, load_weights
-from trainer_kit.checkpoint.reader import first_valid, is_of_run
+from trainer_kit.checkpoint.reader import first_valid, is_of_run, read_outline
+from trainer_kit.checkpoint.shards import refuse_unstorable
+from trainer_kit.checkpoint.trainer_state import read_committed, read_data_state, read_ledger, read_trainer
 from trainer_kit.continuity import (
     check_same_run,
     dataset_length,
@@ -39,17 +42,22 @@ from trainer_kit.data.build import writable_folder
 from trainer_kit.data.loader import TrainLoader
 from trainer_kit.data.plan import Plan, make_plan
 from trainer_kit.data.stream import StreamLoader
+from trainer_kit.integrity import check_resumable
 from trainer_kit.log import NAME as LOG
 from trainer_kit.log import LogFile
 from trainer_kit.optim import Schedule
 from trainer_kit.optimizer_state import check_optimizer_state, optimizer_state
 from trainer_kit.run import Run
+from trainer_kit.run_lock import RunLock
 from trainer_kit.saving import Saver
 
 logger = logging.getLogger("trainer_kit")
 
 OWN_STATES = ("trainer", "optimizer", "lr_scheduler", "precision", "callbacks", "data", "ledger")
 """Names that `run.stateful` may not use."""
+
+_REPORTS = ("report.html", "report.md")
+_EVENTS, _ARGUMENTS_TAG, _HEAD_BYTES = "events.out.tfevents.*", b"arguments/text_summary", 4096
 
 
 class Checkpoints:
@@ -65,6 +73,7 @@ class Checkpoints:
         shifts_labels: What `Inspection.shift` found.
         resumed_from: The checkpoint that this start goes on from; None at the beginning.
         saver: Writes them.
+        lock: Holds the folder for this training, on the main process.
         metric: Step and value of `metric_for_best_model` in the last evaluation.
         plan: The steps of the run, as `lay_out` found them last.
     """
@@ -78,8 +87,11 @@ class Checkpoints:
         self.shifts_labels: bool | None = None
         self.resumed_from: Path | None = None
         self.saver = Saver(run, self._is_of_this_run)
+        self.lock = RunLock(self.folder)
         self.metric: tuple[int, float] | None = None
         self.plan: Plan = None  # type: ignore[assignment]  # made by lay_out()
+        self._made: list[Path] = []  # folders that were not there before
+        self._starts_again = False  # whether a checkpoint was asked for
         self._source: Path | None = None  # the same, as this process can read it
         self._earlier: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None  # the plan and arguments in it
 
@@ -100,26 +112,27 @@ class Checkpoints:
         return self.resumed_from.with_name(here.name)
 
     def find(self, request: bool | str | Path | None) -> None:
-        """Looks for the checkpoint that is asked for and takes up where it stands.
+        """Takes the folder, looks for the checkpoint that is asked for and takes up where it stands.
 
         That comes before the schedule is made, whose length follows from it.
 
         Raises:
+            FolderInUseError: If another training holds the folder.
             ValueError: If it is not there, or one of another dataset, seed or optimizer, naming what differs.
         """
         run = self.run
-        self.resumed_from = run.strategy.on_main(lambda: find_checkpoint(self.folder, request)) if request else None
+        run.strategy.on_main(self._lock_folder)
+        self._starts_again = bool(request)
+        if request:
+            self.resumed_from = run.strategy.on_main(lambda: find_checkpoint(self.folder, request, check=self._check))
         if self.resumed_from is None:
             return
         self._source = run.strategy.local_copy(self.resumed_from)
         if self._source != self.resumed_from and run.strategy.is_local_main:
             verify(self._source)
-        trainer = read_state(self._source, "trainer")
-        if trainer is None:
-            raise ValueError(
-                f"{self.resumed_from} holds no state of a training run; load it with load_checkpoint_in_model"
-            )
-        self.data_state = read_state(self._source, "data")
+        trainer = read_trainer(self._source)
+        assert trainer is not None
+        self.data_state = read_data_state(self._source)
         check_same_run(run, trainer, self.data_state, self.resumed_from)
         self._earlier = (trainer["plan"], read_arguments(self._source))
         run.state.load_state_dict(trainer["counters"])
@@ -154,7 +167,7 @@ class Checkpoints:
             check_optimizer_state(run.optimizer)
         if directory is not None:
             self._load(directory)
-            ledger = _ledger_in(directory)
+            ledger = read_ledger(directory)
             run.ledger.go_on(ledger, run.strategy.on_main(lambda: self._logged_after(ledger["time"])))
             if isinstance(run.lr_scheduler, Schedule):
                 run.lr_scheduler.go_on_at(self.plan.place)
@@ -176,10 +189,28 @@ class Checkpoints:
                     seconds, last = seconds + time - max(last, record.get("began", last)), time
         return seconds
 
+    def _lock_folder(self) -> None:
+        """Nothing else is written there before."""
+        self._made = [each for each in (self.folder, *self.folder.parents) if not each.exists()]
+        writable_folder(self.folder)
+        try:
+            self.lock.acquire()
+        except OSError as error:
+            raise ValueError(f"output_dir={str(self.folder)!r} cannot be written: {error}") from error
+
+    def release_folder(self) -> None:
+        """Gives the folder back; one that was made for a start that was refused goes."""
+        self.lock.release()
+        with contextlib.suppress(OSError):  # it is not empty
+            for each in self._made:
+                each.rmdir()
+
     def _take_folder(self) -> None:
-        """Makes the folder this run's own; nothing is written there before."""
-        remove_stale_staging(writable_folder(self.folder))
-        set_aside(self.folder, keep={each.name for each in self.saver.committed})
+        """Makes the folder this run's own."""
+        remove_stale_staging(self.folder)
+        kept = {each.name for each in self.saver.committed}
+        records = [] if kept or self._starts_again else _records_of(self.run.args)
+        set_aside(self.folder, kept, records)
 
     def go_back(self) -> Path | None:
         """Takes everything up again from the newest checkpoint that is whole, which it returns; None without any."""
@@ -191,9 +222,11 @@ class Checkpoints:
         if source != directory and run.strategy.is_local_main:
             verify(source)
         self.metric = None
-        run.state.load_state_dict((read_state(source, "trainer") or {})["counters"])
-        run.ledger.go_back(_ledger_in(source))
-        self.data_state = read_state(source, "data")
+        trainer = read_trainer(source)
+        assert trainer is not None
+        run.state.load_state_dict(trainer["counters"])
+        run.ledger.go_back(read_ledger(source))
+        self.data_state = read_data_state(source)
         self._load(source)
         run.strategy.release_copies()
         return directory
@@ -222,7 +255,12 @@ class Checkpoints:
 
     def _newest_valid(self) -> Path | None:
         there = [self.folder / each.name for each in reversed(self.saver.committed)]
-        return first_valid([*there, *([self.resumed_from] if self.resumed_from is not None else [])], logger.warning)
+        there += [self.resumed_from] if self.resumed_from is not None else []
+        return first_valid(there, logger.warning, self._check)
+
+    def _check(self, directory: Path) -> None:
+        check_resumable(self.run, directory)
+        self.events.check_state_dict(read_outline(directory, "callbacks") or {}, directory)
 
     def judge(self, metric: float) -> None:
         """Takes what an evaluation of this step gave, and whether that is the best.
@@ -255,6 +293,7 @@ class Checkpoints:
     def _states(self, committed: list[Committed], evaluation_is_due: bool) -> dict[str, Any]:
         """Everything but the model's weights, by name; `committed` are the run's checkpoints with this one."""
         run = self.run
+        self.lock.confirm()
         check_stateful(run)
         states: dict[str, Any] = {
             "trainer": {
@@ -284,8 +323,9 @@ class Checkpoints:
         """The checkpoints of this training up to where it goes on, as far as they are still there."""
         assert self._source is not None
         assert self.resumed_from is not None
-        trainer = read_state(self._source, "trainer") or {}
-        known = [Committed(*each) for each in trainer["committed"] if (self.folder / each[0]).is_dir()]
+        trainer = read_trainer(self._source)
+        assert trainer is not None
+        known = [each for each in read_committed(trainer) if (self.folder / each.name).is_dir()]
         if self.resumed_from.parent.resolve() == self.folder.resolve():
             return known
         return [each for each in known if self._is_of_this_run(self.folder / each.name)]
@@ -308,34 +348,67 @@ def check_stateful(run: Run) -> None:
             raise TypeError(f"run.stateful[{name!r}] is a {type(entry).__name__} without state_dict or load_state_dict")
 
 
-def set_aside(output_dir: Path, keep: Collection[str] = ()) -> None:
-    """Moves checkpoints that this run does not go on from into a folder of their own, so that two runs never mix.
+def check_storable(run: Run) -> None:
+    """Refuses a model that no checkpoint can hold, before its first step.
 
-    They are those of another run, those of this one after the step where it is taken up, and damaged ones.
+    Raises:
+        TypeError: If one of its tensors is sparse, quantized or of a dtype that files lack.
+        ValueError: If one has no content.
+    """
+    if run.args.save_strategy == "no":
+        return
+    for name, tensor in run.model.state_dict(keep_vars=True).items():
+        try:
+            refuse_unstorable(name, tensor)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"the model cannot be saved: {error}, or set save_strategy='no'") from None
+
+
+def set_aside(output_dir: Path, keep: Collection[str] = (), records: Collection[Path] = ()) -> None:
+    """Moves what this run does not go on from into a folder of its own, so that two runs never mix.
+
+    That are checkpoints of another run, those of this one after the step where it is taken up, and damaged ones.
 
     Args:
         output_dir: Folder of the run.
-        keep: Names of those that stay.
+        keep: Names of the checkpoints that stay.
+        records: Files below `output_dir` in which another run has recorded what it did, moved too.
     """
     found = [directory for directory in find_checkpoints(output_dir) if directory.name not in keep]
-    if not found:
+    if not found and not records:
         return
     number = 1
     while (folder := output_dir / f"earlier-{number}").exists():
         number += 1
     folder.mkdir()
-    for directory in found:
-        directory.rename(folder / directory.name)
-    logger.warning(
-        "%s held %s, where this run does not go on from; now in %s (to go on with the newest use "
-        "resume_from_checkpoint=True)", output_dir, ", ".join(directory.name for directory in found), folder,
-    )  # fmt: skip
+    for each in (*found, *records):
+        target = folder / each.relative_to(output_dir)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        each.rename(target)
+    names = ", ".join(each.relative_to(output_dir).as_posix() for each in (*found, *records))
+    remedy = " (to go on with the newest checkpoint use resume_from_checkpoint=True)" if found else ""
+    logger.warning("%s held %s of another run; now in %s%s", output_dir, names, folder, remedy)
 
 
-def _ledger_in(directory: Path) -> Mapping[str, Any]:
-    state = read_state(directory, "ledger")
-    assert state is not None, directory
-    return state  # type: ignore[no-any-return]
+def _records_of(args: TrainingArguments) -> list[Path]:
+    """What an earlier run has recorded in the folder: its log, its report and TensorBoard's events.
+
+    What an evaluation before this training has written there is none of that: it begins no run.
+    """
+    folder, found = Path(args.output_dir), list[Path]()
+    with contextlib.suppress(OSError, ValueError):  # no log, or a damaged one
+        records = itertools.chain.from_iterable(LogFile(folder / LOG).pieces())
+        if any(record["event"] == "start" for record in records):
+            found = [folder / name for name in (LOG, *_REPORTS) if (folder / name).is_file()]
+    if args.log_dir.resolve().is_relative_to(folder.resolve()):  # else it may be that of several runs
+        found += sorted(path for path in args.log_dir.glob(_EVENTS) if _begins_a_run(path))
+    return found
+
+
+def _begins_a_run(events: Path) -> bool:
+    """Whether a file of TensorBoard's begins with a run's arguments, as the callback writes them."""
+    with open(events, "rb") as file:
+        return _ARGUMENTS_TAG in file.read(_HEAD_BYTES)
 
 
 def _restore_stateful(run: Run, directory: Path) -> None:
@@ -343,5 +416,11 @@ def _restore_stateful(run: Run, directory: Path) -> None:
         state = read_state(directory, name)
         if state is None:
             warn(f"{directory} holds nothing for run.stateful[{name!r}]; it stays as it is")
-        else:
+            continue
+        try:
             entry.load_state_dict(state)
+        except Exception as error:
+            raise ValueError(
+                f"run.stateful[{name!r}] does not take the state that {directory} holds for it: "
+                f"{type(error).__name__}: {error}; resume with the same object, or from another checkpoint"
+            ) from error

@@ -36,7 +36,7 @@ from trainer_kit.metrics import Metric, metrics_by_name
 from trainer_kit.optim import check_optimizer, make_optimizer, make_scheduler, own_scheduler
 from trainer_kit.overrides import check_attribute, check_class, check_lightning_module
 from trainer_kit.postmortem import Postmortem
-from trainer_kit.resume import Checkpoints, check_stateful
+from trainer_kit.resume import Checkpoints, check_stateful, check_storable
 from trainer_kit.rng import generators_kept
 from trainer_kit.run import Run
 from trainer_kit.state import Requests, TrainState
@@ -158,6 +158,7 @@ class Trainer:
         if not isinstance(args, TrainingArguments):
             raise TypeError(f"args is a {_full_name(args)}; give trainer_kit's TrainingArguments")
         guard_standard_streams()
+        args.fix_folders()
         strategy = choose_strategy(args, strategy)
         _show_log(args.log_level if strategy.is_main else "error")
         if (model is None) == (model_init is None):
@@ -220,6 +221,7 @@ class Trainer:
 
         Raises:
             ValueError: If something that was given makes no sense, before training begins.
+            FolderInUseError: If another training is at work in `output_dir`, before anything is changed there.
             NonFiniteError: If the loss or a gradient is not finite and `nonfinite="stop"`.
             CallbackError: If a callback raised.
             SaveError: If the last checkpoint could not be written, or any with `save_failures="raise"`.
@@ -268,6 +270,8 @@ class Trainer:
         finally:
             if self._steps is not None:
                 self._steps.close()
+            if self._checkpoints is not None:
+                self._checkpoints.release_folder()
             self._postmortem, run.requests.exit_code = None, None
         run.strategy.teardown()
         if exit_code is not None:
@@ -323,6 +327,7 @@ class Trainer:
         self._checkpoints.lay_out(self._loader)
         run.lr_scheduler = self._make_scheduler(run.optimizer)
         check_stateful(run)
+        check_storable(run)
         self._checkpoints.restore()
         self._loss.shifts = self._checkpoints.shifts_labels
         if run.total_steps <= run.state.step:
@@ -436,6 +441,7 @@ class Trainer:
 
     def _serve(self) -> None:
         """Does what was asked for, in a fixed order: a checkpoint knows its evaluation."""
+        self._checkpoints.lock.check()
         run, due, reach = self.run, self._agreement.due, self._agreement.reach
         if due.written:
             self._finish_save()

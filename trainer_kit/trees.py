@@ -67,6 +67,14 @@ def tensors(tree: Any) -> Iterator[torch.Tensor]:
             yield from tensors(value)
 
 
+def repeated_dimensions(tensor: torch.Tensor) -> list[int]:
+    """The dimensions along which all elements are one in memory, as `expand` makes them; such cannot be written to."""
+    if tensor.layout != torch.strided:
+        return []
+    pairs = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    return [dimension for dimension, (size, stride) in pairs if stride == 0 and size > 1]
+
+
 def split(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """Splits a state into what JSON can hold and its tensors; `join` is the way back.
 
@@ -102,12 +110,16 @@ def join(json_tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             where their strides are right.
 
     Raises:
-        ValueError: If `json_tree` was not made by `split`, or a tensor that it names is missing.
+        ValueError: If `json_tree` was not made by `split`, or a tensor that it names is missing, or one is left over.
     """
+    left = _Tensors(tensors)
     try:
-        return _decode(json_tree, _Tensors(tensors))
+        state = _decode(json_tree, left)
     except _NO_STATE as error:
         raise ValueError(f"this is no state that split() made: {type(error).__name__}: {error}") from error
+    if left.named:
+        raise ValueError(f"it does not name the tensor {next(iter(left.named))!r:.80}")
+    return state
 
 
 def plain_values(json_tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:
@@ -251,15 +263,19 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class _Tensors:
-    """The tensors of a state by their names; each is asked for once, since `split` gives each a name of its own."""
+    """The tensors of a state by their names; each is asked for once, since `split` gives each a name of its own.
+
+    Attributes:
+        named: Those that are left.
+    """
 
     def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
-        self._named = dict(named)
+        self.named = dict(named)
         self._laid_out: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}  # tied ones stay one tensor
 
     def take(self, entry: Mapping[str, Any]) -> torch.Tensor:
         """The tensor of an entry that `_put` made."""
-        tensor = self._named.pop(entry["value"])
+        tensor = self.named.pop(entry["value"])
         if "strides" not in entry:
             return tensor
         strides = _checked_strides(entry["strides"], tensor.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from trainer_kit import load_checkpoint_in_model
 from trainer_kit.accelerator import Accelerator, ProjectConfiguration, set_seed
 from trainer_kit.checkpoint import verify
+from trainer_kit.checkpoint.files import checksum
+from trainer_kit.checkpoint.format import FileEntry, Manifest
 from trainer_kit.strategies.single import SingleDevice
 
 
@@ -293,7 +296,7 @@ def test_what_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
         loop.accelerator.load_state()
     with pytest.raises(ValueError, match="safe_serialization=False would write a pickle"):
         loop.accelerator.save_state(tmp_path / "state", safe_serialization=False)
-    with pytest.raises(ValueError, match=r"nowhere is no folder"):
+    with pytest.raises(ValueError, match=r"nowhere'\) names no folder; give one that save_state\(\) returned"):
         loop.accelerator.load_state(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"found no whole checkpoint in .*checkpoints"):
         Loop(project_dir=tmp_path).accelerator.load_state()
@@ -337,3 +340,33 @@ def test_events_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert f"saved {tmp_path / 'state'}" in caplog.text
     assert f"loaded {tmp_path / 'state'}, saved after 1 optimizer steps" in caplog.text
     assert "a loader goes on after batch 3 of epoch 0" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("accelerator", lambda state: state.pop("counts"), "it lacks counts"),
+        ("accelerator", lambda state: state.update(steps=-1), "steps=-1 makes no sense"),
+        ("loaders", lambda state: state[0].update(position=-3), "[0].position=-3 makes no sense"),
+        ("loaders", lambda state: state[0].pop("epoch"), "it lacks [0].epoch"),
+        ("loaders", lambda state: state.clear(), "of the 1 loaders"),
+    ],
+)
+def test_a_state_that_makes_no_sense_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, change: Any, reason: str
+) -> None:
+    config = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    loop = Loop(project_config=config)
+    saved = [Path(loop.accelerator.save_state()) for _ in range(2)]
+    path = saved[1] / "state" / f"{name}.json"
+    state = json.loads(path.read_text())
+    change(state)
+    path.write_text(json.dumps(state))
+    before = Manifest.read(saved[1])
+    files = {each: FileEntry((saved[1] / each).stat().st_size, checksum(saved[1] / each)) for each in before.files}
+    (saved[1] / "manifest.json").write_text(json.dumps(Manifest.of(files, before.step, before.world_size).to_json()))
+    Loop(project_config=config).accelerator.load_state()
+    assert "checkpoint_1 is passed over" in caplog.text
+    assert reason in caplog.text
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        Loop(project_dir=tmp_path / "other").accelerator.load_state(saved[1])

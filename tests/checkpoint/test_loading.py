@@ -286,3 +286,33 @@ def test_a_device_map_that_makes_no_sense(device_map: Any, message: str, tmp_pat
     with pytest.raises(ValueError, match=re.escape(message)):
         load_checkpoint_in_model(model, tmp_path, device_map)
     assert torch.equal(model[0].weight, before)
+
+
+class Expanded(torch.nn.Module):
+    """Buffers that repeat what lies in memory once: a scalar, a row, a column."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+        self.register_buffer("scalar", torch.full((), start).expand(2, 3))
+        self.register_buffer("row", torch.tensor([start, float("nan"), 3.0]).expand(4, 3))
+        self.register_buffer("column", torch.tensor([[start], [2.0]]).expand(2, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_expanded_buffers_are_loaded_and_stay_expanded(tmp_path: Path, dtype: torch.dtype) -> None:
+    model, other = Expanded(7.0), Expanded(0.0)
+    save_tensors({name: tensor.to(dtype) for name, tensor in model.state_dict().items()}, tmp_path)
+    places = {name: tensor.data_ptr() for name, tensor in other.named_buffers()}
+    load_checkpoint_in_model(other, tmp_path)
+    for name, tensor in other.named_buffers():
+        assert torch.equal(tensor.nan_to_num(-1), model.get_buffer(name).nan_to_num(-1))
+        assert tensor.stride() == model.get_buffer(name).stride()
+        assert tensor.data_ptr() == places[name]
+
+
+def test_values_that_differ_do_not_fit_an_expanded_buffer(tmp_path: Path) -> None:
+    model = Expanded(7.0)
+    save_tensors(model.state_dict() | {"row": torch.arange(12.0).view(4, 3)}, tmp_path)
+    with pytest.raises(ValueError, match=r"'row' repeats one value in memory \(expand\)"):
+        load_checkpoint_in_model(model, tmp_path)

@@ -124,9 +124,7 @@ def test_the_newest_that_is_whole_is_taken_and_the_others_are_told_of(tmp_path: 
     assert "optimizer.safetensors is truncated: " in said[1]
 
 
-def test_older_checkpoints_are_not_read_where_the_newest_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_older_checkpoints_are_not_read_where_the_newest_is_whole(tmp_path: Path) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)
     read: list[str] = []
@@ -134,8 +132,7 @@ def test_older_checkpoints_are_not_read_where_the_newest_is_whole(
     def spy(directory: Path) -> None:
         read.append(directory.name)
 
-    monkeypatch.setattr("trainer_kit.checkpoint.reader.verify", spy)
-    assert newest_valid(tmp_path, pytest.fail) == tmp_path / "checkpoint-2"
+    assert newest_valid(tmp_path, pytest.fail, check=spy) == tmp_path / "checkpoint-2"
     assert read == ["checkpoint-2"]
 
 

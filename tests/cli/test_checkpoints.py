@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from trainer_kit.checkpoint import take_snapshot, write_checkpoint
-from trainer_kit.checkpoint.format import _content_checksum
+from trainer_kit.checkpoint.files import checksum
+from trainer_kit.checkpoint.format import FileEntry, Manifest, _content_checksum
 from trainer_kit.cli.main import main
+from trainer_kit.state import TrainState
 
 METRICS = {10: 0.5, 20: 0.25, 30: 0.75, 40: None}
 
@@ -25,8 +27,13 @@ def save(run: Path, step: int, name: str | None = None, value: float = 1.0, run_
     committed = [
         [f"checkpoint-{each}", number, METRICS[each]] for number, each in enumerate(METRICS, 1) if each <= step
     ]
-    counters = {"step": step, "best_step": 20 if step >= 20 else None, "best_metric": 0.25 if step >= 20 else None}
-    states = {"trainer": {"counters": counters, "committed": committed, "run_id": run_id}}
+    best = (0.25, 20) if step >= 20 else (None, None)
+    counters = TrainState(step=step, position=step, samples=step, best_metric=best[0], best_step=best[1])
+    trainer: dict[str, Any] = {"counters": counters.state_dict(), "committed": committed, "run_id": run_id}
+    trainer |= {"evaluate": False, "shifts_labels": None, "dataset_length": 100, "seed": 1}
+    trainer |= {"optimizer": "SGD", "lr_scheduler": "Schedule"}
+    trainer["plan"] = {"processes": 1, "batch_size": 1, "accumulation": 1, "units": {"warmup_steps": 1}}
+    states = {"trainer": trainer}
     arguments: dict[str, Any] = {"metric_for_best_model": "eval_loss", "greater_is_better": False, "seed": 1}
     snapshot = take_snapshot(step, {"w": torch.full((300,), value)}, states, arguments=arguments)
     return write_checkpoint(run, snapshot, name=name)
@@ -96,7 +103,7 @@ def test_ls_goes_on_where_a_run_removes_one_meanwhile(run: Path, told: Any, monk
     monkeypatch.setattr("trainer_kit.checkpoint.inventory.find_checkpoints", lambda folder, prefix: found)
     code, text = told("ls", run)
     assert (code, text.count("valid, ")) == (0, 2)
-    assert "invalid: is no folder" in text
+    assert "invalid: does not exist" in text
 
 
 def test_rows_fit_a_terminal(run: Path, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +237,7 @@ def test_prune_needs_a_valid_one_of_a_run(run: Path, told: Any) -> None:
 def test_a_folder_without_checkpoints(action: Sequence[str], tmp_path: Path, told: Any) -> None:
     assert told(*action, tmp_path / "nowhere") == (
         1,
-        f"trainer-kit checkpoints: {tmp_path / 'nowhere'} is no folder; give the output_dir of a run, or one of its "
+        f"trainer-kit checkpoints: {tmp_path / 'nowhere'} does not exist; give the output_dir of a run, or one of its "
         "checkpoints\n",
     )
     code, text = told(*action, tmp_path)
@@ -277,3 +284,49 @@ def test_prune_leaves_what_is_not_the_runs(run: Path, told: Any) -> None:
 def test_a_run_in_a_folder_that_is_named_like_a_checkpoint(run: Path, told: Any) -> None:
     renamed = run.rename(run.with_name("checkpoint-3"))
     assert "checkpoint-20" in told("ls", renamed)[1]
+
+
+def test_a_crash_is_nothing_that_a_resume_goes_on_from(tmp_path: Path, told: Any) -> None:
+    save(tmp_path, 25, name="crash-25")
+    code, text = told("ls", tmp_path)
+    assert code == 0
+    assert text.splitlines()[-1].startswith("1 crash, 1 valid, ")
+    assert text.splitlines()[-1].endswith("; none to resume from")
+
+
+def test_the_run_that_holds_the_folder_is_named(run: Path, told: Any) -> None:
+    held = subprocess.Popen(
+        [sys.executable, "-c", "import sys; from pathlib import Path; from trainer_kit.run_lock import RunLock\n"
+         "RunLock(Path(sys.argv[1])).acquire(); print('held', flush=True); sys.stdin.read()", str(run)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert held.stdout is not None
+    assert held.stdout.readline() == "held\n"
+    assert f"(process {held.pid}), since 20" in told("ls", run)[1]
+    assert f"(process {held.pid}), since 20" in told("prune", run, "--keep", "1")[1]
+    held.communicate("", timeout=60)
+    assert "in use" not in told("ls", run)[1]
+
+
+def test_nothing_outside_of_the_folder_is_removed(run: Path, told: Any) -> None:
+    outside = save(run.parent / "other", 5)
+    shutil.rmtree(run / "checkpoint-10")
+    (run / "checkpoint-10").symlink_to(save(run.parent / "elsewhere", 10))
+    for name in ("../other/checkpoint-5", str(outside)):
+        state = run / "checkpoint-30" / "state" / "trainer.json"
+        content = json.loads(state.read_text())
+        content["committed"][0][0] = name
+        state.write_text(json.dumps(content))
+        reseal(run / "checkpoint-30")
+        assert "would be freed" in told("prune", run, "--keep", "1", "--dry-run")[1]
+        told("prune", run, "--keep", "1", "--keep-best", "1")
+        assert (outside / "manifest.json").is_file()
+    assert (run.parent / "elsewhere" / "checkpoint-10" / "manifest.json").is_file()
+
+
+def reseal(checkpoint: Path) -> None:
+    """A manifest that says of all files what they are now."""
+    before = Manifest.read(checkpoint)
+    found = {name: checkpoint / name for name in before.files}
+    files = {name: FileEntry(path.stat().st_size, checksum(path)) for name, path in found.items()}
+    (checkpoint / "manifest.json").write_text(json.dumps(Manifest.of(files, before.step, before.world_size).to_json()))

@@ -41,4 +41,4 @@ def test_the_script_gets_its_own_arguments(
 
 def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", "nowhere/crash-7", "train.py"]) == 1
-    assert capsys.readouterr().err == "trainer-kit replay: nowhere/crash-7 is no folder\n"
+    assert capsys.readouterr().err == "trainer-kit replay: nowhere/crash-7 does not exist\n"

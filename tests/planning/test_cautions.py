@@ -319,7 +319,7 @@ def test_a_model_that_cannot_be_tried_on_shapes(tmp_path: Path, monkeypatch: pyt
             {"train": Endless(), "max_steps": 4, "group_by_length": True},
             "group_by_length=True needs a train_dataset with",
         ),
-        ({"resume": "nowhere"}, "resume_from_checkpoint='nowhere' is no folder"),
+        ({"resume": "nowhere"}, "resume_from_checkpoint='nowhere' does not exist; give a checkpoint's folder"),
     ],
 )
 def test_there_is_no_plan(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:

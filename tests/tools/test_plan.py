@@ -89,7 +89,7 @@ def test_a_training_that_would_not_go_through(script: str, capsys: pytest.Captur
     ("kind", "sentence"),
     [
         ("empty", "train_dataset is empty; give at least one sample"),
-        ("resumed", "resume_from_checkpoint='nowhere' is no folder; give a checkpoint's folder, or True"),
+        ("resumed", "resume_from_checkpoint='nowhere' does not exist; give a checkpoint's folder, "),
     ],
 )
 def test_there_is_no_plan(script: str, kind: str, sentence: str) -> None:

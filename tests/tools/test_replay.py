@@ -240,7 +240,7 @@ def test_another_model_and_scripts_that_do_not_train(
 
 
 def test_folders_that_are_none_of_a_crash(script: str, broken_off: Broken, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         replayed(tmp_path / "crash-9", script, "bad")
     folder = broken_off("bad", NonFiniteError)
     batch = folder / "state" / "batch.safetensors"

@@ -29,9 +29,10 @@ from trainer_kit.checkpoint import (
     verify,
     write_checkpoint,
 )
-from trainer_kit.checkpoint.format import Manifest, list_files
+from trainer_kit.checkpoint.format import STATE_FOLDER, Manifest, list_files
 from trainer_kit.checkpoint.loading import load_weights
 from trainer_kit.checkpoint.reader import is_of_run, recover_replaced
+from trainer_kit.checkpoint.trainer_state import BOOL, COUNT, OBJECT, TEXT, WHOLE, CheckedFile, or_none
 from trainer_kit.optimizer_state import load_optimizer_state, optimizer_state
 from trainer_kit.rng import generator_states, set_generator_states
 from trainer_kit.strategies.base import Strategy
@@ -246,12 +247,17 @@ class States:
         """On the main process: the checkpoint to load, verified."""
         folder = self._folder(input_dir, "load_state()")
         if input_dir is None:
-            found = newest_valid(folder, logger.warning, PREFIX)
+            found = newest_valid(folder, logger.warning, PREFIX, check=_check_state)
             if found is None:
                 raise ValueError(f"load_state() found no whole checkpoint in {folder}; save_state() writes them there")
             return found
         recover_replaced(folder)
-        verify(input_dir)
+        if not input_dir.is_dir():
+            raise ValueError(
+                f"load_state({str(input_dir)!r}) names no folder; give one that save_state() returned, or none for the "
+                "project's newest"
+            )
+        _check_state(input_dir)
         return input_dir
 
     def _check_schedules(self, saved: list[int]) -> None:
@@ -300,6 +306,28 @@ def _numbered(name: str, objects: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 
 def _number(path: Path) -> int:
     return int(path.name.removeprefix(PREFIX))
+
+
+def _check_state(directory: Path) -> None:
+    """Verifies a checkpoint, and what it keeps of the loop; another program's is left to `load`.
+
+    Raises:
+        CheckpointError: If a file is damaged, or a value is none that a loop can have.
+    """
+    verify(directory)
+    if (state := read_state(directory, "accelerator")) is None:
+        return
+    file = CheckedFile(directory / STATE_FOLDER / "accelerator.json")
+    file.check(state, {"counts": OBJECT, "run_id": TEXT, "steps": COUNT, "batches": COUNT})
+    file.check(state["counts"], dict.fromkeys(Prepared().counts(), COUNT), "counts.")
+    file = CheckedFile(directory / STATE_FOLDER / "loaders.json")
+    loaders = read_state(directory, "loaders")
+    count = state["counts"]["loaders"]
+    holds = isinstance(loaders, list) and len(loaders) == count
+    file.require(holds, "the list", loaders, f"of the {count} loaders")
+    for number, loader in enumerate(loaders or []):
+        file.check(loader, {"epoch": COUNT, "position": COUNT, "open": BOOL, "complete": BOOL, "seed": WHOLE,
+                            "total_batch_size": or_none(COUNT)}, f"[{number}].")  # fmt: skip
 
 
 def _check_counts(saved: dict[str, int], now: dict[str, int], directory: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -56,7 +57,7 @@ def parse_json(content: bytes, path: Path) -> Any:
             f"{path} is not to be trusted: it holds JSON of more than {JSON_BYTES} bytes or {JSON_VALUES} values"
         )
     try:
-        return json.loads(content.decode(), parse_constant=_refuse_constant)
+        return json.loads(content.decode(), parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged, it holds no valid JSON: {error}") from error
 
@@ -68,6 +69,14 @@ def is_too_large(content: bytes) -> bool:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number in JSON")
+
+
+def _finite(text: str) -> float:
+    """A number of JSON, which has no infinite ones: 1e999 would be one."""
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text:.40} is larger than a number can be")
+    return number
 
 
 def checksum(path: Path) -> str:

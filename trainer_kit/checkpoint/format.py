@@ -94,7 +94,8 @@ class Manifest:
         """
         path = inside(directory, MANIFEST_NAME)
         if not directory.is_dir():
-            raise CheckpointError(f"{directory} is no folder")
+            what = "is a file, not a checkpoint's folder" if directory.exists() else "does not exist"
+            raise CheckpointError(f"{directory} {what}")
         if not path.exists():
             raise CheckpointError(f"{directory} has no {MANIFEST_NAME}: it is no checkpoint, or was not written whole")
         content = read_json(path)

@@ -10,10 +10,12 @@ from pathlib import Path
 
 from trainer_kit.checkpoint.files import CheckpointError, UnreadableError
 from trainer_kit.checkpoint.format import ARGUMENTS_NAME, CHECKPOINT_PREFIX, MANIFEST_NAME, STATE_FOLDER, Manifest
-from trainer_kit.checkpoint.reader import find_checkpoints, is_of_run, read_arguments, read_state, verify
+from trainer_kit.checkpoint.reader import find_checkpoints, is_of_run, read_arguments, verify
 from trainer_kit.checkpoint.retention import Committed, Retention
+from trainer_kit.checkpoint.trainer_state import read_committed, read_trainer
 
-PREFIXES = (CHECKPOINT_PREFIX, "checkpoint_", "crash-")
+CRASH_PREFIX = "crash-"
+PREFIXES = (CHECKPOINT_PREFIX, "checkpoint_", CRASH_PREFIX)
 """How the names of folders begin that the Trainer, the Accelerator and a crash write."""
 
 
@@ -65,7 +67,8 @@ def checkpoints_at(path: Path) -> list[Path]:
         CheckpointError: If it is no folder, or one without checkpoints.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder; give the output_dir of a run, or one of its checkpoints")
+        what = "is a file" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {what}; give the output_dir of a run, or one of its checkpoints")
     path = path if path.name not in ("", "..") else path.resolve()
     if (path / MANIFEST_NAME).exists():
         return [path]
@@ -103,19 +106,20 @@ def newest_progress(found: Iterable[Path]) -> Progress | None:
 def _progress(directory: Path) -> Progress:
     manifest = Manifest.read(directory)
     manifest.check(directory, {ARGUMENTS_NAME, f"{STATE_FOLDER}/trainer.json"} & manifest.files.keys())
-    trainer, arguments = read_state(directory, "trainer") or {}, read_arguments(directory)
+    trainer, arguments = read_trainer(directory), read_arguments(directory)
+    if trainer is None:
+        raise CheckpointError(f"{directory} holds no state of a Trainer's run")
     try:
-        known = [Committed(*each) for each in trainer["committed"]]
         return Progress(
             run_id=trainer["run_id"],
-            committed=[each for each in known if (directory.parent / each.name).is_dir()],
+            committed=[each for each in read_committed(trainer) if (directory.parent / each.name).is_dir()],
             best_step=trainer["counters"]["best_step"],
             best_metric=trainer["counters"]["best_metric"],
             metric_name=arguments["metric_for_best_model"],
             greater_is_better=bool(arguments["greater_is_better"]),
         )
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{directory} holds no state of a Trainer's run: {error}") from error
+    except KeyError as error:
+        raise CheckpointError(f"{directory / ARGUMENTS_NAME} is damaged: it lacks {error}") from error
 
 
 def excess(entries: Sequence[Entry], known: Progress, retention: Retention) -> list[Entry]:

@@ -14,6 +14,7 @@ from trainer_kit.checkpoint.files import CheckpointError
 from trainer_kit.checkpoint.format import MANIFEST_NAME, Manifest
 from trainer_kit.checkpoint.shards import is_file_of, storage_key
 from trainer_kit.checkpoint.sources import Source, load_source, read_header, sources
+from trainer_kit.trees import repeated_dimensions
 from trainer_kit.wrappers import without_wrappers
 
 _SHOWN = 3
@@ -102,7 +103,10 @@ def load_weights(
     state = _tensors_of(model)
     _compare(state, _shapes(found), checkpoint, type(model).__name__, strict)
     for source in found:
-        model.load_state_dict(load_source(source, into=_readable_into(state, source)), strict=False)
+        loaded = load_source(source, into=_readable_into(state, source))
+        for name in [name for name in loaded if name in state and repeated_dimensions(state[name])]:
+            _fill_repeated(state[name], loaded.pop(name), name, checkpoint)
+        model.load_state_dict(loaded, strict=False)
 
 
 def check_weights(model: torch.nn.Module, checkpoint: Path) -> None:
@@ -130,6 +134,21 @@ def _readable_into(state: Mapping[str, torch.Tensor], source: Source) -> dict[st
     # Several tensors that the model ties would be read into one memory at the same time.
     users = Counter(tensor.data_ptr() for tensor in found.values())
     return {name: tensor for name, tensor in found.items() if users[tensor.data_ptr()] == 1}
+
+
+@torch.no_grad()
+def _fill_repeated(tensor: torch.Tensor, values: torch.Tensor, name: str, checkpoint: Path) -> None:
+    """Writes the elements that lie in memory once, which `copy_` refuses to do for all of them."""
+    once, first = tensor, values
+    for dimension in repeated_dimensions(tensor):
+        once, first = once.narrow(dimension, 0, 1), first.narrow(dimension, 0, 1)
+    same_bits = torch.equal(*(each.contiguous().view(torch.uint8) for each in (first.expand_as(values), values)))
+    if not same_bits:
+        raise ValueError(
+            f"{name!r} repeats one value in memory (expand), but {checkpoint} holds values that differ; give the model "
+            "a tensor of its own there (clone)"
+        )
+    once.copy_(first)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from trainer_kit.checkpoint.format import (
     STATE_FOLDER,
     Manifest,
 )
-from trainer_kit.checkpoint.sources import load_source, sources
+from trainer_kit.checkpoint.sources import Source, load_source, outline, sources
 from trainer_kit.trees import join
 
 _CLOCK_SLACK = 60.0  # seconds by which the system's clock may have been set since
@@ -53,7 +53,11 @@ def verify(directory: Path) -> Manifest:
 
 
 def newest_valid(
-    output_dir: Path, say: Callable[[str], None], prefix: str = CHECKPOINT_PREFIX, repair: bool = True
+    output_dir: Path,
+    say: Callable[[str], None],
+    prefix: str = CHECKPOINT_PREFIX,
+    repair: bool = True,
+    check: Callable[[Path], object] = verify,
 ) -> Path | None:
     """The newest checkpoint that is whole, None where there is none.
 
@@ -62,22 +66,26 @@ def newest_valid(
         say: Told in one sentence of each newer checkpoint that is passed over, and why.
         prefix: How the folders' names begin, before the number.
         repair: Whether to put back a checkpoint that a killed process had moved aside.
+        check: Raises `CheckpointError` for one that is not whole.
     """
     if repair:
         recover_replaced(output_dir)
-    return first_valid(reversed(find_checkpoints(output_dir, prefix)), say)
+    return first_valid(reversed(find_checkpoints(output_dir, prefix)), say, check)
 
 
-def first_valid(directories: Iterable[Path], say: Callable[[str], None]) -> Path | None:
+def first_valid(
+    directories: Iterable[Path], say: Callable[[str], None], check: Callable[[Path], object] = verify
+) -> Path | None:
     """The first of these checkpoints that is whole, None where none is.
 
     Args:
         directories: Each is verified when those before it are not whole.
         say: Told in one sentence of each one that is passed over, and why.
+        check: Raises `CheckpointError` for one that is not whole.
     """
     for directory in directories:
         try:
-            verify(directory)
+            check(directory)
         except CheckpointError as error:
             say(f"{directory.name} is passed over: {error}")
         else:
@@ -91,7 +99,7 @@ def is_of_run(directory: Path, state_name: str, run_id: str) -> bool:
         state = read_state(directory, state_name)
     except CheckpointError:
         return False
-    return state is not None and state["run_id"] == run_id
+    return isinstance(state, dict) and state.get("run_id") == run_id
 
 
 def recover_replaced(output_dir: Path) -> None:
@@ -160,6 +168,22 @@ def read_state(directory: Path, name: str) -> Any | None:
     Raises:
         CheckpointError: If the manifest or the state's files are missing or damaged.
     """
+    return _read_state(directory, name, load_source)
+
+
+def read_outline(directory: Path, name: str) -> Any | None:
+    """The same state with tensors on the device "meta": their values are not read.
+
+    Raises:
+        CheckpointError: As `read_state` does.
+    """
+    try:
+        return _read_state(directory, name, outline)
+    except NotImplementedError:  # a numpy array, which has no such device
+        return read_state(directory, name)
+
+
+def _read_state(directory: Path, name: str, load: Callable[[Source], dict[str, torch.Tensor]]) -> Any | None:
     listed = Manifest.read(directory).files
     stem = f"{STATE_FOLDER}/{name}"
     path = inside(directory, f"{stem}.json")
@@ -169,7 +193,7 @@ def read_state(directory: Path, name: str) -> Any | None:
     tensors: dict[str, torch.Tensor] = {}
     if any(f"{stem}.safetensors{suffix}" in listed for suffix in ("", ".index.json")):
         for source in sources(directory, stem, listed):
-            tensors.update(load_source(source))
+            tensors.update(load(source))
     try:
         return join(tree, tensors)
     except ValueError as error:

@@ -98,7 +98,13 @@ def prune(
 
 
 def delete_checkpoint(path: Path) -> bool:
-    """Whether the checkpoint is gone; where the file system refuses, a warning says so and the run goes on."""
+    """Whether the checkpoint is gone; where the file system refuses, a warning says so and the run goes on.
+
+    One that is a link stays: what it leads to lies outside of the run's folder.
+    """
+    if path.is_symlink():
+        _logger.warning("the old checkpoint %s is a link, and stays; remove it and what it leads to by hand", path)
+        return False
     hidden = path.with_name(f"{STAGING_PREFIX}delete-{path.name}-{os.getpid()}")
     try:
         os.rename(path, hidden)

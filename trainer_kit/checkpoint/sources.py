@@ -222,6 +222,12 @@ def load_source(source: Source, into: Tensors | None = None) -> dict[str, torch.
     return loaded | {alias: loaded[target] for alias, target in source.aliases.items()}
 
 
+def outline(source: Source) -> dict[str, torch.Tensor]:
+    """The same tensors without their values, on the device "meta"."""
+    empty = {name: _empty(entry, "meta") for name, entry in source.entries.items()}
+    return empty | {alias: empty[target] for alias, target in source.aliases.items()}
+
+
 def load_tensor(source: Source, name: str) -> torch.Tensor:
     """One tensor of a file, by its stored name or an alias.
 
@@ -248,10 +254,10 @@ def _read(path: Path, entries: Mapping[str, Entry], into: Tensors) -> dict[str, 
     return loaded
 
 
-def _empty(entry: Entry) -> torch.Tensor:
+def _empty(entry: Entry, device: str = "cpu") -> torch.Tensor:
     if entry.dtype in AS_REAL:  # torch.empty warns of complex32
-        return torch.view_as_complex(torch.empty((*entry.shape, 2), dtype=AS_REAL[entry.dtype]))
-    return torch.empty(entry.shape, dtype=entry.dtype)
+        return torch.view_as_complex(torch.empty((*entry.shape, 2), dtype=AS_REAL[entry.dtype], device=device))
+    return torch.empty(entry.shape, dtype=entry.dtype, device=device)
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:

@@ -65,7 +65,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _list(options: argparse.Namespace) -> int:
     from trainer_kit.checkpoint.files import readable_size
-    from trainer_kit.checkpoint.inventory import checkpoints_at, inspect, newest_progress
+    from trainer_kit.checkpoint.inventory import CRASH_PREFIX, checkpoints_at, inspect, newest_progress
+    from trainer_kit.run_lock import holder_of
 
     found = checkpoints_at(options.folder)
     best = _best(newest_progress(found))
@@ -80,9 +81,14 @@ def _list(options: argparse.Namespace) -> int:
         row = f"{directory.name:{width}}  {_written(entry):16}  {readable_size(entry.size):>9}  "
         _print_row(row, f"{state}{best.get(directory.name, '')}")
     whole = [entry.directory.name for entry in entries if entry.problem is None]
+    resumable = [name for name in whole if not name.startswith(CRASH_PREFIX)]
     total = readable_size(sum(entry.size for entry in entries))
-    goes_on = f"a resume goes on from {whole[-1]}" if whole else "none to resume from"
-    print(f"{_count(len(entries), 'checkpoint')}, {len(whole)} valid, {total}; {goes_on}")
+    goes_on = f"a resume goes on from {resumable[-1]}" if resumable else "none to resume from"
+    crashed = found[0].name.startswith(CRASH_PREFIX)
+    count = _count(len(entries), "crash", "crashes") if crashed else _count(len(entries), "checkpoint")
+    print(f"{count}, {len(whole)} valid, {total}; {goes_on}")
+    if (holder := holder_of(options.folder)) is not None:
+        print(f"in use: {holder} trains here")
     if beside := _beside(options.folder, found):
         print(f"beside them: {', '.join(beside)}")
     return 0
@@ -128,6 +134,7 @@ def _prune(options: argparse.Namespace) -> int:
     from trainer_kit.checkpoint.inventory import checkpoints_at, excess, inspect, newest_progress
     from trainer_kit.checkpoint.reader import at_work
     from trainer_kit.checkpoint.retention import delete_checkpoint
+    from trainer_kit.run_lock import holder_of
 
     entries = [inspect(directory) for directory in checkpoints_at(options.folder)]
     known = newest_progress(entry.directory for entry in entries if entry.problem is None)
@@ -137,7 +144,9 @@ def _prune(options: argparse.Namespace) -> int:
     damaged = [entry for entry in entries if entry.problem is not None]
     removable = [entry for entry in damaged if options.damaged and entry.is_damaged]
     gone = [*excess(entries, known, retention), *removable]
-    if busy := at_work(options.folder):
+    if (holder := holder_of(options.folder)) is not None:
+        print(f"in use: {holder} trains here, and removes checkpoints by its own arguments, too")
+    elif busy := at_work(options.folder):
         print(f"a process is writing here ({busy[0].name}); its run removes checkpoints by its own arguments, too")
     removed = [entry for entry in gone if options.dry_run or delete_checkpoint(entry.directory)]
     for entry in removed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from torch import nn
 
@@ -12,6 +13,7 @@ from trainer_kit.planning.facts import Data, Hardware, Start, Steps, Storage
 from trainer_kit.planning.model import tied
 from trainer_kit.planning.words import listed
 from trainer_kit.run import Run
+from trainer_kit.run_lock import holder_of
 
 
 def layout_warnings(data: Data, layout: Layout, run: Run) -> Iterator[str]:
@@ -112,7 +114,9 @@ def storage_warnings(storage: Storage) -> Iterator[str]:
 
 
 def start_warnings(start: Start, run: Run) -> Iterator[str]:
-    """What becomes of checkpoints that lie in the folder."""
+    """Who trains in the folder already, and what becomes of checkpoints that lie there."""
+    if (holder := holder_of(Path(start.folder))) is not None:
+        yield f"{start.folder} is in use: {holder} trains there, and train() would be refused until that ends"
     if not start.others:
         return
     which = listed(start.others)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-from trainer_kit.checkpoint import find_checkpoints, read_arguments, read_state
+from trainer_kit.checkpoint import find_checkpoints, read_arguments
+from trainer_kit.checkpoint.trainer_state import read_committed, read_data_state, read_trainer
 from trainer_kit.continuity import check_same_run, find_checkpoint
 from trainer_kit.data.loader import TrainLoader
 from trainer_kit.data.plan import Plan, make_plan
 from trainer_kit.data.stream import StreamLoader
+from trainer_kit.integrity import check_resumable
 from trainer_kit.planning.facts import Start
 from trainer_kit.run import Run
 
@@ -31,18 +34,19 @@ class Beginning:
     def __init__(self, run: Run, request: bool | str | Path | None) -> None:
         self.run = run
         self.folder = Path(run.args.output_dir)
-        self.directory = find_checkpoint(self.folder, request, repair=False) if request else None
+        self.directory = None
+        if request:
+            self.directory = find_checkpoint(self.folder, request, repair=False, check=partial(check_resumable, run))
         self.committed: list[str] = []
         self._earlier = None
         if self.directory is None:
             return
-        trainer = read_state(self.directory, "trainer")
-        if trainer is None:
-            raise ValueError(f"{self.directory} holds no state of a training run")
-        check_same_run(run, trainer, read_state(self.directory, "data"), self.directory)
+        trainer = read_trainer(self.directory)
+        assert trainer is not None
+        check_same_run(run, trainer, read_data_state(self.directory), self.directory)
         run.state.load_state_dict(trainer["counters"])
         self._earlier = (trainer["plan"], read_arguments(self.directory))
-        self.committed = [name for name, *_ in trainer["committed"] if (self.folder / name).is_dir()]
+        self.committed = [each.name for each in read_committed(trainer) if (self.folder / each.name).is_dir()]
 
     def lay_out(self, loader: TrainLoader | StreamLoader) -> Plan:
         """The run's steps; they are set in the run too."""

@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainer_kit
 from trainer_kit.checkpoint import load_checkpoint_in_model, read_arguments, read_state, verify
+from trainer_kit.checkpoint.inventory import CRASH_PREFIX
 from trainer_kit.data.fetch import Fetcher
 from trainer_kit.data.order import Slot
 from trainer_kit.diagnosis import Birth, Diagnosis, Work, cause, diagnose, kind_of
 from trainer_kit.loss import Loss
-from trainer_kit.postmortem import CRASH_PREFIX, SPOILED
+from trainer_kit.postmortem import SPOILED
 from trainer_kit.precision import Precision
 from trainer_kit.strategies.single import SingleDevice
 from trainer_kit.tools.takeover import Train, run_until_training
@@ -96,7 +97,7 @@ class _Replay:
         """Those from before the step, else those of the newest checkpoint, else the script's own."""
         report, folders = self.report, []
         if report["newest_checkpoint"] is not None:
-            folders.append(Path(report["newest_checkpoint"]))
+            folders.append(self.folder.with_name(Path(report["newest_checkpoint"]).name))  # wherever the run lies now
         if report["weights_by_rank"] is not None and report["weights_are"] != SPOILED:
             own = report["weights_by_rank"] == report["rank"]
             folders.insert(0, self.folder if own else self.folder.with_name(f"{CRASH_PREFIX}{report['step']}"))
