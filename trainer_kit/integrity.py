@@ -189,7 +189,7 @@ def _check_peaks(directory: Path, groups: list[dict[str, Any]]) -> None:
     """Checks that the optimizer's groups have the peaks of our schedule that the saved description names."""
     file = _file(directory, "optimizer")
     try:
-        described = described_groups(read_outline(directory, "optimizer"))
+        described = described_groups(read_outline(directory, "optimizer") or {})
     except ValueError as error:
         raise CheckpointError(f"{file.path} is damaged: {error}") from error
     file.require(len(described) == len(groups), "param_groups", groups, f"{len(described)} groups, as described")
