@@ -457,3 +457,13 @@ def test_options_of_sgd_mean_what_they_mean_in_transformers(options: str, tmp_pa
 def test_options_that_make_no_sense_are_refused(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         TrainingArguments(**given)
+
+
+def test_groups_that_are_added_later_have_no_peak() -> None:
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.SGD(parameters[:1], lr=0.1)
+    schedule = make_scheduler(optimizer, TrainingArguments(), 10)
+    optimizer.add_param_group({"params": parameters[1:], "lr": 0.5})
+    assert schedule.base_lrs == [0.1]
+    schedule.base_lrs = [0.2]
+    assert [group.get("initial_lr") for group in optimizer.param_groups] == [0.2, None]

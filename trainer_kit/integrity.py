@@ -25,6 +25,7 @@ from trainer_kit.checkpoint.trainer_state import (
 from trainer_kit.data.loader import is_iterable
 from trainer_kit.data.order import parts, ranges
 from trainer_kit.optim import Schedule
+from trainer_kit.optimizer_state import described_groups
 from trainer_kit.run import Run
 
 _BY_DEVICE = ("capturable", "foreach", "fused")
@@ -165,7 +166,9 @@ def _check_schedule(kind: str, directory: Path, groups: list[dict[str, Any]] | N
     if not isinstance(state, dict):
         raise CheckpointError(f"{file.path} is damaged or missing: it holds no state of a schedule")
     if kind == Schedule.__name__:
-        file.check(state, dict.fromkeys(("base_lrs", "lr_lambdas"), (lambda value: isinstance(value, list), "a list")))
+        file.check(state, {"lr_lambdas": (lambda value: isinstance(value, list), "a list")})
+        if groups is not None:
+            _check_peaks(directory, groups)
     if "last_epoch" in state:
         step = state["last_epoch"]
         file.require(type(step) is int and -1 <= step < 2**62, "last_epoch", step, "a whole number of at least -1")
@@ -180,6 +183,20 @@ def _check_schedule(kind: str, directory: Path, groups: list[dict[str, Any]] | N
         first = group.get("initial_lr", rate)
         is_same = isinstance(rate, torch.Tensor) or isinstance(first, torch.Tensor) or rate == first
         file.require(is_same, "base_lrs", rate, f"the optimizer's initial_lr, {first!r}")
+
+
+def _check_peaks(directory: Path, groups: list[dict[str, Any]]) -> None:
+    """Checks that the optimizer's groups have the peaks of our schedule that the saved description names."""
+    file = _file(directory, "optimizer")
+    try:
+        described = described_groups(read_outline(directory, "optimizer") or {})
+    except ValueError as error:
+        raise CheckpointError(f"{file.path} is damaged: {error}") from error
+    file.require(len(described) == len(groups), "param_groups", groups, f"{len(described)} groups, as described")
+    for number, (group, description) in enumerate(zip(groups, described, strict=True)):
+        peak, first = group.get("initial_lr"), description["rates"].get("initial_lr")
+        holds = (is_number(peak) and peak == first) or (isinstance(peak, torch.Tensor) and first is not None)
+        file.require(holds, f"param_groups[{number}].initial_lr", peak, f"as described, {first!r}")
 
 
 def _check_precision(run: Run, directory: Path) -> None:

@@ -157,18 +157,22 @@ class Schedule(LambdaLR):
     @property  # not an attribute, which a rollback or a resume would set apart from the groups
     def base_lrs(self) -> list[Any]:
         """The peak of each group, its "initial_lr"."""
-        return [group["initial_lr"] for group in self.optimizer.param_groups]
+        return [group["initial_lr"] for group in self._groups()]
 
     @base_lrs.setter
     def base_lrs(self, peaks: Sequence[Any]) -> None:
-        for group, peak in zip(self.optimizer.param_groups, peaks, strict=True):
+        for group, peak in zip(self._groups(), peaks, strict=True):
             group["initial_lr"] = peak
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Those of the schedule; groups that were added to the optimizer later have no peak."""
+        return [group for group in self.optimizer.param_groups if "initial_lr" in group]
 
     def step(self, epoch: int | None = None) -> None:
         """Sets the learning rates of the next step; warns once where somebody else had set one."""
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        for rate, own in zip(rates, getattr(self, "_last_lr", rates), strict=True):
-            if isinstance(rate, (int, float)) and isinstance(own, (int, float)) and rate != own:
+        for group, own in zip(self.optimizer.param_groups, getattr(self, "_last_lr", ()), strict=False):
+            rate = group["lr"]
+            if rate is not own and not isinstance(rate, torch.Tensor) and rate != own:
                 self._warn(rate)
         super().step(epoch)
 

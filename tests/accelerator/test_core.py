@@ -301,6 +301,14 @@ def test_clipping() -> None:
         optimizer.step()
 
 
+@pytest.mark.filterwarnings(r"ignore:Using backward\(\) with create_graph=True")
+def test_a_norm_holds_no_graph() -> None:
+    accelerator, model, *_ = parts()
+    accelerator.backward(model(torch.ones(2, 4)).pow(2).sum(), create_graph=True)
+    assert not accelerator.clip_grad_norm_(model.parameters(), 1.0).requires_grad
+    model.zero_grad()
+
+
 def test_fp16_unscales_once_and_leaves_out_overflows() -> None:
     accelerator, model, optimizer, _, scheduler = parts(mixed_precision="fp16")
     scaler = accelerator.strategy.precision.scaler  # type: ignore[union-attr]

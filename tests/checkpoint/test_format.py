@@ -69,8 +69,8 @@ def test_a_missing_manifest_and_a_missing_folder_are_named(tmp_path: Path) -> No
 
 def test_another_format_version_is_refused(tmp_path: Path) -> None:
     make(tmp_path)
-    rewrite(tmp_path, format_version=2, trainer_kit_version="9.1")
-    with pytest.raises(CheckpointError, match=r"format version 2, .* reads version 1; use .* that wrote it \('9\.1'\)"):
+    rewrite(tmp_path, format_version=1, trainer_kit_version="0.1")
+    with pytest.raises(CheckpointError, match=r"format version 1, .* reads version 2; use .* that wrote it \('0\.1'\)"):
         Manifest.read(tmp_path)
 
 

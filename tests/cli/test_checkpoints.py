@@ -272,7 +272,7 @@ def test_prune_leaves_what_is_not_the_runs(run: Path, told: Any) -> None:
     newer = save(run, 35)
     manifest = json.loads((newer / "manifest.json").read_text())
     del manifest["checksum"]
-    content = manifest | {"format_version": 2}
+    content = manifest | {"format_version": 1}
     (newer / "manifest.json").write_text(json.dumps(content | {"checksum": _content_checksum(content)}))
     code, text = told("prune", run, "--keep", 1, "--keep-best", 1, "--damaged")
     assert code == 0

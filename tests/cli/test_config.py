@@ -100,7 +100,7 @@ def test_a_question_shows_what_an_empty_answer_means(monkeypatch: pytest.MonkeyP
         "Train on the CPU though there are GPUs (yes or no) [no]: ",
         "How many processes, on all machines together [as many as GPUs]: ",
         "Mixed precision (no, fp16 or bf16) [no]: ",
-        "How often to start anew after a failure, if the run got on [0]: ",
+        "How often to restart after a failure [0]: ",
     ]
 
 

@@ -256,7 +256,7 @@ def test_a_run_that_gets_on_has_more(tmp_path: Path) -> None:
     said: list[str] = []
     steps = [10, 20, 30, 40]
     assert run(launched.try_again, str(tmp_path), steps, max_restarts=1, say=said.append) == {0: 3, 1: 3}
-    assert [each.partition("; ")[2] for each in said] == [
+    assert [each.partition("; ")[2] for each in said if "; restart" in each] == [
         "restart 1 of 1, from the checkpoint of step 10",
         "restart 2, more than max_restarts=1, since there is a newer checkpoint, from the checkpoint of step 20",
         "restart 3, more than max_restarts=1, since there is a newer checkpoint, from the checkpoint of step 30",

@@ -96,6 +96,8 @@ def test_norms_of_several_dtypes() -> None:
     assert norms.total.item() == pytest.approx(32**0.5)
     double = [torch.full((4,), 2.0, dtype=torch.float64)]
     assert gradient_norms(double, double).total.dtype == torch.float64
+    large = torch.full((4,), 2.0**200, dtype=torch.float64)  # infinite in float32
+    assert gradient_norms([*mixed, large], [*mixed, large]).each.tolist() == [4.0, 4.0, 2.0**201]
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -330,6 +330,7 @@ class Accelerator(Tracking):
         with self.strategy.autocast():
             yield
 
+    @torch.no_grad()
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor | None:
         """Scales the gradients down where their norm is larger.
 

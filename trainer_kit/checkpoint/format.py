@@ -17,7 +17,7 @@ import xxhash
 
 from trainer_kit.checkpoint.files import CheckpointError, UnreadableError, checksum, inside, read_json
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 ARGUMENTS_NAME = "arguments.json"
 STATE_FOLDER = "state"

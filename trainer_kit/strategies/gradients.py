@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -28,18 +27,19 @@ class GradientNorms(NamedTuple):
 
 def gradient_norms(parameters: list[torch.Tensor], grads: list[torch.Tensor]) -> GradientNorms:
     """The norms of `grads`, which are those of `parameters`; of half precision in float32, as it would round them."""
-    are_half = [grad.dtype in _HALF for grad in grads]
-    half = _norms([grad for grad, is_half in zip(grads, are_half, strict=True) if is_half], torch.float32)
-    others = _norms([grad for grad, is_half in zip(grads, are_half, strict=True) if not is_half])
-    norms = [next(half if is_half else others) for is_half in are_half]
-    if len({norm.dtype for norm in norms}) > 1:
-        norms = [norm.float() for norm in norms]
+    dtypes = {grad.dtype for grad in grads}
+    if len(dtypes) == 1:
+        norms = _norms(grads)
+    else:  # a list of one dtype is computed in one go
+        found = {dtype: iter(_norms([grad for grad in grads if grad.dtype == dtype])) for dtype in dtypes}
+        norms = tuple(next(found[grad.dtype]) for grad in grads)
     each = torch.stack(norms)
     return GradientNorms(each, torch.linalg.vector_norm(each), parameters)
 
 
-def _norms(grads: list[torch.Tensor], dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
-    return iter(torch._foreach_norm(grads, 2, dtype) if grads else ())
+def _norms(grads: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The norms of gradients of one dtype."""
+    return torch._foreach_norm(grads, 2, torch.float32 if grads[0].dtype in _HALF else None)
 
 
 def gradient_values(parameter: torch.Tensor) -> torch.Tensor:
