@@ -78,7 +78,8 @@ class _WholeRecords(io.FileIO):
         before = self.tell()
         written = super().write(data)
         if written != len(data):
-            self.truncate(before)
+            self.seek(before)
+            self.truncate()
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return written
 

@@ -280,3 +280,19 @@ def test_what_only_reports_ends_nothing(run: Run, caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING, logger="trainer_kit"):
         events.emit("on_log", run, {})
     assert caplog.messages == [sentence, sentence]
+
+
+def test_only_its_own_callback_is_blamed_for_what_is_no_number(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    class Wrong(Callback):
+        is_reporter = True
+
+        def on_log(self, run: Run, record: dict[str, Any]) -> None:
+            record.update(text="fine", half=torch.tensor(0.5))
+
+    records: list[str] = []
+    record = {"loss": 1.0, "event": "kept"}
+    with caplog.at_level(logging.WARNING, logger="trainer_kit"):
+        Events([Wrong(), listener("After", records, "on_log")]).emit("on_log", run, record)
+    (sentence,) = caplog.messages
+    assert sentence.startswith("callback Wrong raised in on_log: TypeError: 'text' is 'fine', a str; ")
+    assert (len(records), record) == (1, {"loss": 1.0, "event": "kept"})

@@ -46,8 +46,31 @@ def test_a_reader_that_has_seen_enough(options: tuple[str, ...]) -> None:
         assert process.stderr is not None
         assert process.stdout.readline() == "0 xxxxxxxxxxxxxxxxxxxx\n"
         process.stdout.close()
-        assert process.stderr.read() == "through\n"
+        lost = "standard output could not be written to: Broken pipe; what does not reach it is lost"
+        assert process.stderr.read() == f"through\n{lost}\n"
     assert process.returncode == 0
+
+
+@needs_full
+def test_what_is_lost_at_the_end_is_not_lost_in_silence() -> None:
+    with open("/dev/full", "w") as full:
+        done = python(GUARD + "print('the result')", stdout=full)
+    lost = "standard output could not be written to: No space left on device; what does not reach it is lost\n"
+    assert (done.returncode, done.stderr) == (0, lost)
+
+
+def test_what_is_printed_while_the_interpreter_ends() -> None:
+    code = """
+import builtins, sys
+import torch, trainer_kit
+class Late:
+    def __del__(self, modules=sys.modules): print(len(modules))
+builtins.late = Late()
+"""
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    done = [python(start + code, env=buffered) for start in ("", GUARD)]
+    assert [each.stdout for each in done] == ["0\n"] * 2
+    assert done[1].stderr == ""
 
 
 @needs_full

@@ -186,9 +186,11 @@ class Events:
             try:
                 method(run, *arguments)
                 if values is not None:
-                    values.update(_added_numbers(values, others, run.strategy))
+                    values.update(_read(_added(values, others), run.strategy))
             except Exception as error:
                 self._raise_or_warn(callback, hook, error)
+                for name in _added(values or {}, others):  # the next callback is not blamed for it
+                    del arguments[0][name]
         run.ledger.enter(before)
 
     def _raise_or_warn(self, callback: Callback, hook: str, error: Exception) -> None:
@@ -301,18 +303,22 @@ def checked_callbacks(callbacks: Any) -> list[Callback]:
     return given
 
 
-def _added_numbers(values: Mapping[str, Any], others: Mapping[str, Any], strategy: Strategy) -> dict[str, Any]:
-    """Plain numbers for what a callback put into `values` and is none yet; `others` were there before.
-
-    Raises:
-        TypeError: If it is no number at all.
-    """
-    added = {
-        name: as_scalar(name, value)
+def _added(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """What a callback put into `values` that is no plain number; `others` were there before."""
+    return {
+        name: value
         for name, value in values.items()
         if type(value) not in PLAIN and (name not in others or others[name] is not value)
     }
-    return read_scalars(added, strategy) if added else {}
+
+
+def _read(values: Mapping[str, Any], strategy: Strategy) -> dict[str, Any]:
+    """Plain numbers for values of callbacks.
+
+    Raises:
+        TypeError: If one is no number, with its name.
+    """
+    return read_scalars({name: as_scalar(name, value) for name, value in values.items()}, strategy)
 
 
 def _warn_of_unknown_hooks(kind: type) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
+import atexit
 import io
 import logging
-import os
 import select
 import sys
+from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger("trainer_kit")
@@ -26,15 +26,17 @@ def guard_standard_streams() -> None:
     A closed pipe (`| head`), a full disk or a character outside of the stream's encoding then concerns neither `print`
     nor a progress bar nor the interpreter's last flush, after which it would exit with code 120. A stream that can be
     written to again shows what comes from then on. Streams that are no files (of a notebook, or the program's own
-    objects) stay as they are.
+    objects) stay as they are. What was lost without a warning until the process ends is warned of then.
     """
     for name, label in _NAMES.items():
         for stream in (getattr(sys, name), getattr(sys, f"__{name}__")):
             raw = _raw_file(stream)
             if raw is not None and "write" not in vars(raw):
                 # On the file itself: logging handlers, bars and consoles keep the stream that they found.
-                vars(raw)["write"] = functools.partial(_write, raw, label)
+                vars(raw)["write"] = _guarded(raw, label)
     escape_unknown_characters()
+    atexit.unregister(_warn_at_exit)
+    atexit.register(_warn_at_exit)
 
 
 def escape_unknown_characters() -> None:
@@ -58,6 +60,14 @@ def warn_of_failed_streams() -> None:
         logger.warning("%s; training continues", sentence)
 
 
+def _warn_at_exit() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if _raw_file(stream) is not None and not stream.closed:
+            stream.flush()
+    for sentence in unreported_failures():
+        logger.warning("%s", sentence)
+
+
 def _raw_file(stream: Any) -> io.FileIO | None:
     """The file beneath the buffers of a text stream; None where it has none."""
     buffer = getattr(stream, "buffer", None)
@@ -65,13 +75,20 @@ def _raw_file(stream: Any) -> io.FileIO | None:
     return raw if isinstance(raw, io.FileIO) else None
 
 
-def _write(raw: io.FileIO, label: str, data: Any) -> int:
-    size = memoryview(data).nbytes
-    try:
-        while (written := io.FileIO.write(raw, data)) is None:  # not blocking, and its reader is slow
-            select.select([], [raw.fileno()], [])
-    except OSError as error:
-        # Reported later: a handler that wrote to this stream now would find it in the middle of a write.
-        _failures.setdefault(label, error.strerror or os.strerror(error.errno or 0))
-        return size
-    return written
+def _guarded(raw: io.FileIO, label: str) -> Callable[[Any], int]:
+    """The file's `write`, for which a failure is no error."""
+    # Bound here: what is printed while the interpreter ends comes when the names of this module are gone.
+    write, wait, failures = io.FileIO.write, select.select, _failures
+
+    def guarded(data: Any) -> int:
+        size = memoryview(data).nbytes
+        try:
+            while (written := write(raw, data)) is None:  # not blocking, and its reader is slow
+                wait([], [raw.fileno()], [])
+        except OSError as error:
+            # Reported later: a handler that wrote to this stream now would find it in the middle of a write.
+            failures.setdefault(label, error.strerror or str(error))
+            return size
+        return written
+
+    return guarded

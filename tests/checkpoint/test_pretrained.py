@@ -16,12 +16,16 @@ from transformers import (
     AutoModel,
     BertConfig,
     BertForSequenceClassification,
+    FineGrainedFP8Config,
+    LlamaConfig,
+    LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.integrations import finegrained_fp8
 
 from trainer_kit import Accelerator, Trainer, TrainingArguments, load_checkpoint_in_model
 from trainer_kit.checkpoint.export import save_model_folder
@@ -160,6 +164,19 @@ def test_a_class_that_wants_more_than_a_configuration_keeps_it(tmp_path: Path) -
     model = Deep(bert().config, 4)
     assert "config.json" in save(model, tmp_path)
     assert torch.equal(Deep.from_pretrained(tmp_path, 4).more.weight, model.more.weight)
+
+
+def test_a_quantized_model_keeps_its_configuration() -> None:
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=64,
+    )  # fmt: skip
+    quantized = finegrained_fp8.replace_with_fp8_linear(
+        LlamaForCausalLM(config), quantization_config=FineGrainedFP8Config(), modules_to_not_convert=["lm_head"]
+    )
+    quantized.config.quantization_config = FineGrainedFP8Config()
+    assert any(name.endswith("weight_scale_inv") for name in quantized.state_dict())
+    assert why_not_pretrained(quantized) is None
 
 
 def test_the_comparison_leaves_no_trace() -> None:
