@@ -164,6 +164,14 @@ class Schedule(LambdaLR):
         for group, peak in zip(self.optimizer.param_groups, peaks, strict=True):
             group["initial_lr"] = peak
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state, with the peaks: a resume compares them with those of the optimizer's groups."""
+        return {**super().state_dict(), "base_lrs": self.base_lrs}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up a state; the peaks are those of the optimizer's groups."""
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "base_lrs"})
+
     def step(self, epoch: int | None = None) -> None:
         """Sets the learning rates of the next step; warns once where somebody else had set one."""
         rates = [group["lr"] for group in self.optimizer.param_groups]
