@@ -134,6 +134,25 @@ def test_graphs_are_weighed_by_graphs(tmp_path: Any, collate: Callable[..., Any]
     np.testing.assert_array_equal(predicted.label_ids, np.arange(len(SIZES)))
 
 
+def test_graphs_are_estimated_by_graphs(tmp_path: Any) -> None:
+    one = trainer(tmp_path, GraphModel(), graphs(), data_collator=as_dict)
+    estimate = one.estimate("24GiB")
+    assert (estimate.anatomy.batch_size, estimate.largest_batch_size) == (2, None)
+    assert "not known, since the batch's tensors do not begin with its samples" in estimate.table()
+    assert not any("per_device_train_batch_size" in option.changes for option in estimate.options)
+
+
+def test_the_work_of_a_step_is_planned_by_graphs(tmp_path: Any) -> None:
+    alike = [sample for sample in graphs() if len(sample["x"]) == 12] * 4
+    found = [
+        trainer(tmp_path, GraphModel(), alike, data_collator=as_dict, gradient_accumulation_steps=number).plan().compute
+        for number in (1, 2)
+    ]
+    assert all(each is not None for each in found)
+    assert found[0].step == 2 * 12 * 2 * 3 * 2  # type: ignore[union-attr]
+    assert found[1].step == 2 * found[0].step  # type: ignore[union-attr]
+
+
 def test_lists_of_images_and_targets_are_counted(tmp_path: Any) -> None:
     class Detector(nn.Module):
         def __init__(self) -> None:
