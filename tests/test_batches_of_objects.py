@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, KeysView
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainer_kit import Accelerator, SingleDevice, Trainer, TrainingArguments
+from trainer_kit import XLA, Accelerator, SingleDevice, Trainer, TrainingArguments
 from trainer_kit.trees import move
 
 SIZES = [2, 30, 5, 1, 12, 3, 7]
@@ -27,6 +27,22 @@ class Batch:
 
     def to(self, device: Any, non_blocking: bool = False) -> Batch:
         return Batch(*(each.to(device) for each in (self.x, self.owner, self.y)))
+
+
+class Table(dict[str, torch.Tensor]):
+    """A mapping that `for` and `in` take for its rows, as a TensorDict is one."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([Table({name: column[row] for name, column in self.items()}) for row in range(len(self))])
+
+    def __contains__(self, key: object) -> bool:
+        raise NotImplementedError("ask its keys")
+
+    def __len__(self) -> int:
+        return len(next(iter(self.values())))
+
+    def keys(self) -> KeysView[str]:
+        return dict(self.items()).keys()
 
 
 class GraphModel(nn.Module):
@@ -64,6 +80,10 @@ def as_object(samples: list[Any]) -> Batch:
     return Batch(*parts(samples))
 
 
+def as_table(samples: list[Any]) -> Table:
+    return Table(as_dict(samples))
+
+
 def with_names(samples: list[Any]) -> dict[str, Any]:
     return {"names": ["a"] * len(samples)} | as_dict(samples)
 
@@ -94,7 +114,7 @@ def whole_loss() -> torch.Tensor:
     return torch.cat([loss.detach()[None], grad.flatten()])
 
 
-@pytest.mark.parametrize("collate", [as_dict, as_object])
+@pytest.mark.parametrize("collate", [as_dict, as_object, as_table])
 @pytest.mark.parametrize("dataset", [graphs(), Stream()], ids=["map", "stream"])
 @pytest.mark.parametrize("static", [False, True])
 def test_graphs_are_weighed_by_graphs(tmp_path: Any, collate: Callable[..., Any], dataset: Any, static: bool) -> None:
@@ -112,6 +132,25 @@ def test_graphs_are_weighed_by_graphs(tmp_path: Any, collate: Callable[..., Any]
     predicted = one.predict(dataset)
     assert predicted.predictions.shape == predicted.label_ids.shape == (len(SIZES),)
     np.testing.assert_array_equal(predicted.label_ids, np.arange(len(SIZES)))
+
+
+def test_graphs_are_estimated_by_graphs(tmp_path: Any) -> None:
+    one = trainer(tmp_path, GraphModel(), graphs(), data_collator=as_dict)
+    estimate = one.estimate("24GiB")
+    assert (estimate.anatomy.batch_size, estimate.largest_batch_size) == (2, None)
+    assert "not known, since the batch's tensors do not begin with its samples" in estimate.table()
+    assert not any("per_device_train_batch_size" in option.changes for option in estimate.options)
+
+
+def test_the_work_of_a_step_is_planned_by_graphs(tmp_path: Any) -> None:
+    alike = [sample for sample in graphs() if len(sample["x"]) == 12] * 4
+    found = [
+        trainer(tmp_path, GraphModel(), alike, data_collator=as_dict, gradient_accumulation_steps=number).plan().compute
+        for number in (1, 2)
+    ]
+    assert all(each is not None for each in found)
+    assert found[0].step == 2 * 12 * 2 * 3 * 2  # type: ignore[union-attr]
+    assert found[1].step == 2 * found[0].step  # type: ignore[union-attr]
 
 
 def test_lists_of_images_and_targets_are_counted(tmp_path: Any) -> None:
@@ -145,6 +184,26 @@ def test_an_accelerators_loader_counts_graphs(dataset: Any) -> None:
         assert loader.rows == loader.real == len(batch["labels"])
         labels += accelerator.gather_for_metrics(batch["labels"]).tolist()
     assert labels == list(range(len(SIZES)))
+
+
+class Filtering(DataLoader[Any]):
+    """As torch_geometric's NeighborLoader: its batches are made of what the collator gave, in the main process."""
+
+    def _get_iterator(self) -> Any:
+        return (batch["labels"] + 100 for batch in super()._get_iterator())
+
+
+def test_an_accelerator_leaves_a_loader_its_own_iterator() -> None:
+    loader = Accelerator(cpu=True).prepare(Filtering(graphs(), batch_size=2, collate_fn=as_dict))
+    assert torch.cat(list(loader)).tolist() == [100 + number for number in range(len(SIZES))]
+
+
+def test_xla_moves_objects_too() -> None:
+    strategy = XLA.__new__(XLA)
+    strategy.device, strategy._division = torch.device("meta"), None
+    moved = strategy._sent([as_object(graphs())])
+    assert moved[0].x.is_meta
+    assert moved[0].y.is_meta
 
 
 def test_objects_move_to_the_device_by_themselves() -> None:

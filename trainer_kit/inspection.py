@@ -13,7 +13,7 @@ import torch
 from trainer_kit.cautions import warn
 from trainer_kit.loss import IGNORED, Loss, columns_of, is_whole, labels_of, samples_of, shape_of, with_labels
 from trainer_kit.strategies.base import Strategy
-from trainer_kit.trees import map_tensors, tensors
+from trainer_kit.trees import keys, map_tensors, tensors
 
 _TRIES = 10
 """Batches that a model is looked at which do not tell what is asked."""
@@ -185,7 +185,7 @@ def _with_one_sample(batch: Any) -> tuple[Any, Any, Any]:
 
     same, others = map_tensors(repeated, batch), map_tensors(changed, batch)
     if isinstance(batch, Mapping):  # with other masks a model may choose another way to compute the same
-        others = {name: same[name] if str(name).endswith("mask") else others[name] for name in batch}
+        others = {name: same[name] if str(name).endswith("mask") else others[name] for name in keys(batch)}
     counted = repeated(labels).clamp(min=0)
     alone = counted.clone()
     alone[1:] = IGNORED
@@ -204,7 +204,7 @@ def _check_columns(module: torch.nn.Module, batch: Any) -> None:
     known = columns_of(module)
     if known is None and isinstance(batch, Mapping):
         _warn_of_swallowed_columns(module, batch)
-    unknown = [str(key) for key in batch if key not in known] if known and isinstance(batch, Mapping) else []
+    unknown = [str(key) for key in keys(batch) if key not in known] if known and isinstance(batch, Mapping) else []
     if known and unknown:
         raise ValueError(
             f"the batch has the column{'s' * (len(unknown) > 1)} {', '.join(unknown)}, which "
@@ -228,8 +228,8 @@ def _warn_of_swallowed_columns(module: torch.nn.Module, batch: Mapping[Any, Any]
     """A `forward` with **kwargs takes a misspelt column without a word; a wrapper names none of them itself."""
     parameters = inspect.signature(module.forward).parameters
     # Without the labels there is no loss, which is said elsewhere.
-    unknown = [str(key) for key in batch if key not in parameters and key not in ("labels", "label")]
-    if unknown and len(unknown) < len(batch):
+    unknown = [str(key) for key in keys(batch) if key not in parameters and key not in ("labels", "label")]
+    if unknown and len(unknown) < len(keys(batch)):
         warn(
             f"{type(module).__name__}.forward has no parameter for the column{'s' * (len(unknown) > 1)} "
             f"{', '.join(unknown)} and takes what it does not know as **kwargs; if that is a mistake, rename or "

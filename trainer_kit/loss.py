@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from trainer_kit.dtypes import explain_dtypes
-from trainer_kit.trees import tensors
+from trainer_kit.trees import keys, tensors
 
 IGNORED = -100
 """The label that counts for nothing (`ignore_index` of torch's cross_entropy)."""
@@ -128,7 +128,7 @@ def _count_tokens(batch: Any) -> int:
 
 def shape_of(batch: Any) -> str:
     """What a batch is, for a sentence."""
-    holds = f" with the entries {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+    holds = f" with the entries {', '.join(map(str, keys(batch)))}" if isinstance(batch, Mapping) else ""
     if isinstance(batch, (tuple, list)):
         holds = f" of {len(batch)}"
     return f"a {type(batch).__name__}{holds}"
@@ -248,8 +248,8 @@ class Loss:
     def _without_loss(self, batch: Any, output: Any) -> str:
         columns = ""
         if isinstance(batch, Mapping):
-            named = "" if "labels" in batch else "; transformers' models want a column named 'labels'"
-            columns = f" (the batch has {', '.join(map(str, batch))}{named})"
+            named = "" if "labels" in keys(batch) else "; transformers' models want a column named 'labels'"
+            columns = f" (the batch has {', '.join(map(str, keys(batch)))}{named})"
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         came = _described(output) if loss is None else f"a loss that is {_described(loss)}"
         return (
@@ -394,7 +394,7 @@ def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, Mapping):
-        return f"a {type(value).__name__} with {', '.join(map(str, value)) or 'nothing'}"
+        return f"a {type(value).__name__} with {', '.join(map(str, keys(value))) or 'nothing'}"
     if isinstance(value, tuple):
         return f"({', '.join(map(_described, value))})"
     return repr(value) if value is None or isinstance(value, Real) else f"a {type(value).__name__}"

@@ -13,7 +13,7 @@ import torch
 
 from trainer_kit.loss import found_loss
 from trainer_kit.strategies.base import Strategy
-from trainer_kit.trees import map_tensors, tensors
+from trainer_kit.trees import keys, map_tensors, tensors
 
 _FOLD = 64
 """Batches between two readings of the losses from the device, so that memory stays flat."""
@@ -245,7 +245,7 @@ def predictions_in(output: Any) -> Any:
         ValueError: If there is nothing of that kind.
     """
     if isinstance(output, Mapping):
-        if "logits" in output:
+        if "logits" in keys(output):
             return output["logits"]
         rest = [value for name, value in output.items() if name != "loss" and _is_batched(value)]
     elif isinstance(output, (tuple, list)):

@@ -559,8 +559,8 @@ class Trainer:
         from trainer_kit.memory.advice import advise_run  # takes its time
 
         reading = make_reading(self.args, self.run.strategy, self.collate)
-        batch = first_batch(self.run, reading)
-        return advise_run(self.run, batch, self.compute_loss, self.optimizer, device_memory)
+        first = first_batch(self.run, reading)
+        return advise_run(self.run, first.batch, first.samples, self.compute_loss, self.optimizer, device_memory)
 
     def plan(
         self, resume_from_checkpoint: bool | str | Path | None = None, num_processes: int | None = None

@@ -55,6 +55,11 @@ def _like(tree: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
         return mapped
 
 
+def keys(mapping: Mapping[Any, Any]) -> list[Any]:
+    """The keys of a mapping; not all go through them by `for` and `in` (a TensorDict goes through its rows)."""
+    return [*mapping.keys()]
+
+
 def tensors(tree: Any) -> Iterator[torch.Tensor]:
     """Every tensor in nested dicts, lists and tuples, depth first."""
     if isinstance(tree, torch.Tensor):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainer_kit.trees import tensors
+from trainer_kit.trees import keys, tensors
 
 
 def rows_of(batch: Any) -> int:
@@ -29,7 +29,7 @@ def joined(batches: Sequence[Any]) -> Any:
     if isinstance(first, torch.Tensor):
         return _joined_tensors(batches)
     if isinstance(first, Mapping):
-        mapped = {key: joined([batch[key] for batch in batches]) for key in first}
+        mapped = {key: joined([batch[key] for batch in batches]) for key in keys(first)}
         return mapped if type(first) is dict else type(first)(mapped)  # type: ignore[call-arg]
     if isinstance(first, (list, tuple)) and next(tensors(first), None) is None:
         return type(first)(each for batch in batches for each in batch)

@@ -151,14 +151,14 @@ class PreparedLoader:
         self._shares = strategy.world_size * self._devices
         self._first = strategy.rank * self._devices  # of this process's shares
         self._splits = split_batches and self._shares > 1
-        self._streams = isinstance(loader.dataset, IterableDataset) or type(loader).__iter__ is not DataLoader.__iter__
+        self._streams = isinstance(loader.dataset, IterableDataset) or _iterates_itself(loader)
         samplers = () if self._streams else (loader.batch_sampler, loader.sampler)
         self._samplers = [sampler for sampler in samplers if sampler is not None]
         self._position, self._open = 0, False
         self._stand: Stand | None = None
         self._workers: DataLoader[Any] | None = None
         self._counting = loader
-        if self._streams and type(loader).__iter__ is DataLoader.__iter__ and loader.batch_size is not None:
+        if self._streams and not _iterates_itself(loader) and loader.batch_size is not None:
             self._counting = copy.copy(loader)
             self._counting.collate_fn = _Counted(loader.collate_fn)
         self._check(loader)
@@ -410,6 +410,12 @@ class PreparedLoader:
                 return
             yield batch
             number += 1
+
+
+def _iterates_itself(loader: DataLoader[Any]) -> bool:
+    """Whether a DataLoader's class changes how it gives batches, as torch_geometric's NeighborLoader does."""
+    own, plain = type(loader), DataLoader
+    return own.__iter__ is not plain.__iter__ or own._get_iterator is not plain._get_iterator
 
 
 class _Counted:

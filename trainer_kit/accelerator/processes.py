@@ -13,7 +13,7 @@ from trainer_kit.accelerator.options import DistributedType
 from trainer_kit.accelerator.stepping import Flow
 from trainer_kit.cautions import warn
 from trainer_kit.strategies.base import Strategy
-from trainer_kit.trees import map_tensors, tensors
+from trainer_kit.trees import keys, map_tensors, tensors
 
 T = TypeVar("T")
 
@@ -270,7 +270,7 @@ def _in_one_order(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -
 def _sorted(tree: Any) -> Any:
     """A tree whose dicts are sorted by their keys."""
     if isinstance(tree, Mapping):
-        return {key: _sorted(tree[key]) for key in sorted(tree, key=lambda key: (str(type(key)), str(key)))}
+        return {key: _sorted(tree[key]) for key in sorted(keys(tree), key=lambda key: (str(type(key)), str(key)))}
     return [_sorted(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
 
 

@@ -32,6 +32,11 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
+def _is_row(value: Any) -> bool:
+    """Whether this says how many batches of which size came one after another."""
+    return isinstance(value, list) and len(value) == 2 and all(is_count(each) and each > 0 for each in value)
+
+
 def or_none(rule: Rule) -> Rule:
     """The same, where there may be no value."""
     return (lambda value: value is None or rule[0](value)), f"{rule[1]} or null"
@@ -86,7 +91,13 @@ _ARGUMENTS: Mapping[str, Rule] = {
 }
 _LEDGER: Mapping[str, Rule] = {"seconds": OBJECT, "time": _SECONDS}
 _DATA: Mapping[str, Rule] = {"workers": _LIST, "turn": COUNT}
-_WORKER: Mapping[str, Rule] = {"samples": COUNT, "ended": BOOL, "dataset": (lambda value: True, "a state")}
+_WORKER: Mapping[str, Rule] = {
+    "batches": (lambda value: isinstance(value, list) and all(map(_is_row, value)), "pairs of numbers above 0"),
+    "ended": BOOL,
+    "mark": OBJECT,
+    "digest": (lambda value: value is None or isinstance(value, str), "a text or null"),
+}
+_MARK: Mapping[str, Rule] = {"batches": COUNT, "dataset": (lambda value: True, "a state")}
 
 
 def verify_training(directory: Path) -> Manifest:
@@ -170,6 +181,9 @@ def read_data_state(directory: Path) -> dict[str, Any] | None:
     file.check(data, _DATA)
     for number, worker in enumerate(data["workers"]):
         file.check(worker, _WORKER, f"workers[{number}].")
+        file.check(worker["mark"], _MARK, f"workers[{number}].mark.")
+        most, place = sum(count for count, _ in worker["batches"]), worker["mark"]["batches"]
+        file.require(place <= most, f"workers[{number}].mark.batches", place, f"at most {most}")
     file.require(data["turn"] < len(data["workers"]), "turn", data["turn"], f"below {len(data['workers'])}")
     return data  # type: ignore[no-any-return]
 

@@ -28,7 +28,7 @@ class ReadOnceError(ValueError):
     """A dataset that can be read only once: what is looked at would be missing in training."""
 
 
-def first_batch(run: Run, reading: Reading) -> Any:
+def first_batch(run: Run, reading: Reading) -> MicroBatch:
     """The first micro-batch from where the run stands; reading it leaves no trace.
 
     Raises:
@@ -36,7 +36,7 @@ def first_batch(run: Run, reading: Reading) -> Any:
         ValueError: If there is no dataset, or an empty one.
         Exception: What the dataset and the collator raise.
     """
-    return first_batches(run, make_train_loader(run, reading), 1)[0].batch
+    return first_batches(run, make_train_loader(run, reading), 1)[0]
 
 
 def first_batches(run: Run, loader: TrainLoader | StreamLoader, most: int) -> list[MicroBatch]:

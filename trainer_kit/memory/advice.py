@@ -51,7 +51,7 @@ class Estimate:
         anatomy: Of the step that was asked for.
         device_memory: Bytes of the device; None where that is not known.
         largest_batch_size: Samples of the largest micro-batch that fits, at most `LARGEST`; 0 where none does, None
-            where the device's memory is not known.
+            where the device's memory is not known, or the batch's tensors do not begin with its samples.
         options: What would need less, the least first.
     """
 
@@ -84,10 +84,14 @@ class Estimate:
                 f"needs {peak}; whether it fits is not known without the device's memory: give --device-memory, such "
                 "as 24GiB, or device_memory in Python"
             )
-        verdict = "fits into" if self.fits else "does not fit into"
+        fits = f"{peak} {'fits' if self.fits else 'does not fit'} into {size_text(self.device_memory)}"
+        if self.largest_batch_size is None:
+            return (
+                f"{fits}; the largest that does is not known, since the batch's tensors do not begin with its samples"
+            )
         found = self.largest_batch_size
         largest = "no batch does" if not found else f"the largest micro-batch that does has {found} samples"
-        return f"{peak} {verdict} {size_text(self.device_memory)}; {largest}{' or more' if found == LARGEST else ''}"
+        return f"{fits}; {largest}{' or more' if found == LARGEST else ''}"
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as strings, numbers, lists and dicts, as JSON has them."""
@@ -110,6 +114,7 @@ def advise(
     optimizer: torch.optim.Optimizer | None = None,
     device: str | torch.device = "cpu",
     world_size: int = 1,
+    samples: int | None = None,
 ) -> Estimate:
     """Estimates a step, the largest micro-batch that fits, and each way to need less memory by an estimate of its own.
 
@@ -122,6 +127,7 @@ def advise(
         optimizer: Of the model; default: as `args.optim` says.
         device: Where to train.
         world_size: Processes of the run.
+        samples: Samples of the batch. No other batch is estimated where its tensors do not begin with them (graphs).
 
     Raises:
         ValueError: If `device_memory` is no size, or `estimate` raises it.
@@ -134,8 +140,11 @@ def advise(
         )
 
     anatomy = estimated()
+    by_samples = samples in (None, anatomy.batch_size)
+    if samples is not None:
+        anatomy = dataclasses.replace(anatomy, batch_size=samples)
     largest = None
-    if limit is not None:
+    if limit is not None and by_samples:
         known = {anatomy.batch_size: anatomy.peak}
 
         def peak(samples: int) -> int:
@@ -159,7 +168,7 @@ def advise(
 
     found = [
         *_other_arguments(args, optimizer, tried, anatomy.peak),
-        _smaller_batch(args, batch, largest, tried),
+        _smaller_batch(args, batch, largest, tried) if by_samples else None,
         _frozen(model, optimizer, tried),
     ]
     options = {option.name: option for option in found if option is not None and option.peak < anatomy.peak}
@@ -169,11 +178,12 @@ def advise(
 def advise_run(
     run: Run,
     batch: Any,
+    samples: int,
     compute_loss: ComputeLoss | None,
     optimizer: torch.optim.Optimizer | None,
     device_memory: int | str | None,
 ) -> Estimate:
-    """`advise` for a run and one of its micro-batches."""
+    """`advise` for a run and one of its micro-batches, made of so many samples."""
     return advise(
         run.model,
         run.args,
@@ -183,6 +193,7 @@ def advise_run(
         optimizer=optimizer,
         device=run.strategy.device,
         world_size=run.strategy.world_size,
+        samples=samples,
     )
 
 

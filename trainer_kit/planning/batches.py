@@ -31,10 +31,11 @@ class First(NamedTuple):
     error: Exception | None = None
 
     @property
-    def largest(self) -> Any:
+    def largest(self) -> MicroBatch | None:
         """The batch with the most numbers in it; None without any."""
-        batches = [each.batch for each in self.micro_batches]
-        return max(batches, key=lambda batch: sum(each.numel() for each in tensors(batch)), default=None)
+        return max(
+            self.micro_batches, key=lambda each: sum(tensor.numel() for tensor in tensors(each.batch)), default=None
+        )
 
 
 def look_at_first(run: Run, loader: TrainLoader | StreamLoader) -> First:

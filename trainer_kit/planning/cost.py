@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from trainer_kit.data.loader import MicroBatch
 from trainer_kit.loss import ComputeLoss
 from trainer_kit.memory import Anatomy, estimate
 from trainer_kit.memory.advice import advise, capacity
@@ -23,7 +25,7 @@ class Cost:
 
     Args:
         run: Its optimizer is of the kind that it would have.
-        batch: A micro-batch; None where none could be read.
+        micro_batch: What is trained on at once; None where none could be read.
         compute_loss: The user's own loss.
         optimizer: The user's own.
         device: Where the run computes.
@@ -33,24 +35,25 @@ class Cost:
     def __init__(
         self,
         run: Run,
-        batch: Any,
+        micro_batch: MicroBatch | None,
         compute_loss: ComputeLoss | None,
         optimizer: torch.optim.Optimizer | None,
         device: torch.device,
         processes: int,
     ) -> None:
         self.run = run
-        self.batch = batch
         self.device = device
         self.given: dict[str, Any] = {
             "compute_loss": compute_loss, "optimizer": optimizer, "device": device, "world_size": processes,
         }  # fmt: skip
         self.anatomy: Anatomy | None = None
         self.note = "no batch could be read"
-        if batch is None:
+        if micro_batch is None:
             return
+        self.batch, self.samples = micro_batch.batch, micro_batch.samples
         try:
-            self.anatomy = estimate(run.model, run.args, batch, **self.given)
+            found = estimate(run.model, run.args, self.batch, **self.given)
+            self.anatomy = dataclasses.replace(found, batch_size=micro_batch.samples)
         except Exception as error:  # the model is the user's own
             self.note = said(error)
 
@@ -66,7 +69,7 @@ class Cost:
         memory = self.memory()
         if memory.peak is None or memory.available is None or memory.peak <= memory.available:
             return
-        advice = advise(self.run.model, self.run.args, self.batch, **self.given)
+        advice = advise(self.run.model, self.run.args, self.batch, samples=self.samples, **self.given)
         means = [f"{each.name} needs {size_text(each.peak)}" for each in advice.options if each.fits]
         largest = advice.largest_batch_size or "no"
         if advice.largest_batch_size and self.run.args.auto_find_batch_size:
@@ -75,9 +78,10 @@ class Cost:
                 f"{size_text(memory.available)}: auto_find_batch_size cuts them into parts of at most {largest} samples"
             )
             return
+        most = "" if advice.largest_batch_size is None else f"at most {largest} samples fit at once; "
         yield (
             f"a step needs {size_text(memory.peak)} of memory, but {self.device} has {size_text(memory.available)}; "
-            f"at most {largest} samples fit at once; {'; '.join(means) or 'none of the usual means suffices'}"
+            f"{most}{'; '.join(means) or 'none of the usual means suffices'}"
         )
 
     def compute(self, batch: Batch, steps: Steps) -> Compute | None:

@@ -175,7 +175,7 @@ class _Rehearsal:
             self.problems.append(f"the first batches cannot be read: {said(first.error)}")
         if first.largest is None or self.problems:
             return None
-        trial = try_step(self.run, first.largest, self.subject.compute_loss)
+        trial = try_step(self.run, first.largest.batch, self.subject.compute_loss)
         if trial.error is not None and trial.is_real:
             self.problems.append(f"a step of a copy of the model raised {said(trial.error)}")
         return trial

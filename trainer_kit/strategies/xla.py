@@ -27,7 +27,7 @@ from trainer_kit.strategies.xla_model import (
     tie_again,
 )
 from trainer_kit.strategies.xla_optimizer import computes_on_device, varying_rates
-from trainer_kit.trees import map_tensors, tensors
+from trainer_kit.trees import map_tensors, move, tensors
 from trainer_kit.wrappers import without_wrappers
 
 T = TypeVar("T")
@@ -284,20 +284,23 @@ class XLA(Processes):
         return self._sent(batch)
 
     def _sent(self, batch: Any) -> Any:
-        """The batch with its tensors on the devices: those that are divided alike are sent together."""
+        """The batch with its tensors on the devices: those that are divided alike are sent together.
+
+        An object that moves by itself (graphs) is whole on each device, in its own dtypes.
+        """
         waiting: dict[int, tuple[Any, list[torch.Tensor]]] = {}
         for tensor in tensors(batch):
             if tensor.device.type != "xla":
                 sharding = self._division.along_samples(tensor) if self._division is not None else None
                 waiting.setdefault(id(sharding), (sharding, []))[1].append(tensor)
         if not waiting:
-            return batch
+            return move(batch, self.device)
         xla_model = _module("torch_xla.core.xla_model")
         moved: dict[int, torch.Tensor] = {}
         for sharding, group in waiting.values():
             sent = xla_model.send_cpu_data_to_device([self._cast(each) for each in group], self.device, sharding)
             moved |= {id(tensor): there for tensor, there in zip(group, sent, strict=True)}
-        return map_tensors(lambda tensor: moved.get(id(tensor), tensor), batch)
+        return move(map_tensors(lambda tensor: moved.get(id(tensor), tensor), batch), self.device)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(DOWNCAST.get(tensor.dtype, tensor.dtype)) if self.downcast_bf16 else tensor
