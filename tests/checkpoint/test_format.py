@@ -63,7 +63,7 @@ def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
 def test_a_missing_manifest_and_a_missing_folder_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no manifest\.json: it is no checkpoint"):
         Manifest.read(tmp_path)
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         Manifest.read(tmp_path / "nowhere")
 
 
