@@ -234,7 +234,7 @@ def test_samples_passed_over_are_not_trained_on_in_any_layout(tmp_path: Path) ->
 
     class PassOver(StopAt):
         def on_step_end(self, run: Run) -> None:
-            run.state.passed_over = [(0, 24, 32), (1, 0, 8)]
+            run.state.passed_over, run.state.rollbacks = [(0, 24, 32), (1, 0, 8)], 2
             super().on_step_end(run)
 
     notes: list[tuple[list[int], float]] = []
