@@ -265,6 +265,16 @@ def test_a_training_that_breaks_off_gives_the_folder_back(tmp_path: Path) -> Non
     assert not (tmp_path / NAME).exists()
 
 
+def test_a_folder_stays_where_a_training_has_run(tmp_path: Path) -> None:
+    """A run without files leaves the folder for what the user writes there next."""
+    changes = {"max_steps": 1, "save_strategy": "no", "eval_strategy": "no", "report_to": "none"}
+    make_trainer(tmp_path / "a" / "run", **changes).train()
+    assert (tmp_path / "a" / "run").is_dir()
+    with pytest.raises(ValueError, match="does not exist"):
+        make_trainer(tmp_path / "b" / "run", **changes).train(resume_from_checkpoint=tmp_path / "nothing")
+    assert not (tmp_path / "b").exists()
+
+
 def test_a_run_that_lost_its_folder_writes_no_more_into_it(tmp_path: Path) -> None:
     class Loses(Callback):
         def on_step_end(self, run: Run) -> None:

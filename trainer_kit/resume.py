@@ -199,7 +199,7 @@ class Checkpoints:
             raise ValueError(f"output_dir={str(self.folder)!r} cannot be written: {error}") from error
 
     def release_folder(self) -> None:
-        """Gives the folder back; one that was made for a start that was refused goes."""
+        """Gives the folder back; one that was made for a start that was then refused goes."""
         self.lock.release()
         with contextlib.suppress(OSError):  # it is not empty
             for each in self._made:
@@ -211,6 +211,7 @@ class Checkpoints:
         kept = {each.name for each in self.saver.committed}
         records = [] if kept or self._starts_again else _records_of(self.run.args)
         set_aside(self.folder, kept, records)
+        self._made = []  # they stay from now on
 
     def go_back(self) -> Path | None:
         """Takes everything up again from the newest checkpoint that is whole, which it returns; None without any."""

@@ -259,7 +259,7 @@ class Saver:
 
     def _with(self, new: Committed) -> list[Committed]:
         """The run's checkpoints after the next commit, which may replace one of the same step (and weights)."""
-        number, metric = (self.committed[-1].number if self.committed else 0) + 1, new.metric
+        number, metric = max((each.number for each in self.committed), default=0) + 1, new.metric
         for same in (each for each in self.committed if each.name == new.name):
             number, metric = same.number, same.metric if metric is None else metric
         others = [each for each in self.committed if each.name != new.name]
