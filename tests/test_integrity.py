@@ -375,7 +375,7 @@ def test_another_growth_interval_is_no_damage(tmp_path: Path, caplog: pytest.Log
 
 def test_a_checkpoint_that_is_saved_again_keeps_all_resumable(tmp_path: Path) -> None:
     """After a rollback that went back by more than one."""
-    saver = Saver(make_trainer(tmp_path).run, lambda directory: True)
+    saver = Saver(make_trainer(tmp_path).run, lambda directory: True, lambda: None)
     saver.committed = [Committed("checkpoint-2", 1), Committed("checkpoint-6", 3), Committed("checkpoint-4", 2)]
     again = saver._with(Committed("checkpoint-8", 0))
     assert [each.number for each in again] == [1, 3, 2, 4]

@@ -86,8 +86,8 @@ class Checkpoints:
         self.data_state: dict[str, Any] | None = None
         self.shifts_labels: bool | None = None
         self.resumed_from: Path | None = None
-        self.saver = Saver(run, self._is_of_this_run)
         self.lock = RunLock(self.folder)
+        self.saver = Saver(run, self._is_of_this_run, self.lock.confirm)
         self.metric: tuple[int, float] | None = None
         self.plan: Plan = None  # type: ignore[assignment]  # made by lay_out()
         self._made: list[Path] = []  # folders that were not there before
@@ -294,7 +294,6 @@ class Checkpoints:
     def _states(self, committed: list[Committed], evaluation_is_due: bool) -> dict[str, Any]:
         """Everything but the model's weights, by name; `committed` are the run's checkpoints with this one."""
         run = self.run
-        self.lock.confirm()
         check_stateful(run)
         states: dict[str, Any] = {
             "trainer": {
