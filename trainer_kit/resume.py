@@ -407,6 +407,8 @@ def _records_of(args: TrainingArguments) -> list[Path]:
 
 def _begins_a_run(events: Path) -> bool:
     """Whether a file of TensorBoard's begins with a run's arguments, as the callback writes them."""
+    if not events.is_file():
+        return False
     with open(events, "rb") as file:
         return _ARGUMENTS_TAG in file.read(_HEAD_BYTES)
 
