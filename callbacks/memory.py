@@ -52,7 +52,8 @@ class Memory(Callback):
             self._gradients = _nbytes(each.grad for each in run.model.parameters() if each.grad is not None)
 
     def metrics(self, run: Run) -> dict[str, Any]:
-        figures = dict(run.strategy.memory())
+        # A device that reports none has a text in their place, which is no number of a record.
+        figures = {name: value for name, value in run.strategy.memory().items() if not isinstance(value, str)}
         reserved = figures.get("reserved_memory_gib")
         if reserved:
             figures["fragmentation"] = 1 - figures["memory_gib"] / reserved

@@ -19,6 +19,7 @@ from scenarios.task import make_trainer
 
 from trainer_kit import Callback, Run, run_lock
 from trainer_kit.callbacks import read_log
+from trainer_kit.checkpoint import writer
 from trainer_kit.run_lock import NAME, FolderInUseError, RunLock, holder_of
 
 HERE = Path(__file__).parent
@@ -135,7 +136,13 @@ def lock_of_another_machine(folder: Path, host: str = "elsewhere", age: float = 
     return path
 
 
-def test_another_machine_is_taken_over_after_the_stated_time(tmp_path: Path) -> None:
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beats in quick succession."""
+    monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.2)
+
+
+def test_another_machine_is_taken_over_after_the_stated_time(quick: None, tmp_path: Path) -> None:
     lock_of_another_machine(tmp_path, age=run_lock.DEAD_AFTER + 1)
     assert holder_of(tmp_path) is None
     lock = RunLock(tmp_path)
@@ -169,7 +176,7 @@ def test_another_machine_that_gives_a_sign_of_life_is_left_alone(tmp_path: Path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"host": 3}', "\0" * 100])
-def test_a_lock_that_is_damaged_is_judged_by_its_age(tmp_path: Path, content: str) -> None:
+def test_a_lock_that_is_damaged_is_judged_by_its_age(quick: None, tmp_path: Path, content: str) -> None:
     path = tmp_path / NAME
     path.write_text(content)
     os.utime(path, (0, 0))
@@ -209,7 +216,7 @@ def test_a_lock_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
     assert not (tmp_path / NAME).exists()
 
 
-def test_of_many_that_find_a_dead_lock_one_takes_it(tmp_path: Path) -> None:
+def test_of_many_that_find_a_dead_lock_one_takes_it(quick: None, tmp_path: Path) -> None:
     lock_of_another_machine(tmp_path, age=1e6)
     locks, refused = [RunLock(tmp_path) for _ in range(8)], []
 
@@ -228,6 +235,149 @@ def test_of_many_that_find_a_dead_lock_one_takes_it(tmp_path: Path) -> None:
     for lock in locks:
         lock.release()
     assert not (tmp_path / NAME).exists()
+
+
+def test_clocks_decide_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A holder whose file times lag behind lives; one whose times lie ahead may be dead."""
+    monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.6)
+    path = lock_of_another_machine(tmp_path, age=500)
+
+    def beat() -> None:
+        os.utime(path, (time.time() - 499, time.time() - 499))
+
+    timer = threading.Timer(0.8, beat)
+    timer.start()
+    with pytest.raises(FolderInUseError, match="elsewhere"):
+        RunLock(tmp_path).acquire()
+    timer.join()
+    monkeypatch.setattr(run_lock, "DEAD_AFTER", 1.0)
+    os.utime(path, (time.time() + 3600, time.time() + 3600))
+    begin = time.monotonic()
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    assert time.monotonic() - begin < 10
+    lock.release()
+
+
+def dead_here(folder: Path) -> None:
+    """A lock that a process of this machine has left behind."""
+    path = lock_of_another_machine(folder, host=socket.gethostname())
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"process": 2**22 + 1, "started": "1"}))
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_late_remover_leaves_the_new_lock_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    """It saw the dead one; meanwhile another start has taken the folder."""
+    if not has_links:
+        monkeypatch.setattr(os, "link", no_links)
+    dead_here(tmp_path)
+    seen = run_lock._look(tmp_path / NAME)
+    assert seen is not None
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    before = json.loads((tmp_path / NAME).read_text())["token"]
+    run_lock._remove(tmp_path / NAME, seen)
+    monkeypatch.setattr(run_lock, "_look", lambda path, real=run_lock._look: seen if path.name == NAME else real(path))
+    run_lock._remove(tmp_path / NAME, seen)  # as if it looked just before
+    monkeypatch.undo()
+    assert json.loads((tmp_path / NAME).read_text())["token"] == before
+    lock.confirm()
+    lock.release()
+    assert os.listdir(tmp_path) == []
+
+
+def no_links(*paths: Any) -> None:
+    raise PermissionError("no hard links here")
+
+
+def test_a_lock_is_never_there_without_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def write(descriptor: int, content: bytes, real: Any = os.write) -> int:
+        found.append((tmp_path / NAME).exists())
+        return int(real(descriptor, content))
+
+    monkeypatch.setattr(os, "write", write)
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    assert found == [False]
+    lock.release()
+
+
+def test_what_a_killed_start_left_beside_the_lock_goes(tmp_path: Path) -> None:
+    old, new = tmp_path / f"{NAME}-1", tmp_path / f"{NAME}-2"
+    old.touch()
+    new.touch()
+    os.utime(old, (0, 0))
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    lock.release()
+    assert [*tmp_path.iterdir()] == [new]
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda path: path.symlink_to("/nowhere/x"), lambda path: path.symlink_to(__file__), Path.mkdir, make_pipe]
+)
+def test_what_is_no_lock_is_neither_waited_for_nor_written_to(tmp_path: Path, make: Any) -> None:
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    (tmp_path / NAME).unlink()
+    make(tmp_path / NAME)
+    own = Path(__file__).read_bytes()
+    with pytest.raises(OSError, match=r"no plain file|symbolic links|a directory"):
+        lock.confirm()
+    lock.release()
+    with pytest.raises(
+        FolderInUseError, match=r"its \.lock cannot be read \(.*\); remove it if no training runs there"
+    ):
+        make_trainer(tmp_path).train()
+    assert Path(__file__).read_bytes() == own
+
+
+def test_signs_of_life_that_fail_are_reported_once(
+    quick: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    (tmp_path / NAME).unlink()
+    (tmp_path / NAME).mkdir()
+    deadline = time.monotonic() + 20
+    while lock._failed < 5 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    lock.release()
+    assert caplog.text.count("other machines take this training for dead") == 1
+
+
+def test_a_fork_sees_that_its_parent_trains(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if holder_of(tmp_path) is not None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert holder_of(tmp_path) is None
+    lock.release()
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_run_that_lost_its_folder_while_it_saved_commits_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_save: bool
+) -> None:
+    def lose(*arguments: Any, real: Any = writer._seal) -> None:
+        real(*arguments)
+        (tmp_path / NAME).unlink()
+        lock_of_another_machine(tmp_path)
+
+    monkeypatch.setattr(writer, "_seal", lose)
+    with pytest.raises(FolderInUseError, match="was taken over by"):
+        make_trainer(tmp_path, eval_strategy="no", async_save=async_save).train()
+    assert not list(tmp_path.glob("*checkpoint-*"))
 
 
 class Nested(Callback):
@@ -263,6 +413,16 @@ def test_a_training_that_breaks_off_gives_the_folder_back(tmp_path: Path) -> Non
         with pytest.raises(KeyboardInterrupt):
             make_trainer(tmp_path, Breaks()).train()
     assert not (tmp_path / NAME).exists()
+
+
+def test_a_folder_stays_where_a_training_has_run(tmp_path: Path) -> None:
+    """A run without files leaves the folder for what the user writes there next."""
+    changes = {"max_steps": 1, "save_strategy": "no", "eval_strategy": "no", "report_to": "none"}
+    make_trainer(tmp_path / "a" / "run", **changes).train()
+    assert (tmp_path / "a" / "run").is_dir()
+    with pytest.raises(ValueError, match="does not exist"):
+        make_trainer(tmp_path / "b" / "run", **changes).train(resume_from_checkpoint=tmp_path / "nothing")
+    assert not (tmp_path / "b").exists()
 
 
 def test_a_run_that_lost_its_folder_writes_no_more_into_it(tmp_path: Path) -> None:

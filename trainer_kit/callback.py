@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("trainer_kit")
 
-_SHIPPED = "trainer_kit.callbacks."
+_CHECKED = ("trainer_kit.callbacks.ema", "trainer_kit.callbacks.early_stopping")
 
 
 class CallbackError(RuntimeError):
@@ -253,14 +253,14 @@ class Events:
                 )
 
     def check_state_dict(self, state_dict: dict[str, Any], directory: Path) -> None:
-        """Tries out the states of the callbacks that ship, on copies of them; others are left to themselves.
+        """Tries out the states of EMA and EarlyStopping on copies, which share nothing with them that loading changes.
 
         Raises:
             CheckpointError: If one does not take its state.
         """
         callbacks = self._by_name()
         for name, state in state_dict.items():
-            if name in callbacks and type(callbacks[name]).__module__.startswith(_SHIPPED):
+            if name in callbacks and type(callbacks[name]).__module__ in _CHECKED:
                 try:
                     copy.copy(callbacks[name]).load_state_dict(copy.deepcopy(state))
                 except Exception as error:

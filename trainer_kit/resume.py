@@ -86,8 +86,8 @@ class Checkpoints:
         self.data_state: dict[str, Any] | None = None
         self.shifts_labels: bool | None = None
         self.resumed_from: Path | None = None
-        self.saver = Saver(run, self._is_of_this_run)
         self.lock = RunLock(self.folder)
+        self.saver = Saver(run, self._is_of_this_run, self.lock.confirm)
         self.metric: tuple[int, float] | None = None
         self.plan: Plan = None  # type: ignore[assignment]  # made by lay_out()
         self._made: list[Path] = []  # folders that were not there before
@@ -199,7 +199,7 @@ class Checkpoints:
             raise ValueError(f"output_dir={str(self.folder)!r} cannot be written: {error}") from error
 
     def release_folder(self) -> None:
-        """Gives the folder back; one that was made for a start that was refused goes."""
+        """Gives the folder back; one that was made for a start that was then refused goes."""
         self.lock.release()
         with contextlib.suppress(OSError):  # it is not empty
             for each in self._made:
@@ -211,6 +211,7 @@ class Checkpoints:
         kept = {each.name for each in self.saver.committed}
         records = [] if kept or self._starts_again else _records_of(self.run.args)
         set_aside(self.folder, kept, records)
+        self._made = []  # they stay from now on
 
     def go_back(self) -> Path | None:
         """Takes everything up again from the newest checkpoint that is whole, which it returns; None without any."""
@@ -293,7 +294,6 @@ class Checkpoints:
     def _states(self, committed: list[Committed], evaluation_is_due: bool) -> dict[str, Any]:
         """Everything but the model's weights, by name; `committed` are the run's checkpoints with this one."""
         run = self.run
-        self.lock.confirm()
         check_stateful(run)
         states: dict[str, Any] = {
             "trainer": {
@@ -407,6 +407,8 @@ def _records_of(args: TrainingArguments) -> list[Path]:
 
 def _begins_a_run(events: Path) -> bool:
     """Whether a file of TensorBoard's begins with a run's arguments, as the callback writes them."""
+    if not events.is_file():
+        return False
     with open(events, "rb") as file:
         return _ARGUMENTS_TAG in file.read(_HEAD_BYTES)
 

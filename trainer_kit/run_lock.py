@@ -2,21 +2,23 @@
 
 The file `.lock` in the folder names its holder: user, host, process and since when. Every few seconds the holder writes
 it again, as a sign of life. A holder on this machine is dead where its process has ended, which the system tells at
-once; for one on another machine the time without a sign of life tells, by the clock of the file system. So a lock that
-a killed run leaves behind stops no later one, and neither `flock` nor equal clocks are needed: what a network file
-system must know is that a file can be created by one process only (O_EXCL) and renamed in one step.
+once; one on another machine is watched, and is dead where no sign of life comes for some time, by the clock of the
+process that watches. So a lock that a killed run leaves behind stops no later one, and neither `flock` nor equal clocks
+are needed: what a network file system must know is that a file can be created by one process only and renamed in one
+step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import getpass
 import json
 import logging
 import os
 import socket
+import stat
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -37,7 +39,8 @@ DEAD_AFTER = 120.0
 """Seconds without a sign of life after which a holder on another machine counts as dead."""
 
 _LOOK_SECONDS = 0.5
-_held: set[str] = set()  # tokens of the locks that this process holds, so that it knows its own dead ones
+_ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+_held: dict[str, int] = {}  # the process that holds each lock of its own: a fork's copy holds none
 
 
 class FolderInUseError(ValueError):
@@ -82,6 +85,7 @@ class RunLock:
         self.path = folder / NAME
         self._holder: Holder | None = None  # while it is held
         self._taken_by: str | None = None
+        self._failed = 0  # signs of life, the last ones in a row
         self._ended = threading.Event()
         self._beating = threading.Lock()
 
@@ -92,26 +96,26 @@ class RunLock:
             FolderInUseError: If another training holds it.
             OSError: If the lock cannot be written.
         """
-        first: _Seen | None = None
-        while not self._create():
-            seen = _look(self.path)
-            if seen is None:
+        watched: _Watched | None = None
+        while not self._is_taken(is_contended=watched is not None):
+            if (seen := self._look()) is None:
+                time.sleep(_LOOK_SECONDS / 10)
                 continue
-            if first is None or first.token != seen.token:
-                first = seen
-            lives = _lives(seen, first, self.folder)
+            if watched is None or watched.first.token != seen.token:
+                watched = _Watched(seen, time.monotonic())
+            lives = watched.lives(seen)
             if lives:
                 raise FolderInUseError(self._refusal(seen))
             if lives is None:
-                if seen is first:
+                if seen is watched.first:
                     logger.warning(
-                        "%s is held by %s, whose last sign of life was %.0f s ago; waiting to see whether it goes on "
-                        "(after %.0f s without one it counts as dead)", self.folder, seen.name, seen.age(self.folder),
-                        DEAD_AFTER,
+                        "%s is held by %s; waiting to see whether it goes on (after %.0f s without a sign of life it "
+                        "counts as dead)", self.folder, seen.name, watched.patience,
                     )  # fmt: skip
                 time.sleep(_LOOK_SECONDS)
             else:
                 _remove(self.path, seen)
+        _remove_leftovers(self.folder)
         self._ended = threading.Event()
         threading.Thread(target=self._beat_on, args=(self._ended,), name="run lock", daemon=True).start()
 
@@ -124,7 +128,7 @@ class RunLock:
         with self._beating, contextlib.suppress(OSError):
             if (seen := _look(self.path)) is not None and seen.token == holder.token:
                 os.unlink(self.path)
-        _held.discard(holder.token)  # where the file stays, it is a dead one's
+        _held.pop(holder.token, None)  # where the file stays, it is a dead one's
 
     def check(self) -> None:
         """Ends a training that has lost its folder; asks nobody.
@@ -143,34 +147,68 @@ class RunLock:
 
         Raises:
             FolderInUseError: If another training took it.
+            OSError: If that cannot be seen.
         """
-        self._beat()
+        self._write_sign()
         self.check()
 
-    def _create(self) -> bool:
-        """Whether the lock is now there, and this process's."""
+    def _is_taken(self, is_contended: bool) -> bool:
+        """Whether the lock is now there, and this process's.
+
+        Where several remove a dead one's at once, one of them may have moved this one aside: hence a second look.
+        """
         token, process = uuid.uuid4().hex, os.getpid()
         holder = Holder(token, _user(), socket.gethostname(), _system(), process, _started(process), time.time())
+        _held[token] = process  # before other threads can see the lock
         try:
             _write_new(self.path, holder)
+            if is_contended:
+                time.sleep(_LOOK_SECONDS)
+                if (seen := self._look()) is None or seen.token != token:
+                    return False
+            self._holder = holder
         except FileExistsError:
             return False
-        self._holder = holder
-        _held.add(token)
+        finally:
+            if self._holder is not holder:
+                del _held[token]
         return True
+
+    def _look(self) -> _Seen | None:
+        try:
+            return _look(self.path)
+        except OSError as error:
+            raise FolderInUseError(
+                f"output_dir={str(self.folder)!r} cannot be taken: its {NAME} cannot be read ({error.strerror}); "
+                "remove it if no training runs there, or give another output_dir"
+            ) from error
 
     def _beat_on(self, ended: threading.Event) -> None:
         while not ended.wait(BEAT_SECONDS) and self._taken_by is None:
             self._beat()
 
     def _beat(self) -> None:
-        """Writes a sign of life, in place: that needs no room on a full disk. A lock that is gone is made again."""
-        with self._beating, contextlib.suppress(OSError):  # a file system that does not answer for a while
+        """Gives a sign of life; one that fails is counted, and logged where it is the third in a row."""
+        try:
+            self._write_sign()
+        except OSError as error:  # a file system that does not answer for a while
+            self._failed += 1
+            if self._failed == 3:
+                logger.warning(
+                    "%s cannot be written (%s): other machines take this training for dead after %.0f s without a sign "
+                    "of life, and may begin one there", self.path, error.strerror, DEAD_AFTER,
+                )  # fmt: skip
+        else:
+            self._failed = 0
+
+    def _write_sign(self) -> None:
+        """Writes the lock in place: that needs no room on a full disk. One that is gone is made again."""
+        with self._beating:
             holder = self._holder
             if holder is None or holder.process != os.getpid():
                 return
             try:
-                with open(self.path, "r+b", buffering=0) as file:
+                with open(_opened(self.path, os.O_RDWR), "r+b", buffering=0) as file:
                     seen = _parsed(file.read(), 0.0)
                     if seen.token in (holder.token, None):
                         file.seek(0)
@@ -193,11 +231,11 @@ class RunLock:
 def holder_of(folder: Path) -> str | None:
     """Who else trains in a folder right now, for people; None where nobody does, as far as can be seen at once."""
     try:
-        if (seen := _look(folder / NAME)) is None or seen.token in _held:
+        if (seen := _look(folder / NAME)) is None or _is_own(seen.token):
             return None
         lives = None if seen.holder is None else _is_alive(seen.holder)
         if lives is None:
-            lives = seen.age(folder) < DEAD_AFTER
+            lives = time.time() - seen.written < DEAD_AFTER
     except OSError:  # a folder that cannot be read
         return None
     return seen.name if lives else None
@@ -218,28 +256,33 @@ class _Seen(NamedTuple):
     def name(self) -> str:
         return "a training that is not known" if self.holder is None else str(self.holder)
 
-    def age(self, folder: Path) -> float:
-        """Seconds since the last sign of life, by the clock of the file system."""
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(b"x")
-            probe.flush()
-            return max(0.0, os.fstat(probe.fileno()).st_mtime - self.written)
 
+class _Watched(NamedTuple):
+    """A lock that is watched: as it was when it was first seen, and since when, by this process's clock.
 
-def _lives(seen: _Seen, first: _Seen, folder: Path) -> bool | None:
-    """Whether the holder lives; None while that is not known yet.
-
-    Args:
-        seen: The lock as it is.
-        first: As it was when it was first looked at.
-        folder: Where it lies.
+    The clock of the file system does not decide: it may be another machine's.
     """
-    alive = None if seen.holder is None else _is_alive(seen.holder)
-    if alive is not None:
-        return alive
-    if (seen.content, seen.written) != (first.content, first.written):
-        return True
-    return False if seen.age(folder) >= DEAD_AFTER else None
+
+    first: _Seen
+    since: float
+
+    @property
+    def patience(self) -> float:
+        """Seconds for which it is watched: a few beats where the file seems old, by the clocks as they are."""
+        return min(3 * BEAT_SECONDS, DEAD_AFTER) if time.time() - self.first.written >= DEAD_AFTER else DEAD_AFTER
+
+    def lives(self, seen: _Seen) -> bool | None:
+        """Whether the holder of a lock, as it is now, lives; None while that is not known yet."""
+        alive = None if seen.holder is None else _is_alive(seen.holder)
+        if alive is not None:
+            return alive
+        if seen != self.first:
+            return True
+        return False if time.monotonic() - self.since >= self.patience else None
+
+
+def _is_own(token: str | None) -> bool:
+    return token is not None and _held.get(token) == os.getpid()
 
 
 def _is_alive(holder: Holder) -> bool | None:
@@ -247,17 +290,16 @@ def _is_alive(holder: Holder) -> bool | None:
     if not _is_here(holder):
         return None
     if holder.process == os.getpid():  # one that has replaced itself (exec) keeps its number
-        return holder.token in _held
+        return _is_own(holder.token)
     started = _started(holder.process)
     if started is not None:
         return started == holder.started
-    try:
-        os.kill(holder.process, 0)
-    except ProcessLookupError:
+    if not psutil.pid_exists(holder.process):
         return False
-    except PermissionError:
+    try:  # it may have ended, and its parent has not asked for it yet
+        return False if psutil.Process(holder.process).status() in _ENDED else None
+    except psutil.Error:
         return None
-    return False  # it has ended, and its parent has not asked for it yet
 
 
 def _is_here(holder: Holder) -> bool:
@@ -265,12 +307,27 @@ def _is_here(holder: Holder) -> bool:
 
 
 def _look(path: Path) -> _Seen | None:
-    """The lock; None where there is none."""
+    """The lock; None where there is none.
+
+    Raises:
+        OSError: If it cannot be read, or is no plain file.
+    """
     try:
-        with open(path, "rb") as file:  # which asks a network file system anew
+        with open(_opened(path, os.O_RDONLY), "rb") as file:  # which asks a network file system again
             return _parsed(file.read(), os.fstat(file.fileno()).st_mtime)
     except FileNotFoundError:
         return None
+
+
+def _opened(path: Path, flags: int) -> int:
+    """Opens a plain file; no link is followed, and no pipe waited for."""
+    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # which not every system has
+        flags |= getattr(os, name, 0)
+    descriptor = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    return descriptor
 
 
 def _parsed(content: bytes, written: float) -> _Seen:
@@ -282,12 +339,25 @@ def _parsed(content: bytes, written: float) -> _Seen:
 
 
 def _write_new(path: Path, holder: Holder) -> None:
-    """Makes the lock, which only one process can.
+    """Makes the lock, which only one process can: at once with its content, where the file system knows hard links.
 
     Raises:
         FileExistsError: If there is one.
         OSError: If it cannot be written.
     """
+    ready = path.with_name(f"{NAME}-{uuid.uuid4().hex}")
+    _write_whole(ready, holder)
+    try:
+        os.link(ready, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        _write_whole(path, holder)
+    finally:
+        ready.unlink(missing_ok=True)
+
+
+def _write_whole(path: Path, holder: Holder) -> None:
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     try:
         os.write(descriptor, _content(holder))
@@ -299,17 +369,30 @@ def _write_new(path: Path, holder: Holder) -> None:
 
 
 def _remove(path: Path, dead: _Seen) -> None:
-    """Removes a dead holder's lock. Of several processes that see it dead, each puts back what is not that one."""
+    """Removes a dead holder's lock, if it is still that one; what came between looking and renaming is put back."""
+    if _look(path) != dead:
+        return
     aside = path.with_name(f"{NAME}-{uuid.uuid4().hex}")
     try:
         os.rename(path, aside)
     except FileNotFoundError:
         return
     found = _look(aside)
-    if found is not None and found.token != dead.token:
-        with contextlib.suppress(OSError):
+    if found is not None and found.content != dead.content:
+        try:
             os.link(aside, path)
-    os.unlink(aside)
+        except OSError:  # there is one again, or the file system knows no links
+            if not path.exists():
+                os.rename(aside, path)
+    aside.unlink(missing_ok=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Removes what a killed process left beside a lock."""
+    for path in folder.glob(f"{NAME}-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.lstat().st_mtime >= DEAD_AFTER:
+                path.unlink()
 
 
 def _content(holder: Holder) -> bytes:

@@ -59,6 +59,7 @@ class Saver:
     Args:
         run: The run.
         is_own: Whether a checkpoint is of this training, asked before it is deleted.
+        confirm: Raises where the folder is another training's by now, called before anything changes there.
 
     Attributes:
         committed: The run's checkpoints, oldest first.
@@ -68,9 +69,10 @@ class Saver:
         copies: The host's copies of the run, for the loop to wait for.
     """
 
-    def __init__(self, run: Run, is_own: Callable[[Path], bool]) -> None:
+    def __init__(self, run: Run, is_own: Callable[[Path], bool], confirm: Callable[[], object]) -> None:
         self.run = run
         self.is_own = is_own
+        self.confirm = confirm
         self.folder = Path(run.args.output_dir)
         self.committed: list[Committed] = []
         self.is_busy = False
@@ -215,6 +217,7 @@ class Saver:
         committed = self._with(Committed(f"{CHECKPOINT_PREFIX}{step}", 0, metric))
         values = states(committed)
         try:
+            self.confirm()
             files = pretrained_files(run.model, run.processing_class)
             snapshot = self._snapshot(model_state, values, files, self._copies if run.args.async_save else None)
         except OSError as error:
@@ -259,7 +262,7 @@ class Saver:
 
     def _with(self, new: Committed) -> list[Committed]:
         """The run's checkpoints after the next commit, which may replace one of the same step (and weights)."""
-        number, metric = (self.committed[-1].number if self.committed else 0) + 1, new.metric
+        number, metric = max((each.number for each in self.committed), default=0) + 1, new.metric
         for same in (each for each in self.committed if each.name == new.name):
             number, metric = same.number, same.metric if metric is None else metric
         others = [each for each in self.committed if each.name != new.name]
@@ -271,8 +274,10 @@ class Saver:
             if args.async_save:
                 self.copies.complete()
             write_checkpoint(
-                self.folder, snapshot, max_shard_size=args.max_shard_size, to_host=self.run.strategy.to_host
-            )
+                self.folder, snapshot, max_shard_size=args.max_shard_size, to_host=self.run.strategy.to_host,
+                confirm=self.confirm,
+            )  # fmt: skip
+            self.confirm()
             return Outcome(snapshot.step, prune(self.folder, committed, retention(args), protect, self.is_own))
         except (OSError, MemoryError) as error:
             return Outcome(snapshot.step, self.committed, str(error) or "no memory")

@@ -333,8 +333,10 @@ def _decode(value: Any, tensors: _Tensors) -> Any:
     raise ValueError(f"unknown kind {kind!r}")
 
 
-def _decode_array(entry: Mapping[str, Any], tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+def _decode_array(entry: Mapping[str, Any], tensor: torch.Tensor) -> np.ndarray[Any, Any] | torch.Tensor:
     dtype = _numpy_dtype(entry["dtype"])
+    if tensor.is_meta:  # its values were not read
+        return tensor
     array: np.ndarray[Any, Any] = tensor.cpu().numpy()
     if "shape" in entry:
         shape = _checked_shape(entry["shape"])

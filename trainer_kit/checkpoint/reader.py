@@ -172,15 +172,12 @@ def read_state(directory: Path, name: str) -> Any | None:
 
 
 def read_outline(directory: Path, name: str) -> Any | None:
-    """The same state with tensors on the device "meta": their values are not read.
+    """The same state with tensors on the device "meta", and such in place of numpy arrays: no values are read.
 
     Raises:
         CheckpointError: As `read_state` does.
     """
-    try:
-        return _read_state(directory, name, outline)
-    except NotImplementedError:  # a numpy array, which has no such device
-        return read_state(directory, name)
+    return _read_state(directory, name, outline)
 
 
 def _read_state(directory: Path, name: str, load: Callable[[Source], dict[str, torch.Tensor]]) -> Any | None:

@@ -17,6 +17,7 @@ from trainer_kit.state import TrainState
 
 _NAME = re.compile(re.escape(CHECKPOINT_PREFIX) + r"(0|[1-9][0-9]{0,18})")
 _MOST = 2**62
+_MOST_IN_A_STEP = 2**28
 
 Rule = tuple[Callable[[Any], bool], str]
 """Whether a value makes sense, and what it must be, for people."""
@@ -30,11 +31,6 @@ def is_count(value: Any) -> bool:
 def is_number(value: Any) -> bool:
     """Whether this is a number, and a finite one."""
     return type(value) in (int, float) and math.isfinite(value)
-
-
-def _is_row(value: Any) -> bool:
-    """Whether this says how many batches of which size came one after another."""
-    return isinstance(value, list) and len(value) == 2 and all(is_count(each) and each > 0 for each in value)
 
 
 def or_none(rule: Rule) -> Rule:
@@ -92,21 +88,27 @@ _ARGUMENTS: Mapping[str, Rule] = {
 _LEDGER: Mapping[str, Rule] = {"seconds": OBJECT, "time": _SECONDS}
 _DATA: Mapping[str, Rule] = {"workers": _LIST, "turn": COUNT}
 _WORKER: Mapping[str, Rule] = {
-    "batches": (lambda value: isinstance(value, list) and all(map(_is_row, value)), "pairs of numbers above 0"),
+    "batches": (
+        lambda value: isinstance(value, list) and all(map(_is_run, value)),
+        "numbers of batches and their size",
+    ),
     "ended": BOOL,
     "mark": OBJECT,
-    "digest": (lambda value: value is None or isinstance(value, str), "a text or null"),
+    "digest": or_none(TEXT),
 }
 _MARK: Mapping[str, Rule] = {"batches": COUNT, "dataset": (lambda value: True, "a state")}
 
 
-def verify_training(directory: Path) -> Manifest:
+def verify_training(directory: Path) -> dict[str, Any]:
     """Compares every file with the manifest, and what is kept of the run with what a run can be.
+
+    Returns:
+        What `read_trainer` does.
 
     Raises:
         CheckpointError: Naming the file and what is wrong with it.
     """
-    manifest = verify(directory)
+    verify(directory)
     if (trainer := read_trainer(directory)) is None:
         raise CheckpointError(
             f"{directory} holds no state of a training run; load its weights with load_checkpoint_in_model"
@@ -123,7 +125,7 @@ def verify_training(directory: Path) -> Manifest:
         epoch_length = trainer["counters"]["epoch_length"]
         allowed = f"{epoch_length}, the samples of an epoch, since dataloader_drop_last is not set"
         file.require(length == epoch_length, "dataset_length", length, allowed)
-    return manifest
+    return trainer
 
 
 def read_trainer(directory: Path) -> dict[str, Any] | None:
@@ -182,8 +184,10 @@ def read_data_state(directory: Path) -> dict[str, Any] | None:
     for number, worker in enumerate(data["workers"]):
         file.check(worker, _WORKER, f"workers[{number}].")
         file.check(worker["mark"], _MARK, f"workers[{number}].mark.")
-        most, place = sum(count for count, _ in worker["batches"]), worker["mark"]["batches"]
-        file.require(place <= most, f"workers[{number}].mark.batches", place, f"at most {most}")
+        place, read = worker["mark"]["batches"], sum(count for count, _ in worker["batches"])
+        file.require(
+            place <= read, f"workers[{number}].mark.batches", place, f"at most {read}, the batches that were read"
+        )
     file.require(data["turn"] < len(data["workers"]), "turn", data["turn"], f"below {len(data['workers'])}")
     return data  # type: ignore[no-any-return]
 
@@ -199,6 +203,11 @@ def check_arguments(arguments: Mapping[str, Any], directory: Path) -> None:
     kwargs = arguments["lr_scheduler_kwargs"]
     if "num_decay_steps" in kwargs:
         file.check(kwargs, {"num_decay_steps": or_none(COUNT)}, "lr_scheduler_kwargs.")
+
+
+def _is_run(value: Any) -> bool:
+    """Whether this says of batches that came one after the other how many they are, and of how many samples each."""
+    return isinstance(value, list) and len(value) == 2 and all(map(is_count, value))
 
 
 class CheckedFile:
@@ -240,20 +249,22 @@ def _check_counters(file: CheckedFile, counters: Mapping[str, Any], step: int) -
 
 
 def _check_units(file: CheckedFile, trainer: Mapping[str, Any]) -> None:
-    plan, samples = trainer["plan"], trainer["counters"]["samples"]
-    most = max(samples, plan["processes"] * plan["batch_size"] * plan["accumulation"])
-    allowed = f"a whole number from 1 to {most}, since a step of an earlier layout had as many samples"
-    for name, value in plan["units"].items():
-        file.require(_SIZE[0](value) and value <= most, f"plan.units.{name}", value, allowed)
-    file.require("warmup_steps" in plan["units"], "plan.units", plan["units"], "with warmup_steps")
+    units = trainer["plan"]["units"]
+    for name, value in units.items():
+        allowed = f"a whole number from 1 to {_MOST_IN_A_STEP}, the samples of a step"
+        file.require(_SIZE[0](value) and value <= _MOST_IN_A_STEP, f"plan.units.{name}", value, allowed)
+    file.require("warmup_steps" in units, "plan.units", units, "with warmup_steps")
 
 
 def _check_committed(file: CheckedFile, committed: list[Any]) -> None:
-    names, number = set(), 0
-    allowed = f"a name like {CHECKPOINT_PREFIX}8 in the run's own folder, a greater number than before and a metric"
+    names = set()
+    allowed = f"a name like {CHECKPOINT_PREFIX}8 in the run's own folder, a number of at least 1 and a metric"
     for each in committed:
-        holds = isinstance(each, list) and len(each) == 3 and type(each[0]) is str and _NAME.fullmatch(each[0])
-        holds = holds and each[0] not in names and is_count(each[1]) and each[1] > number
-        file.require(bool(holds) and or_none(_FLOAT)[0](each[2]), "committed", each, allowed)
+        holds = isinstance(each, list) and len(each) == 3 and _is_name(each[0]) and each[0] not in names
+        holds = holds and _SIZE[0](each[1]) and or_none(_FLOAT)[0](each[2])
+        file.require(holds, "committed", each, allowed)
         names.add(each[0])
-        number = each[1]
+
+
+def _is_name(value: Any) -> bool:
+    return type(value) is str and _NAME.fullmatch(value) is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -42,6 +42,7 @@ def write_checkpoint(
     max_shard_size: int | str = "5GB",
     name: str | None = None,
     to_host: ToHost = torch.Tensor.cpu,
+    confirm: Callable[[], object] = lambda: None,
 ) -> Path:
     """Writes `output_dir/checkpoint-STEP`: it is there whole, or not at all.
 
@@ -54,6 +55,7 @@ def write_checkpoint(
         max_shard_size: See `save_tensors`; holds for the tensors of each state too.
         name: Of the folder, instead of checkpoint-STEP.
         to_host: See `save_tensors`.
+        confirm: Called right before the checkpoint takes its place; it does not where this raises.
 
     Returns:
         The checkpoint's folder.
@@ -69,6 +71,7 @@ def write_checkpoint(
     try:
         os.mkdir(staging)
         _seal(staging, _write(staging, snapshot, max_shard_size, to_host), snapshot)
+        confirm()
         _commit(staging, final)
     except BaseException:
         remove_folder(staging)
