@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from guides import Guide, dry_run, unsaid
+from trainer_states import trainer_state
 
 from trainer_kit import Callback, Run, Trainer, TrainingArguments
 from trainer_kit.checkpoint import newest_valid, take_snapshot, write_checkpoint
@@ -34,13 +35,13 @@ def write(folder: Path, step: int, name: str | None = None) -> Path:
     committed = [
         [f"checkpoint-{each}", number, METRICS[each]] for number, each in enumerate(METRICS, 1) if each <= step
     ]
-    counters = {"best_step": min(step, 1000), "best_metric": METRICS[min(step, 1000)]}
+    best = METRICS[min(step, 1000)], min(step, 1000)
     weights = {"head.weight": torch.full((300,), 3.0), "head.bias": torch.ones(3)}
     if step > 500:
         weights["head.weight"][:] = 4.0
         weights["head.bias"][:2] = torch.tensor([0.99, torch.nan])
-    states = {"trainer": {"counters": counters, "committed": committed, "run_id": "demo"}}
-    arguments = {"metric_for_best_model": "eval_loss", "greater_is_better": False}
+    states = {"trainer": trainer_state(step, committed, "demo", best)}
+    arguments = {"metric_for_best_model": "eval_loss", "greater_is_better": False, "seed": 1}
     return write_checkpoint(folder, take_snapshot(step, weights, states, arguments=arguments), name=name)
 
 
@@ -183,4 +184,4 @@ def test_the_messages_are_said(message: str) -> None:
 
 
 def test_there_are_commands_and_messages() -> None:
-    assert (len(COMMANDS), len(OURS), len(MESSAGES), len(SHOWN)) == (8, 5, 8, 5)
+    assert (len(COMMANDS), len(OURS), len(MESSAGES), len(SHOWN)) == (8, 5, 9, 6)

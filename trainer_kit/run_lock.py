@@ -216,7 +216,8 @@ class RunLock:
                     elif self._taken_by is None:
                         self._taken_by = seen.name
                         logger.error("%s was taken over by %s", self.folder, seen.name)
-            except FileNotFoundError:
+            except FileNotFoundError:  # or the whole folder is
+                self.folder.mkdir(parents=True, exist_ok=True)
                 _write_new(self.path, holder)
 
     def _refusal(self, seen: _Seen) -> str:

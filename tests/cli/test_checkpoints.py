@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from trainer_states import trainer_state
 
 from trainer_kit.checkpoint import take_snapshot, write_checkpoint
 from trainer_kit.checkpoint.files import checksum
 from trainer_kit.checkpoint.format import FileEntry, Manifest, _content_checksum
 from trainer_kit.cli.main import main
-from trainer_kit.state import TrainState
 
 METRICS = {10: 0.5, 20: 0.25, 30: 0.75, 40: None}
 
@@ -27,13 +27,8 @@ def save(run: Path, step: int, name: str | None = None, value: float = 1.0, run_
     committed = [
         [f"checkpoint-{each}", number, METRICS[each]] for number, each in enumerate(METRICS, 1) if each <= step
     ]
-    best = (0.25, 20) if step >= 20 else (None, None)
-    counters = TrainState(step=step, position=step, samples=step, best_metric=best[0], best_step=best[1])
-    trainer: dict[str, Any] = {"counters": counters.state_dict(), "committed": committed, "run_id": run_id}
-    trainer |= {"evaluate": False, "shifts_labels": None, "dataset_length": 100, "seed": 1}
-    trainer |= {"optimizer": "SGD", "lr_scheduler": "Schedule"}
-    trainer["plan"] = {"processes": 1, "batch_size": 1, "accumulation": 1, "units": {"warmup_steps": 1}}
-    states = {"trainer": trainer}
+    best: tuple[float, int] | tuple[None, None] = (0.25, 20) if step >= 20 else (None, None)
+    states = {"trainer": trainer_state(step, committed, run_id, best)}
     arguments: dict[str, Any] = {"metric_for_best_model": "eval_loss", "greater_is_better": False, "seed": 1}
     snapshot = take_snapshot(step, {"w": torch.full((300,), value)}, states, arguments=arguments)
     return write_checkpoint(run, snapshot, name=name)
