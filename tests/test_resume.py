@@ -275,12 +275,34 @@ def test_the_records_of_another_run_go_with_its_checkpoints(tmp_path: Path) -> N
     assert len(History(tmp_path).starts) == 2
 
 
+def test_the_records_of_another_run_go_where_a_run_of_another_folder_goes_on(tmp_path: Path) -> None:
+    make_trainer(tmp_path / "first", max_steps=4, save_steps=4).train()
+    make_trainer(tmp_path / "used", report_to=["jsonl"], max_steps=2).train()
+    trainer = make_trainer(tmp_path / "used", report_to=["jsonl"], max_steps=6)
+    trainer.train(resume_from_checkpoint=tmp_path / "first" / "checkpoint-4")
+    records = read_log(tmp_path / "used" / "log.jsonl")
+    assert [record["step"] for record in records if record["event"] == "start"] == [4]
+    assert (tmp_path / "used" / "earlier-1" / "log.jsonl").is_file()
+
+
 def test_events_that_lie_elsewhere_are_left_there(tmp_path: Path) -> None:
     for _ in range(2):
         make_trainer(
             tmp_path / "run", report_to=["tensorboard"], max_steps=2, logging_dir=str(tmp_path / "shared")
         ).train()
     assert len(tags(tmp_path / "shared")) == 2
+
+
+def test_a_model_whose_state_cannot_be_asked_for_is_refused_at_the_start(tmp_path: Path) -> None:
+    class Short(Net):
+        def state_dict(self) -> Any:  # type: ignore[override]
+            return super().state_dict()
+
+    trainer = make_trainer(tmp_path)
+    trainer.run.model = Short()
+    with pytest.raises(TypeError, match=r"the model cannot be saved: .*keep_vars.*take \*args and \*\*kwargs"):
+        trainer.train()
+    assert not list(tmp_path.glob("checkpoint-*"))
 
 
 def test_a_change_of_the_working_directory_does_not_part_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,7 +209,9 @@ class Checkpoints:
         """Makes the folder this run's own."""
         remove_stale_staging(self.folder)
         kept = {each.name for each in self.saver.committed}
-        records = [] if kept or self._starts_again else _records_of(self.run.args)
+        comes_from = self.folder if self.resumed_from is None else self.resumed_from.parent
+        goes_on = bool(kept) or (self._starts_again and comes_from.resolve() == self.folder.resolve())
+        records = [] if goes_on else _records_of(self.run.args)
         set_aside(self.folder, kept, records)
         self._made = []  # they stay from now on
 
@@ -352,12 +354,20 @@ def check_storable(run: Run) -> None:
     """Refuses a model that no checkpoint can hold, before its first step.
 
     Raises:
-        TypeError: If one of its tensors is sparse, quantized or of a dtype that files lack.
+        TypeError: If one of its tensors is sparse, quantized or of a dtype that files lack, or its `state_dict` does
+            not take what torch's does.
         ValueError: If one has no content.
     """
     if run.args.save_strategy == "no":
         return
-    for name, tensor in run.model.state_dict(keep_vars=True).items():
+    try:
+        state = run.model.state_dict(keep_vars=True)  # as a resume asks for it
+    except TypeError as error:
+        raise TypeError(
+            f"the model cannot be saved: {error}; let its state_dict take *args and **kwargs and pass them on to "
+            "torch's, or set save_strategy='no'"
+        ) from error
+    for name, tensor in state.items():
         try:
             refuse_unstorable(name, tensor)
         except (TypeError, ValueError) as error:
