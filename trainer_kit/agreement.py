@@ -100,6 +100,8 @@ def check_same_start(run: Run) -> None:
     facts |= {f"the version of {name}": _version(name) for name in _PACKAGES}
     facts["the script"] = _script()
     facts |= run.args.to_dict()
+    for name in ("output_dir", "logging_dir"):  # absolute by now: on another machine they may lie in another folder
+        facts[name] = facts[name] and Path(facts[name]).name
     for role in ("train_dataset", "eval_dataset"):
         dataset = getattr(run, role)
         facts[f"the length of {role}"] = len(dataset) if hasattr(dataset, "__len__") else None
