@@ -23,7 +23,7 @@ def read(dataset: Any, workers: int = 0, **given: Any) -> Any:
         use_cpu=True, per_device_train_batch_size=4, gradient_accumulation_steps=3, max_steps=5, **given
     )
     run = Run(args, SingleDevice("cpu"), torch.nn.Identity(), train_dataset=dataset)
-    return first_batch(run, Reading(default_collator(), args.seed, workers))
+    return first_batch(run, Reading(default_collator(), args.seed, workers)).batch
 
 
 class Counted(IterableDataset[torch.Tensor]):
@@ -122,8 +122,8 @@ def test_what_no_other_process_can_read_is_read_here(state: bool) -> None:
 def test_a_batch_that_no_worker_could_hand_over_is_read_here() -> None:
     args = TrainingArguments(use_cpu=True, per_device_train_batch_size=4, max_steps=5)
     run = Run(args, SingleDevice("cpu"), torch.nn.Identity(), train_dataset=Rows())
-    batch = first_batch(run, Reading(lambda samples: {"x": torch.stack(samples), "own": lambda: 3}, args.seed, 0))
-    assert batch["own"]() == 3
+    reading = Reading(lambda samples: {"x": torch.stack(samples), "own": lambda: 3}, args.seed, 0)
+    assert first_batch(run, reading).batch["own"]() == 3
 
 
 def test_a_dataset_with_a_state_and_the_generators_stand_where_they_stood() -> None:

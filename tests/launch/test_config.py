@@ -212,5 +212,5 @@ def test_tpu_where_the_environment_names_something_else(devices: int, monkeypatc
 
 def test_tpu_needs_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer_kit.environment.has_torch_xla", lambda: False)
-    with pytest.raises(ImportError, match=r"needs torch_xla; run `pip install 'trainer_kit\[xla\]'`"):
+    with pytest.raises(ImportError, match=r"needs torch_xla; run pip install 'torch~=2.9.0' 'torch-xla\[tpu\]~=2.9.0'"):
         LaunchConfig(tpu=True).local_processes()

@@ -138,7 +138,7 @@ def test_a_config_gets_its_class_and_a_batch_that_it_takes(
     assert [*map(list, (p.shape for p in real.parameters()))] == [
         *map(list, (p.shape for p in subject.model.parameters()))
     ]
-    assert isinstance(count(ones), Counts)
+    assert isinstance(count(ones, 2), Counts)
 
 
 @pytest.mark.parametrize(
