@@ -112,6 +112,25 @@ def test_adamw_is_fused_on_the_cpu_and_steps(dtype: torch.dtype) -> None:
     assert not torch.equal(before, model.weight)
 
 
+def test_fused_kernels_get_no_parameter_with_gaps() -> None:
+    """They take the memory as it lies: the same step with and without them gives other weights."""
+    stepped = []
+    for fused in (True, False):
+        model = nn.Linear(6, 4, bias=False)
+        model.weight = nn.Parameter(torch.zeros(4, 12)[:, ::2])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        if fused:
+            with pytest.raises(
+                ValueError, match=r"AdamW is fused, but a parameter of shape \[4, 6\] has gaps .*fused=False"
+            ):
+                check_optimizer(optimizer, model)
+        assert not any(group["fused"] for group in make_optimizer(model, arguments()).param_groups)
+        model.weight.grad = torch.arange(24.0).view(4, 6) + 1
+        optimizer.step()
+        stepped.append(model.weight.detach().clone())
+    assert not torch.allclose(*stepped)
+
+
 @pytest.mark.parametrize(
     "model",
     [

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scenarios.task import StopAt, digest, make_trainer
 from torch import nn
@@ -111,6 +111,7 @@ def copies(values: list[nn.Parameter], like: list[nn.Parameter] | None = None) -
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
 )
 def test_every_optimizer_goes_on_with_the_same_bits(name: str, formats: list[str], dtype: torch.dtype) -> None:
+    assume(not ("fused" in name and "with gaps" in formats))  # which torch's fused kernels get wrong, and we refuse
     straight = parameters(formats, dtype)
     optimizer = BY_NAME[name](straight)
     steps(optimizer, 0, 3)

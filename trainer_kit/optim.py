@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from trainer_kit.arguments import TrainingArguments, parse_options
 from trainer_kit.cautions import warn
+from trainer_kit.trees import strides_of_copy
 from trainer_kit.wrappers import without_wrappers
 
 logger = logging.getLogger("trainer_kit")
@@ -68,7 +69,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
     Raises:
         TypeError: If it is none, or LBFGS, which runs the model itself.
-        ValueError: If it holds no parameter of the model.
+        ValueError: If it holds no parameter of the model, or would train one that its fused kernel gets wrong.
     """
     if isinstance(optimizer, type):
         name = optimizer.__name__
@@ -81,6 +82,14 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             f"optimizer holds no parameter of this {type(model).__name__}, so that nothing would be trained; make it "
             "from model.parameters()"
         )
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("fused") else ():
+            if not _fills_its_memory(parameter):
+                raise ValueError(
+                    f"optimizer={type(optimizer).__name__} is fused, but a parameter of shape {[*parameter.shape]} has "
+                    f"gaps in memory (strides {[*parameter.stride()]}), which torch's fused kernels take for values; "
+                    "give fused=False, or call contiguous() on it before it becomes a parameter"
+                )
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -117,14 +126,19 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _can_fuse(groups: list[dict[str, Any]]) -> bool:
-    """The fused kernel knows real floating dtypes only, and bfloat16 not on every version of MPS."""
+    """The fused kernel knows real floating dtypes without gaps, and bfloat16 not on every version of MPS."""
     return all(
         parameter.device.type in _FUSED_DEVICES
         and parameter.is_floating_point()
+        and _fills_its_memory(parameter)
         and not (parameter.device.type == "mps" and parameter.dtype == torch.bfloat16)
         for group in groups
         for _, parameter in group["params"]
     )
+
+
+def _fills_its_memory(parameter: torch.Tensor) -> bool:
+    return parameter.stride() == strides_of_copy(parameter)
 
 
 def _adamw_8bit() -> Any:

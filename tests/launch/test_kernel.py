@@ -185,7 +185,9 @@ def test_a_copy_tries_xla(trouble: str, sentence: str | None, monkeypatch: pytes
 
 def test_torch_xla_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_xla", None)  # makes the import fail
-    with pytest.raises(ImportError, match=r"XLA needs torch_xla .* of the same version as torch, .*pip install 'torch~=2.9.0'"):
+    with pytest.raises(
+        ImportError, match=r"XLA needs torch_xla .* of the same version as torch, .*pip install 'torch~=2.9.0'"
+    ):
         kernel.obstacle_to_fork(by_xla=True)
 
 
