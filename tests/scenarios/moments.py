@@ -158,30 +158,25 @@ class Read(task.Noisy):
         return super().__getitem__(index)
 
 
-class ReadStream(task.Stream):
-    """The task's stream, which dies as it is read."""
+class _DiesAsRead:
+    """Before a stream's class: the stream dies as it is read."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self.watch = watch
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        for sample in super().__iter__():
+        for sample in super().__iter__():  # type: ignore[misc]
             self.watch.passes("fetching")
             yield sample
 
 
-class ReadStateless(task.StatelessStream):
-    """The same of the one without a state."""
+class ReadStream(_DiesAsRead, task.Stream):
+    """The task's stream, with its state."""
 
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self.watch = watch
 
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        for sample in super().__iter__():
-            self.watch.passes("fetching")
-            yield sample
+class ReadStateless(_DiesAsRead, task.StatelessStream):
+    """The one without a state."""
 
 
 class _Calls:
