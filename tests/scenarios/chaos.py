@@ -326,7 +326,7 @@ def main() -> int:
         for story in stories(folder, ranks, options.kills, options.seed):
             told.append(story)
             if story.wrong or not story.equal:
-                print(f"{story.folder}: {story.wrong or 'it ended with other bits'}", file=sys.stderr, flush=True)
+                print(f"{story.folder} ({story.data}): {story.wrong or 'it ended with other bits'}", file=sys.stderr, flush=True)
     print(table(told))
     if options.report:
         rows = [{"ranks": story.ranks, **kill._asdict()} for story in told for kill in story.kills]

@@ -19,6 +19,9 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 HOSTS = ("machine-a", "machine-b")
 INTERFACE = "cable"
 LIMIT = 100  # seconds for a run
+_AS_A_MACHINE = """
+echo "$0" > /proc/sys/kernel/hostname && mount --bind "$1" "$2" && cd "$2" && shift 2 && exec "$@"
+"""
 
 
 class Ended(NamedTuple):
@@ -31,7 +34,7 @@ class Ended(NamedTuple):
 
 
 class Command:
-    """A command that runs on a machine, in the folder `disk`; what it writes goes to files named `name`."""
+    """A command that runs on a machine; what it prints goes to files named `name` beside the folder `disk`."""
 
     def __init__(self, words: list[str], disk: Path, name: str, environment: dict[str, str]) -> None:
         self.name = name
@@ -54,19 +57,25 @@ class Command:
 
 
 class Machines:
-    """Two machines joined by a cable. Each works in a folder of its own, and sees all others.
+    """Two machines joined by a cable. Each works in the same folder by name, where it has a disk of its own.
 
     Args:
         folder: Where these folders are made.
+
+    Attributes:
+        work: The folder in which both work, by the name that they use.
+        disks: What each has there, by the name that others use.
     """
 
     def __init__(self, folder: Path) -> None:
+        self.work = folder / "work"
         self.disks = [folder / host for host in HOSTS]
         self.commands: list[Command] = []
         run = uuid.uuid4().hex[:8]
         self.names = [f"tk-{run}-{number}" for number in range(2)]
 
     def build(self) -> None:
+        self.work.mkdir(exist_ok=True)
         for disk in self.disks:
             (disk / "tmp").mkdir(parents=True, exist_ok=True)
         first, second = self.names
@@ -97,11 +106,11 @@ class Machines:
 
     def start(self, number: int, *words: str | Path, **environment: str) -> Command:
         """Starts a command of this Python on a machine."""
-        named = ["unshare", "--uts", "sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"', HOSTS[number]]
+        own = ["unshare", "--uts", "--mount", "sh", "-c", _AS_A_MACHINE, HOSTS[number], self.disks[number], self.work]
         python = [sys.executable, "-W", "error::UserWarning:trainer_kit"]
-        command = ["ip", "netns", "exec", self.names[number], *named, *python, *map(str, words)]
+        command = [str(word) for word in ("ip", "netns", "exec", self.names[number], *own, *python, *words)]
         settings = {
-            "TMPDIR": str(self.disks[number] / "tmp"),
+            "TMPDIR": str(self.work / "tmp"),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(sys.path),
             **environment,

@@ -6,6 +6,7 @@ flush, rename and deletion. Beside these, "begins STEP" and "committed STEP" tel
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -136,11 +137,16 @@ class Watch(Callback):
         _before(saving.Saver, "_copies", lambda *_, **__: passes("a snapshot"))
         _before(HostCopies, "complete", lambda *_, **__: passes("copying the rest"))
         _before(saving, "take_snapshot", lambda *_, **__: passes("a snapshot"))
-        _before(jsonl.JsonLines, "_append", self._log_line)
+        _before(jsonl, "append_record", self._log_record)
         _Calls(self).install()
 
-    def _log_line(self, _: Any, path: Path, line: bytes, **__: Any) -> None:
-        self.passes("a line of the log", lambda: path.open("ab", buffering=0).write(line[: len(line) // 2]))
+    def _log_record(self, path: Path, record: dict[str, Any], **__: Any) -> None:
+        self.passes("a line of the log", lambda: _write_half(path, json.dumps(record, default=str).encode()))
+
+
+def _write_half(path: Path, line: bytes) -> None:
+    with path.open("ab", buffering=0) as file:
+        file.write(line[: len(line) // 2])
 
 
 class Read(task.Noisy):

@@ -78,7 +78,7 @@ def test_two_machines_train_as_one_process(pair: Machines, tmp_path: Path) -> No
     )
     assert report in ended[0].err
     assert report not in ended[1].err
-    assert f"run is not shared with {HOSTS[1]}: checkpoints and logs are on {HOSTS[0]} alone" in ended[0].err
+    assert f"{pair.work / 'run'} is not shared with {HOSTS[1]}: checkpoints and logs are on {HOSTS[0]} alone" in ended[0].err
     assert not (pair.disks[1] / "run").exists()
 
 
@@ -101,7 +101,7 @@ def test_killed_and_resumed_ends_with_the_same_bits(
     resumed = finish(*(start(pair, number, folder) for number in range(2)))
     assert states(*resumed) == straight
     assert "resumed from" in resumed[0].err
-    assert (f"{folder} is shared by all machines" in resumed[0].err) == is_shared
+    assert (f"{pair.work / folder} is shared by all machines" in resumed[0].err) == is_shared
     assert (f"to {HOSTS[1]}, where it is not seen" in resumed[0].err) == (not is_shared)
     assert list((pair.disks[1] / "tmp").iterdir()) == []
 
@@ -154,8 +154,8 @@ def test_a_rank_that_dies_is_started_anew_on_both_machines(pair: Machines, strai
     options = ("run", "--deaths", "5", "11")
     ended = finish(*(launch(pair, number, *options, restarts=2) for number in range(2)))
     assert states(*ended) == straight
-    assert "resumed from run/checkpoint-3 at step 3 of 16" in ended[0].err
-    assert "resumed from run/checkpoint-9 at step 9 of 16" in ended[0].err
+    assert f"resumed from {pair.work}/run/checkpoint-3 at step 3 of 16" in ended[0].err
+    assert f"resumed from {pair.work}/run/checkpoint-9 at step 9 of 16" in ended[0].err
     assert "restart 2 of 2, from the checkpoint of step 9" in ended[1].err
 
 
