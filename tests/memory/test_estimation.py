@@ -81,8 +81,9 @@ def test_half_precision_with_its_scaler(model: str, precision: str) -> None:
 def test_fp16_as_the_processor_computes_it() -> None:
     module, batch = perceptron()
     args = arguments(mixed_precision="fp16", optim="sgd")
-    # As in bfloat16: a processor that computes in float16 has oneDNN's blocks (5 % here), any other has none.
-    assert estimate(module, args, batch).peak == pytest.approx(measure(module, args, batch).peak, rel=0.1)
+    # Where the processor computes in float16, oneDNN works in blocks of its own, which the estimate leaves out.
+    bound = 0.1 if torch.ops.mkldnn._is_mkldnn_fp16_supported() else 0.02
+    assert estimate(module, args, batch).peak == pytest.approx(measure(module, args, batch).peak, rel=bound)
 
 
 def test_an_optimizer_of_the_user() -> None:
@@ -242,6 +243,8 @@ class Recurrent(nn.Module):
 )
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_a_recurrent_layer(precision: str) -> None:
+    if precision == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("torch gives LSTMs in bfloat16 to oneDNN, which has none for this processor")
     args, batch = arguments(mixed_precision=precision), torch.randn(16, 64, 64)
     estimated, measured = (function(Recurrent(), args, batch, compute_loss=call) for function in (estimate, measure))
     assert estimated.peak == pytest.approx(measured.peak, rel=0.1)
