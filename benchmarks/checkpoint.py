@@ -30,7 +30,7 @@ from torch.utils.data import Dataset
 
 from trainer_kit import Callback, Run, Trainer, TrainingArguments
 from trainer_kit.checkpoint import newest_valid, read_state, take_snapshot, write_checkpoint
-from trainer_kit.checkpoint.loading import load_weights
+from trainer_kit.checkpoint.format.loading import load_weights
 
 WIDTH = 1024
 BYTES_A_LAYER = 4 * WIDTH * (WIDTH + 1)

@@ -24,7 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from trainer_kit import Callback, Run, Trainer, TrainingArguments
 from trainer_kit.callbacks import Memory, Throughput
-from trainer_kit.ledger import Ledger
+from trainer_kit.profiling.time_ledger import Ledger
 
 RECORD = 100
 KINDS = ("without", "ledger", "all")

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import Dataset
 
 from trainer_kit.data.collate import stack
-from trainer_kit.data.loader import Reading, TrainLoader
-from trainer_kit.data.order import Layout
+from trainer_kit.data.map_loader import Reading, TrainLoader
+from trainer_kit.data.sampling import Layout
 
 
 class Counted(Dataset[Any]):

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from .from_transformers import from_transformers
 
 if TYPE_CHECKING:
-    from trainer_kit.arguments import TrainingArguments
     from trainer_kit.callback import Callback
+    from trainer_kit.config.arguments import TrainingArguments
 
     from .checkpointing import Checkpointing
     from .compilation import Compilation

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer_kit.callback import Callback
-from trainer_kit.cautions import warn
+from trainer_kit.utils.user_warnings import warn
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run

@@ -10,7 +10,7 @@ import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trainer_kit.callback import Callback
-from trainer_kit.trees import repeated_dimensions
+from trainer_kit.utils.pytree import repeated_dimensions
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer_kit import __version__
+from trainer_kit._version import __version__
 from trainer_kit.callback import Callback
-from trainer_kit.log import FORMAT, NAME, append_record, read_log
-from trainer_kit.run_lock import FolderInUseError, holder_of
+from trainer_kit.errors import FolderInUseError
+from trainer_kit.utils.run_lock import holder_of
+from trainer_kit.utils.run_log import FORMAT, NAME, append_record, read_log
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainer_kit.callback import Callback
-from trainer_kit.trees import tensors
+from trainer_kit.utils.pytree import tensors
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run

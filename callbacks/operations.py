@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_kit.flops import FlopCounter, Flops, count_on_fakes
+from trainer_kit.profiling.flops import FlopCounter, Flops, count_on_fakes
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run

@@ -12,8 +12,8 @@ import time
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from trainer_kit import environment
 from trainer_kit.callback import Callback
+from trainer_kit.config import environment
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run

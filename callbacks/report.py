@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer_kit.callback import Callback
-from trainer_kit.log import NAME
+from trainer_kit.errors import FolderInUseError
 from trainer_kit.report import write_report
-from trainer_kit.run_lock import FolderInUseError
+from trainer_kit.utils.run_log import NAME
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer_kit.callback import Callback
-from trainer_kit.peaks import computing_dtype, peak_of
+from trainer_kit.profiling.peak_flops import computing_dtype, peak_of
 
 from .operations import Operations
 
@@ -44,17 +44,17 @@ class Throughput(Callback):
     - `model_flops_per_second`: floating-point operations a second that the model needs, forward and backward, and
       `hardware_flops_per_second`: those with what is computed again (activation checkpointing).
     - `mfu`: the model's share of what the devices can do at their peak, 0 to 1 (Chowdhery et al. 2022, appendix B).
-    - `seconds/ACTIVITY`: where the time went, see `trainer_kit.ledger`, and `goodput`: the share of it, 0 to 1, in
-      which the model went forward, backward and took the optimizer's step.
+    - `seconds/ACTIVITY`: where the time went, see `trainer_kit.profiling.time_ledger`, and `goodput`: the share of it,
+      0 to 1, in which the model went forward, backward and took the optimizer's step.
 
     The record at the end has `seconds/ACTIVITY`, `wall_seconds` and `goodput` of all starts of the run, FLOP/s and MFU
     of this start.
 
     Operations are counted while the first step runs, and while a few later ones do where batches come in new shapes
-    (see `trainer_kit.flops`); that changes no value. Such a step is slower: rates leave it out, its time and what it
-    did, unless there are no others since the record before. What cannot be known is left out, and a line of the log
-    says why: the peak of a device that is not in the table, FLOP/s under XLA, and those of a compiled model that does
-    not run on fake tensors.
+    (see `trainer_kit.profiling.flops`); that changes no value. Such a step is slower: rates leave it out, its time and
+    what it did, unless there are no others since the record before. What cannot be known is left out, and a line of
+    the log says why: the peak of a device that is not in the table, FLOP/s under XLA, and those of a compiled model
+    that does not run on fake tensors.
     """
 
     priority = 110

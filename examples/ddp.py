@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from trainer_kit import Trainer, TrainingArguments
-from trainer_kit.environment import place
+from trainer_kit.config.environment import place
 
 LETTERS = 16
 

@@ -8,13 +8,13 @@ import sys
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+from trainer_kit.tools.verify.child import main
 from trainer_kit.tools.verify.recorder import Start
-from trainer_kit.tools.verify.start import main
 from trainer_kit.tools.verify.verification import Verification
 
 # For all tests, since there is one server. Python before 3.13 looks for them without what pytest adds to sys.path, and
 # says nothing where it finds none: no module of the tests can be among them.
-_IMPORTED = ["torch._dynamo", "trainer_kit.strategies.heartbeat", "trainer_kit.tools.verify.start"]
+_IMPORTED = ["torch._dynamo", "trainer_kit.strategies.watchdog.heartbeat", "trainer_kit.tools.verify.child"]
 
 
 def fork_server() -> ForkServerContext:

@@ -25,7 +25,7 @@ def written_here(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> st
     It may be run in this process, which does not end with it and is as before afterwards.
     """
     monkeypatch.setattr(Trainer, "train", Trainer.train)
-    monkeypatch.setattr("trainer_kit.tools.takeover.leave", leave)
+    monkeypatch.setattr("trainer_kit.tools.script_runner.leave", leave)
     monkeypatch.setattr(sys, "argv", [*sys.argv])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])

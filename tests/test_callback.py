@@ -12,8 +12,9 @@ import torch
 from transformers import PrinterCallback
 
 from trainer_kit import Trainer
-from trainer_kit.arguments import TrainingArguments
-from trainer_kit.callback import HOOKS, Callback, CallbackError, Events
+from trainer_kit.callback import HOOKS, Callback, Events
+from trainer_kit.config.arguments import TrainingArguments
+from trainer_kit.errors import CallbackError
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
 

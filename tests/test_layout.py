@@ -15,7 +15,7 @@ from scenarios.rank_task import Exact
 from scenarios.task import SAMPLES, StopAt, Stream, digest, make_trainer
 
 from trainer_kit import Callback, Run, Trainer
-from trainer_kit.data.order import permutation
+from trainer_kit.data.sampling import permutation
 from trainer_kit.optim import Schedule
 
 PEAK = 1e-2

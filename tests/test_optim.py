@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR, StepLR
 
-from trainer_kit.arguments import TrainingArguments
+from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.optim import check_optimizer, make_optimizer, make_scheduler, own_scheduler
 
 

@@ -26,7 +26,7 @@ from trainer_kit import (
     load_checkpoint_in_model,
 )
 from trainer_kit.callback import HOOKS
-from trainer_kit.rng import seed_generators
+from trainer_kit.utils.rng import seed_generators
 
 
 def arguments(tmp_path: Path, **changes: Any) -> TrainingArguments:

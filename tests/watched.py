@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 import trainer_kit
-from trainer_kit.strategies.heartbeat import Heartbeat, LostProcessError
+from trainer_kit.errors import LostProcessError
+from trainer_kit.strategies.watchdog.heartbeat import Heartbeat
 
 INTERVAL, PATIENCE, SLOW = 0.2, 1.5, 1.0
 

@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 from trainer_kit import Callback, Run, Strategy, Trainer, TrainingArguments
 from trainer_kit.callbacks import read_log
 from trainer_kit.strategies.single import SingleDevice
-from trainer_kit.strategies.xla import XLA
+from trainer_kit.strategies.xla.strategy import XLA
 
 BATCH = 8
 VOCABULARY = 100

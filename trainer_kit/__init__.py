@@ -9,31 +9,29 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from trainer_kit._version import __version__
+
 if TYPE_CHECKING:
     from trainer_kit import callbacks
     from trainer_kit.accelerator import Accelerator, ProjectConfiguration, set_seed
-    from trainer_kit.arguments import TrainingArguments
-    from trainer_kit.callback import Callback, CallbackError
+    from trainer_kit.callback import Callback
     from trainer_kit.checkpoint import load_checkpoint_in_model
-    from trainer_kit.evaluation import EvalPrediction, PredictionOutput
-    from trainer_kit.figures import NonFiniteError
+    from trainer_kit.config.arguments import TrainingArguments
+    from trainer_kit.errors import CallbackError, FolderInUseError, NonFiniteError, SaveError
     from trainer_kit.launch.config import write_basic_config
     from trainer_kit.launch.notebook import notebook_launcher
+    from trainer_kit.loop.evaluation import EvalPrediction, PredictionOutput
     from trainer_kit.planning import TrainingPlan
-    from trainer_kit.precision import Precision
-    from trainer_kit.run import Run
-    from trainer_kit.run_lock import FolderInUseError
-    from trainer_kit.saving import SaveError
+    from trainer_kit.report.summary import print_summary
+    from trainer_kit.run import Run, TrainOutput
     from trainer_kit.state import Requests, Stateful, TrainState
     from trainer_kit.strategies.base import Strategy
     from trainer_kit.strategies.ddp import DDP
     from trainer_kit.strategies.multinode import MultiNode
+    from trainer_kit.strategies.precision import Precision
     from trainer_kit.strategies.single import SingleDevice
-    from trainer_kit.strategies.xla import XLA
-    from trainer_kit.summary import print_summary
-    from trainer_kit.trainer import Trainer, TrainOutput
-
-__version__ = "0.1.0.dev0"
+    from trainer_kit.strategies.xla.strategy import XLA
+    from trainer_kit.trainer import Trainer
 
 __all__ = [
     "DDP",
@@ -71,30 +69,30 @@ __all__ = [
 _HOMES = {
     "Accelerator": "accelerator",
     "Callback": "callback",
-    "CallbackError": "callback",
+    "CallbackError": "errors",
     "DDP": "strategies.ddp",
-    "EvalPrediction": "evaluation",
+    "EvalPrediction": "loop.evaluation",
     "MultiNode": "strategies.multinode",
-    "NonFiniteError": "figures",
-    "Precision": "precision",
-    "PredictionOutput": "evaluation",
+    "NonFiniteError": "errors",
+    "Precision": "strategies.precision",
+    "PredictionOutput": "loop.evaluation",
     "ProjectConfiguration": "accelerator",
     "Requests": "state",
     "Run": "run",
-    "FolderInUseError": "run_lock",
-    "SaveError": "saving",
+    "FolderInUseError": "errors",
+    "SaveError": "errors",
     "SingleDevice": "strategies.single",
     "Stateful": "state",
     "Strategy": "strategies.base",
-    "TrainOutput": "trainer",
+    "TrainOutput": "run",
     "TrainState": "state",
     "Trainer": "trainer",
-    "TrainingArguments": "arguments",
+    "TrainingArguments": "config.arguments",
     "TrainingPlan": "planning",
-    "XLA": "strategies.xla",
+    "XLA": "strategies.xla.strategy",
     "load_checkpoint_in_model": "checkpoint",
     "notebook_launcher": "launch.notebook",
-    "print_summary": "summary",
+    "print_summary": "report.summary",
     "set_seed": "accelerator",
     "write_basic_config": "launch.config",
 }

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer_kit.cautions import warn
-from trainer_kit.checkpoint.files import CheckpointError
-from trainer_kit.scalars import PLAIN, as_scalar, read_scalars
+from trainer_kit.errors import CallbackError, CheckpointError
+from trainer_kit.strategies.scalars import PLAIN, as_scalar, read_scalars
+from trainer_kit.utils.user_warnings import warn
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("trainer_kit")
 
 _CHECKED = ("trainer_kit.callbacks.ema", "trainer_kit.callbacks.early_stopping")
-
-
-class CallbackError(RuntimeError):
-    """A callback raised: the message names the callback and the hook, `__cause__` is the callback's own error."""
 
 
 class Callback:

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer_kit.arguments import TrainingArguments, parse_options
-from trainer_kit.cautions import warn
-from trainer_kit.trees import strides_of_copy
-from trainer_kit.wrappers import without_wrappers
+from trainer_kit.config.arguments import TrainingArguments, parse_options
+from trainer_kit.utils.pytree import strides_of_copy
+from trainer_kit.utils.user_warnings import warn
+from trainer_kit.utils.wrappers import without_wrappers
 
 logger = logging.getLogger("trainer_kit")
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from trainer_kit.arguments import TrainingArguments
-from trainer_kit.ledger import Ledger
+from trainer_kit.config.arguments import TrainingArguments
+from trainer_kit.profiling.time_ledger import Ledger
 from trainer_kit.state import Requests, Stateful, TrainState
 from trainer_kit.strategies.base import Strategy
-from trainer_kit.strategies.gradients import GradientNorms
+from trainer_kit.strategies.grad_norms import GradientNorms
 
 
 @dataclasses.dataclass
@@ -54,3 +54,18 @@ class Run:
     batch: Any = None
     ledger: Ledger = dataclasses.field(default_factory=Ledger)
     stateful: dict[str, Stateful] = dataclasses.field(default_factory=dict)
+
+
+class TrainOutput(NamedTuple):
+    """What `Trainer.train` returns.
+
+    Attributes:
+        global_step: Optimizer steps taken, those before a resume included.
+        training_loss: Mean loss of all steps.
+        metrics: train_loss, train_runtime (seconds), train_samples_per_second, train_steps_per_second,
+            peak_memory_gib, epoch.
+    """
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, Any]

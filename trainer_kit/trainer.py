@@ -7,43 +7,44 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from trainer_kit.agreement import Agreement, check_same_start
-from trainer_kit.arguments import TrainingArguments
 from trainer_kit.callback import Callback, Events, checked_callbacks
 from trainer_kit.callbacks import default_callbacks
-from trainer_kit.cautions import warn
-from trainer_kit.checkpoint.export import save_model_folder
+from trainer_kit.checkpoint.format.export import save_model_folder
+from trainer_kit.checkpoint.manager import Checkpoints, check_stateful, check_storable
+from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.build import (
     make_evaluation_batches,
     make_reading,
     make_train_loader,
 )
 from trainer_kit.data.collate import Collator, default_collator
-from trainer_kit.data.first import first_batch
-from trainer_kit.data.loader import Window
-from trainer_kit.evaluation import DoesNotFitError, EvalPrediction, EvaluationInterrupted, Evaluator, PredictionOutput
-from trainer_kit.figures import Figures, NonFiniteError, Taken
-from trainer_kit.fitting import Fitting, evaluation_batch_size, halve_evaluation_batch
-from trainer_kit.inspection import Inspection
-from trainer_kit.ledger import Ledger
-from trainer_kit.loss import ComputeLoss, Loss, takes_column
-from trainer_kit.metrics import Metric, metrics_by_name
+from trainer_kit.data.map_loader import Window
+from trainer_kit.data.peek import first_batch
+from trainer_kit.debugging.crash_dump import Postmortem
+from trainer_kit.errors import DoesNotFitError, EvaluationInterrupted, NonFiniteError
+from trainer_kit.loop.batch_size_finder import Fitting, evaluation_batch_size, halve_evaluation_batch
+from trainer_kit.loop.evaluation import EvalPrediction, Evaluator, PredictionOutput
+from trainer_kit.loop.metrics import Metric, metrics_by_name
+from trainer_kit.loop.rank_sync import Agreement, check_same_start
+from trainer_kit.loop.step_metrics import Figures, Taken
+from trainer_kit.loop.train_step import Steps
+from trainer_kit.loss.loss import ComputeLoss, Loss, takes_column
+from trainer_kit.loss.probe import Inspection
 from trainer_kit.optim import check_optimizer, make_optimizer, make_scheduler, own_scheduler
-from trainer_kit.overrides import check_attribute, check_class, check_lightning_module
-from trainer_kit.postmortem import Postmortem
-from trainer_kit.resume import Checkpoints, check_stateful, check_storable
-from trainer_kit.rng import generators_kept
-from trainer_kit.run import Run
+from trainer_kit.profiling.time_ledger import Ledger
+from trainer_kit.run import Run, TrainOutput
 from trainer_kit.state import Requests, TrainState
-from trainer_kit.steps import Steps
 from trainer_kit.strategies.base import Strategy
-from trainer_kit.strategies.choice import choose_strategy
-from trainer_kit.streams import guard_standard_streams, warn_of_failed_streams
+from trainer_kit.strategies.select import choose_strategy
+from trainer_kit.utils.overrides import check_attribute, check_class, check_lightning_module
+from trainer_kit.utils.rng import generators_kept
+from trainer_kit.utils.streams import guard_standard_streams, warn_of_failed_streams
+from trainer_kit.utils.user_warnings import warn
 
 if TYPE_CHECKING:
     from trainer_kit.memory import Estimate
@@ -53,21 +54,6 @@ logger = logging.getLogger("trainer_kit")
 
 _UNREAD = 1000
 """Steps after which losses are read from the device though no record is due, so that they do not pile up."""
-
-
-class TrainOutput(NamedTuple):
-    """What `Trainer.train` returns.
-
-    Attributes:
-        global_step: Optimizer steps taken, those before a resume included.
-        training_loss: Mean loss of all steps.
-        metrics: train_loss, train_runtime (seconds), train_samples_per_second, train_steps_per_second,
-            peak_memory_gib, epoch.
-    """
-
-    global_step: int
-    training_loss: float
-    metrics: dict[str, Any]
 
 
 class Trainer:

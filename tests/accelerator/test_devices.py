@@ -13,9 +13,10 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from trainer_kit import SingleDevice, Strategy
-from trainer_kit.accelerator import Accelerator, PreparedLoader, core, set_seed
-from trainer_kit.accelerator.joining import joined
-from trainer_kit.accelerator.stepping import Flow
+from trainer_kit.accelerator import Accelerator, PreparedLoader, set_seed
+from trainer_kit.accelerator import accelerator as core
+from trainer_kit.accelerator.concat import joined
+from trainer_kit.accelerator.wrappers import Flow
 
 
 class OfFour(SingleDevice):

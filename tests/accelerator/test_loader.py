@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from trainer_kit.accelerator import Accelerator, PreparedLoader, set_seed, skip_first_batches
-from trainer_kit.data.order import mix, permutation
+from trainer_kit.data.sampling import mix, permutation
 
 
 class Noisy(Dataset[Any]):

@@ -21,7 +21,8 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainer_kit import accelerator as trainer_kit_accelerator
-from trainer_kit.accelerator import Accelerator, core
+from trainer_kit.accelerator import Accelerator
+from trainer_kit.accelerator import accelerator as core
 
 PEAK = 0.1
 EPOCHS = 2

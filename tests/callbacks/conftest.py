@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_kit.arguments import TrainingArguments
+from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
 

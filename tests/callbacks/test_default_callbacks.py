@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from trainer_kit import callbacks
-from trainer_kit.arguments import TrainingArguments
 from trainer_kit.callback import Callback
+from trainer_kit.config.arguments import TrainingArguments
 
 
 class Terminal(io.StringIO):
@@ -111,7 +111,7 @@ def test_a_function_is_not_hidden_by_its_module() -> None:
 
 def test_the_defaults_import_nothing_heavy() -> None:
     code = (
-        "import sys; from trainer_kit.arguments import TrainingArguments; from trainer_kit import callbacks;"
+        "import sys; from trainer_kit.config.arguments import TrainingArguments; from trainer_kit import callbacks;"
         "callbacks.default_callbacks(TrainingArguments());"
         "print({'transformers', 'tensorboard', 'torch_xla', 'torch.utils.tensorboard'} & set(sys.modules))"
     )

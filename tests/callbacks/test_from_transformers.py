@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerCallback
 
-from trainer_kit.callback import CallbackError, Events
+from trainer_kit.callback import Events
 from trainer_kit.callbacks import from_transformers
+from trainer_kit.errors import CallbackError
 from trainer_kit.run import Run
 
 

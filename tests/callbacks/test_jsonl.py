@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import trainer_kit
-from trainer_kit import log as log_module
 from trainer_kit.callbacks import JsonLines, read_log
-from trainer_kit.log import FORMAT
 from trainer_kit.run import Run
+from trainer_kit.utils import run_log as log_module
+from trainer_kit.utils.run_log import FORMAT
 
 
 @pytest.fixture(autouse=True)

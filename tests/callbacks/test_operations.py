@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer_kit import flops
 from trainer_kit.callbacks.operations import Operations
+from trainer_kit.profiling import flops
 from trainer_kit.run import Run
 
 

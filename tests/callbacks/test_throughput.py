@@ -10,9 +10,9 @@ import torch
 
 from trainer_kit import Callback, Trainer, TrainingArguments
 from trainer_kit.callbacks import Throughput, throughput
-from trainer_kit.flops import FlopCounter
-from trainer_kit.ledger import Ledger
-from trainer_kit.peaks import Peak
+from trainer_kit.profiling.flops import FlopCounter
+from trainer_kit.profiling.peak_flops import Peak
+from trainer_kit.profiling.time_ledger import Ledger
 from trainer_kit.run import Run
 
 

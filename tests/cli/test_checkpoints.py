@@ -16,8 +16,8 @@ import torch
 from trainer_states import trainer_state
 
 from trainer_kit.checkpoint import take_snapshot, write_checkpoint
-from trainer_kit.checkpoint.files import checksum
-from trainer_kit.checkpoint.format import FileEntry, Manifest, _content_checksum
+from trainer_kit.checkpoint.format.json_files import checksum
+from trainer_kit.checkpoint.format.manifest import FileEntry, Manifest, _content_checksum
 from trainer_kit.cli.main import main
 
 METRICS = {10: 0.5, 20: 0.25, 30: 0.75, 40: None}
@@ -95,7 +95,7 @@ def test_ls_quick_reads_no_weights(run: Path, told: Any) -> None:
 
 def test_ls_goes_on_where_a_run_removes_one_meanwhile(run: Path, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [run / f"checkpoint-{step}" for step in (5, *METRICS)]
-    monkeypatch.setattr("trainer_kit.checkpoint.inventory.find_checkpoints", lambda folder, prefix: found)
+    monkeypatch.setattr("trainer_kit.checkpoint.format.inventory.find_checkpoints", lambda folder, prefix: found)
     code, text = told("ls", run)
     assert (code, text.count("valid, ")) == (0, 2)
     assert "invalid: does not exist" in text
@@ -291,7 +291,7 @@ def test_a_crash_is_nothing_that_a_resume_goes_on_from(tmp_path: Path, told: Any
 
 def test_the_run_that_holds_the_folder_is_named(run: Path, told: Any) -> None:
     held = subprocess.Popen(
-        [sys.executable, "-c", "import sys; from pathlib import Path; from trainer_kit.run_lock import RunLock\n"
+        [sys.executable, "-c", "import sys; from pathlib import Path; from trainer_kit.utils.run_lock import RunLock\n"
          "RunLock(Path(sys.argv[1])).acquire(); print('held', flush=True); sys.stdin.read()", str(run)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip

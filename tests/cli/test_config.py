@@ -106,8 +106,8 @@ def test_a_question_shows_what_an_empty_answer_means(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("say", "expected"), [("", {"tpu": True}), ("yes", {"num_processes": 2, "cpu": True})])
 def test_on_a_tpu(say: str, expected: dict[str, Any], settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_kit.environment.xla_device_type", lambda: "TPU")
-    monkeypatch.setattr("trainer_kit.environment.has_torch_xla", lambda: True)
+    monkeypatch.setattr("trainer_kit.config.environment.xla_device_type", lambda: "TPU")
+    monkeypatch.setattr("trainer_kit.config.environment.has_torch_xla", lambda: True)
     questions = answer(monkeypatch, "", say, *(["2"] if say else []), "", "")
     assert main(["config"]) == 0
     assert questions[1] == "Train on the CPU though there is a TPU (yes or no) [no]: "

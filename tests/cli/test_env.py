@@ -65,10 +65,10 @@ def test_env_says_how_to_see_the_driver(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_env_shows_the_devices_of_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
-    monkeypatch.setattr("trainer_kit.environment.xla_device_type", lambda: None)
+    monkeypatch.setattr("trainer_kit.config.environment.xla_device_type", lambda: None)
     assert dict(facts())["xla"] == 'not taken by strategy "auto"'
-    monkeypatch.setattr("trainer_kit.environment.xla_device_type", lambda: "TPU")
-    monkeypatch.setattr("trainer_kit.environment.xla_devices", {"TPU": 8}.__getitem__)
+    monkeypatch.setattr("trainer_kit.config.environment.xla_device_type", lambda: "TPU")
+    monkeypatch.setattr("trainer_kit.config.environment.xla_devices", {"TPU": 8}.__getitem__)
     assert dict(facts())["xla"] == "TPU, 8 devices"
     assert "torch_xla" in dict(facts())
 

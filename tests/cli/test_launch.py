@@ -20,7 +20,7 @@ from launched import wait_for
 
 from trainer_kit.cli import main as cli
 from trainer_kit.cli.launch import read_config
-from trainer_kit.environment import Place
+from trainer_kit.config.environment import Place
 from trainer_kit.launch.config import LaunchConfig
 
 LAUNCH = [sys.executable, "-m", "trainer_kit", "launch"]
@@ -119,8 +119,8 @@ def test_the_steps_to_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_a_dry_run_on_a_tpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("trainer_kit.environment.has_torch_xla", lambda: True)
-    monkeypatch.setattr("trainer_kit.environment.xla_devices", lambda device_type: 8)
+    monkeypatch.setattr("trainer_kit.config.environment.has_torch_xla", lambda: True)
+    monkeypatch.setattr("trainer_kit.config.environment.xla_devices", lambda device_type: 8)
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     script = tmp_path / "train.py"
     script.touch()
@@ -135,8 +135,8 @@ def test_a_dry_run_on_a_tpu(
 
 
 def test_a_tpu_is_used_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_kit.environment.xla_device_type", lambda: "TPU")
-    monkeypatch.setattr("trainer_kit.environment.tpu_host", lambda: Place(2, 4, 0, 1, 2, "host-a"))
+    monkeypatch.setattr("trainer_kit.config.environment.xla_device_type", lambda: "TPU")
+    monkeypatch.setattr("trainer_kit.config.environment.tpu_host", lambda: Place(2, 4, 0, 1, 2, "host-a"))
     hosts = {"num_nodes": 4, "node_rank": 2, "master_addr": "host-a"}
     assert configured() == configured("--tpu") == LaunchConfig(tpu=True, **hosts)
     assert configured("--num-processes", "1") == LaunchConfig(tpu=True, num_processes=1)
@@ -155,7 +155,7 @@ def test_the_variables_of_another_launcher_do_not_confuse(
     for name, value in {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "RANK": "7", "WORLD_SIZE": "9"}.items():
         monkeypatch.setenv(name, value)
     script = tmp_path / "train.py"
-    script.write_text("from trainer_kit.environment import place\nprint(place()[:4])")
+    script.write_text("from trainer_kit.config.environment import place\nprint(place()[:4])")
     assert launch("--cpu", "--num-processes", "2", "--log-dir", str(tmp_path / "logs"), str(script)) == 0
     assert capfd.readouterr().out == "(0, 2, 0, 2)\n"
     assert (tmp_path / "logs" / "rank-1.out").read_text() == "(1, 2, 1, 2)\n"

@@ -22,7 +22,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def plan(*words: Any, fail: Any) -> None:
         calls.append(words)
 
-    monkeypatch.setattr("trainer_kit.tools.plan.plan", plan)
+    monkeypatch.setattr("trainer_kit.cli.plan.show_plan", plan)
     return calls
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from trainer_kit.cli.main import main
-from trainer_kit.launch import self_test
+from trainer_kit.errors import ProcessesLeft, ProcessFailed
 from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.processes import ProcessesLeft, ProcessFailed
+from trainer_kit.tools import self_test
 
 
 @pytest.fixture(autouse=True)

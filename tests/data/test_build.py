@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_kit.arguments import TrainingArguments
+from trainer_kit.checkpoint.format.disk import make_writable_folder
+from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.build import (
     make_evaluation_batches,
     make_reading,
     make_train_loader,
-    writable_folder,
 )
 from trainer_kit.data.collate import stack
-from trainer_kit.data.loader import Reading, TrainLoader
-from trainer_kit.data.stream import StreamLoader
+from trainer_kit.data.iterable_loader import StreamLoader
+from trainer_kit.data.map_loader import Reading, TrainLoader
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
 
@@ -70,10 +70,10 @@ def test_reading_follows_the_arguments() -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_found_at_once(tmp_path: Path) -> None:
-    assert writable_folder(tmp_path / "new" / "folder").is_dir()
+    assert make_writable_folder(tmp_path / "new" / "folder").is_dir()
     assert list((tmp_path / "new" / "folder").iterdir()) == []
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match=r"output_dir='.*file' cannot be written"):
-        writable_folder(tmp_path / "file")
+        make_writable_folder(tmp_path / "file")
     with pytest.raises(ValueError, match="cannot be written"):
-        writable_folder(tmp_path / "file" / "below")
+        make_writable_folder(tmp_path / "file" / "below")

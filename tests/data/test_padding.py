@@ -19,10 +19,11 @@ from torch.utils.data import IterableDataset
 from transformers import BatchEncoding
 
 from trainer_kit import SingleDevice
-from trainer_kit.data.loader import MicroBatch, Window
+from trainer_kit.data.map_loader import MicroBatch, Window
 from trainer_kit.data.padding import Padding, pad_rows, trim_rows
-from trainer_kit.inspection import Inspection
-from trainer_kit.loss import Loss, count
+from trainer_kit.loss.batch import count
+from trainer_kit.loss.loss import Loss
+from trainer_kit.loss.probe import Inspection
 
 relaxed = settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 lengths = st.integers(1, 20)

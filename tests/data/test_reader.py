@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
 
 from trainer_kit.data.digest import digest
-from trainer_kit.data.loader import MicroBatch, Reading
-from trainer_kit.data.order import Layout
+from trainer_kit.data.iterable_loader import StreamLoader
+from trainer_kit.data.map_loader import MicroBatch, Reading
 from trainer_kit.data.reader import COMPARED
-from trainer_kit.data.stream import StreamLoader
+from trainer_kit.data.sampling import Layout
 
 LENGTH = 200
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from trainer_kit import Accelerator, Trainer, TrainingArguments
-from trainer_kit.data.fetch import DataError
+from trainer_kit.errors import DataError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are stopped")
 

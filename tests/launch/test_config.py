@@ -169,8 +169,8 @@ def test_write_basic_config_refuses(tmp_path: Path) -> None:
 def devices(monkeypatch: pytest.MonkeyPatch) -> int:
     """As if there were a TPU with 4 devices."""
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
-    monkeypatch.setattr("trainer_kit.environment.has_torch_xla", lambda: True)
-    monkeypatch.setattr("trainer_kit.environment.xla_devices", lambda device_type: 4)
+    monkeypatch.setattr("trainer_kit.config.environment.has_torch_xla", lambda: True)
+    monkeypatch.setattr("trainer_kit.config.environment.xla_devices", lambda device_type: 4)
     return 4
 
 
@@ -211,6 +211,6 @@ def test_tpu_where_the_environment_names_something_else(devices: int, monkeypatc
 
 
 def test_tpu_needs_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_kit.environment.has_torch_xla", lambda: False)
+    monkeypatch.setattr("trainer_kit.config.environment.has_torch_xla", lambda: False)
     with pytest.raises(ImportError, match=r"needs torch_xla; run pip install 'torch~=2.9.0' 'torch-xla\[tpu\]~=2.9.0'"):
         LaunchConfig(tpu=True).local_processes()

@@ -39,7 +39,7 @@ def test_an_error_that_is_no_refusal_keeps_all_frames(tmp_path: Path, monkeypatc
 
     failure = written(raised(lambda: args.log_dir), tmp_path, monkeypatch)
     assert failure.error.startswith("TypeError: ")
-    assert "trainer_kit/arguments.py" in failure.traceback
+    assert "trainer_kit/config/arguments.py" in failure.traceback
 
 
 def test_the_users_own_error_is_told_in_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,10 @@ import pytest
 import torch
 from ranks import free_port
 
-from trainer_kit import environment
-from trainer_kit.launch import config, kernel
-from trainer_kit.launch.failures import ProcessesLeft, ProcessFailed
+from trainer_kit.config import environment
+from trainer_kit.errors import ProcessesLeft, ProcessFailed
+from trainer_kit.launch import config
+from trainer_kit.launch import notebook_state as kernel
 from trainer_kit.launch.notebook import notebook_launcher
 
 SETTINGS = ("TRAINER_KIT_MIXED_PRECISION", "RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
@@ -260,7 +261,7 @@ def test_processes_killed_for_memory(capfd: pytest.CaptureFixture[str]) -> None:
 
 SEVERAL_MACHINES = """
 import sys
-from trainer_kit import environment
+from trainer_kit.config import environment
 from trainer_kit.launch.notebook import notebook_launcher
 
 def train(word):

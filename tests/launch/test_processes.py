@@ -20,8 +20,9 @@ from typing import Any
 import launched
 import pytest
 
+from trainer_kit.errors import ProcessesLeft, ProcessFailed
 from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.processes import PREFIX, Logs, ProcessesLeft, ProcessFailed, planned, run_processes, variables
+from trainer_kit.launch.processes import PREFIX, Logs, planned, run_processes, variables
 
 RUNNER = ("-m", "trainer_kit.launch.script")
 SCRIPT = launched.__file__
@@ -119,7 +120,7 @@ def test_the_first_failure_ends_the_run(how: str, exit_code: int | None, message
      ("SIGABRT", True, False)],
 )  # fmt: skip
 def test_a_process_killed_for_memory(number: str, tpu: bool, explained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_kit.environment.has_torch_xla", lambda: True)
+    monkeypatch.setattr("trainer_kit.config.environment.has_torch_xla", lambda: True)
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     config = LaunchConfig(tpu=tpu, cpu=not tpu, monitor_interval=0.05)
     with pytest.raises(ProcessFailed, match=f"was killed by {number}") as caught:
@@ -410,7 +411,7 @@ def test_a_master_that_nobody_answers() -> None:
 
 
 def test_the_user_hears_who_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_kit.launch.machines._PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("trainer_kit.launch.rendezvous._PATIENCE_SECONDS", 0.2)
     said: list[str] = []
     config = LaunchConfig(num_nodes=2, master_port=free_port(), start_timeout=0.5, cpu=True)
     with pytest.raises(TimeoutError, match=r"machine 1 of 2 \(node_rank=1\) did not answer"):
@@ -425,7 +426,7 @@ def test_a_master_address_that_leads_elsewhere() -> None:
 
 
 def test_what_answers_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_kit.launch.machines._CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr("trainer_kit.launch.rendezvous._CONNECT_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         config = LaunchConfig(num_nodes=2, node_rank=1, master_port=server.getsockname()[1], cpu=True)
         with pytest.raises(TimeoutError, match="is not the launcher of machine 0"):
@@ -512,7 +513,7 @@ def is_alive(pid: str) -> bool:
 def test_the_variables_of_xla(
     device: dict[str, str], settings: dict[str, str], left_out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_kit.environment.has_torch_xla", lambda: True)
+    monkeypatch.setattr("trainer_kit.config.environment.has_torch_xla", lambda: True)
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     for name, value in device.items():
         monkeypatch.setenv(name, value)

@@ -14,7 +14,7 @@ from trainer_kit import TrainingArguments
 from trainer_kit.memory import COSTS, estimate
 from trainer_kit.memory.costs import EightBitAdam
 from trainer_kit.memory.tracker import Tracker
-from trainer_kit.trees import tensors
+from trainer_kit.utils.pytree import tensors
 
 COST = {cost.name: cost for cost in COSTS}
 

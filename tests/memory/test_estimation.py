@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer_kit import Precision, SingleDevice, TrainingArguments
-from trainer_kit.loss import call
+from trainer_kit.loss.loss import call
 from trainer_kit.memory import estimate, measure
 from trainer_kit.memory.measuring import peak_on_cpu
 from trainer_kit.memory.step import Step

@@ -16,7 +16,7 @@ from scenarios.task import Net, Noisy, Stream, digest, make_trainer
 from torch.utils.data import IterableDataset
 
 from trainer_kit import Trainer
-from trainer_kit.checkpoint.format import REPLACED_PREFIX
+from trainer_kit.checkpoint.format.manifest import REPLACED_PREFIX
 
 
 class Drawing(Noisy):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from run_logs import RunLog, eventful
 
-from trainer_kit.log import read_log
 from trainer_kit.report.history import History
+from trainer_kit.utils.run_log import read_log
 
 
 def test_columns_hold_what_the_records_hold(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from scenarios.moments import Death, read_journal
 from scenarios.starts import DATA, SAVE_STEPS, STEPS, Job, Outside, Start
 
 from trainer_kit.checkpoint import find_checkpoints, verify
-from trainer_kit.checkpoint.format import REPLACED_PREFIX
+from trainer_kit.checkpoint.format.manifest import REPLACED_PREFIX
 
 OUTSIDE, ALL, TOLD = "whenever, from outside", "all ranks at once", "in a save after SIGTERM"
 
@@ -326,7 +326,11 @@ def main() -> int:
         for story in stories(folder, ranks, options.kills, options.seed):
             told.append(story)
             if story.wrong or not story.equal:
-                print(f"{story.folder} ({story.data}): {story.wrong or 'it ended with other bits'}", file=sys.stderr, flush=True)
+                print(
+                    f"{story.folder} ({story.data}): {story.wrong or 'it ended with other bits'}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     print(table(told))
     if options.report:
         rows = [{"ranks": story.ranks, **kill._asdict()} for story in told for kill in story.kills]

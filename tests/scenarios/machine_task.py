@@ -15,7 +15,7 @@ import xxhash
 from scenarios import task
 
 from trainer_kit import Callback, Run, Trainer, TrainingArguments
-from trainer_kit.strategies import session
+from trainer_kit.strategies import process_group as session
 from trainer_kit.strategies.multinode import MultiNode
 
 

@@ -20,11 +20,13 @@ import torch
 from scenarios import task
 from torch.utils.data import get_worker_info
 
-from trainer_kit import Callback, Run, resume, saving
+from trainer_kit import Callback, Run
 from trainer_kit.callbacks import jsonl
-from trainer_kit.checkpoint.format import REPLACED_PREFIX, STAGING_PREFIX
-from trainer_kit.copying import HostCopies
-from trainer_kit.steps import Steps
+from trainer_kit.checkpoint import async_saver as saving
+from trainer_kit.checkpoint import manager as resume
+from trainer_kit.checkpoint.format.manifest import REPLACED_PREFIX, STAGING_PREFIX
+from trainer_kit.checkpoint.staging import HostCopies
+from trainer_kit.loop.train_step import Steps
 
 ON_ANY_RANK = ("training", "evaluation", "fetching", "a data worker", "a snapshot", "leaving", "reading a checkpoint")
 KINDS = ("the weights", "a state", "the manifest", "the arguments")

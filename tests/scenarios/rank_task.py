@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from scenarios import task
 
-from trainer_kit import Callback, Run, saving
+from trainer_kit import Callback, Run
+from trainer_kit.checkpoint import async_saver as saving
 from trainer_kit.strategies.ddp import DDP
 
 

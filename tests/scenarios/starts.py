@@ -20,7 +20,8 @@ from scenarios.moments import Death, Read, ReadStateless, ReadStream, Watch
 
 from trainer_kit import Callback, Run
 from trainer_kit.callbacks import read_log
-from trainer_kit.strategies import ddp, session
+from trainer_kit.strategies import ddp
+from trainer_kit.strategies import process_group as session
 
 STEPS, SAVE_STEPS = 50, 4
 ARGUMENTS = {

@@ -78,7 +78,10 @@ def test_two_machines_train_as_one_process(pair: Machines, tmp_path: Path) -> No
     )
     assert report in ended[0].err
     assert report not in ended[1].err
-    assert f"{pair.work / 'run'} is not shared with {HOSTS[1]}: checkpoints and logs are on {HOSTS[0]} alone" in ended[0].err
+    assert (
+        f"{pair.work / 'run'} is not shared with {HOSTS[1]}: checkpoints and logs are on {HOSTS[0]} alone"
+        in ended[0].err
+    )
     assert not (pair.disks[1] / "run").exists()
 
 

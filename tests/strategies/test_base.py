@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import BatchEncoding
 
-from trainer_kit.precision import Precision
 from trainer_kit.strategies.base import Strategy
-from trainer_kit.strategies.gradients import gradient_norms
+from trainer_kit.strategies.grad_norms import gradient_norms
+from trainer_kit.strategies.precision import Precision
 
 
 class Waiting(Strategy):

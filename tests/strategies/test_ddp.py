@@ -14,8 +14,8 @@ from torch import nn
 
 from trainer_kit import Callback, Run, SingleDevice, Strategy, Trainer, TrainingArguments
 from trainer_kit.callbacks import Freezing
+from trainer_kit.errors import LostProcessError
 from trainer_kit.strategies.ddp import DDP, Replica
-from trainer_kit.strategies.heartbeat import LostProcessError
 
 WORLDS = [2, 3]
 
@@ -188,7 +188,7 @@ def train_branches(folder: str, make: Callable[[], dict[str, Any]]) -> dict[str,
 
 
 def own_rank() -> int:
-    from trainer_kit import environment
+    from trainer_kit.config import environment
 
     return environment.place().rank
 

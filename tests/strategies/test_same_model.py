@@ -13,7 +13,8 @@ import torch
 from ranks import RankFailed, free_port, try_on_ranks
 from torch import nn
 
-from trainer_kit import Accelerator, Trainer, TrainingArguments, environment
+from trainer_kit import Accelerator, Trainer, TrainingArguments
+from trainer_kit.config import environment
 
 ORDERS = (["first", "second", "third"], ["first", "third", "second"])
 

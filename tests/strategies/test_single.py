@@ -11,8 +11,8 @@ from sync_debug import SyncDebug
 from torch import nn
 
 from trainer_kit import Callback, Run, SingleDevice, Trainer, TrainingArguments
-from trainer_kit.precision import Precision
 from trainer_kit.strategies import choose_strategy
+from trainer_kit.strategies.precision import Precision
 
 on_cuda = [
     pytest.mark.gpu,
@@ -185,8 +185,8 @@ def test_cuda_trains_as_the_cpu_does(tmp_path: Any) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_cuda_copies_ahead_without_mixing_batches_up(workers: int) -> None:
     from trainer_kit.data.collate import stack
-    from trainer_kit.data.loader import Reading, TrainLoader
-    from trainer_kit.data.order import Layout
+    from trainer_kit.data.map_loader import Reading, TrainLoader
+    from trainer_kit.data.sampling import Layout
 
     rows = [torch.full((1 << 16,), float(index)) for index in range(64)]
     strategy = SingleDevice("cuda")

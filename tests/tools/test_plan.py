@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from taken_over import Left, written_here
 
-from trainer_kit.tools.plan import plan
+from trainer_kit.cli.plan import show_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
@@ -59,7 +59,7 @@ def planned(script: str, kind: str, processes: int | None = None, as_json: bool 
     """The exit code, and what it failed for."""
     reasons: list[str] = []
     with pytest.raises(Left) as caught:
-        plan([script, kind, str(Path(script).parent / "run")], processes, as_json, reasons.append)
+        show_plan([script, kind, str(Path(script).parent / "run")], processes, as_json, reasons.append)
     return caught.value.args[0], reasons
 
 
@@ -109,12 +109,12 @@ def test_there_is_no_plan(script: str, kind: str, sentence: str) -> None:
 )
 def test_a_script_that_does_not_train(script: str, kind: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        plan([script, kind, str(Path(script).parent / "run")], None, False, print)
+        show_plan([script, kind, str(Path(script).parent / "run")], None, False, print)
 
 
 def test_a_traceback_begins_in_the_script(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="LookupError"):
-        plan([script, "raises", "run"], None, False, print)
+        show_plan([script, "raises", "run"], None, False, print)
     shown = capsys.readouterr().err.splitlines()
     assert shown[0] == "Traceback (most recent call last):"
     assert shown[1].startswith(f'  File "{script}", line ')
@@ -124,4 +124,4 @@ def test_a_traceback_begins_in_the_script(script: str, capsys: pytest.CaptureFix
 def test_a_module_is_called_by_its_name(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(script).parent))
     with pytest.raises(ValueError, match=r"^train never called Trainer\.train"):
-        plan(["-m", "train", "idle", "run"], None, False, print)
+        show_plan(["-m", "train", "idle", "run"], None, False, print)

@@ -13,10 +13,10 @@ from taken_over import Left, written_here
 
 from trainer_kit import NonFiniteError
 from trainer_kit.checkpoint import CheckpointError, verify
-from trainer_kit.data.fetch import DataError
-from trainer_kit.figures import Taken
+from trainer_kit.debugging.crash_dump import Postmortem
+from trainer_kit.errors import DataError
 from trainer_kit.launch.script import run_as_main
-from trainer_kit.postmortem import Postmortem
+from trainer_kit.loop.step_metrics import Taken
 from trainer_kit.tools.replay import replay
 
 SCRIPT = """

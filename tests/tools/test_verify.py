@@ -13,13 +13,14 @@ import torch
 from forked import ForkedVerification
 
 from trainer_kit.cli.main import main
+from trainer_kit.errors import ScriptFailed
 from trainer_kit.tools.verify.cause import Evidence, find_cause
 from trainer_kit.tools.verify.compare import Line, first_difference, read_lines
-from trainer_kit.tools.verify.marks import attributes, mark_of, marks, sample_marks, state_marks
-from trainer_kit.tools.verify.plan import checkpoint_step, choose_kill
+from trainer_kit.tools.verify.fingerprints import attributes, mark_of, marks, sample_marks, state_marks
+from trainer_kit.tools.verify.kill_plan import checkpoint_step, choose_kill
 from trainer_kit.tools.verify.report import describe
-from trainer_kit.tools.verify.verification import Result, ScriptFailed, describe_difference
-from trainer_kit.trees import split
+from trainer_kit.tools.verify.verification import Result, describe_difference
+from trainer_kit.utils.pytree import split
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="starts are forked, and killed by SIGKILL")
 TASK = Path(__file__).with_name("task.py")

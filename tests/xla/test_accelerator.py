@@ -15,7 +15,8 @@ from static_shapes import OnFour
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainer_kit.accelerator import Accelerator, DistributedType, ProjectConfiguration, core, set_seed
+from trainer_kit.accelerator import Accelerator, DistributedType, ProjectConfiguration, set_seed
+from trainer_kit.accelerator import accelerator as core
 
 pytestmark = pytest.mark.scenario
 

@@ -16,7 +16,8 @@ import torch
 import xla_task
 from on_xla import QUICK, on_cpu, on_xla
 
-from trainer_kit import XLA, Callback, Run, environment
+from trainer_kit import XLA, Callback, Run
+from trainer_kit.config import environment
 
 pytestmark = pytest.mark.scenario
 

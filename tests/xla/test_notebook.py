@@ -21,7 +21,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 from on_xla import on_xla
 
 from trainer_kit import Trainer, TrainingArguments
-from trainer_kit.launch.failures import ProcessFailed
+from trainer_kit.errors import ProcessFailed
 from trainer_kit.launch.notebook import notebook_launcher
 
 pytestmark = pytest.mark.scenario

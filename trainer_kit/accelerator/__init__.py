@@ -1,6 +1,6 @@
 """`Accelerator`: trainer_kit's hardware and checkpoints for a loop written by hand, with accelerate's names."""
 
-from trainer_kit.accelerator.core import Accelerator
+from trainer_kit.accelerator.accelerator import Accelerator
 from trainer_kit.accelerator.loader import PreparedLoader
 from trainer_kit.accelerator.options import (
     DataLoaderConfiguration,
@@ -11,8 +11,8 @@ from trainer_kit.accelerator.options import (
     ProjectConfiguration,
     set_seed,
 )
-from trainer_kit.accelerator.skipping import skip_first_batches
-from trainer_kit.accelerator.stepping import PreparedOptimizer, PreparedScheduler
+from trainer_kit.accelerator.skip import skip_first_batches
+from trainer_kit.accelerator.wrappers import PreparedOptimizer, PreparedScheduler
 
 __all__ = [
     "Accelerator",

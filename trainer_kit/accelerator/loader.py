@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from trainer_kit.accelerator.joining import joined, rows_of
-from trainer_kit.accelerator.stepping import Flow
-from trainer_kit.data.fetch import set_epoch
-from trainer_kit.data.order import mix
+from trainer_kit.accelerator.concat import joined, rows_of
+from trainer_kit.accelerator.wrappers import Flow
+from trainer_kit.data.fetcher import set_epoch
+from trainer_kit.data.sampling import mix
 from trainer_kit.data.workers import worker_items
-from trainer_kit.rng import generators_kept, seed_generators
 from trainer_kit.strategies.base import Strategy
+from trainer_kit.utils.rng import generators_kept, seed_generators
 
 logger = logging.getLogger("trainer_kit")
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_kit import environment
+from trainer_kit.config import environment
 
 
 class DistributedType(str, enum.Enum):
@@ -148,7 +148,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     np.random.seed(seed & 0xFFFFFFFF)
     torch.manual_seed(seed)
     if "torch_xla" in sys.modules:
-        from trainer_kit.strategies.xla import seed_devices
+        from trainer_kit.strategies.xla.strategy import seed_devices
 
         seed_devices(seed)
     if deterministic:

@@ -12,13 +12,13 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from trainer_kit import __version__
+from trainer_kit._version import __version__
 from trainer_kit.accelerator.options import ProjectConfiguration
-from trainer_kit.accelerator.processes import Processes
-from trainer_kit.log import append_record
-from trainer_kit.scalars import as_scalar, read_scalars
+from trainer_kit.accelerator.process_info import Processes
 from trainer_kit.strategies.base import Strategy
-from trainer_kit.streams import guard_standard_streams, warn_of_failed_streams
+from trainer_kit.strategies.scalars import as_scalar, read_scalars
+from trainer_kit.utils.run_log import append_record
+from trainer_kit.utils.streams import guard_standard_streams, warn_of_failed_streams
 
 logger = logging.getLogger("trainer_kit")
 

@@ -1,10 +1,7 @@
 """Checkpoints: folders that the Hub's tools can load, verified by a manifest, without a pickle."""
 
-from trainer_kit.checkpoint.export import pretrained_files
-from trainer_kit.checkpoint.files import CheckpointError
-from trainer_kit.checkpoint.format import CHECKPOINT_PREFIX, STAGING_PREFIX, FileEntry, Manifest
-from trainer_kit.checkpoint.loading import load_checkpoint_in_model
-from trainer_kit.checkpoint.reader import (
+from trainer_kit.checkpoint.format.commit import write_checkpoint
+from trainer_kit.checkpoint.format.discovery import (
     find_checkpoints,
     newest_valid,
     read_arguments,
@@ -12,11 +9,14 @@ from trainer_kit.checkpoint.reader import (
     remove_stale_staging,
     verify,
 )
-from trainer_kit.checkpoint.retention import Committed, Retention, delete_checkpoint, prune
-from trainer_kit.checkpoint.shards import save_tensors
-from trainer_kit.checkpoint.snapshot import Snapshot, take_snapshot
-from trainer_kit.checkpoint.sources import load_tensors
-from trainer_kit.checkpoint.writer import write_checkpoint
+from trainer_kit.checkpoint.format.export import pretrained_files
+from trainer_kit.checkpoint.format.loading import load_checkpoint_in_model
+from trainer_kit.checkpoint.format.manifest import CHECKPOINT_PREFIX, STAGING_PREFIX, FileEntry, Manifest
+from trainer_kit.checkpoint.format.retention import Committed, Retention, delete_checkpoint, prune
+from trainer_kit.checkpoint.format.safetensors_reader import load_tensors
+from trainer_kit.checkpoint.format.safetensors_writer import save_tensors
+from trainer_kit.checkpoint.format.snapshot import Snapshot, take_snapshot
+from trainer_kit.errors import CheckpointError
 
 __all__ = [
     "CHECKPOINT_PREFIX",

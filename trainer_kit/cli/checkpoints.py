@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer_kit.checkpoint.compare import Comparison
-    from trainer_kit.checkpoint.inventory import Entry, Progress
+    from trainer_kit.checkpoint.format.compare import Comparison
+    from trainer_kit.checkpoint.format.inventory import Entry, Progress
 
 _SHOWN = 20
 _ELEMENTS = " elements that differ"
@@ -64,9 +64,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from trainer_kit.checkpoint.files import readable_size
-    from trainer_kit.checkpoint.inventory import CRASH_PREFIX, checkpoints_at, inspect, newest_progress
-    from trainer_kit.run_lock import holder_of
+    from trainer_kit.checkpoint.format.inventory import CRASH_PREFIX, checkpoints_at, inspect, newest_progress
+    from trainer_kit.checkpoint.format.json_files import readable_size
+    from trainer_kit.utils.run_lock import holder_of
 
     found = checkpoints_at(options.folder)
     best = _best(newest_progress(found))
@@ -95,8 +95,8 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from trainer_kit.checkpoint.files import readable_size
-    from trainer_kit.checkpoint.inventory import checkpoints_at, inspect
+    from trainer_kit.checkpoint.format.inventory import checkpoints_at, inspect
+    from trainer_kit.checkpoint.format.json_files import readable_size
 
     is_valid = True
     for directory in checkpoints_at(options.folder):
@@ -110,7 +110,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _diff(options: argparse.Namespace) -> int:
     from trainer_kit.checkpoint import CheckpointError
-    from trainer_kit.checkpoint.compare import compare
+    from trainer_kit.checkpoint.format.compare import compare
 
     try:
         found = compare(options.a, options.b)
@@ -130,11 +130,11 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _prune(options: argparse.Namespace) -> int:
     from trainer_kit.checkpoint import CheckpointError, Retention
-    from trainer_kit.checkpoint.files import readable_size
-    from trainer_kit.checkpoint.inventory import checkpoints_at, excess, inspect, newest_progress
-    from trainer_kit.checkpoint.reader import at_work
-    from trainer_kit.checkpoint.retention import delete_checkpoint
-    from trainer_kit.run_lock import holder_of
+    from trainer_kit.checkpoint.format.discovery import at_work
+    from trainer_kit.checkpoint.format.inventory import checkpoints_at, excess, inspect, newest_progress
+    from trainer_kit.checkpoint.format.json_files import readable_size
+    from trainer_kit.checkpoint.format.retention import delete_checkpoint
+    from trainer_kit.utils.run_lock import holder_of
 
     entries = [inspect(directory) for directory in checkpoints_at(options.folder)]
     known = newest_progress(entry.directory for entry in entries if entry.problem is None)

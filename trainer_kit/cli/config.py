@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer_kit import environment
+from trainer_kit.config import environment
 from trainer_kit.launch.config import DEFAULT_PORT, LaunchConfig, count_gpus, default_path, write_basic_config
 
 

@@ -7,7 +7,8 @@ import importlib.metadata
 import os
 import platform
 
-from trainer_kit import __version__, environment
+from trainer_kit._version import __version__
+from trainer_kit.config import environment
 from trainer_kit.launch.config import LaunchConfig, default_path
 
 _PACKAGES = ("transformers", "safetensors", "numpy", "tensorboard", "torch_xla")

@@ -19,12 +19,12 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from trainer_kit.arguments import parse_size
+from trainer_kit.config.arguments import parse_size
 
 if TYPE_CHECKING:
-    from trainer_kit.arguments import TrainingArguments
+    from trainer_kit.config.arguments import TrainingArguments
     from trainer_kit.memory import Anatomy
-    from trainer_kit.tools.models import Subject
+    from trainer_kit.tools.model_resolver import Subject
 
 # Option, the field of TrainingArguments that it sets, what it is read as, and its help.
 _OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -64,10 +64,10 @@ def run(options: argparse.Namespace) -> int:
     """Prints the estimate and returns 0."""
     import torch
 
-    from trainer_kit.arguments import TrainingArguments
-    from trainer_kit.loss import samples_of
+    from trainer_kit.config.arguments import TrainingArguments
+    from trainer_kit.loss.batch import samples_of
     from trainer_kit.memory.advice import advise
-    from trainer_kit.tools.models import resolve
+    from trainer_kit.tools.model_resolver import resolve
 
     fields = {field for _, field, _ in _OPTIONS}
     args = TrainingArguments(**{name: value for name, value in vars(options).items() if name in fields})

@@ -55,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Starts the script and returns 0, or the exit code of the rank that failed, or 143 or 130 after a signal."""
-    from trainer_kit.launch.processes import PREFIX, Logs, ProcessesLeft, ProcessFailed, planned, run_processes
+    from trainer_kit.errors import ProcessesLeft, ProcessFailed
+    from trainer_kit.launch.processes import PREFIX, Logs, planned, run_processes
 
     config = read_config(options)
     if not options.module and not os.path.isfile(options.script):

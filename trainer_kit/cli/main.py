@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from trainer_kit import __version__
+from trainer_kit._version import __version__
 from trainer_kit.cli import checkpoints, config, env, estimate, launch, plan, replay, report, test, verify
-from trainer_kit.streams import escape_unknown_characters
+from trainer_kit.utils.streams import escape_unknown_characters
 
 
 class Command(Protocol):

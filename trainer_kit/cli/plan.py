@@ -11,9 +11,19 @@ Exit code 0; 1 if train() would not go through, or the script fails or never tra
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import json
 import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from trainer_kit.cli.target import declare_target, missing_target, read_target, target_words
+
+if TYPE_CHECKING:
+    from trainer_kit.tools.script_runner import Train
+    from trainer_kit.trainer import Trainer
 
 _USAGE = "trainer-kit plan [options] [-m] script.py|module [options] [-- arguments of the script]"
 
@@ -38,11 +48,43 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(missing)
     if options.num_processes is not None and options.num_processes < 1:
         raise ValueError(f"--num-processes {options.num_processes} makes no sense; give 1 or more")
-    from trainer_kit.tools.plan import plan
-
-    plan(
+    show_plan(
         target_words(options),
         options.num_processes,
         options.json,
         fail=lambda why: print(f"trainer-kit plan: {why}", file=sys.stderr, flush=True),
     )
+
+
+def show_plan(words: Sequence[str], processes: int | None, as_json: bool, fail: Callable[[str], None]) -> NoReturn:
+    """Shows the plan of the script's first training on stdout, with which the process ends.
+
+    Its code is 0, or 1 where `train()` would not go through.
+
+    Args:
+        words: The script, or "-m" and a module, then its arguments.
+        processes: As if so many had been launched; None: this one.
+        as_json: Show it for machines; what the script prints goes to stderr then.
+        fail: Gets the reason where there is no plan.
+
+    Raises:
+        ValueError: If the script fails before it trains, or never does.
+    """
+    from trainer_kit.tools.script_runner import run_until_training
+
+    out = sys.stdout
+
+    def take_over(trainer: Trainer, train: Train, resume_from_checkpoint: bool | str | Path | None) -> int:
+        try:
+            found = trainer.plan(resume_from_checkpoint, processes)
+        except (OSError, TypeError, ValueError) as error:
+            fail(str(error))
+            return 1
+        if isinstance(out, io.TextIOWrapper):
+            out.reconfigure(errors="replace")  # not every terminal knows the characters of the drawing
+        with contextlib.suppress(BrokenPipeError):  # the reader has what it wanted (`| head`)
+            print(json.dumps(found.to_dict(), indent=2) if as_json else found, file=out, flush=True)
+        return 1 if found.problems else 0
+
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        run_until_training(words, take_over)

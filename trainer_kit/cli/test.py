@@ -17,9 +17,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the checks and returns 0 if all are well, else 1, or 143 or 130 after a signal."""
-    from trainer_kit.launch.processes import ProcessesLeft, ProcessFailed, run_processes
+    from trainer_kit.errors import ProcessesLeft, ProcessFailed
+    from trainer_kit.launch.processes import run_processes
 
-    words = ["-m", RUNNER, "-m", "trainer_kit.launch.self_test"]
+    words = ["-m", RUNNER, "-m", "trainer_kit.tools.self_test"]
     try:
         run_processes(read_config(options), sys.executable, words)
     except ProcessesLeft as error:

@@ -45,8 +45,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the comparison and returns 0 if all bits are equal, 1 if not, 2 if the script failed."""
+    from trainer_kit.errors import ScriptFailed
     from trainer_kit.tools.verify.report import describe
-    from trainer_kit.tools.verify.verification import ScriptFailed, Verification
+    from trainer_kit.tools.verify.verification import Verification
 
     options = read_target(options, "verify", _USAGE, _add_options)
     if (wrong := _wrong(options)) is not None:

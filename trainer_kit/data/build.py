@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from trainer_kit.arguments import TrainingArguments
-from trainer_kit.checkpoint.disk import make_run_folder
+from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.collate import Collator
-from trainer_kit.data.loader import Reading, TrainLoader, evaluation_batches, is_iterable
-from trainer_kit.data.order import Layout
-from trainer_kit.data.stream import StreamLoader, stream_evaluation_batches
-from trainer_kit.loss import Counts
+from trainer_kit.data.iterable_loader import StreamLoader, stream_evaluation_batches
+from trainer_kit.data.map_loader import Reading, TrainLoader, evaluation_batches, is_iterable
+from trainer_kit.data.sampling import Layout
+from trainer_kit.loss.batch import Counts
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
 
@@ -66,22 +63,6 @@ def _check_dataset(role: str, dataset: Any) -> None:
         raise TypeError(f"{role} is a DataLoader; give its dataset, and its batch size and workers in the arguments")
     if isinstance(dataset, Mapping):
         raise TypeError(f"{role} is a {type(dataset).__name__} of {', '.join(map(str, dataset))}; give one dataset")
-
-
-def writable_folder(path: str | Path) -> Path:
-    """The folder, made where it is missing.
-
-    Raises:
-        ValueError: If nothing can be written there.
-    """
-    folder = Path(path)
-    try:
-        make_run_folder(folder)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"x")
-    except OSError as error:
-        raise ValueError(f"output_dir={str(path)!r} cannot be written: {error}") from error
-    return folder
 
 
 def _layout(strategy: Strategy, batch_size: int, accumulation: int = 1) -> Layout:

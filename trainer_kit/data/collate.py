@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from trainer_kit.loss import IGNORED
-from trainer_kit.strategies.shapes import power_of_two
+from trainer_kit.loss.batch import IGNORED
+from trainer_kit.strategies.batch_shapes import power_of_two
 
 Collator = Callable[[list[Any]], Any]
 

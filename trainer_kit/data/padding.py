@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainer_kit.data.loader import MicroBatch
-from trainer_kit.inspection import Inspection
-from trainer_kit.loss import IGNORED, is_whole, labels_of, rows_of, samples_of
+from trainer_kit.data.map_loader import MicroBatch
+from trainer_kit.loss.batch import IGNORED, is_whole, labels_of, rows_of, samples_of
+from trainer_kit.loss.probe import Inspection
 from trainer_kit.strategies.base import Strategy
-from trainer_kit.trees import map_tensors, tensors
+from trainer_kit.utils.pytree import map_tensors, tensors
 
 
 class Padding:

@@ -17,13 +17,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 from tqdm import tqdm
 from xxhash import xxh3_64
 
-from trainer_kit.cautions import warn
 from trainer_kit.data.digest import digest, has_shuffle_buffer
-from trainer_kit.data.fetch import DataError, set_epoch
-from trainer_kit.data.loader import Reading, from_workers
-from trainer_kit.data.order import Layout, mix
-from trainer_kit.rng import seed_generators
+from trainer_kit.data.fetcher import set_epoch
+from trainer_kit.data.map_loader import Reading, from_workers
+from trainer_kit.data.sampling import Layout, mix
+from trainer_kit.errors import DataError
 from trainer_kit.state import Stateful
+from trainer_kit.utils.rng import seed_generators
+from trainer_kit.utils.user_warnings import warn
 
 COMPARED = 32
 """Samples, at least, by which a state is verified; twice as many and two batches at most."""

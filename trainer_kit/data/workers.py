@@ -16,15 +16,11 @@ from typing import Any
 import psutil
 from torch.utils.data import DataLoader
 
-from trainer_kit.data.fetch import DataError
+from trainer_kit.errors import WorkerError
 
 _END = object()
 _LAST_SECONDS = 20
 """How long a worker goes on after SIGTERM."""
-
-
-class WorkerError(DataError):
-    """A DataLoader worker gave no batch: it was ended from outside, is stopped, or takes too long."""
 
 
 def worker_items(loader: DataLoader[Any], timeout_name: str = "timeout") -> Iterator[Any]:

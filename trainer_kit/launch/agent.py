@@ -15,10 +15,11 @@ from torch.distributed.elastic.agent.server.api import RunResult, Worker, Worker
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import MultiprocessContext, SubprocessContext
 
-from trainer_kit.launch.failures import LEAVING, Failure, ProcessFailed, read_failure
+from trainer_kit.errors import ProcessFailed
+from trainer_kit.launch.failures import LEAVING, Failure, read_failure
 from trainer_kit.launch.function import value_file
-from trainer_kit.launch.machines import Machines
 from trainer_kit.launch.output import OutputFiles
+from trainer_kit.launch.rendezvous import Machines
 
 # The first rank that fails ends the job within 10 seconds: this long the others may fail or end too, …
 _SETTLE_SECONDS = 1.0

@@ -8,9 +8,9 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from trainer_kit import environment
-from trainer_kit.arguments import Interval
-from trainer_kit.fields import Rule, check_names, check_values, load_fields, save_fields
+from trainer_kit.config import environment
+from trainer_kit.config.arguments import Interval
+from trainer_kit.config.validation import Rule, check_names, check_values, load_fields, save_fields
 
 logger = logging.getLogger("trainer_kit")
 

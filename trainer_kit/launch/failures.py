@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+from trainer_kit.errors import ProcessFailed
+
 # "Start me again", and Ctrl-C: a rank that leaves with these has not failed.
 LEAVING = (143, 130)
 
@@ -28,41 +30,6 @@ _TAIL_LINES = 15
 
 # A rank dies of these by its own fault or by the system's, never because another rank died before.
 _FATAL = tuple(-getattr(signal, name, 0) for name in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"))
-
-
-class ProcessFailed(RuntimeError):
-    """A process of a run failed, and with it the run.
-
-    Attributes:
-        message: What happened to which rank.
-        rank: The first rank that failed.
-        exit_code: Its exit code, minus the signal's number where a signal ended it; None if it had to be ended after
-            its error.
-        traceback: Its own traceback; empty where it left none.
-        tail: The last lines that it wrote to its file of errors, where it left no traceback.
-    """
-
-    def __init__(self, message: str, rank: int, exit_code: int | None, traceback: str = "", tail: str = "") -> None:
-        details = f":\n{traceback}" if traceback else f"; the last that it wrote:\n{tail}" if tail else ""
-        super().__init__(f"{message}{details}".rstrip())
-        self.message = message
-        self.rank = rank
-        self.exit_code = exit_code
-        self.traceback = traceback
-        self.tail = tail
-
-
-class ProcessesLeft(RuntimeError):
-    """The processes of a run left in good order because they were told to.
-
-    Attributes:
-        exit_code: 143 after SIGTERM and the like, which means "start me again", or 130 after Ctrl-C.
-    """
-
-    def __init__(self, exit_code: int) -> None:
-        asked = "Ctrl-C" if exit_code == 130 else "a signal"
-        super().__init__(f"the processes left after {asked} (exit code {exit_code}); started again, they go on")
-        self.exit_code = exit_code
 
 
 class Failure(NamedTuple):

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer_kit import environment
+from trainer_kit.config import environment
 from trainer_kit.launch.failures import LEAVING, is_reported, write_failure
-from trainer_kit.strategies.xla_model import renew_threads
-from trainer_kit.streams import guard_standard_streams
+from trainer_kit.strategies.xla.model import renew_threads
+from trainer_kit.utils.streams import guard_standard_streams
 
 # What a forked process has from its parent's handlers must not stay.
 _SIGNALS: dict[str, Any] = {"SIGINT": signal.default_int_handler, "SIGTERM": signal.SIG_DFL, "SIGUSR1": signal.SIG_DFL}

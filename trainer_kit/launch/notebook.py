@@ -8,11 +8,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any, Literal
 
-from trainer_kit import environment
+from trainer_kit.config import environment
 from trainer_kit.launch.config import LaunchConfig, count_gpus
-from trainer_kit.launch.kernel import check_child, check_xla_is_free, obstacle_to_fork, readable, wait_for_output
+from trainer_kit.launch.notebook_state import (
+    check_child,
+    check_xla_is_free,
+    obstacle_to_fork,
+    readable,
+    wait_for_output,
+)
+from trainer_kit.launch.payload import PlainStreams, Sent, name_of
 from trainer_kit.launch.processes import Logs, run_processes, set_variables, variables
-from trainer_kit.launch.sending import PlainStreams, Sent, name_of
 
 
 def notebook_launcher(

@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from trainer_kit import environment
+from trainer_kit.config import environment
+from trainer_kit.errors import ProcessesLeft, ProcessFailed
 from trainer_kit.launch.agent import Agent
 from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.failures import ProcessesLeft, ProcessFailed
 from trainer_kit.launch.function import Function
-from trainer_kit.launch.machines import Machines, make_rendezvous
 from trainer_kit.launch.output import OutputFiles
-from trainer_kit.streams import guard_standard_streams
+from trainer_kit.launch.rendezvous import Machines, make_rendezvous
+from trainer_kit.utils.streams import guard_standard_streams
 
 __all__ = ["PREFIX", "Logs", "ProcessFailed", "ProcessesLeft", "planned", "run_processes"]
 

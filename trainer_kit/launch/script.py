@@ -17,7 +17,7 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
 from trainer_kit.launch.failures import LEAVING, is_reported, write_failure
-from trainer_kit.streams import guard_standard_streams
+from trainer_kit.utils.streams import guard_standard_streams
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from trainer_kit.arguments import TrainingArguments, parse_size
-from trainer_kit.loss import ComputeLoss, samples_of
+from trainer_kit.config.arguments import TrainingArguments, parse_size
+from trainer_kit.loss.batch import samples_of
+from trainer_kit.loss.loss import ComputeLoss
 from trainer_kit.memory.anatomy import Anatomy, size_text
 from trainer_kit.memory.estimation import estimate
 from trainer_kit.memory.fakes import MOST_KNOWN, Fakes
 from trainer_kit.run import Run
-from trainer_kit.trees import map_tensors
+from trainer_kit.utils.pytree import map_tensors
 
 LARGEST = 2**16
 """The largest batch that is looked at."""

@@ -47,7 +47,7 @@ class Anatomy:
         batch_size: Samples of a micro-batch.
         shape: Shapes of the batch's tensors, by name or position.
         model_flops: Floating-point operations of an optimizer step on one device, forward and backward, as
-            `trainer_kit.flops` counts them; None where they were not counted.
+            `trainer_kit.profiling.flops` counts them; None where they were not counted.
         recomputed_flops: What the backward pass computes again, in addition to those.
         inference: Whether it is of a forward pass without gradients instead of an optimizer step.
     """

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from trainer_kit.arguments import TrainingArguments
-from trainer_kit.flops import FlopCounter
-from trainer_kit.loss import ComputeLoss, samples_of
+from trainer_kit.config.arguments import TrainingArguments
+from trainer_kit.loss.batch import samples_of
+from trainer_kit.loss.loss import ComputeLoss
 from trainer_kit.memory import cuda
 from trainer_kit.memory.anatomy import KINDS, Anatomy, Component
 from trainer_kit.memory.costs import EightBitAdam
@@ -22,10 +22,11 @@ from trainer_kit.memory.kernels import hidden_on_cpu
 from trainer_kit.memory.step import Inference, Step
 from trainer_kit.memory.tracker import Tracker
 from trainer_kit.optim import make_optimizer, parameter_groups
-from trainer_kit.precision import Precision
-from trainer_kit.rng import generators_kept
+from trainer_kit.profiling.flops import FlopCounter
+from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.single import SingleDevice
-from trainer_kit.trees import map_tensors, tensors
+from trainer_kit.utils.pytree import map_tensors, tensors
+from trainer_kit.utils.rng import generators_kept
 
 _COUNTED = "counted on fake tensors"
 _MICRO_BATCHES = 3

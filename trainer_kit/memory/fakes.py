@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from trainer_kit.trees import map_tensors, tensors
+from trainer_kit.utils.pytree import map_tensors, tensors
 
 _GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default if hasattr(torch.ops.aten, "_grouped_mm") else None
 

@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainer_kit.arguments import TrainingArguments
-from trainer_kit.loss import ComputeLoss
+from trainer_kit.config.arguments import TrainingArguments
+from trainer_kit.loss.loss import ComputeLoss
 from trainer_kit.memory.anatomy import KINDS, Anatomy, Component
 from trainer_kit.memory.cuda import GRANULARITY
 from trainer_kit.memory.estimation import make_anatomy
 from trainer_kit.memory.step import Inference, Step
 from trainer_kit.memory.tracker import Tracker
 from trainer_kit.optim import make_optimizer
-from trainer_kit.precision import Precision
-from trainer_kit.rng import generators_kept
 from trainer_kit.strategies.base import GIB
+from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.single import SingleDevice
+from trainer_kit.utils.rng import generators_kept
 
 # What the profiler's libraries write to the process's stderr, which no setting keeps them from.
 _NOTICE = re.compile(rb"USDT:|.*CPUAllocator\.cpp.*Memory block of unknown size")

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from trainer_kit.arguments import TrainingArguments
-from trainer_kit.loss import ComputeLoss, Loss, call, samples_of, weighed
+from trainer_kit.config.arguments import TrainingArguments
+from trainer_kit.loss.batch import samples_of
+from trainer_kit.loss.loss import ComputeLoss, Loss, call, weighed
 from trainer_kit.memory.tracker import Tracker
 from trainer_kit.strategies.base import Strategy
-from trainer_kit.trees import tensors
+from trainer_kit.utils.pytree import tensors
 
 
 class Step:
@@ -22,7 +23,7 @@ class Step:
         optimizer: Of the model.
         args: Those of the run.
         batch: On the device.
-        compute_loss: See `trainer_kit.loss.Loss`.
+        compute_loss: See `trainer_kit.loss.loss.Loss`.
         strategy: Set up.
         buckets: What DistributedDataParallel sends gradients in, one for each parameter that requires one, by the
             parameter; they are the gradients' memory from the last micro-batch on (`gradient_as_bucket_view`).

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from trainer_kit.data.first import ReadOnceError, first_batches
-from trainer_kit.data.loader import MicroBatch, TrainLoader
-from trainer_kit.data.stream import StreamLoader
-from trainer_kit.loss import is_whole, labels_of
+from trainer_kit.data.iterable_loader import StreamLoader
+from trainer_kit.data.map_loader import MicroBatch, TrainLoader
+from trainer_kit.data.peek import first_batches
+from trainer_kit.errors import ReadOnceError
+from trainer_kit.loss.batch import is_whole, labels_of
 from trainer_kit.run import Run
-from trainer_kit.trees import tensors
+from trainer_kit.utils.pytree import tensors
 
 _LOOKED_AT = 4
 """Micro-batches that are read."""

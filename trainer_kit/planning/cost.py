@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from trainer_kit.data.loader import MicroBatch
-from trainer_kit.loss import ComputeLoss
+from trainer_kit.data.map_loader import MicroBatch
+from trainer_kit.loss.loss import ComputeLoss
 from trainer_kit.memory import Anatomy, estimate
 from trainer_kit.memory.advice import advise, capacity
 from trainer_kit.memory.anatomy import size_text
-from trainer_kit.peaks import computing_dtype, peak_of
-from trainer_kit.planning.facts import Batch, Compute, Memory, Steps
+from trainer_kit.planning.sections import Batch, Compute, Memory, Steps
 from trainer_kit.planning.words import said
+from trainer_kit.profiling.peak_flops import computing_dtype, peak_of
 from trainer_kit.run import Run
-from trainer_kit.trees import tensors
+from trainer_kit.utils.pytree import tensors
 
 
 class Cost:

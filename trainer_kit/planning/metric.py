@@ -13,14 +13,15 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainer_kit.data.build import make_evaluation_batches
-from trainer_kit.data.first import read_ahead
-from trainer_kit.data.loader import Reading
-from trainer_kit.evaluation import EvalPrediction, Evaluator
-from trainer_kit.inspection import Inspection
-from trainer_kit.loss import ComputeLoss, Counts, Loss
-from trainer_kit.metrics import Metric
+from trainer_kit.data.map_loader import Reading
+from trainer_kit.data.peek import read_ahead
+from trainer_kit.loop.evaluation import EvalPrediction, Evaluator
+from trainer_kit.loop.metrics import Metric
+from trainer_kit.loss.batch import Counts
+from trainer_kit.loss.loss import ComputeLoss, Loss
+from trainer_kit.loss.probe import Inspection
+from trainer_kit.planning.dry_strategy import Stage
 from trainer_kit.planning.model import size_of
-from trainer_kit.planning.stage import Stage
 from trainer_kit.planning.words import said
 from trainer_kit.run import Run
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from trainer_kit.inspection import Inspection
-from trainer_kit.loss import ComputeLoss, Loss
+from trainer_kit.loss.loss import ComputeLoss, Loss
+from trainer_kit.loss.probe import Inspection
 from trainer_kit.memory.fakes import Fakes
-from trainer_kit.planning.facts import Model
+from trainer_kit.planning.sections import Model
 from trainer_kit.planning.words import listed
 from trainer_kit.run import Run
 

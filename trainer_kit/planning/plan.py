@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from trainer_kit.planning import text
-from trainer_kit.planning.facts import (
+from trainer_kit.planning import render as text
+from trainer_kit.planning.sections import (
     Batch,
     Compute,
     Data,

@@ -13,13 +13,13 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainer_kit.checkpoint import read_state
-from trainer_kit.continuity import fitting_optimizer_state
-from trainer_kit.data.plan import Plan
+from trainer_kit.checkpoint.compatibility import fitting_optimizer_state
+from trainer_kit.data.run_length import Plan
 from trainer_kit.optim import Schedule, make_scheduler, own_scheduler
-from trainer_kit.optimizer_state import described_groups
-from trainer_kit.planning import facts
-from trainer_kit.planning.stage import schedule_only
+from trainer_kit.planning import sections as facts
+from trainer_kit.planning.dry_strategy import schedule_only
 from trainer_kit.run import Run
+from trainer_kit.utils.optimizer_state import described_groups
 
 _POINTS = 1000
 """Points of a curve that are kept."""

@@ -11,15 +11,15 @@ import torch
 
 from trainer_kit.callback import Events
 from trainer_kit.checkpoint import pretrained_files, take_snapshot
+from trainer_kit.checkpoint.async_saver import checkpoints_at_once
 from trainer_kit.memory.costs import EightBitAdam
-from trainer_kit.planning.cadence import Cadence
-from trainer_kit.planning.facts import Storage
-from trainer_kit.planning.stage import stand_in
+from trainer_kit.planning.dry_strategy import stand_in
+from trainer_kit.planning.event_steps import Cadence
+from trainer_kit.planning.sections import Storage
 from trainer_kit.planning.words import said
 from trainer_kit.run import Run
-from trainer_kit.saving import checkpoints_at_once
-from trainer_kit.trees import tensors
-from trainer_kit.wrappers import without_wrappers
+from trainer_kit.utils.pytree import tensors
+from trainer_kit.utils.wrappers import without_wrappers
 
 
 def storage_of(

@@ -274,7 +274,7 @@ def environment(history: History) -> list[tuple[str, str]]:
 
 def arguments(history: History) -> list[tuple[str, str, bool]]:
     """Name and value of each argument, and whether it is another than the default, those first."""
-    from trainer_kit.arguments import TrainingArguments
+    from trainer_kit.config.arguments import TrainingArguments
 
     usual = TrainingArguments().to_dict()
     rows = [

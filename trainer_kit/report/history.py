@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainer_kit.log import BEGINNINGS, NAME, LogFile, Record, restored
+from trainer_kit.utils.run_log import BEGINNINGS, NAME, LogFile, Record, restored
 
 Array = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int64]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import NamedTuple
 
-from trainer_kit import __version__
+from trainer_kit._version import __version__
 from trainer_kit.report import blocks, colours, drawing, facts, wording
 from trainer_kit.report.history import History
 from trainer_kit.report.markup import Markup, element, joined

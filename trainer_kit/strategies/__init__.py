@@ -1,7 +1,7 @@
 """The hardware: device, precision and collectives."""
 
 from trainer_kit.strategies.base import Strategy
-from trainer_kit.strategies.choice import choose_strategy
+from trainer_kit.strategies.select import choose_strategy
 from trainer_kit.strategies.single import SingleDevice
 
 __all__ = ["SingleDevice", "Strategy", "choose_strategy"]

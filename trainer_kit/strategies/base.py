@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
-from trainer_kit import environment
-from trainer_kit.ledger import Clock, HostClock
-from trainer_kit.precision import Precision
-from trainer_kit.rng import seed_generators
-from trainer_kit.strategies.gradients import GradientNorms, gradient_norms, gradient_values
-from trainer_kit.strategies.shapes import ShapeLedger
-from trainer_kit.trees import move, strides_of_copy
-from trainer_kit.wrappers import without_wrappers
+from trainer_kit.config import environment
+from trainer_kit.profiling.time_ledger import Clock, HostClock
+from trainer_kit.strategies.batch_shapes import ShapeLedger
+from trainer_kit.strategies.grad_norms import GradientNorms, gradient_norms, gradient_values
+from trainer_kit.strategies.precision import Precision
+from trainer_kit.utils.pytree import move, strides_of_copy
+from trainer_kit.utils.rng import seed_generators
+from trainer_kit.utils.wrappers import without_wrappers
 
 logger = logging.getLogger("trainer_kit")
 T = TypeVar("T")

@@ -13,12 +13,12 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer_kit import environment
-from trainer_kit.precision import Precision
-from trainer_kit.strategies.gradients import GradientNorms
-from trainer_kit.strategies.processes import Processes
-from trainer_kit.strategies.replica import Replica, take_from_main
-from trainer_kit.strategies.session import Session, check_own_gpus
+from trainer_kit.config import environment
+from trainer_kit.strategies.collectives import Processes
+from trainer_kit.strategies.ddp_module import Replica, take_from_main
+from trainer_kit.strategies.grad_norms import GradientNorms
+from trainer_kit.strategies.precision import Precision
+from trainer_kit.strategies.process_group import Session, check_own_gpus
 from trainer_kit.strategies.single import SingleDevice
 
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from trainer_kit.ledger import Clock
-from trainer_kit.precision import Precision
+from trainer_kit.profiling.time_ledger import Clock
 from trainer_kit.strategies.base import GIB, Strategy
 from trainer_kit.strategies.nvml import card_memory
-from trainer_kit.trees import map_tensors, tensors
+from trainer_kit.strategies.precision import Precision
+from trainer_kit.utils.pytree import map_tensors, tensors
 
 T = TypeVar("T")
 

@@ -14,15 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainer_kit
 from trainer_kit.checkpoint import load_checkpoint_in_model, read_arguments, read_state, verify
-from trainer_kit.checkpoint.inventory import CRASH_PREFIX
-from trainer_kit.data.fetch import Fetcher
-from trainer_kit.data.order import Slot
-from trainer_kit.diagnosis import Birth, Diagnosis, Work, cause, diagnose, kind_of
-from trainer_kit.loss import Loss
-from trainer_kit.postmortem import SPOILED
-from trainer_kit.precision import Precision
+from trainer_kit.checkpoint.format.inventory import CRASH_PREFIX
+from trainer_kit.data.fetcher import Fetcher
+from trainer_kit.data.sampling import Slot
+from trainer_kit.debugging.crash_dump import SPOILED
+from trainer_kit.debugging.nonfinite import Birth, Diagnosis, Work, cause, diagnose, kind_of
+from trainer_kit.loss.loss import Loss
+from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.single import SingleDevice
-from trainer_kit.tools.takeover import Train, run_until_training
+from trainer_kit.tools.script_runner import Train, run_until_training
 from trainer_kit.trainer import Trainer
 
 _OWN = tuple(f"{Path(str(module.__file__)).parent}/" for module in (torch, trainer_kit))

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from trainer_kit.tools.verify.compare import Difference, Line
-from trainer_kit.tools.verify.marks import GENERATOR
+from trainer_kit.tools.verify.fingerprints import GENERATOR
 
 _MOST_NAMES = 3
 _DATA = ("train_dataset", "data_collator", "the script", "run.stateful")

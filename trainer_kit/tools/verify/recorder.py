@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import save_file
 
 from trainer_kit.callback import Callback
-from trainer_kit.data.loader import MicroBatch
+from trainer_kit.data.map_loader import MicroBatch
 from trainer_kit.run import Run
 from trainer_kit.tools.verify.compare import Line, first_difference, read_lines, records_file
-from trainer_kit.tools.verify.marks import attributes, leaves, marks, sample_marks, state_marks
-from trainer_kit.tools.verify.plan import MOMENTS, Kill, checkpoint_step
+from trainer_kit.tools.verify.fingerprints import attributes, leaves, marks, sample_marks, state_marks
+from trainer_kit.tools.verify.kill_plan import MOMENTS, Kill, checkpoint_step
 from trainer_kit.trainer import Trainer
-from trainer_kit.trees import split
+from trainer_kit.utils.pytree import split
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from trainer_kit.tools.verify.compare import PARTS, Difference
-from trainer_kit.tools.verify.plan import MOMENTS
+from trainer_kit.tools.verify.kill_plan import MOMENTS
 from trainer_kit.tools.verify.verification import Result
 
 _WIDTH = 100

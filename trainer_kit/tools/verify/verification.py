@@ -14,19 +14,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from trainer_kit.errors import ScriptFailed
 from trainer_kit.launch.config import count_gpus
 from trainer_kit.tools.verify.cause import Cause, Evidence, find_cause
 from trainer_kit.tools.verify.compare import Difference, Line, first_difference, read_lines, records_file
-from trainer_kit.tools.verify.plan import MOMENTS, Kill, choose_kill
+from trainer_kit.tools.verify.kill_plan import MOMENTS, Kill, choose_kill
 from trainer_kit.tools.verify.recorder import Start
 
-_START = "trainer_kit.tools.verify.start"
+_START = "trainer_kit.tools.verify.child"
 _TAIL_LINES = 20
 _SECONDS_TO_END = 30
-
-
-class ScriptFailed(RuntimeError):
-    """A start of the script ended otherwise than it should have; the message ends with what it wrote last."""
 
 
 @dataclasses.dataclass(frozen=True)

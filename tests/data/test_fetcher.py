@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer_kit.data.collate import stack
+from trainer_kit.data.fetcher import Fetcher
+from trainer_kit.data.sampling import Layout, Slot, evaluation_slots, mix, permutation, slots
+from trainer_kit.errors import DataError
+from trainer_kit.utils.rng import seed_generators
+
+LENGTH = 40
+
+
+class Drawing:
+    """Samples that hold what the generators gave them, and how often each was read."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.reads = [0] * LENGTH
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.reads[index] += 1
+        return {"index": index, "noise": torch.tensor(self.noise(index), dtype=torch.float64)}
+
+    def noise(self, index: int) -> float:
+        if self.kind == "torch":
+            return torch.rand(()).item()
+        if self.kind == "numpy":
+            return np.random.rand()
+        if self.kind == "random":
+            return random.random()
+        if self.kind == "normal":  # each of these keeps a second number for the next call
+            return random.gauss(0, 1) + np.random.standard_normal() + torch.randn(()).item()
+        if self.kind == "mixed":
+            return [torch.rand(()).item, np.random.rand, random.random][index % 3]()
+        if self.kind == "some":
+            return random.random() if index % 7 == 3 else 0.0
+        if self.kind == "seeding":
+            torch.manual_seed(index)
+            random.seed(index)
+            return torch.rand(()).item()
+        return 0.0
+
+
+def noises(dataset: Any, plan: list[Slot], seed: int = 1) -> dict[int, float]:
+    fetcher = Fetcher(dataset, stack, seed)
+    found = {}
+    for slot in plan:
+        given, batch = fetcher[slot]
+        assert given is slot
+        found |= dict(zip(batch["index"].tolist(), batch["noise"].tolist(), strict=True))
+    return found
+
+
+def plan_of(layout: Layout, epoch: int = 0, position: int = 0, seed: int = 1) -> list[Slot]:
+    ranks = [layout._replace(rank=rank) for rank in range(layout.world_size)]
+    order = permutation(LENGTH, seed, epoch)
+    return [slot for rank in ranks for slot in slots(order, epoch, position, rank)]
+
+
+KINDS = ["torch", "numpy", "random", "normal", "mixed", "some", "seeding"]
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(KINDS),
+    st.builds(
+        Layout, st.integers(1, 9), st.integers(1, 3), st.integers(1, 4), st.just(0), st.none() | st.integers(1, 9)
+    ),
+    st.data(),
+)
+def test_a_samples_randomness_depends_on_seed_epoch_and_index_alone(
+    kind: str, layout: Layout, data: st.DataObject
+) -> None:
+    position = data.draw(st.integers(0, LENGTH - 1))
+    expected = noises(Drawing(kind), plan_of(Layout(LENGTH)))
+    seed_generators(data.draw(st.integers(0, 99)))
+    found = noises(Drawing(kind), plan_of(layout, position=position))
+    assert found == {index: expected[index] for index in found}
+    assert set(found) >= set(permutation(LENGTH, 1, 0)[position:].tolist())
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy", "random", "normal", "mixed"])
+def test_epoch_seed_and_index_each_change_it(kind: str) -> None:
+    plan, next_plan = plan_of(Layout(5)), plan_of(Layout(5), epoch=1)
+    first = noises(Drawing(kind), plan)
+    assert len(set(first.values())) == LENGTH
+    assert not set(first.values()) & set(noises(Drawing(kind), next_plan).values())
+    assert not set(first.values()) & set(noises(Drawing(kind), plan, seed=2).values())
+
+
+@pytest.mark.parametrize("kind", ["none", "seeding"])
+def test_samples_do_not_depend_on_the_batches_before(kind: str) -> None:
+    plan = plan_of(Layout(4))
+    assert noises(Drawing(kind), plan) == noises(Drawing(kind), plan[::-1])
+
+
+def test_a_dataset_that_draws_nothing_is_read_once() -> None:
+    dataset = Drawing("none")
+    noises(dataset, plan_of(Layout(3)))
+    assert dataset.reads == [1] * LENGTH
+
+
+def test_a_dataset_that_draws_is_read_again_only_in_the_batch_where_that_shows() -> None:
+    dataset = Drawing("some")
+    plan = plan_of(Layout(4))
+    noises(dataset, plan)
+    first = next(slot for slot in plan if any(index % 7 == 3 for index in slot.indices))
+    assert dataset.reads == [2 if index in first.indices else 1 for index in range(LENGTH)]
+
+
+@pytest.mark.parametrize("kind", ["none", "torch"])
+def test_a_collator_may_draw_too(kind: str) -> None:
+    def collate(samples: list[Any]) -> dict[str, Any]:
+        return stack(samples) | {"mask": torch.rand(len(samples)), "shift": random.random() + np.random.rand()}
+
+    plan = plan_of(Layout(4))
+    fetcher = Fetcher(Drawing(kind), collate, 1)
+    whole = [fetcher[slot][1] for slot in plan]
+    again = Fetcher(Drawing(kind), collate, 1)
+    for slot, batch in list(zip(plan, whole, strict=True))[::-1]:  # as another worker, or a resume, would
+        seed_generators(7)
+        other = again[slot][1]
+        assert torch.equal(other["mask"], batch["mask"])
+        assert torch.equal(other["noise"], batch["noise"])
+        assert other["shift"] == batch["shift"]
+    assert len({batch["shift"] for batch in whole}) == len(whole)
+    assert not any(torch.equal(batch["mask"], batch["noise"].float()) for batch in whole)
+
+
+def test_noise_of_samples_is_not_that_of_steps() -> None:
+    """The loop seeds a step with mix(seed, epoch, position): a sample with that index must not repeat its dropout."""
+    found = noises(Drawing("torch"), plan_of(Layout(4)))
+    for position in range(LENGTH):
+        seed_generators(mix(1, 0, position))
+        assert torch.rand(()).item() not in found.values()
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("x"), ValueError("bad row"), StopIteration(), IndexError("no"), RuntimeError("CRC")]
+)
+def test_a_dataset_that_raises_is_named_with_the_index(error: Exception) -> None:
+    class Broken(Drawing):
+        def noise(self, index: int) -> float:
+            if index == 17:
+                raise error
+            return super().noise(index)
+
+    for kind in ("none", "torch"):
+        with pytest.raises(DataError, match=f"index 17: {type(error).__name__}") as caught:
+            noises(Broken(kind), plan_of(Layout(4)))
+        assert caught.value.__cause__ is error
+
+
+def test_ctrl_c_is_not_taken_for_an_error_of_the_dataset() -> None:
+    class Interrupted(Drawing):
+        def noise(self, index: int) -> float:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        noises(Interrupted("none"), plan_of(Layout(4)))
+
+
+def test_the_dataset_is_told_of_each_epoch_once_and_of_no_evaluation() -> None:
+    class Told(Drawing):
+        epochs: list[int]
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    dataset = Told("none")
+    dataset.epochs = []
+    noises(dataset, [*plan_of(Layout(8), 3), *plan_of(Layout(8), 4)])
+    assert dataset.epochs == [3, 4]
+    noises(dataset, list(evaluation_slots(LENGTH, Layout(8))))
+    assert dataset.epochs == [3, 4]
+
+
+class Table:
+    """Reads many rows at once, as Hugging Face's datasets do."""
+
+    def __init__(self, broken: int | None = None, noisy: bool = False) -> None:
+        self.calls: list[Any] = []
+        self.broken = broken
+        self.noisy = noisy
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.calls.append(index)
+        return self._row(index)
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, torch.Tensor]]:
+        self.calls.append(list(indices))
+        return [self._row(index) for index in indices]
+
+    def _row(self, index: int) -> dict[str, torch.Tensor]:
+        if index == self.broken:
+            raise OSError("torn")
+        return {"x": torch.full((2,), float(index)) + (torch.rand(2) if self.noisy else 0)}
+
+
+def _slot(indices: list[int]) -> Slot:
+    return Slot(0, 0, indices, True, 0, True, 0, len(indices), False)
+
+
+def test_a_table_is_read_many_rows_at_once() -> None:
+    table = Table()
+    _, batch = Fetcher(table, stack, 0)[_slot([3, 1, 4])]
+    assert table.calls == [[3, 1, 4]]
+    assert batch["x"][:, 0].tolist() == [3.0, 1.0, 4.0]
+
+
+def test_a_table_with_randomness_is_seeded_row_by_row() -> None:
+    fetcher = Fetcher(Table(noisy=True), stack, 0)
+    _, together = fetcher[_slot([3, 1, 4])]
+    _, alone = Fetcher(Table(noisy=True), stack, 0)[_slot([1])]
+    assert torch.equal(together["x"][1], alone["x"][0])
+
+
+def test_the_broken_row_of_a_table_is_named() -> None:
+    with pytest.raises(DataError, match="index 1: OSError: torn"):
+        Fetcher(Table(broken=1), stack, 0)[_slot([3, 1, 4])]
+
+
+def test_a_subclass_with_another_getitem_is_not_passed_by() -> None:
+    class Doubled(Table):
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return {"x": 2 * super().__getitem__(index)["x"]}
+
+    _, batch = Fetcher(Doubled(), stack, 0)[_slot([3, 1, 4])]
+    assert batch["x"][:, 0].tolist() == [6.0, 2.0, 8.0]

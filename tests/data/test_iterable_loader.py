@@ -1,0 +1,623 @@
+from __future__ import annotations
+
+import random
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset, get_worker_info
+from xxhash import xxh3_64
+
+from trainer_kit.data.collate import stack
+from trainer_kit.data.iterable_loader import StreamLoader, stream_evaluation_batches
+from trainer_kit.data.map_loader import MicroBatch, Reading
+from trainer_kit.data.sampling import Layout
+from trainer_kit.errors import DataError
+
+SEED = 5
+
+
+class Plain(IterableDataset[Any]):
+    """Samples with noise of all three generators, divided over the workers."""
+
+    def __init__(self, length: int, shards: tuple[int, ...] | None = None) -> None:
+        self.length = length
+        self.shards = shards  # samples of each worker, where they differ
+        self.epoch = -7
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def mine(self) -> range:
+        info = get_worker_info()
+        if info is None:
+            return range(self.length)
+        if self.shards is None:
+            return range(info.id, self.length, info.num_workers)
+        start = sum(self.shards[: info.id])
+        return range(start, start + self.shards[info.id])
+
+    def sample(self, index: int) -> dict[str, Any]:
+        noise = torch.rand(()).double() + np.random.rand() + random.random()
+        return {"x": torch.tensor([index, float(noise), self.epoch], dtype=torch.float64)}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for index in self.mine():
+            yield self.sample(index)
+
+
+class Stateful(Plain):
+    """Goes on where its state says; as usual, it begins anew once it has ended."""
+
+    place = 0
+    reads = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        mine = self.mine()
+        while self.place < len(mine):
+            self.place += 1
+            self.reads += 1
+            yield self.sample(mine[self.place - 1])
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+def loader(dataset: Any, layout: Layout, workers: int = 0, **options: Any) -> StreamLoader:
+    return StreamLoader(dataset, layout, Reading(stack, SEED, workers), **options)
+
+
+def state_at(place: int) -> dict[str, Any]:
+    """A state with no sample to compare, after one batch."""
+    mark = {"batches": 1, "dataset": {"place": place}}
+    reader = {"batches": [[1, place]], "ended": False, "mark": mark, "digest": xxh3_64().hexdigest()}
+    return {"workers": [reader], "turn": 0}
+
+
+def rows(micro_batches: list[MicroBatch]) -> list[list[list[float]]]:
+    return [micro.batch["x"].tolist() for micro in micro_batches]
+
+
+def samples(micro_batches: list[MicroBatch]) -> list[int]:
+    return [int(row[0]) for batch in rows(micro_batches) for row in batch]
+
+
+def resumed_at(dataset: Any, layout: Layout, workers: int, steps: int, stop: MicroBatch) -> list[MicroBatch]:
+    """The rest, as a new process would read it after the step that `stop` ends."""
+    window = stop.window
+    epoch, position, state = window.epoch, window.stop, window.data_state
+    if window.closes_epoch:
+        epoch, position, state = epoch + 1, 0, None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of passing over: has its own test
+        return list(loader(dataset, layout, workers).micro_batches(epoch, position, steps, state))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Plain, Stateful])
+def test_resumed_at_any_step_it_gives_the_same_batches(kind: type[Plain], workers: int) -> None:
+    layout, steps = Layout(3, 2), 8  # 19 samples: steps of 6, 6, 6, 1, and with two workers of 10 and 9
+    whole = list(loader(kind(19), layout, workers).micro_batches(0, 0, steps))
+    ends = [place for place, micro in enumerate(whole) if micro.last]
+    assert len(ends) == steps
+    for taken, place in enumerate(ends, start=1):
+        if workers and taken not in (1, 3, 4, 6):
+            continue  # workers are slow to start
+        torch.manual_seed(taken)
+        rest = resumed_at(kind(19), layout, workers, steps - taken, whole[place])
+        assert rows(rest) == rows(whole[place + 1 :])
+        assert [micro.window.data_state for micro in rest] == [micro.window.data_state for micro in whole[place + 1 :]]
+        assert [(m.number, m.last, m.window.stop) for m in rest] == [
+            (m.number, m.last, m.window.stop) for m in whole[place + 1 :]
+        ]
+
+
+@pytest.mark.parametrize("shards", [(2, 11), (11, 2), (3, 12), (0, 8), (8, 0), (4, 4)])
+@pytest.mark.parametrize("taken", [1, 2, 3])
+def test_workers_with_shards_of_different_sizes_are_resumed(shards: tuple[int, int], taken: int) -> None:
+    dataset, layout = Stateful(sum(shards), shards), Layout(3)
+    whole = list(loader(dataset, layout, 2).micro_batches(0, 0, 5))
+    first = sorted(samples([micro for micro in whole if micro.window.epoch == 0]))
+    assert first == list(range(len(first)))
+    rest = resumed_at(Stateful(sum(shards), shards), layout, 2, 5 - taken, whole[taken - 1])
+    assert rows(rest) == rows(whole[taken:])
+
+
+def test_a_state_is_resumed_without_reading_what_was_before() -> None:
+    for place in (10, 10_000):
+        dataset = Stateful(20_000)
+        micro_batches = loader(dataset, Layout(2)).micro_batches(0, place, 3, state_at(place))
+        assert samples([next(micro_batches)]) == [place, place + 1]
+        assert dataset.reads == 4  # one batch ahead
+
+
+def test_the_state_goes_on_under_another_batch_size() -> None:
+    whole = list(loader(Stateful(20), Layout(3)).micro_batches(0, 0, 3))
+    rest = resumed_at(Stateful(20), Layout(4, 2), 0, 2, whole[-1])
+    assert samples(rest) == list(range(9, 20))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_without_a_state_it_is_passed_over_with_a_warning(workers: int) -> None:
+    one = loader(Plain(20), Layout(4), workers)
+    whole = list(one.micro_batches(1, 0, 5))
+    taken, said = (2, "8 samples") if workers == 0 else (3, "12 samples")
+    end = whole[taken - 1].window
+    with pytest.warns(UserWarning, match=f"no state_dict: {said} of epoch 1 are read again and skipped") as caught:
+        rest = list(one.micro_batches(1, end.stop, 5 - taken, end.data_state))
+    assert len(caught) == 1
+    assert rows(rest) == rows(whole[taken:])
+    assert rest[0].start == end.stop
+
+
+def test_reading_again_leaves_no_bar_in_a_log_file(capsys: pytest.CaptureFixture[str]) -> None:
+    first = list(loader(Plain(20), Layout(4)).micro_batches(0, 0, 2))[-1].window
+    with pytest.warns(UserWarning, match="no state_dict"):
+        list(loader(Plain(20), Layout(4)).micro_batches(0, 8, 3, first.data_state))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Plain, Stateful])
+def test_with_another_batch_size_the_rest_of_the_samples_comes(kind: type[Plain], workers: int) -> None:
+    whole = list(loader(kind(64), Layout(4), workers).micro_batches(0, 0, 16))
+    for taken in (1, 3, 15):
+        rest = resumed_at(kind(64), Layout(5), workers, 30, whole[taken - 1])
+        here = [micro for micro in rest if micro.window.epoch == 0]
+        assert here[0].start == 4 * taken
+        assert sorted(samples(here)) == sorted(samples(whole[taken:]))
+        if workers == 0:
+            assert samples(here) == samples(whole[taken:])
+
+
+def test_a_place_in_an_epoch_without_a_state_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing says where train_dataset stood after 8 samples of epoch 1"):
+        next(loader(Plain(20), Layout(4)).micro_batches(1, 8, 3))
+
+
+@settings(max_examples=50)
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 4), st.booleans())
+def test_each_sample_once_an_epoch_in_counted_steps(
+    length: int, batch_size: int, accumulation: int, drop_last: bool
+) -> None:
+    one = loader(Plain(length), Layout(batch_size, accumulation), drop_last=drop_last)
+    used = length - length % batch_size if drop_last else length
+    if used == 0:
+        with pytest.raises(ValueError, match="train_dataset gave no sample"):
+            list(one.micro_batches(0, 0, 1))
+        return
+    steps = -(-used // (batch_size * accumulation))
+    micro_batches = list(one.micro_batches(0, 0, 2 * steps))
+    assert samples(micro_batches) == list(range(used)) * 2
+    windows = [micro.window for micro in micro_batches if micro.last]
+    assert [window.closes_epoch for window in windows] == ([False] * (steps - 1) + [True]) * 2
+    assert sum(window.samples for window in windows) == 2 * used
+    assert windows[-1].stop == used
+    for micro in micro_batches:
+        assert micro.batch["x"][:, 2].eq(micro.window.epoch).all()  # told by set_epoch
+
+
+def test_with_workers_each_sample_comes_once_where_the_dataset_divides_itself() -> None:
+    micro_batches = list(loader(Plain(23), Layout(4), 2).micro_batches(0, 0, 6))
+    assert sorted(samples(micro_batches)) == list(range(23))
+    assert [micro.window.closes_epoch for micro in micro_batches] == [False] * 5 + [True]
+    noise = [row[1] for batch in rows(micro_batches) for row in batch]
+    assert len(set(noise)) == 23
+
+
+class Sized(Plain):
+    def __len__(self) -> int:
+        return self.length
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    ("length", "layout"), [(10, Layout(4)), (19, Layout(3, 2)), (24, Layout(4, 3)), (7, Layout(2))]
+)
+def test_a_length_tells_the_steps_of_an_epoch(length: int, layout: Layout, drop_last: bool, workers: int) -> None:
+    one = loader(Sized(length), layout, workers, drop_last=drop_last)
+    micro_batches = one.micro_batches(0, 0, 100)
+    taken = 0
+    for micro in micro_batches:
+        taken += micro.last
+        if micro.window.closes_epoch and micro.last:
+            break
+    assert one.steps_left(0, 0) == taken
+
+
+@settings(max_examples=200)
+@given(
+    st.integers(1, 60), st.integers(1, 6), st.integers(1, 4), st.integers(1, 3), st.integers(0, 4), st.booleans()
+)  # fmt: skip
+def test_the_steps_left_are_known_at_every_step(
+    length: int, size: int, accumulation: int, processes: int, workers: int, drop_last: bool
+) -> None:
+    layout = Layout(size, accumulation, processes)
+    readers = max(1, workers)
+    shares = [len(range(reader, length, readers)) for reader in range(readers)]
+    turns = [min(size, share - start) for start in range(0, length, size) for share in shares]
+    batches = [each for each in turns if each == size or (each > 0 and not drop_last)]
+    if drop_last:
+        batches = batches[: len(batches) - len(batches) % processes]
+    if not batches:
+        with pytest.raises(ValueError, match="dataloader_drop_last=True leaves nothing"):
+            loader(Sized(length), layout, workers, drop_last=drop_last)
+        return
+    one = loader(Sized(length), layout, workers, drop_last=drop_last)
+    assert one.epoch_length == sum(batches)
+    taken_at_once = processes * accumulation
+    steps = [sum(batches[start : start + taken_at_once]) for start in range(0, len(batches), taken_at_once)]
+    for taken in range(len(steps) + 1):
+        assert one.steps_left(0, sum(steps[:taken])) == len(steps) - taken
+
+
+@pytest.mark.parametrize(("workers", "said"), [(0, "resume is not exact$"), (2, "each of the 2 workers must give its")])
+def test_a_length_that_is_too_small_is_told_of_once(workers: int, said: str) -> None:
+    class Undivided(Sized):
+        def mine(self) -> range:
+            return range(self.length if workers else 2 * self.length)
+
+    with pytest.warns(UserWarning, match=f"has a length of 6, but gave more samples: .*{said}") as caught:
+        list(loader(Undivided(6), Layout(2), workers).micro_batches(0, 0, 12))
+    assert len(caught) == 1
+
+
+def test_a_length_of_0_is_refused() -> None:
+    with pytest.raises(ValueError, match="train_dataset is empty"):
+        loader(Sized(0), Layout(2))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Plain, Stateful])
+def test_an_empty_dataset_is_an_error_and_no_endless_loop(kind: type[Plain], workers: int) -> None:
+    with pytest.raises(ValueError, match="train_dataset gave no sample in epoch 0"):
+        list(loader(kind(0), Layout(2), workers).micro_batches(0, 0, 3))
+
+
+def test_a_generator_is_used_up_after_one_epoch() -> None:
+    once = ({"x": torch.tensor([float(index), 0.0, 0.0])} for index in range(4))
+    micro_batches = loader(once, Layout(2)).micro_batches(0, 0, 5)
+    assert samples([next(micro_batches), next(micro_batches)]) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="gave no sample in epoch 1"):
+        next(micro_batches)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_that_raises_is_named_with_the_batch(workers: int) -> None:
+    class Broken(Plain):
+        def sample(self, index: int) -> dict[str, Any]:
+            if index == 9:
+                raise OSError("the disk is gone")
+            return super().sample(index)
+
+    with pytest.raises(DataError, match=r"raised after sample \d of worker \d \(epoch 2\): OSError: the disk is gone"):
+        list(loader(Broken(20), Layout(2), workers).micro_batches(2, 0, 9))
+
+
+def test_another_number_of_workers_is_refused() -> None:
+    first = next(loader(Stateful(20), Layout(2), 2).micro_batches(0, 0, 9))
+    with pytest.raises(ValueError, match="states of 2 workers of an iterable dataset, but dataloader_num_workers=0"):
+        list(loader(Stateful(20), Layout(2)).micro_batches(0, 2, 5, first.window.data_state))
+
+
+def test_a_state_that_cannot_be_loaded_is_no_state() -> None:
+    class HalfStateful(Plain):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    state = next(loader(HalfStateful(40), Layout(20)).micro_batches(0, 0, 2)).window.data_state
+    assert state is not None
+    assert state["workers"][0]["mark"]["dataset"] is None
+
+
+def test_a_state_is_a_copy() -> None:
+    class Listed(Stateful):
+        def __init__(self, length: int) -> None:
+            super().__init__(length)
+            self.seen: list[int] = []
+
+        def sample(self, index: int) -> dict[str, Any]:
+            self.seen.append(index)
+            return super().sample(index)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"place": self.place, "seen": self.seen}
+
+    windows = [micro.window for micro in loader(Listed(160), Layout(32)).micro_batches(0, 0, 5)]
+    marks = [window.data_state["workers"][0]["mark"] for window in windows if window.data_state]
+    assert [mark["dataset"] and len(mark["dataset"]["seen"]) for mark in marks] == [None, 32, 64, 96, 128]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluation_reads_each_sample_once_and_always_the_same(workers: int) -> None:
+    def evaluated() -> list[list[list[float]]]:
+        reading = Reading(stack, SEED, workers)
+        found = list(stream_evaluation_batches(Plain(11), Layout(4), reading))
+        assert sum(counts.samples for _, counts in found) == 11
+        return [batch["x"].tolist() for batch, _ in found]
+
+    torch.manual_seed(1)
+    first = evaluated()
+    torch.manual_seed(2)
+    assert evaluated() == first
+    assert sorted(int(row[0]) for batch in first for row in batch) == list(range(11))
+    assert {row[2] for batch in first for row in batch} == {-7.0}  # no epoch begins
+
+
+def windows_of(ranks: list[list[MicroBatch]]) -> list[list[list[MicroBatch]]]:
+    """The micro-batches by step, row and rank."""
+    steps: list[list[list[MicroBatch]]] = []
+    for row in zip(*ranks, strict=True):
+        if row[0].number == 0:
+            steps.append([])
+        steps[-1].append(list(row))
+    return steps
+
+
+def check_dealt(ranks: list[list[MicroBatch]], alone: list[MicroBatch]) -> None:
+    """That processes together do in the same steps what one does alone whose accumulation is as much larger."""
+    expected = iter(alone)
+    for rows_of_step in windows_of(ranks):
+        dealt = [micro for row in rows_of_step for micro in row]
+        counted = [micro for micro in dealt if micro.counts.samples]
+        assert counted == dealt[: len(counted)]  # stand-ins come last
+        for micro in counted:
+            one = next(expected)
+            assert micro.batch["x"].tolist() == one.batch["x"].tolist()
+            assert (micro.counts, micro.start) == (one.counts, one.start)
+        assert one.last
+        for micro in dealt[len(counted) :]:
+            assert micro.counts == (0, 0, 0, 0)
+            assert len(micro.batch["x"]) > 0
+        for micro in dealt:
+            window = micro.window
+            assert (window.epoch, window.stop, window.closes_epoch, window.data_state) == (
+                one.window.epoch, one.window.stop, one.window.closes_epoch, one.window.data_state,
+            )  # fmt: skip
+        for rank in range(len(ranks)):
+            own = [row[rank] for row in rows_of_step]
+            assert [micro.number for micro in own] == list(range(len(own)))
+            assert [micro.last for micro in own] == [False] * (len(own) - 1) + [True]
+            assert own[0].window.samples == own[0].window.labels == sum(micro.counts.samples for micro in own)
+    assert next(expected, None) is None
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.sampled_from([Plain, Stateful]))
+def test_processes_take_the_batches_of_one_in_turn(
+    length: int, size: int, accumulation: int, processes: int, kind: type[Plain]
+) -> None:
+    steps = 2 * -(-length // (size * accumulation * processes))
+    ranks = [
+        list(loader(kind(length), Layout(size, accumulation, processes, rank)).micro_batches(0, 0, steps))
+        for rank in range(processes)
+    ]
+    check_dealt(ranks, list(loader(kind(length), Layout(size, accumulation * processes)).micro_batches(0, 0, steps)))
+
+
+@settings(max_examples=100)
+@given(
+    st.integers(1, 40), st.tuples(st.integers(1, 7), st.integers(1, 3), st.integers(1, 3)), st.integers(1, 7),
+    st.sampled_from([Plain, Stateful]), st.booleans(),
+)  # fmt: skip
+def test_a_limit_only_cuts_what_a_process_has(
+    length: int, shape: tuple[int, int, int], limit: int, kind: type[Plain], drop_last: bool
+) -> None:
+    """Samples, steps, positions and states are those without it; all processes have as many parts."""
+    layout = Layout(*shape)
+    assume(not drop_last or length >= layout.row)
+    numbers = []
+    for rank in range(layout.world_size):
+        own = layout._replace(rank=rank)
+        whole = [*loader(kind(length), own, drop_last=drop_last).micro_batches(0, 0, 5)]
+        cut = [*loader(kind(length), own._replace(limit=limit), drop_last=drop_last).micro_batches(0, 0, 5)]
+        counted = [[micro for micro in each if micro.counts.samples] for each in (whole, cut)]
+        assert samples(counted[0]) == samples(counted[1])
+        ends = [[(micro.window.stop, micro.window.data_state) for micro in each if micro.last] for each in (whole, cut)]
+        assert ends[0] == ends[1]
+        places = {int(row[0]): micro.start for micro in counted[1] for row in micro.batch["x"].tolist()[:1]}
+        assert all(place == sample for sample, place in places.items())
+        assert all(1 <= len(micro.batch["x"]) <= limit for micro in cut)
+        numbers.append([(micro.number, micro.last) for micro in cut])
+    assert all(each == numbers[0] for each in numbers)
+
+
+@pytest.mark.parametrize("kind", [Plain, Stateful])
+def test_processes_with_workers_take_the_batches_of_one_in_turn(kind: type[Plain]) -> None:
+    ranks = [list(loader(kind(23), Layout(2, 2, 3, rank), 2).micro_batches(0, 0, 4)) for rank in range(3)]
+    check_dealt(ranks, list(loader(kind(23), Layout(2, 6), 2).micro_batches(0, 0, 4)))
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (2, 1)])
+@pytest.mark.parametrize("kind", [Plain, Stateful])
+@pytest.mark.parametrize("taken", [1, 2, 3])
+def test_another_number_of_processes_goes_on_exactly(kind: type[Plain], before: int, after: int, taken: int) -> None:
+    first = list(loader(kind(41), Layout(3, 1, before, before - 1)).micro_batches(0, 0, taken))
+    ranks = [resumed_at(kind(41), Layout(3, 2, after, rank), 0, 6, first[-1]) for rank in range(after)]
+    check_dealt(ranks, resumed_at(kind(41), Layout(3, 2 * after), 0, 6, first[-1]))
+    seen = [row for step in windows_of(ranks) for row in step if row[0].window.epoch == first[-1].window.epoch]
+    rest = [sample for row in seen for micro in row if micro.counts.samples for sample in samples([micro])]
+    assert rest == list(range(3 * before * taken, 41))
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.integers(2, 3))
+def test_without_the_last_only_whole_rows_are_trained_on(
+    length: int, size: int, accumulation: int, processes: int
+) -> None:
+    used = length - length % (size * processes)
+    layout = Layout(size, accumulation, processes)
+    loaders = [loader(Plain(length), layout._replace(rank=rank), drop_last=True) for rank in range(processes)]
+    if used == 0:
+        with pytest.raises(ValueError, match="train_dataset gave no sample"):
+            list(loaders[0].micro_batches(0, 0, 1))
+        return
+    steps = -(-used // layout.window)
+    ranks = [list(each.micro_batches(0, 0, 2 * steps)) for each in loaders]
+    assert all(micro.counts.samples == size for rank in ranks for micro in rank)
+    dealt = [micro for step in windows_of(ranks) for row in step for micro in row]
+    assert samples(dealt) == list(range(used)) * 2
+    assert [micro.window.closes_epoch for micro in ranks[0] if micro.last] == ([False] * (steps - 1) + [True]) * 2
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("position", range(1, 20))
+@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(3, 2, 3), Layout(4)])
+def test_the_steps_left_are_known_from_any_position(layout: Layout, position: int, drop_last: bool) -> None:
+    """As after a resume with another layout."""
+
+    class SizedStateful(Stateful, Sized):
+        pass
+
+    one = loader(SizedStateful(20), layout, drop_last=drop_last)
+    windows = [micro.window for micro in one.micro_batches(3, position, 20, state_at(position)) if micro.last]
+    assert one.steps_left(3, position) == sum(window.epoch == 3 for window in windows)
+
+
+def test_batches_of_other_processes_are_let_go() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def collate(rows: list[Any]) -> dict[str, Any]:
+        batch: dict[str, Any] = stack(rows)
+        made.append(weakref.ref(batch["x"]))
+        return batch
+
+    one = StreamLoader(Plain(40), Layout(1, 2, 4, 1), Reading(collate, SEED))
+    micro_batches = one.micro_batches(0, 0, 4)
+    assert next(micro_batches).batch["x"] is made[1]()
+    assert len(made) == 12  # one row ahead
+    assert [number for number, batch in enumerate(made[:-1]) if batch() is not None] == [1, 5, 9]
+
+
+def test_a_stand_in_is_counted_as_other_batches_are() -> None:
+    """Labels that lie on a device are counted there."""
+
+    def collate(rows: list[Any]) -> dict[str, Any]:
+        return {
+            "x": torch.stack([row["x"] for row in rows]),
+            "labels": torch.zeros(len(rows), dtype=torch.int64, device="meta"),
+        }
+
+    (micro,) = StreamLoader(Plain(2), Layout(2, 1, 2, 1), Reading(collate, SEED)).micro_batches(0, 0, 1)
+    assert micro.counts.samples == micro.window.samples == 0
+    assert micro.counts.labels.device == micro.window.shifted.device == torch.device("meta")
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 20), st.integers(1, 4), st.integers(2, 3))
+def test_evaluation_is_dealt_in_turn(length: int, size: int, processes: int) -> None:
+    def evaluated(layout: Layout) -> list[Any]:
+        found = list(stream_evaluation_batches(Plain(length), layout, Reading(stack, SEED)))
+        assert [len(batch["x"]) for batch, _ in found] == [counts.samples for _, counts in found]
+        return [batch["x"].tolist() for batch, _ in found]
+
+    alone = evaluated(Layout(size))
+    for rank in range(processes):
+        assert evaluated(Layout(size, 1, processes, rank)) == alone[rank::processes]
+
+
+def test_workers_leave_this_process_its_generators() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(1).item()
+    torch.manual_seed(3)
+    list(loader(Plain(12), Layout(2), 2).micro_batches(0, 0, 6))
+    assert torch.rand(1).item() == expected
+
+
+many_layouts = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
+ranges = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), max_size=3).map(
+    lambda found: [(0, start, start + size) for start, size in found]
+)
+
+
+@settings(max_examples=150)
+@given(
+    st.integers(1, 40),
+    st.lists(many_layouts, min_size=1, max_size=3),
+    ranges,
+    st.sampled_from([Sized, Stateful]),
+    st.data(),
+)
+def test_what_is_not_passed_over_comes_exactly_once_however_the_layout_changes(
+    length: int, chain: list[tuple[int, int, int]], passed_over: Any, kind: type[Plain], data: st.DataObject
+) -> None:
+    class Known(kind):  # type: ignore[valid-type, misc]
+        def __len__(self) -> int:
+            return int(self.length)
+
+    expected = [place for place in range(length) if not any(start <= place < stop for _, start, stop in passed_over)]
+    position, state, found = 0, None, list[int]()
+    for number, (size, accumulation, processes) in enumerate(chain):
+        loaders = [loader(Known(length), Layout(size, accumulation, processes, rank)) for rank in range(processes)]
+        for each in loaders:
+            each.passed_over = passed_over
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of passing over
+            ranks = [list(each.micro_batches(0, position, 100, state)) for each in loaders]
+        steps = windows_of([[micro for micro in rank if micro.window.epoch == 0] for rank in ranks])
+        assert len(steps) == loaders[0].steps_left(0, position)
+        assert [step[0][0].window.closes_epoch for step in steps] == [False] * (len(steps) - 1) + [True] * bool(steps)
+        taken = data.draw(st.integers(0, len(steps))) if number < len(chain) - 1 else len(steps)
+        for step in steps[:taken]:
+            counted = [micro for row in step for micro in row if micro.counts.samples]
+            window = step[0][0].window
+            assert position <= window.start == counted[0].start
+            assert samples(counted) == list(range(window.start, window.stop))
+            assert [micro.start for micro in counted] == [samples([micro])[0] for micro in counted]
+            found += samples(counted)
+            position, state = window.stop, window.data_state
+    assert found == expected
+
+
+@pytest.mark.parametrize("kind", [Sized, Stateful])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_what_one_step_read_is_passed_over_with_workers_too(kind: type[Plain], drop_last: bool) -> None:
+    class Known(kind):  # type: ignore[valid-type, misc]
+        def __len__(self) -> int:
+            return int(self.length)
+
+    layout = Layout(3, 2, 2)
+    whole = list(loader(Known(45), layout, 2, drop_last=drop_last).micro_batches(0, 0, 4))
+    bad = whole[2].window  # the second step
+    one = loader(Known(45), layout, 2, drop_last=drop_last)
+    one.passed_over = [(0, bad.start, bad.stop)]
+    assert one.steps_left(0, 0) == sum(micro.last and micro.window.epoch == 0 for micro in whole) - 1
+    after = [micro for micro in whole if micro.window.epoch == 0 and micro.window is not bad]
+    rest = list(one.micro_batches(0, 0, one.steps_left(0, 0)))
+    assert rows(rest) == rows(after)
+    assert [micro.start for micro in rest] == [micro.start for micro in after]
+
+
+def test_only_the_end_of_an_epoch_is_left_out_where_something_is_passed_over() -> None:
+    ranks = [loader(Sized(40), Layout(3, 1, 2, rank), drop_last=True) for rank in range(2)]
+    for one in ranks:
+        one.passed_over = [(0, 8, 20)]
+    assert ranks[0].steps_left(0, 0) == 5
+    steps = windows_of([list(one.micro_batches(0, 0, 5)) for one in ranks])
+    counted = [micro for step in steps for row in step for micro in row if micro.counts.samples]
+    assert samples(counted) == [*range(8), *range(20, 38)]
+
+
+def test_an_epoch_that_is_passed_over_whole_is_no_empty_dataset() -> None:
+    one = loader(Plain(6), Layout(2))
+    one.passed_over = [(0, 0, 6)]
+    assert [micro.window.epoch for micro in one.micro_batches(0, 0, 2)] == [1, 1]
+
+
+@pytest.mark.parametrize("kind", [Plain, Stateful])
+def test_after_another_batch_size_a_resume_gives_the_same_batches(kind: type[Plain]) -> None:
+    first = list(loader(kind(40), Layout(3)).micro_batches(0, 0, 3))
+    second = resumed_at(kind(40), Layout(5, 1, 2), 0, 4, first[-1])
+    third = resumed_at(kind(40), Layout(5, 1, 2), 0, 3, second[0])
+    assert rows(third) == rows(second[1:])

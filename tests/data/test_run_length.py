@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer_kit.config.arguments import TrainingArguments
+from trainer_kit.data.build import make_train_loader
+from trainer_kit.data.collate import stack
+from trainer_kit.data.map_loader import Reading
+from trainer_kit.data.run_length import Plan, make_plan
+from trainer_kit.run import Run
+from trainer_kit.strategies.base import Strategy
+
+READING = Reading(stack, 0)
+relaxed = settings(max_examples=200)
+
+
+class Ranks(Strategy):
+    """As many processes as are asked for."""
+
+    def __init__(self, processes: int) -> None:
+        super().__init__()
+        self.world_size = processes
+
+
+def make_run(length: int, batch_size: int = 8, accumulation: int = 1, processes: int = 1, **arguments: Any) -> Run:
+    args = TrainingArguments(
+        per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation, **arguments
+    )
+    return Run(args, Ranks(processes), torch.nn.Linear(1, 1), train_dataset=[torch.ones(1)] * length)
+
+
+def plan_of(run: Run, before: tuple[Run, Plan] | None = None, passed_over: Any = ()) -> Plan:
+    loader = make_train_loader(run, READING)
+    loader.passed_over = passed_over
+    return make_plan(run, loader, None if before is None else (before[1].state_dict(), before[0].args.to_dict()))
+
+
+def advance(run: Run, steps: int, passed_over: Any = ()) -> int:
+    """Counts as the loop does, at most so many steps; returns how many were taken."""
+    loader, state = make_train_loader(run, READING), run.state
+    loader.passed_over = passed_over
+    steps = min(steps, plan_of(run, passed_over=passed_over).end - state.step)
+    for micro in loader.micro_batches(state.epoch, state.position, steps):
+        if micro.last:
+            state.step, state.epoch, state.position = state.step + 1, micro.window.epoch, micro.window.stop
+            if micro.window.closes_epoch:
+                state.epoch, state.position = state.epoch + 1, 0
+    return steps
+
+
+@relaxed
+@given(st.integers(1, 50), st.integers(1, 60), st.integers(1, 8), st.integers(1, 3), st.booleans())
+def test_fractions_of_epochs_are_counted_as_written_and_a_resume_changes_nothing(
+    tenths: int, length: int, batch_size: int, accumulation: int, drop_last: bool
+) -> None:
+    length = max(length, batch_size)
+    run = make_run(length, batch_size, accumulation, num_train_epochs=tenths / 10, dataloader_drop_last=drop_last)
+    per_epoch = make_train_loader(run, READING).steps_left(0, 0)
+    expected = math.ceil(Fraction(tenths, 10) * per_epoch)
+    first = plan = plan_of(run)
+    while run.state.step < expected:
+        assert (plan.end, plan.length, plan.place) == (expected, expected, run.state.step)
+        assert advance(run, 1) == 1
+        plan = plan_of(run, (run, first))
+    assert (plan.end, plan.length, plan.place) == (expected, expected, expected)
+
+
+layouts = st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(1, 4))
+ranges = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50), st.integers(1, 20)), max_size=3).map(
+    lambda found: [(epoch, start, start + size) for epoch, start, size in found]
+)
+
+
+@relaxed
+@given(st.integers(20, 60), st.lists(layouts, min_size=2, max_size=4), st.integers(5, 30), ranges, st.data())
+def test_through_any_chain_of_layouts_the_schedule_ends_with_the_run(
+    length: int, chain: list[tuple[int, int, int]], tenths: int, passed_over: Any, data: st.DataObject
+) -> None:
+    before, state = None, None
+    for number, layout in enumerate(chain):
+        run = make_run(length, *layout, num_train_epochs=tenths / 10)
+        run.state = state = state or run.state
+        plan = plan_of(run, before, passed_over)
+        assert 0 <= plan.place <= plan.length
+        # A run that always had this layout is there too, but for the steps that the changes cut in two.
+        alone = make_run(length, *layout, num_train_epochs=tenths / 10)
+        advance(alone, plan.place - 1, passed_over)
+        assert (alone.state.epoch, alone.state.position) <= (state.epoch, state.position)
+        if plan.place < plan.length:
+            advance(alone, 2, passed_over)
+            assert (alone.state.epoch, alone.state.position) >= (state.epoch, state.position)
+        taken = data.draw(st.integers(0, 10)) if number < len(chain) - 1 else 10_000
+        steps = advance(run, taken, passed_over)
+        again = plan_of(run, (run, plan), passed_over)
+        assert (again.end, again.length, again.place) == (plan.end, plan.length, plan.place + steps)
+        before = (run, plan)
+    assert again.place == again.length
+    assert state is not None
+    assert state.step == again.end
+
+
+def test_another_layout_after_a_resume_changes_only_the_steps_left() -> None:
+    run = make_run(64, 8, num_train_epochs=2)
+    run.state.step, run.state.position = 8, 32  # with a batch of 4
+    plan = plan_of(run)
+    assert (plan.end, plan.length, plan.place) == (8 + 4 + 8, 16, 4)
+
+
+def test_steps_passed_over_are_none() -> None:
+    run = make_run(64, 8, num_train_epochs=2.5)
+    plan = plan_of(run, passed_over=[(0, 8, 24), (2, 0, 32), (7, 0, 8)])
+    assert (plan.end, plan.length) == (6 + 8 + 2, 16)  # two steps are half of what the third epoch has left
+
+
+def test_max_steps_comes_first_and_counts_steps_of_any_layout() -> None:
+    run = make_run(64, max_steps=30, warmup_steps=10)
+    before = (run, plan_of(run))
+    half = make_run(64, 4, max_steps=30, warmup_steps=10)
+    half.state.step, half.state.epoch, half.state.position = 10, 1, 16
+    plan = plan_of(half, before)
+    assert (plan.end, plan.length, plan.place) == (30, 30, 10)
+    assert plan.scheduled(half.args) is half.args
+
+
+def test_more_epochs_than_asked_for_need_no_more_steps() -> None:
+    run = make_run(64, num_train_epochs=1)
+    run.state.step, run.state.epoch = 24, 3
+    plan = plan_of(run)
+    assert (plan.end, plan.length, plan.place) == (24, 8, 8)
+
+
+def test_many_epochs_are_counted_at_once() -> None:
+    assert plan_of(make_run(64, num_train_epochs=1e12)).end == 8 * 10**12
+
+
+SCHEDULE: dict[str, Any] = {"lr_scheduler_type": "warmup_stable_decay"}
+
+
+def test_step_numbers_mean_the_samples_that_they_meant_when_they_were_given() -> None:
+    given: dict[str, Any] = SCHEDULE | {"warmup_steps": 10, "lr_scheduler_kwargs": {"num_decay_steps": 20}}
+    first = make_run(640, 8, processes=2, **given)  # of 16 samples
+    plan = plan_of(first)
+    assert plan.scheduled(first.args) is first.args
+    second = make_run(640, 4, processes=1, **given)
+    smaller = plan_of(second, (first, plan))
+    scheduled = smaller.scheduled(second.args)
+    assert (scheduled.warmup_steps, scheduled.lr_scheduler_kwargs) == (40, {"num_decay_steps": 80})
+    # One of them given anew means steps of now; the other goes on as it was.
+    third = make_run(640, 8, processes=4, **(given | {"lr_scheduler_kwargs": {"num_decay_steps": 12}}))
+    larger = plan_of(third, (second, smaller))
+    scheduled = larger.scheduled(third.args)
+    assert (scheduled.warmup_steps, scheduled.lr_scheduler_kwargs) == (5, {"num_decay_steps": 12})
+    last = plan_of(make_run(640, 8, processes=2, **vars_of(third)), (third, larger))
+    scheduled = last.scheduled(third.args)
+    assert (scheduled.warmup_steps, scheduled.lr_scheduler_kwargs) == (10, {"num_decay_steps": 24})
+
+
+def vars_of(run: Run) -> dict[str, Any]:
+    names = ("lr_scheduler_type", "warmup_steps", "lr_scheduler_kwargs")
+    return {name: getattr(run.args, name) for name in names}
+
+
+def test_a_short_warmup_stays_one_and_a_decay_stays_in_the_run() -> None:
+    given: dict[str, Any] = SCHEDULE | {"warmup_ratio": 0.5, "warmup_steps": 1, "num_train_epochs": 1}
+    first = make_run(65, 8, **given, lr_scheduler_kwargs={"num_decay_steps": 8})  # 9 steps, of 1 sample in the end
+    for batch_size, expected in ((20, (1, 3)), (5, (2, 11))):  # 4 and 13 steps
+        second = make_run(65, batch_size, **given, lr_scheduler_kwargs={"num_decay_steps": 8})
+        scheduled = plan_of(second, (first, plan_of(first))).scheduled(second.args)
+        assert (scheduled.warmup_steps, scheduled.lr_scheduler_kwargs["num_decay_steps"]) == expected
+
+
+@pytest.mark.parametrize("epochs", [1.0, 2.5])
+def test_an_iterable_dataset_with_a_length_is_planned_alike(epochs: float) -> None:
+    class Stream:
+        def __len__(self) -> int:
+            return 64
+
+        def __iter__(self) -> Any:
+            return iter([torch.ones(1)] * 64)
+
+    plans = []
+    for dataset in ([torch.ones(1)] * 64, Stream()):
+        run = make_run(64, 3, 2, 2, num_train_epochs=epochs)
+        run.train_dataset = dataset
+        run.state.step, run.state.position = 3, 21
+        plans.append(plan_of(run, passed_over=[(0, 30, 36)]))
+    assert plans[0] == plans[1]

@@ -1,0 +1,156 @@
+"""The ledger's arithmetic, with clocks made by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer_kit.profiling import time_ledger as ledger
+from trainer_kit.profiling.time_ledger import Ledger
+
+
+class Clock:
+    """A device that is behind the host: its marks pass when it comes to them."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.come_to = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+    def passed(self, marks: Sequence[float]) -> list[float]:
+        there = [mark for mark in marks if mark <= self.come_to]
+        return [after - before for before, after in itertools.pairwise(there)]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def book(clock: Clock) -> Ledger:
+    book = Ledger()
+    book._seconds.clear()
+    book.keep_time_by(clock)
+    book._seconds.clear()  # what passed on the host's clock
+    return book
+
+
+def test_an_activity_is_entered_and_left(book: Ledger, clock: Clock) -> None:
+    for activity, seconds in (("data", 1.0), ("forward", 2.0), ("data", 4.0)):
+        before = book.enter(activity)
+        assert before == "setup"
+        clock.now += seconds
+        book.enter(before)
+        clock.now += 0.5
+    clock.come_to = clock.now
+    assert book.seconds() == {"setup": 1.5, "data": 5.0, "forward": 2.0}
+    assert book.wall() == 8.5
+
+
+def test_an_activity_within_another_is_counted_once(book: Ledger, clock: Clock) -> None:
+    with book.during("saving"):
+        clock.now += 1
+        with contextlib.suppress(ValueError), book.during("callback/Mine"):
+            clock.now += 2
+            raise ValueError("broken")
+        clock.now += 4
+    clock.come_to = clock.now
+    assert book.seconds() == {"setup": 0.0, "saving": 5.0, "callback/Mine": 2.0}
+
+
+def test_nobody_waits_for_a_device_that_is_behind(book: Ledger, clock: Clock) -> None:
+    book.enter("forward")
+    clock.now = 3.0
+    book.enter("backward")
+    clock.now = 5.0
+    clock.come_to = 3.0
+    assert book.seconds() == {"setup": 0.0, "forward": 3.0}
+    clock.come_to = 5.0
+    assert book.seconds() == {"setup": 0.0, "forward": 3.0, "backward": 2.0}
+
+
+def test_marks_do_not_pile_up(book: Ledger, clock: Clock) -> None:
+    for _ in range(3 * ledger._UNFOLDED):
+        book.enter("forward")
+        clock.come_to = clock.now = clock.now + 1.0
+    assert len(book._entries) <= ledger._UNFOLDED + 1
+    assert book.seconds()["forward"] == 3 * ledger._UNFOLDED
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9)), max_size=50), st.integers(0, 3))
+def test_the_sum_is_the_time_that_passed(path: list[tuple[str, int]], behind: int) -> None:
+    clock, book = Clock(), Ledger()
+    book.keep_time_by(clock)
+    book._seconds.clear()
+    for activity, seconds in path:
+        book.enter(activity)
+        clock.now += seconds
+        clock.come_to = max(clock.come_to, clock.now - behind)
+        if seconds == 3:
+            book.seconds()
+    clock.come_to = clock.now
+    assert book.wall() == sum(seconds for _, seconds in path)
+
+
+def test_a_restart_finds_lost_work_and_the_time_it_was_down(book: Ledger, clock: Clock) -> None:
+    book.started = 1000.0
+    clock.come_to = clock.now = 5.0  # seconds of this start's setup
+    book.go_on({"seconds": {"forward": 30.0, "lost": 1.0}, "time": 900.0}, lost=20.0)
+    assert book.seconds() == {"forward": 30.0, "setup": 5.0, "lost": 21.0, "down": 80.0}
+
+
+def test_no_more_is_lost_than_passed(book: Ledger) -> None:
+    book.started = 1000.0
+    book.go_on({"seconds": {}, "time": 900.0}, lost=110.0)
+    assert book.seconds() == {"setup": 0.0, "lost": 100.0, "down": 0.0}
+
+
+def test_a_clock_that_was_set_back_takes_nothing_away(book: Ledger) -> None:
+    book.started = 500.0
+    book.go_on({"seconds": {"forward": 3.0}, "time": 900.0}, lost=10.0)
+    assert book.wall() == 3.0
+
+
+def test_what_is_done_again_is_lost_though_the_device_is_behind(book: Ledger, clock: Clock) -> None:
+    book.enter("forward")
+    clock.now = 3.0
+    place = book.place()
+    clock.now = 5.0
+    book.enter("backward")
+    clock.now = 9.0
+    book.lose(place)
+    book.enter("forward")
+    clock.now = clock.come_to = 10.0
+    assert book.seconds() == {"setup": 0.0, "forward": 3.0 + 1.0, "lost": 2.0 + 4.0}
+
+
+def test_a_rollback_counts_all_since_the_checkpoint_as_lost(book: Ledger, clock: Clock) -> None:
+    book._seconds = {"forward": 10.0, "down": 7.0, "lost": 2.0}
+    state = {"seconds": {"forward": 4.0, "lost": 1.0}, "time": 0.0}
+    clock.come_to = clock.now = 3.0
+    book.go_back(state)
+    assert book.seconds() == {"setup": 0.0, "forward": 4.0, "lost": 1.0 + 6.0 + 1.0 + 3.0, "down": 7.0}
+    assert book.wall() == 10.0 + 7.0 + 2.0 + 3.0
+
+
+def test_activities_are_ranges_of_a_trace_while_that_is_asked_for(book: Ledger) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+        book.enter("before")
+        book.annotate = True
+        book.enter("forward")
+        book.enter("backward")
+        book.annotate = False
+        book.enter("after")
+        book.enter("long after")
+    names = {event.name for event in recorded.events()}
+    assert {"forward", "backward"} <= names
+    assert not {"before", "after", "long after"} & names

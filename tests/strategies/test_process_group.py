@@ -1,0 +1,73 @@
+"""A process among others: what it minds."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+from ranks import try_on_ranks
+
+from trainer_kit.strategies import process_group as session
+from trainer_kit.strategies.ddp import DDP
+from trainer_kit.strategies.process_group import check_own_gpus
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="nothing is forked there")
+@pytest.mark.parametrize("is_joined", [True, False])
+def test_threads_are_given_time_before_a_fork(is_joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(session.time, "sleep", slept.append)
+    monkeypatch.setattr(session.Session, "current", object() if is_joined else None)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    monkeypatch.undo()
+    assert os.waitpid(child, 0)[1] == 0
+    assert slept == [session._REST_SECONDS] * (is_joined and session._FORKS_MAY_HANG)
+    assert not (session._FORKS_MAY_HANG and sys.version_info >= (3, 12))
+
+
+GPU = "NVIDIA H100 80GB HBM3 GPU-5e6f"
+
+
+def join_with_gpus(gpus: list[str], leaves_first: int) -> None:
+    """Each process has the GPU of its rank; NCCL would come after the meeting."""
+    strategy = DDP(device="cpu")
+    gpu = gpus[strategy.rank]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DDP, "_location", lambda self: ("node1", gpu))
+        patch.setattr(torch.distributed, "init_process_group", duplicate_gpu)
+        if strategy.rank != leaves_first:
+            patch.setattr(session, "check_own_gpus", late_check)
+        strategy.setup()
+
+
+def late_check(locations: Any) -> None:
+    time.sleep(1.0)
+    check_own_gpus(locations)
+
+
+def duplicate_gpu(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("NCCL error: Duplicate GPU detected")
+
+
+@pytest.mark.parametrize("leaves_first", [0, 1])
+def test_processes_that_share_a_gpu_are_refused_before_nccl_meets(leaves_first: int) -> None:
+    for result in try_on_ranks(3, join_with_gpus, ["A100 GPU-1a2b", GPU, GPU], leaves_first):
+        assert isinstance(result.error, ValueError), result
+        assert f"ranks 1 and 2 on node1 share one GPU ({GPU})" in str(result.error)
+
+
+def test_processes_with_gpus_of_their_own_go_on_to_meet() -> None:
+    for result in try_on_ranks(2, join_with_gpus, [GPU, "A100 GPU-1a2b"], 0):
+        assert "Duplicate GPU" in str(result.error)
+
+
+def test_a_gpu_of_the_same_name_on_another_machine_is_another_one() -> None:
+    check_own_gpus([("node1", GPU), ("node2", GPU), ("node1", "cpu"), ("node1", "cpu"), ("a", "xla:0"), ("a", "xla:0")])
+    with pytest.raises(ValueError, match="ranks 1 and 2 on node2"):
+        check_own_gpus([("node1", "mps:0"), ("node2", "mps:0"), ("node2", "mps:0")])

@@ -1,0 +1,146 @@
+"""What follows from the beats of others, with time told by the tests."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from trainer_kit.strategies.watchdog import peers as module
+from trainer_kit.strategies.watchdog.peers import Beat, Roster
+
+PATIENCE = 30.0
+CALM = Beat(
+    1, "north", 1, 7, "backward, called in _pass (trainer_kit/loop/train_step.py:2)", True, 0.0, False, "", False, False
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def raw(beat: Beat) -> bytes:
+    return json.dumps(beat).encode()
+
+
+def kinds(roster: Roster) -> list[tuple[int, str]]:
+    return [(problem.rank, problem.kind) for problem in roster.problems()]
+
+
+def test_silence_makes_lost_once_patience_has_ended(clock: Clock) -> None:
+    roster = Roster(0, PATIENCE)
+    roster.take_in({1: raw(CALM), 2: raw(CALM)}, b"")
+    clock.now += PATIENCE
+    roster.take_in({1: raw(CALM), 2: raw(CALM._replace(number=2))}, b"")
+    assert kinds(roster) == []
+    assert roster.silent() == [1]
+    clock.now += 1
+    roster.take_in({1: raw(CALM), 2: raw(CALM._replace(number=2))}, b"")
+    assert [problem.text for problem in roster.problems()] == ["rank 1 (north, process 7) has not answered for 31 s"]
+    roster.take_in({1: raw(CALM._replace(vouched=1))}, b"")
+    assert kinds(roster) == []
+
+
+def test_silence_is_measured_while_the_store_answers(clock: Clock) -> None:
+    roster = Roster(0, PATIENCE)
+    roster.take_in({1: raw(CALM)}, b"")
+    clock.now += 10 * PATIENCE
+    assert kinds(roster) == []
+
+
+def test_forgiveness_starts_anew(clock: Clock) -> None:
+    roster = Roster(0, PATIENCE)
+    roster.take_in({1: raw(CALM)}, b"")
+    clock.now += 10 * PATIENCE
+    roster.forgiven = clock.now
+    roster.take_in({1: raw(CALM)}, b"")
+    assert kinds(roster) == []
+    clock.now += PATIENCE + 1
+    roster.take_in({1: raw(CALM)}, b"")
+    assert kinds(roster) == [(1, "lost")]
+
+
+def test_who_has_not_begun_is_not_missed(clock: Clock) -> None:
+    roster = Roster(0, PATIENCE)
+    roster.take_in({1: b""}, b"")
+    clock.now += 10 * PATIENCE
+    roster.take_in({1: b""}, b"")
+    assert kinds(roster) == []
+    assert roster.standing(1.0) == ({}, [])
+
+
+def test_others_hear_of_it_from_the_board(clock: Clock) -> None:
+    first, third = Roster(0, PATIENCE), Roster(2, PATIENCE)
+    failed = CALM._replace(error="ValueError: bad")
+    first.take_in({1: raw(failed), 2: raw(CALM._replace(left=True)), 3: raw(CALM)}, b"")
+    clock.now += PATIENCE
+    first.take_in({}, b"")
+    third.take_in({0: raw(CALM)}, first.board().encode())
+    assert kinds(third) == [(1, "failed")]
+    assert third.silent() == [3]
+    assert third.problems()[0].text == "rank 1 (north, process 7) failed: ValueError: bad"
+
+
+def test_the_worst_come_first_and_what_follows_is_no_root_cause(clock: Clock) -> None:
+    roster = Roster(0, PATIENCE)
+    beats = {
+        1: CALM._replace(left=True),
+        2: CALM._replace(error="rank 3 failed", follows=True),
+        3: CALM._replace(error="ValueError: bad"),
+    }
+    roster.take_in({rank: raw(beat) for rank, beat in beats.items()}, b"")
+    assert kinds(roster) == [(3, "failed"), (2, "follows"), (1, "left")]
+    assert [problem.rank for problem in roster.root_causes()] == [3]
+
+
+def test_the_system_knows_of_processes_of_this_machine(clock: Clock) -> None:
+    host, namespace = module.machine()
+    here = CALM._replace(host=host, namespace=namespace)
+    gone = here._replace(pid=2**22 + 1)  # above what Linux gives out
+    roster = Roster(0, PATIENCE)
+    roster.take_in({1: raw(here._replace(pid=os.getpid())), 2: raw(gone), 3: raw(gone._replace(namespace=-1))}, b"")
+    assert [(problem.rank, problem.kind) for problem in roster.root_causes()] == [(2, "gone")]
+    assert not roster.all_have_heard()
+    roster.take_in({1: raw(CALM._replace(heard=True)), 3: raw(CALM._replace(heard=True))}, b"")
+    assert roster.all_have_heard()
+
+
+def test_who_stands_and_who_waits(clock: Clock) -> None:
+    roster = Roster(0, PATIENCE)
+    busy = CALM._replace(waits=False, idle=70.0, place="load (project/data.py:2)")
+    roster.take_in({0: raw(CALM._replace(idle=65.0)), 1: raw(busy), 2: raw(busy._replace(idle=3.0))}, b"")
+    assert roster.standing(60.0) == ({0: 65.0, 1: 70.0}, [0])
+    assert roster.account(1) == "rank 1 (north, process 7) has been for 70 s in load (project/data.py:2)"
+    assert [problem.rank for problem in roster.suspects(10.0)] == [1, 2]
+
+
+def test_one_that_others_vouch_for_is_slow(clock: Clock) -> None:
+    roster = Roster(0, PATIENCE)
+    for _ in range(7):
+        roster.take_in({0: raw(CALM._replace(number=int(clock.now), idle=65.0)), 1: raw(CALM)}, b"")
+        clock.now += 10
+    vouched = CALM._replace(vouched=3)
+    roster.take_in({0: raw(CALM._replace(number=int(clock.now), idle=65.0)), 1: raw(vouched)}, b"")
+    assert roster.standing(60.0) == ({0: 65.0, 1: 70.0}, [0])
+    assert roster.account(1).endswith("; it runs, but does not answer")
+
+
+def test_nobody_to_blame_names_all(clock: Clock) -> None:
+    roster = Roster(1, PATIENCE)
+    roster.take_in({0: raw(CALM), 1: raw(CALM), 2: raw(CALM)}, b"")
+    assert [problem.rank for problem in roster.suspects(10.0)] == [0, 2]
+    clock.now += 10
+    roster.take_in({0: raw(CALM._replace(number=2))}, b"")
+    assert [(problem.rank, problem.kind) for problem in roster.suspects(10.0)] == [(2, "lost")]

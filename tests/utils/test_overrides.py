@@ -1,0 +1,255 @@
+"""Names of transformers' and Lightning's classes that training here would not call are refused, with what does it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+import textwrap
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainer_kit import Callback, Trainer, TrainingArguments
+from trainer_kit.utils.overrides import _OWN_ATTRIBUTES, _OWN_METHODS, REPLACEMENTS
+
+CALLED_BY_USERS = {"train", "predict", "args"}
+"""Names of transformers' Trainer that have the same meaning here."""
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).mean()
+
+
+def arguments(folder: Path) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=folder, use_cpu=True, max_steps=2, save_strategy="no", report_to=[], disable_tqdm=True
+    )
+
+
+def make(kind: type[Trainer], folder: Path, model: nn.Module | None = None, **given: Any) -> Trainer:
+    return kind(model or Model(), arguments(folder), [{"x": torch.ones(2)}] * 8, **given)
+
+
+def transformers_trainer() -> tuple[type, set[str], set[str]]:
+    """The class, the names that it and its bases define, and the attributes that it sets on itself."""
+    from transformers import Trainer as Theirs
+
+    methods = {name for kind in Theirs.__mro__[:-1] for name in vars(kind) if not name.startswith("__")}
+    source = ast.parse(textwrap.dedent(inspect.getsource(Theirs)))
+    attributes = {
+        node.attr
+        for node in ast.walk(source)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+    return Theirs, methods, attributes
+
+
+def test_every_name_of_the_installed_transformers_has_a_replacement() -> None:
+    _, methods, attributes = transformers_trainer()
+    assert len(methods) > 80
+    assert len(attributes) > 40
+    missing = (methods | attributes) - set(REPLACEMENTS) - CALLED_BY_USERS
+    assert not missing, f"without a replacement: {sorted(missing)}"
+
+
+def test_the_names_taken_as_own_are_the_trainers(tmp_path: Path) -> None:
+    assert {name for name in REPLACEMENTS if name in vars(Trainer)} == _OWN_METHODS
+    assert {name for name in REPLACEMENTS if name in vars(make(Trainer, tmp_path))} == _OWN_ATTRIBUTES
+
+
+@pytest.mark.parametrize("name", sorted(REPLACEMENTS))
+def test_a_subclass_with_a_name_that_is_not_called_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=f"^Mine defines {name}, which training here does not call: ") as caught:
+        type("Mine", (Trainer,), {name: lambda self, *args, **kwargs: None})
+    assert REPLACEMENTS[name] in str(caught.value)
+
+
+def test_a_mixin_before_or_after_the_trainer_is_refused() -> None:
+    class Weighted:
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any: ...
+
+        def training_step(self, *args: Any) -> Any: ...
+
+    sentence = (
+        r"defines compute_loss \(in Weighted\), training_step \(in Weighted\).*compute_loss=function.*on_step_end"
+    )
+    for bases in ((Weighted, Trainer), (Trainer, Weighted)):
+        with pytest.raises(TypeError, match=sentence):
+            type("Mine", bases, {})
+
+
+def test_a_class_that_is_changed_later_is_refused_when_its_object_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mine(Trainer):
+        pass
+
+    make(Mine, tmp_path)
+    for kind in (Mine, Trainer):
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "training_step", lambda *args: None, raising=False)
+            with pytest.raises(TypeError, match="defines training_step"):
+                make(Mine, tmp_path)
+
+
+def test_subclasses_with_names_of_their_own_train(tmp_path: Path) -> None:
+    class Mine(Trainer):
+        def __init__(self, *args: Any, scale: float, **kwargs: Any) -> None:
+            self.scale = scale
+            super().__init__(*args, compute_loss=self.scaled, **kwargs)
+
+        def scaled(self, model: nn.Module, batch: Any) -> torch.Tensor:
+            return self.scale * model(**batch)  # type: ignore[no-any-return]
+
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            return super().train(*args, **kwargs)
+
+    model = Model()
+    assert make(Mine, tmp_path, model, scale=0.0).train().training_loss == 0.0
+
+
+def test_attributes_that_nothing_reads_are_refused(tmp_path: Path) -> None:
+    trainer = make(Trainer, tmp_path)
+    with pytest.raises(AttributeError, match=r"Trainer.compute_loss_func is set, which .*compute_loss=function"):
+        trainer.compute_loss_func = lambda *args: None
+    with pytest.raises(AttributeError, match="train_dataset="):
+        trainer.train_dataset = []
+    with pytest.raises(AttributeError, match="on_substep_end"):
+        trainer.training_step = types.MethodType(lambda self, model, inputs: None, trainer)
+
+    class Mine(Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.label_names = ["labels"]
+
+    with pytest.raises(AttributeError, match=r"^Mine.label_names is set"):
+        make(Mine, tmp_path)
+
+
+def test_what_the_trainer_reads_can_be_set(tmp_path: Path) -> None:
+    model = Model()
+    trainer = make(Trainer, tmp_path, model)
+    trainer.compute_loss = lambda model, batch: model(**batch) * 0 + 3
+    assert trainer.train().training_loss == 3.0
+
+
+def test_refusing_needs_no_transformers() -> None:
+    code = (
+        "import sys\n"
+        "from trainer_kit import Trainer\n"
+        "try:\n    class Mine(Trainer):\n        def log(self, logs): ...\n"
+        "except TypeError as error: print(error)\n"
+        "assert 'transformers' not in sys.modules and 'lightning' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert "Mine defines log" in done.stdout
+
+
+def test_transformers_own_subclass_moved_here_is_refused() -> None:
+    """Every override of transformers' own Trainer subclass is found when its methods stand under the Trainer here."""
+    from transformers import Seq2SeqTrainer
+
+    methods = {name: value for name, value in vars(Seq2SeqTrainer).items() if not name.startswith("__")}
+    with pytest.raises(TypeError, match=r"evaluate.*prediction_step|prediction_step.*evaluate") as caught:
+        type("Moved", (Trainer,), methods)
+    assert "metrics=" in str(caught.value)
+
+
+def test_transformers_arguments_are_named_as_theirs() -> None:
+    from transformers import TrainingArguments as Theirs
+
+    with pytest.raises(TypeError, match=r"args is a transformers\..*; give trainer_kit's TrainingArguments"):
+        Trainer(Model(), Theirs(use_cpu=True), [])  # type: ignore[arg-type]
+
+
+def test_a_transformers_callback_is_told_the_way(tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    class Watching(TrainerCallback):  # type: ignore[misc]
+        pass
+
+    for given in (Watching(), Watching):
+        with pytest.raises(TypeError, match=r"give trainer_kit.callbacks.from_transformers\(Watching\)"):
+            make(Trainer, tmp_path, callbacks=[given])
+
+
+def test_methods_named_like_hooks_that_are_none_are_warned_of(tmp_path: Path) -> None:
+    class Counting(Callback):
+        def on_train_batch_end(self, *args: Any) -> None: ...
+
+        def on_steps_end(self, run: Any) -> None: ...
+
+    with pytest.warns(UserWarning, match="which is no hook of a Callback and is never called") as caught:
+        make(Trainer, tmp_path, callbacks=[Counting()])
+    sentences = [str(each.message) for each in caught]
+    assert any("Counting defines on_train_batch_end, which is no hook" in each for each in sentences)
+    assert any("defines on_steps_end" in each and "the nearest is on_step_end" in each for each in sentences)
+
+
+class LightningModule(nn.Module):
+    """Stands for Lightning's, whose name and module tell what it is."""
+
+    __module__ = "lightning.pytorch.core.module"
+
+    def training_step(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+    def validation_step(self, *args: Any) -> Any: ...
+
+    def configure_optimizers(self) -> Any: ...
+
+
+class Module(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        return self(batch["x"]).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_a_lightning_module_is_refused_until_its_methods_are_given(tmp_path: Path) -> None:
+    module = Module()
+    with pytest.raises(TypeError, match=r"LightningModule \(Module\).* training_step: give .* or configure_optimizers"):
+        make(Trainer, tmp_path, module)
+    loss = {"compute_loss": lambda module, batch: module.training_step(batch, 0)}
+    with pytest.raises(TypeError, match=r"and not configure_optimizers: give optimizer="):
+        make(Trainer, tmp_path, module, **loss)
+    result = make(Trainer, tmp_path, module, **loss, optimizer=module.configure_optimizers()).train()
+    assert result.training_loss > 0
+
+
+def test_what_else_a_lightning_module_overrides_is_warned_of(tmp_path: Path) -> None:
+    class Validating(Module):
+        def validation_step(self, batch: Any, number: int) -> None: ...
+
+    given = {"compute_loss": lambda module, batch: module.training_step(batch, 0), "optimizer": torch.optim.SGD}
+    with pytest.warns(UserWarning, match="does not call validation_step of the LightningModule Validating"):
+        make(Trainer, tmp_path, Validating(), **given)
+
+
+def test_a_plain_module_with_a_method_of_that_name_trains(tmp_path: Path) -> None:
+    class Stepping(Model):
+        def training_step(self) -> None: ...
+
+    assert make(Trainer, tmp_path, Stepping()).train().global_step == 2

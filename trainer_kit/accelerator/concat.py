@@ -1,0 +1,51 @@
+"""Several batches as one, for a process whose devices compute one batch together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trainer_kit.utils.pytree import keys, tensors
+
+
+def rows_of(batch: Any) -> int:
+    """The size of the first dimension of a batch; 1 where it holds no tensor that has one."""
+    first = next((tensor for tensor in tensors(batch) if tensor.ndim), None)
+    return 1 if first is None else first.shape[0]
+
+
+def joined(batches: Sequence[Any]) -> Any:
+    """Batches of one form as one: tensors, and lists of anything else, follow one another; other things come as a list
+    unless they are the same in all batches.
+
+    Raises:
+        ValueError: If tensors differ in more than their first dimension.
+    """  # noqa: D205
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    if isinstance(first, torch.Tensor):
+        return _joined_tensors(batches)
+    if isinstance(first, Mapping):
+        mapped = {key: joined([batch[key] for batch in batches]) for key in keys(first)}
+        return mapped if type(first) is dict else type(first)(mapped)  # type: ignore[call-arg]
+    if isinstance(first, (list, tuple)) and next(tensors(first), None) is None:
+        return type(first)(each for batch in batches for each in batch)
+    if isinstance(first, (list, tuple)):
+        columns = [joined(column) for column in zip(*batches, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    return first if all(batch == first for batch in batches) else list(batches)
+
+
+def _joined_tensors(batches: Sequence[torch.Tensor]) -> torch.Tensor:
+    if batches[0].ndim == 0:
+        return torch.stack([*batches])
+    shapes = sorted({tuple(batch.shape[1:]) for batch in batches})
+    if len(shapes) > 1:
+        raise ValueError(
+            f"the batches of {len(batches)} devices are one batch, but their samples have the shapes {shapes[0]} and "
+            f"{shapes[1]}; give all samples of the dataset one length"
+        )
+    return torch.cat([*batches])

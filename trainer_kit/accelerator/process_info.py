@@ -1,0 +1,309 @@
+"""What an Accelerator says of the processes of a run, and lets them do together."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from trainer_kit.accelerator.options import DistributedType
+from trainer_kit.accelerator.wrappers import Flow
+from trainer_kit.strategies.base import Strategy
+from trainer_kit.utils.pytree import keys, map_tensors, tensors
+from trainer_kit.utils.user_warnings import warn
+
+T = TypeVar("T")
+
+
+class Processes:
+    """The part of an `Accelerator` that needs nothing but its strategy.
+
+    Args:
+        strategy: Set up.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.flow = Flow(strategy)
+        self._triggered = False
+
+    # Who this process is
+
+    @property
+    def state(self) -> Processes:
+        """The facts of the run, which accelerate's scripts print: this object has them itself."""
+        return self
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.distributed_type.value}, process {self.process_index} of "
+            f"{self.num_processes}, local process {self.local_process_index}, device {self.device})"
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where models and batches go."""
+        return self.strategy.device
+
+    @property
+    def num_processes(self) -> int:
+        """Processes in all."""
+        return self.strategy.world_size
+
+    @property
+    def process_index(self) -> int:
+        """Number of this process among all, from 0."""
+        return self.strategy.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """Number of this process on its machine, from 0."""
+        return self.strategy.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first of all processes."""
+        return self.strategy.is_main
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process on its machine."""
+        return self.strategy.is_local_main
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last of all processes."""
+        return self.process_index == self.num_processes - 1
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """What the run is spread over."""
+        if self.device.type == "xla":
+            return DistributedType.XLA
+        if self.num_processes == 1:
+            return DistributedType.NO
+        return DistributedType.MULTI_CPU if self.device.type == "cpu" else DistributedType.MULTI_GPU
+
+    # Doing something on some of them
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """`print` on the first process of each machine."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)  # noqa: T201
+
+    def on_main_process(self, function: Callable[..., T]) -> Callable[..., T | None]:
+        """Decorator: the function runs on the main process only, and returns None on the others."""
+        return _only_if(self.is_main_process, function)
+
+    def on_last_process(self, function: Callable[..., T]) -> Callable[..., T | None]:
+        """Decorator: the function runs on the last process only, and returns None on the others."""
+        return _only_if(self.is_last_process, function)
+
+    def on_local_main_process(self, function: Callable[..., T]) -> Callable[..., T | None]:
+        """Decorator: the function runs on the first process of each machine only, and returns None on the others."""
+        return _only_if(self.is_local_main_process, function)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int = 0) -> Any:
+        """Decorator: the function runs on the process with this number only, and returns None on the others.
+
+        A process that is alone runs it whatever the number, as under accelerate.
+        """
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)
+        return _only_if(process_index == self.process_index or self.num_processes == 1, function)
+
+    def on_local_process(self, function: Callable[..., Any] | None = None, local_process_index: int = 0) -> Any:
+        """The same for the process with this number on each machine."""
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        return _only_if(local_process_index == self.local_process_index or self.num_processes == 1, function)
+
+    @contextlib.contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """The main process goes through the block first, for example to fill a cache; then all others."""
+        with self._first(self.is_main_process):
+            yield
+
+    @contextlib.contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """The first process of each machine goes through the block first; then all others."""
+        with self._first(self.is_local_main_process):
+            yield
+
+    @contextlib.contextmanager
+    def _first(self, is_first: bool) -> Iterator[None]:
+        if not is_first:
+            self.wait_for_everyone()
+        try:
+            yield
+        finally:
+            if is_first:
+                self.wait_for_everyone()
+
+    def wait_for_everyone(self) -> None:
+        """Waits until all processes are here."""
+        self.strategy.barrier()
+
+    def set_trigger(self) -> None:
+        """Lets the next `check_trigger` be True, on all processes."""
+        self._triggered = True
+
+    def check_trigger(self) -> bool:
+        """Whether any process has called `set_trigger` since the last check; all processes take part."""
+        (count,) = self.strategy.sum_numbers([int(self._triggered)])
+        self._triggered = False
+        return count > 0
+
+    # Tensors of all of them
+
+    def gather(self, tensor: Any) -> Any:
+        """The tensors of all processes joined along the first dimension, in order of rank; lengths may differ.
+
+        Args:
+            tensor: A tensor or a tree of tensors; one without dimensions counts as one of length 1.
+
+        Raises:
+            TypeError: If the tree holds something else.
+        """
+        _check_tensors(tensor, "gather")
+        return _in_one_order(lambda each: self.strategy.gather(each if each.ndim else each[None]), tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """What `gather` gives, without the samples that were repeated to fill a loader's last batches.
+
+        Of the innermost prepared loader that is being read. A tree that holds other things than tensors is gathered as
+        Python objects: lists and tuples are joined to one list, anything else becomes one element a process.
+
+        Args:
+            input_data: A row (or an element) for each sample of this process's batch.
+            use_gather_object: Gathers as Python objects in any case.
+        """
+        if self.strategy.static_shapes:
+            self.flow.dispatch()  # what comes before is the same computation, whether a batch holds repeats or not
+        loaders = self.flow.loaders
+        rows, real = (loaders[-1].rows, loaders[-1].real) if loaders else (0, 0)
+        if not use_gather_object and _foreign(input_data) is None:
+            devices = self.strategy.devices
+            return self.gather(map_tensors(lambda each: _without_repeats(each, rows, real, devices), input_data))
+        if isinstance(input_data, (list, tuple)):
+            own = list(input_data)
+            own = own[:real] if len(own) == rows else own if real or not loaders else []
+        else:
+            own = [input_data] if real or not loaders else []
+        return [each for part in self.strategy.gather_object(own) for each in part]
+
+    def reduce(self, tensor: Any, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0) -> Any:
+        """The tensors of all processes added up element by element, or their mean.
+
+        Args:
+            tensor: A tensor or a tree of tensors, of the same shapes on all processes.
+            reduction: "sum", "mean", or "none", which leaves them as they are.
+            scale: The result is multiplied by this.
+
+        Raises:
+            ValueError: If `reduction` is none of the three.
+            TypeError: If the tree holds something else than tensors.
+        """
+        if reduction not in ("sum", "mean", "none"):
+            raise ValueError(f"reduction={reduction!r} is not known; use 'sum', 'mean' or 'none'")
+        _check_tensors(tensor, "reduce")
+
+        def reduced(each: torch.Tensor) -> torch.Tensor:
+            if reduction == "none":
+                return each
+            total = self.strategy.all_reduce(each.detach().clone())
+            if reduction == "mean" and self.num_processes > 1:
+                total = total / self.num_processes
+            return total if scale == 1.0 else total * scale
+
+        return _in_one_order(reduced, tensor)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """The tensors, filled up along one dimension to the largest size that any process has.
+
+        Args:
+            tensor: A tensor or a tree of tensors; those without this dimension stay as they are.
+            dim: The dimension; from -1 backwards it counts from the last.
+            pad_index: What is filled in.
+            pad_first: Fills in before the content instead of after it.
+
+        Raises:
+            TypeError: If the tree holds something else than tensors.
+        """
+        _check_tensors(tensor, "pad_across_processes")
+        if self.num_processes == 1:
+            return tensor
+
+        def padded(each: torch.Tensor) -> torch.Tensor:
+            if not -each.ndim <= dim < each.ndim:
+                return each
+            own = each.shape[dim]
+            size = int(self.strategy.all_reduce(torch.tensor([own], device=self.device), "max"))
+            if size == own:
+                return each
+            shape = list(each.shape)
+            shape[dim] = size
+            whole = each.new_full(shape, pad_index)
+            whole.narrow(dim, size - own if pad_first else 0, own).copy_(each)
+            return whole
+
+        return _in_one_order(padded, tensor)
+
+
+def _only_if(condition: bool, function: Callable[..., T]) -> Callable[..., T | None]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> T | None:
+        return function(*args, **kwargs) if condition else None
+
+    return wrapper
+
+
+def _in_one_order(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """Like `map_tensors`, with the calls in the order of names: that of dicts may differ between processes."""
+    results = {id(tensor): function(tensor) for tensor in tensors(_sorted(tree))}
+    return map_tensors(lambda tensor: results[id(tensor)], tree)
+
+
+def _sorted(tree: Any) -> Any:
+    """A tree whose dicts are sorted by their keys."""
+    if isinstance(tree, Mapping):
+        return {key: _sorted(tree[key]) for key in sorted(keys(tree), key=lambda key: (str(type(key)), str(key)))}
+    return [_sorted(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
+
+
+def _foreign(tree: Any) -> type | None:
+    """The type of the first thing in a tree that is no tensor; None where there is none."""
+    if isinstance(tree, torch.Tensor):
+        return None
+    if isinstance(tree, Mapping):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return type(tree)
+    return next((found for each in tree if (found := _foreign(each)) is not None), None)
+
+
+def _check_tensors(tree: Any, name: str) -> None:
+    if (found := _foreign(tree)) is not None:
+        raise TypeError(
+            f"{name}() got a {found.__name__}; give a tensor, or a tree of tensors (gather_for_metrics takes other "
+            "objects too)"
+        )
+
+
+def _without_repeats(tensor: torch.Tensor, rows: int, real: int, devices: int) -> torch.Tensor:
+    """The part of a batch's results that belongs to its first `real` rows."""
+    if real == rows:
+        return tensor
+    tensor = tensor if tensor.ndim else tensor[None]
+    length = tensor.shape[0]
+    if real == 0 or length * devices % rows == 0:  # a row (or several) for each sample, or for each of one device
+        return tensor[: -(-length * real // rows)]
+    if length > 1:  # a single number stands for the batch; no error, since other processes would wait for this one
+        warn(
+            f"gather_for_metrics got {length} rows for a batch of {rows} samples, of which {rows - real} are repeats "
+            "that it cannot tell; give it a row for each sample",
+        )
+    return tensor

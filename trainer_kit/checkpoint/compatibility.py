@@ -1,0 +1,266 @@
+"""What a run must have in common with the checkpoint that it goes on from, and what may have changed since."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from trainer_kit.checkpoint import find_checkpoints, newest_valid, read_state, verify
+from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME
+from trainer_kit.data.reader import check_workers
+from trainer_kit.data.run_length import Plan, step_numbers
+from trainer_kit.errors import CheckpointError
+from trainer_kit.optim import Schedule
+from trainer_kit.run import Run
+from trainer_kit.utils.optimizer_state import described_groups, load_optimizer_state
+from trainer_kit.utils.run_lock import holder_of
+from trainer_kit.utils.user_warnings import warn
+
+logger = logging.getLogger("trainer_kit")
+
+_IN_THE_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+"""Arguments whose value the checkpoint's optimizer brings along."""
+
+_IN_THE_LAYOUT = ("per_device_train_batch_size", "gradient_accumulation_steps")
+"""Arguments that the sentence about the layout tells of."""
+
+_ANEW = "start anew with load_checkpoint_in_model(model, checkpoint)"
+
+
+def find_checkpoint(
+    output_dir: Path,
+    request: bool | str | Path,
+    repair: bool = True,
+    check: Callable[[Path], object] = verify,
+) -> Path | None:
+    """The checkpoint that `resume_from_checkpoint` asks for; None where True finds none yet.
+
+    Args:
+        output_dir: Folder of the run.
+        request: True, a checkpoint, or the folder of a run.
+        repair: Whether to put right what a killed run left there (see `newest_valid`).
+        check: Raises `CheckpointError` for a checkpoint that this run cannot resume from.
+
+    Raises:
+        ValueError: If a path is given that holds no valid checkpoint, saying what is wrong with it.
+    """
+    if request is True:
+        found = newest_valid(output_dir, logger.warning, repair=repair, check=check)
+        if found is None and find_checkpoints(output_dir):
+            logger.warning(
+                "no checkpoint in %s is whole: training starts from the beginning, and moves them to earlier-N/ there",
+                output_dir,
+            )
+        elif found is None:
+            logger.info("no checkpoint in %s yet: training starts from the beginning", output_dir)
+        return found
+    given = f"resume_from_checkpoint={str(request)!r}"
+    directory = Path(str(request)).expanduser().absolute()
+    if not directory.is_dir():
+        what = "is a file" if directory.exists() else "does not exist"
+        raise ValueError(
+            f"{given} {what}; give a checkpoint's folder, the output_dir of a run to resume from its newest "
+            f"checkpoint, or True for the newest one in output_dir={str(output_dir)!r}{_others(output_dir)}"
+        )
+    if (directory / MANIFEST_NAME).exists():
+        check(directory)
+        return directory
+    there = find_checkpoints(directory)
+    if not there:
+        raise ValueError(
+            f"{given} holds no checkpoint: it has neither a {MANIFEST_NAME} nor folders named checkpoint-STEP; give a "
+            f"checkpoint's folder, or the output_dir of a run{_others(output_dir)}"
+        )
+    repair = repair and holder_of(directory) is None
+    found = newest_valid(directory, logger.warning, repair=repair, check=check)
+    if found is None:
+        raise ValueError(
+            f"{given} holds no checkpoint that is whole (the log says why of each of the {len(there)}); give another "
+            "folder, or leave it out to start from the beginning"
+        )
+    return found
+
+
+def _others(output_dir: Path) -> str:
+    """The checkpoints that there are, for people who misspelled one."""
+    names = [directory.name for directory in find_checkpoints(output_dir)]
+    return f"; there are {', '.join(names[-3:])} in {output_dir}" if names else ""
+
+
+def check_same_run(run: Run, trainer: Mapping[str, Any], data_state: Mapping[str, Any] | None, directory: Path) -> None:
+    """Refuses a checkpoint of another training.
+
+    Args:
+        run: The run, its optimizer made.
+        trainer: What the checkpoint keeps of the training.
+        data_state: What it keeps of an iterable dataset.
+        directory: The checkpoint.
+
+    Raises:
+        ValueError: If dataset, seed, optimizer or number of workers differ, naming both.
+    """
+    length, saved = dataset_length(run.train_dataset), trainer["dataset_length"]
+    if length != saved:
+        raise ValueError(
+            f"train_dataset has {length} samples, but {directory} was made with {saved}: which were seen cannot be "
+            f"told; give the same dataset, or {_ANEW}"
+        )
+    if run.args.seed != trainer["seed"]:
+        raise ValueError(
+            f"seed={run.args.seed}, but {directory} was made with seed={trainer['seed']}: the order of samples would "
+            "change; resume with the same seed"
+        )
+    if data_state is not None:
+        check_workers(len(data_state["workers"]), run.args.dataloader_num_workers)
+    _check_same_kind("optimizer", run.optimizer, trainer, directory)
+
+
+def dataset_length(dataset: Any) -> int | None:
+    """Samples of a dataset; None where it does not say."""
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
+def _check_same_kind(role: str, made: Any, trainer: Mapping[str, Any], directory: Path) -> None:
+    if (name := type(made).__name__) != trainer[role]:
+        raise ValueError(
+            f"the {role} is {name}, but {directory} was made with {trainer[role]}; resume with that one, or {_ANEW}"
+        )
+
+
+def fitting_optimizer_state(run: Run, directory: Path) -> dict[str, Any]:
+    """The state of a checkpoint's optimizer, once it is known to fit; nothing is written.
+
+    Raises:
+        ValueError: If it is the state of other parameters, or the schedule is of another kind.
+    """
+    assert run.optimizer is not None
+    _check_same_kind("lr_scheduler", run.lr_scheduler, read_state(directory, "trainer") or {}, directory)
+    saved: dict[str, Any] = read_state(directory, "optimizer") or {}
+    try:
+        groups = described_groups(saved)
+    except ValueError as error:
+        raise CheckpointError(f"{directory} is damaged: {error}") from error
+    sizes = [[len(group["params"]) for group in each] for each in (run.optimizer.param_groups, groups)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"the optimizer has groups of {sizes[0]} parameters, but {directory} was made with {sizes[1]}; resume with "
+            f"the same parameters frozen and the same weight_decay, or {_ANEW}"
+        )
+    for own, group in zip(run.optimizer.param_groups, groups, strict=True):
+        names = own.get("param_names") or [None] * len(own["params"])
+        for name, other in zip(names, group["params"], strict=True):
+            if None not in (name, other["name"]) and name != other["name"]:
+                raise ValueError(
+                    f"the optimizer has {name!r} where {directory} has {other['name']!r}; resume with the parameters "
+                    f"in the same order, or {_ANEW}"
+                )
+    _check_shapes(run.optimizer, saved, groups, directory)
+    return saved
+
+
+def _check_shapes(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], groups: list[dict[str, Any]], directory: Path
+) -> None:
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    described = [each for group in groups for each in group["params"]]
+    for number, (parameter, other) in enumerate(zip(parameters, described, strict=True)):
+        if [*parameter.shape] != other["shape"]:
+            raise ValueError(
+                f"the optimizer's parameter {number} is of shape {[*parameter.shape]}, but in {directory} of "
+                f"{other['shape']}; resume with the parameters in the same order, or {_ANEW}"
+            )
+        if type(optimizer).__module__.startswith("torch.optim"):
+            _check_state_shapes(parameter, saved["state"].get(number, {}), number, directory)
+
+
+def _check_state_shapes(parameter: torch.Tensor, state: Mapping[str, Any], number: int, directory: Path) -> None:
+    """Whether what torch's optimizers keep, of a parameter's shape or a row or column of it, is of this parameter."""
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor) or value.ndim == 0:
+            continue
+        if value.ndim != parameter.ndim or any(
+            size not in (1, of) for size, of in zip(value.shape, parameter.shape, strict=True)
+        ):
+            raise CheckpointError(
+                f"{directory} is damaged: the {name!r} of the optimizer's parameter {number}, which is of shape "
+                f"{[*parameter.shape]}, is of {[*value.shape]}"
+            )
+
+
+def load_optimizer(run: Run, saved: dict[str, Any], directory: Path) -> None:
+    """Gives the optimizer its state, and the scheduler the checkpoint's."""
+    optimizer, scheduler = run.optimizer, run.lr_scheduler
+    assert optimizer is not None
+    load_optimizer_state(optimizer, saved)
+    try:
+        scheduler.load_state_dict(read_state(directory, "lr_scheduler"))
+    except Exception as error:
+        raise ValueError(
+            f"the {type(scheduler).__name__} does not take the state in {directory}: {type(error).__name__}: {error}; "
+            f"resume with the same schedule, or {_ANEW}"
+        ) from error
+    if isinstance(scheduler, LambdaLR):  # else the next step would have the rate of the former length
+        for group, peak, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+            group["lr"] = peak * factor(scheduler.last_epoch)
+
+
+def report_changes(run: Run, plan: Plan, earlier: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
+    """Says what is not as it was: the layout, other arguments, and those of them that have no effect any more.
+
+    Args:
+        run: The run, at the step where it goes on.
+        plan: Its plan.
+        earlier: What the checkpoint was written under: the plan's state, and the arguments.
+    """
+    _report_layout(run, plan, earlier[0])
+    now, saved_args = run.args.to_dict(), earlier[1]
+    changed = {name: (saved_args[name], now[name]) for name in now if name in saved_args}
+    changed = {name: (old, new) for name, (old, new) in changed.items() if old != new}
+    kept = [name for name in changed if name in _IN_THE_OPTIMIZER]
+    told = [name for name in changed if name not in kept and name not in _IN_THE_LAYOUT]
+    if told:
+        logger.info("resumed with other arguments: %s", _described(changed, told))
+    if kept:
+        logger.warning(
+            "%s changed, but the optimizer goes on with the checkpoint's values; start anew from the weights to change "
+            "them", _described(changed, kept),
+        )  # fmt: skip
+
+
+def _described(changed: Mapping[str, tuple[Any, Any]], names: list[str]) -> str:
+    return ", ".join(f"{name} {changed[name][0]!r} -> {changed[name][1]!r}" for name in names)
+
+
+def _report_layout(run: Run, plan: Plan, saved: Mapping[str, Any]) -> None:
+    """One sentence about another number of processes, batch size or accumulation, and what follows."""
+    now, changes = plan.state_dict(), []
+    for name, text in (
+        ("processes", "on {} processes instead of {}"),
+        ("batch_size", "with batches of {} samples instead of {}"),
+        ("accumulation", "with {} of them a step instead of {}"),
+    ):
+        if now[name] != saved[name]:
+            changes.append(text.format(now[name], saved[name]))
+    if not changes:
+        return
+    window, before = plan.layout.window, saved["processes"] * saved["batch_size"] * saved["accumulation"]
+    samples = f"{window} samples a step " + ("as before" if window == before else f"instead of {before}")
+    schedule = ""
+    if isinstance(run.lr_scheduler, Schedule) and run.args.max_steps < 0:
+        schedule = f"; the schedule goes on at step {plan.place} of {plan.length}"
+        given, scaled = step_numbers(run.args), step_numbers(plan.scheduled(run.args))
+        schedule += "".join(
+            f", in which {name}={steps} are {scaled[name]}" for name, steps in given.items() if steps != scaled[name]
+        )
+    left = max(0, plan.end - run.state.step)
+    logger.info("resumed %s, %s: %d steps are left%s", ", ".join(changes), samples, left, schedule)
+    if window != before and not isinstance(run.lr_scheduler, (Schedule, ReduceLROnPlateau)):
+        warn(
+            f"lr_scheduler is a {type(run.lr_scheduler).__name__} of your own, which counts steps: those taken had "
+            f"{before} samples, those to come have {window}",
+        )

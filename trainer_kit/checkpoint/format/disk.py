@@ -1,0 +1,246 @@
+"""Files and folders that are on the disk when a function returns.
+
+Every write, fsync and rename of a checkpoint is made here. Errors are OSErrors that name the file and keep the number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from trainer_kit.checkpoint.format.json_files import JSON_BYTES, JSON_VALUES, is_too_large
+from trainer_kit.checkpoint.format.manifest import STAGING_PREFIX, FileEntry
+
+_CHUNK_BYTES = 2**22
+_SMALL_BYTES = 2**16  # smaller pieces are gathered: a system call costs more than a copy of them
+_AHEAD_BYTES = 2**25
+# How file systems say that they do not know an fsync (of folders), or the renaming of folders.
+_NO_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+_NO_RENAME = {errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+_NO_RENAME_REMEDY = "the file system forbids it or does not rename folders in one step; use another output_dir"
+
+_logger = logging.getLogger("trainer_kit")
+_warned: set[tuple[Path, str]] = set()
+
+
+def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
+    """Writes a file: it is there whole and flushed to the disk, or as it was before.
+
+    Args:
+        path: A file that is there already is replaced. Its name is on the disk after `fsync_directory` only.
+        pieces: Its content in order, by single bytes; each is asked for when those before it are written.
+
+    Raises:
+        OSError: If the disk is full or cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with _naming(temporary):
+            entry = _write_new(temporary, pieces)
+            os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    return entry
+
+
+def write_json(path: Path, value: Any, indent: int | None = 2) -> FileEntry:
+    """Writes strict JSON as `write_file` does.
+
+    Raises:
+        ValueError: If it is more than `read_json` takes.
+        OSError: If the disk is full or cannot be written.
+    """
+    content = (json.dumps(value, indent=indent, allow_nan=False) + "\n").encode()
+    if is_too_large(content):
+        raise ValueError(
+            f"{path} would hold more than {JSON_BYTES} bytes or {JSON_VALUES} values; keep long lists as tensors"
+        )
+    return write_file(path, [content])
+
+
+def make_folders(directory: Path) -> None:
+    """Makes a folder and those above it, where they are missing."""
+    os.makedirs(directory, exist_ok=True)
+
+
+def make_run_folder(directory: Path) -> None:
+    """Makes the folder of a run, and those above it, and flushes that they are there."""
+    missing = [each for each in (directory, *directory.parents) if not each.exists()]
+    make_folders(directory)
+    for each in reversed(missing):
+        # Those above need not be readable, and are not the run's matter.
+        with contextlib.suppress(OSError), _opened(each.parent) as descriptor:
+            os.fsync(descriptor)
+
+
+def make_writable_folder(path: str | Path) -> Path:
+    """The folder, made where it is missing.
+
+    Raises:
+        ValueError: If nothing can be written there.
+    """
+    folder = Path(path)
+    try:
+        make_run_folder(folder)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"x")
+    except OSError as error:
+        raise ValueError(f"output_dir={str(path)!r} cannot be written: {error}") from error
+    return folder
+
+
+def fsync_directory(directory: Path) -> None:
+    """Flushes the entries of a folder (which files it holds) to the disk."""
+    if os.name == "nt":  # folders cannot be opened there, and need not be
+        return
+    with _naming(directory), _opened(directory) as descriptor:
+        _fsync(descriptor, directory)
+
+
+def rename_folder(source: Path, target: Path) -> None:
+    """Renames a folder, which has to happen in one step.
+
+    A file system that copies and deletes instead is noticed where it fails, leaves the source behind, or gives the
+    folder another number. One that hides all of that is not.
+
+    Raises:
+        OSError: If the folder cannot be renamed or is not where it should be afterwards.
+    """
+    number, names = os.stat(source).st_ino, set(os.listdir(source))
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        if error.errno not in _NO_RENAME:
+            raise
+        reason = f"{error.strerror} ({_NO_RENAME_REMEDY})"
+        raise OSError(error.errno, reason, str(source), None, str(target)) from error
+    if os.path.lexists(source) or set(os.listdir(target)) != names:
+        raise OSError(errno.EIO, f"Not renamed as a whole ({_NO_RENAME_REMEDY})", str(source), None, str(target))
+    if os.stat(target).st_ino != number:
+        _warn_once(
+            target.parent,
+            "a folder that was renamed became another one, so its file system seems to copy instead: a kill at that "
+            "moment may leave a checkpoint in parts, which is passed over for the one before; use another output_dir",
+        )
+
+
+def remove_folder(directory: Path) -> None:
+    """Removes a folder that nobody needs any more; where that fails, a warning says so and the run goes on."""
+    try:
+        shutil.rmtree(directory)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        _logger.warning("%s could not be removed and still takes up disk space: %s", directory, error)
+
+
+def _write_new(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
+    digest, size, started = xxhash.xxh3_64(), 0, 0
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        for chunk in _chunks(pieces):
+            digest.update(chunk)
+            _write(descriptor, chunk)
+            size += len(chunk)
+            if size - started >= _AHEAD_BYTES:
+                _start_writing(descriptor)
+                started = size
+        _fsync(descriptor, path)
+    finally:
+        os.close(descriptor)
+    return FileEntry(size, digest.hexdigest())
+
+
+def _chunks(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    """The same bytes in parts that are neither small nor large; large pieces are not copied."""
+    gathered = bytearray()
+    for piece in pieces:
+        if len(piece) < _SMALL_BYTES:
+            gathered += piece
+            if len(gathered) < _CHUNK_BYTES:
+                continue
+        if gathered:
+            yield memoryview(gathered)
+            gathered = bytearray()
+        if len(piece) >= _SMALL_BYTES:
+            view = memoryview(piece)
+            yield from (view[start : start + _CHUNK_BYTES] for start in range(0, len(view), _CHUNK_BYTES))
+    if gathered:
+        yield memoryview(gathered)
+
+
+def _write(descriptor: int, content: memoryview) -> None:
+    """Writes all of it: one call may write less, as it does where the space ends."""
+    while content:
+        written = os.write(descriptor, content)
+        if written == 0:
+            raise OSError(errno.EIO, "Nothing is written, for no reason given")
+        content = content[written:]
+
+
+def _start_writing(descriptor: int) -> None:
+    """Lets the disk begin with what is written so far, and the memory go of what is there.
+
+    Else much of a large file waits in the system's memory for the fsync.
+    """
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):  # it is advice
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@contextlib.contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _fsync(descriptor: int, path: Path) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FSYNC:
+            raise
+        _warn_once(
+            _lasting(path),
+            f"its file system does not flush to the disk when asked (fsync: {error.strerror}), so a power cut could "
+            "lose the newest checkpoint, and training would go on from the one before",
+        )
+
+
+def _lasting(path: Path) -> Path:
+    """The folder that stays: that of the run for what is still staged."""
+    staging = (folder.parent for folder in (path, *path.parents) if folder.name.startswith(STAGING_PREFIX))
+    return next(staging, path if path.is_dir() else path.parent)
+
+
+def _warn_once(folder: Path, text: str) -> None:
+    if (folder, text) not in _warned:
+        _warned.add((folder, text))
+        _logger.warning("%s: %s", folder, text)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors of calls that know a descriptor only name the file too."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error

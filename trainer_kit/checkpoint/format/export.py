@@ -1,0 +1,118 @@
+"""A model for use: its weights, and the files that transformers' `from_pretrained` wants where it can load them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import re
+import tempfile
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer_kit.checkpoint.format.disk import make_folders, write_file
+from trainer_kit.checkpoint.format.json_files import read_json
+from trainer_kit.checkpoint.format.manifest import list_files
+from trainer_kit.checkpoint.format.pretrained import has_own_format, is_transformers_model, why_not_pretrained
+from trainer_kit.checkpoint.format.safetensors_writer import ToHost, save_tensors
+from trainer_kit.errors import CheckpointError
+from trainer_kit.utils.wrappers import without_wrappers
+
+logger = logging.getLogger("trainer_kit")
+
+CONFIG_NAME = "config.json"
+_RUST_ERROR = re.compile(r"\(os error (\d+)\)$")
+
+
+_warned: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Models whose missing configuration was explained."""
+
+
+def pretrained_files(model: torch.nn.Module, processing_class: Any) -> dict[str, bytes]:
+    """The configuration and the tokenizer's or processor's files, where there are any.
+
+    A configuration from which `from_pretrained` would make another model than the one whose weights lie in the folder
+    is left out, with one sentence in the log.
+
+    Tokenizers are no safe thing to use in two threads at a time: call this where they are used.
+
+    Returns:
+        Their contents by their path in a model's folder, with forward slashes.
+
+    Raises:
+        OSError: If they cannot be written to the folder for temporary files, from which their contents are taken.
+    """
+    with tempfile.TemporaryDirectory(prefix="trainer_kit-") as folder:
+        try:
+            _save_pretrained(model, processing_class, Path(folder))
+        except OSError:
+            raise
+        except Exception as error:
+            # The tokenizers' own code raises a plain Exception on a full disk: "No space left on device (os error 28)".
+            if not (found := _RUST_ERROR.search(str(error))):
+                raise
+            number = int(found[1])
+            raise OSError(number, os.strerror(number), folder) from error
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in list_files(Path(folder))}
+
+
+def _save_pretrained(model: torch.nn.Module, processing_class: Any, directory: Path) -> None:
+    model = without_wrappers(model)
+    if _is_readable(model):
+        config: Any = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(directory)
+        generation_config = getattr(model, "generation_config", None)
+        if generation_config is not None and hasattr(generation_config, "save_pretrained"):
+            generation_config.save_pretrained(directory)
+    if processing_class is not None and hasattr(processing_class, "save_pretrained"):
+        processing_class.save_pretrained(directory)
+
+
+def _is_readable(model: torch.nn.Module) -> bool:
+    """Whether `from_pretrained` loads the model's weights under its own names; if not, the log says why once."""
+    reason = why_not_pretrained(model)
+    if reason is not None and model not in _warned:
+        _warned.add(model)
+        logger.warning(
+            "weights are written without %s, so that from_pretrained does not load them: %s; load them with "
+            "trainer_kit.load_checkpoint_in_model(model, folder)%s",
+            CONFIG_NAME,
+            reason,
+            ", or save the model by its own save_pretrained(folder)" if has_own_format(model) else "",
+        )
+    return reason is None and is_transformers_model(model)
+
+
+def _remove_other_configuration(directory: Path) -> None:
+    """Removes a transformers configuration that belongs to the model whose weights are replaced in this folder."""
+    path = directory / CONFIG_NAME
+    try:
+        content = read_json(path)
+    except CheckpointError:
+        return  # none, or none of transformers
+    if isinstance(content, dict) and "model_type" in content:
+        path.unlink()
+        logger.warning("%s was removed: it belonged to the model that %s held before", path, directory)
+
+
+def save_model_folder(
+    directory: Path,
+    state: Mapping[str, torch.Tensor],
+    model: torch.nn.Module,
+    processing_class: Any,
+    max_shard_size: int | str,
+    to_host: ToHost = torch.Tensor.cpu,
+) -> None:
+    """Writes a model folder; each file of a model that is there already is replaced once the new one is whole."""
+    files = pretrained_files(model, processing_class)
+    for name, content in files.items():
+        make_folders((directory / name).parent)
+        write_file(directory / name, [content])
+    if CONFIG_NAME not in files:
+        _remove_other_configuration(directory)
+    save_tensors(state, directory, max_shard_size=max_shard_size, to_host=to_host)

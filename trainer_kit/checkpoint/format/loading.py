@@ -1,0 +1,216 @@
+"""Loading saved weights into a model, in place."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME, Manifest
+from trainer_kit.checkpoint.format.safetensors_reader import Source, load_source, read_header, sources
+from trainer_kit.checkpoint.format.safetensors_writer import is_file_of, storage_key
+from trainer_kit.errors import CheckpointError
+from trainer_kit.utils.pytree import repeated_dimensions
+from trainer_kit.utils.wrappers import without_wrappers
+
+_SHOWN = 3
+
+Device = str | int | torch.device
+
+
+def load_checkpoint_in_model(
+    model: torch.nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Device | Mapping[str, Device] | None = None,
+    *,
+    strict: bool = True,
+    stem: str = "model",
+) -> None:
+    """Loads weights into a model, in place and file by file.
+
+    Weights on the host and of the model's dtype are read straight into it; for others the host needs memory for the
+    largest file. Names and shapes are compared before anything is written. Weights are cast to the model's dtypes,
+    tied ones stay tied; a name missing from the files is no error where the model ties it to one that is there.
+
+    Args:
+        model: On any device.
+        device_map: Where the model is moved then: a device, or devices by name of a module or parameter, of which the
+            longest name decides and `""` means all. On several devices the model runs only with what sends its
+            activations between them, as accelerate's `dispatch_model`. None leaves it where it is.
+        checkpoint: A checkpoint of trainer_kit (whose weights are then compared with their checksums), a folder that
+            `save_model` or `save_pretrained` wrote, or one `.safetensors` file.
+        strict: Whether names that only the model or only the files have are an error.
+        stem: How the names of the files in a folder begin.
+
+    Raises:
+        CheckpointError: If files are missing or damaged.
+        ValueError: If the weights are of another model, naming the first tensors that differ; or if `device_map` names
+            what the model does not have, leaves a part of it out, or puts one on the disk.
+    """
+    places = [] if device_map is None else _places(model, device_map)
+    load_weights(model, Path(checkpoint), strict, stem, is_verified=False)
+    for part, device in places:
+        if isinstance(part, torch.nn.Module):
+            part.to(device)
+        else:
+            part.data = part.data.to(device)
+
+
+def _places(
+    model: torch.nn.Module, device_map: Device | Mapping[str, Device]
+) -> list[tuple[torch.nn.Module | torch.Tensor, torch.device]]:
+    """The parts of the model with their devices, the whole before what is in it.
+
+    Raises:
+        ValueError: If a name or device is not known, or a part of the model has none.
+    """
+    devices = device_map if isinstance(device_map, Mapping) else {"": device_map}
+    tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    parts: dict[str, torch.nn.Module | torch.Tensor] = {**dict(model.named_modules(remove_duplicate=False)), **tensors}
+    kind, places = type(model).__name__, []
+    for name, device in sorted(devices.items(), key=lambda item: len(item[0])):
+        if name not in parts:
+            raise ValueError(f"device_map names {name!r}, which is no module or parameter of this {kind}")
+        if device == "disk":
+            raise ValueError(f"device_map puts {name!r} on 'disk', but weights stay in memory; name a device, or 'cpu'")
+        try:
+            places.append((parts[name], torch.device(device)))
+        except RuntimeError as error:
+            raise ValueError(f"device_map puts {name!r} on {device!r}, which is no device: {error}") from error
+    for name in tensors:
+        if not any(name == each or name.startswith(f"{each}.") or not each for each in devices):
+            raise ValueError(f"device_map has no device for {name!r} of this {kind}; '' stands for the whole model")
+    return places
+
+
+def load_weights(
+    model: torch.nn.Module, checkpoint: Path, strict: bool = True, stem: str = "model", *, is_verified: bool
+) -> None:
+    """Does what `load_checkpoint_in_model` does.
+
+    Args:
+        model: See there.
+        checkpoint: See there.
+        strict: See there.
+        stem: See there.
+        is_verified: Whether `newest_valid` or `verify` has just read the checkpoint and found it whole.
+    """
+    found, model = _find(checkpoint, stem, is_verified), without_wrappers(model)
+    state = _tensors_of(model)
+    _compare(state, _shapes(found), checkpoint, type(model).__name__, strict)
+    for source in found:
+        loaded = load_source(source, into=_readable_into(state, source))
+        for name in [name for name in loaded if name in state and repeated_dimensions(state[name])]:
+            _fill_repeated(state[name], loaded.pop(name), name, checkpoint)
+        model.load_state_dict(loaded, strict=False)
+
+
+def check_weights(model: torch.nn.Module, checkpoint: Path) -> None:
+    """Refuses a verified checkpoint of another model, from the headers of its files.
+
+    Raises:
+        ValueError: Naming the first tensors that differ.
+    """
+    found, model = _find(checkpoint, "model", is_verified=True), without_wrappers(model)
+    _compare(_tensors_of(model), _shapes(found), checkpoint, type(model).__name__, strict=True)
+
+
+def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers themselves: load_state_dict has nothing to copy where they are what it is given."""
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+
+
+def _readable_into(state: Mapping[str, torch.Tensor], source: Source) -> dict[str, torch.Tensor]:
+    """Those of the model's tensors that the file's bytes can be read into as they are."""
+    found = {
+        name: state[name]
+        for name, entry in source.entries.items()
+        if name in state and state[name].dtype == entry.dtype and _is_plain(state[name])
+    }
+    # Several tensors that the model ties would be read into one memory at the same time.
+    users = Counter(tensor.data_ptr() for tensor in found.values())
+    return {name: tensor for name, tensor in found.items() if users[tensor.data_ptr()] == 1}
+
+
+@torch.no_grad()
+def _fill_repeated(tensor: torch.Tensor, values: torch.Tensor, name: str, checkpoint: Path) -> None:
+    """Writes the elements that lie in memory once, which `copy_` refuses to do for all of them."""
+    once, first = tensor, values
+    for dimension in repeated_dimensions(tensor):
+        once, first = once.narrow(dimension, 0, 1), first.narrow(dimension, 0, 1)
+    same_bits = torch.equal(*(each.contiguous().view(torch.uint8) for each in (first.expand_as(values), values)))
+    if not same_bits:
+        raise ValueError(
+            f"{name!r} repeats one value in memory (expand), but {checkpoint} holds values that differ; give the model "
+            "a tensor of its own there (clone)"
+        )
+    once.copy_(first)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    is_own_type = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return (
+        is_own_type
+        and tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _find(checkpoint: Path, stem: str, is_verified: bool) -> list[Source]:
+    if checkpoint.is_file():
+        if checkpoint.suffix != ".safetensors":
+            raise CheckpointError(f"{checkpoint} is no .safetensors file; files that are pickles are never read")
+        return [read_header(checkpoint)]
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"{checkpoint} does not exist")
+    if not (checkpoint / MANIFEST_NAME).exists():
+        return sources(checkpoint, stem)
+    manifest = Manifest.read(checkpoint)
+    listed = [name for name in manifest.files if is_file_of(name, stem)]
+    if not is_verified:
+        manifest.check(checkpoint, listed)
+    return sources(checkpoint, stem, listed)
+
+
+def _shapes(found: list[Source]) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors in the files, under their stored names and their aliases."""
+    return {name: shape for source in found for name, shape in source.shapes.items()}
+
+
+def _compare(
+    state: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    checkpoint: Path,
+    model_name: str,
+    strict: bool,
+) -> None:
+    empty = next((name for name, tensor in state.items() if tensor.is_meta), None)
+    if empty is not None:
+        raise ValueError(f"{empty!r} of this {model_name} is on the device 'meta', which holds nothing; use to_empty()")
+    present = {storage_key(tensor) for name, tensor in state.items() if name in shapes}
+    missing = [name for name, tensor in state.items() if name not in shapes and storage_key(tensor) not in present]
+    unexpected = [name for name in shapes if name not in state]
+    other = [
+        f"{name!r} is of shape {list(shapes[name])} there and {list(tensor.shape)} in the model"
+        for name, tensor in state.items()
+        if name in shapes and tuple(tensor.shape) != shapes[name]
+    ]
+    problems = [_list("of other shape: ", other)]
+    if strict:
+        problems += [_list("missing there: ", map(repr, missing)), _list("not in the model: ", map(repr, unexpected))]
+    if any(problems):
+        reasons = "; ".join(problem for problem in problems if problem)
+        raise ValueError(f"{checkpoint} holds the weights of another model than this {model_name}: {reasons}")
+
+
+def _list(title: str, items: Any) -> str:
+    """The first few items and how many more there are; nothing where there are none."""
+    items = list(items)
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return f"{title}{', '.join(items[:_SHOWN])}{more}" if items else ""

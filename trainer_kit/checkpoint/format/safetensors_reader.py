@@ -1,0 +1,290 @@
+"""Reading tensors from safetensors files, and the index that leads to several of them.
+
+Nothing in a file is believed before it is compared with the file's size. The tensors are read, not mapped: a file on a
+failing disk, or one that somebody cuts short meanwhile, is an error and not the end of the process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer_kit.checkpoint.format.json_files import JSON_BYTES, inside, parse_json, read_json
+from trainer_kit.checkpoint.format.safetensors_writer import AS_REAL, COMPLEX, DTYPE_NAMES, RESERVED
+from trainer_kit.errors import CheckpointError, UnreadableError
+
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_AS_COMPLEX = {real: dtype for dtype, real in AS_REAL.items()}
+_MOST_DIMENSIONS = 64
+_PIECE_BYTES = 2**25
+
+Tensors = Mapping[str, torch.Tensor]
+Listed = Collection[str]
+"""The names of the files that a manifest lists, from the checkpoint's folder: what else lies there is not read."""
+
+
+def load_tensors(directory: Path, stem: str = "model") -> dict[str, torch.Tensor]:
+    """Loads what `save_tensors` or the Hub's tools saved; tied names share one tensor.
+
+    Raises:
+        CheckpointError: If files are missing or damaged, or an index names files outside `directory`.
+    """
+    loaded: dict[str, torch.Tensor] = {}
+    for source in sources(directory, stem):
+        loaded.update(load_source(source))
+    return loaded
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies in its file: `start` and `nbytes` are in bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """One safetensors file: its tensors in the file's order, and its aliases as {name: stored name}."""
+
+    path: Path
+    entries: Mapping[str, Entry]
+    aliases: Mapping[str, str]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor, under its stored name and its aliases."""
+        shapes = {name: entry.shape for name, entry in self.entries.items()}
+        return shapes | {alias: shapes[target] for alias, target in self.aliases.items()}
+
+
+def sources(directory: Path, stem: str, listed: Listed | None = None) -> list[Source]:
+    """The files under `stem` in `directory`, their headers read and compared with the index.
+
+    Args:
+        directory: The folder.
+        stem: How the files' names begin; "state/optimizer" is in a folder inside.
+        listed: Files that may be read, where not all.
+
+    Raises:
+        CheckpointError: If there are none, or one is missing or damaged.
+    """
+    single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
+    if _is_there(directory, single, listed):
+        return [read_header(inside(directory, single, listed is None))]
+    if not _is_there(directory, index, listed):
+        there = sorted(path.name for path in directory.glob("*") if path.suffix in (".safetensors", ".bin", ".pt"))
+        hint = f"; it holds {', '.join(there[:3])}" if there else ""
+        raise CheckpointError(f"{directory} has neither {single} nor {index}{hint}")
+    return _sharded(directory, index, listed)
+
+
+def _is_there(directory: Path, name: str, listed: Listed | None) -> bool:
+    path = inside(directory, name, listed is None)
+    return path.exists() if listed is None else name in listed
+
+
+def _sharded(directory: Path, index_name: str, listed: Listed | None) -> list[Source]:
+    index = inside(directory, index_name, listed is None)
+    content = read_json(index)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index} is damaged: it has no weight_map of files' names")
+    folder = index_name.rpartition("/")[0]
+    holder: dict[str, str] = {}
+    found = []
+    for name in dict.fromkeys(weight_map.values()):
+        path = inside(index.parent, name, listed is None)
+        if listed is not None and (f"{folder}/{name}" if folder else name) not in listed:
+            raise CheckpointError(f"{index} names {name}, which the manifest does not list; do not trust it")
+        source = read_header(path)
+        for tensor in (*source.entries, *source.aliases):
+            if holder.setdefault(tensor, name) != name:
+                raise CheckpointError(f"{index} is damaged: {tensor!r:.80} is in {holder[tensor]} and in {name}")
+        found.append(source)
+    for tensor, name in weight_map.items():
+        if holder.get(tensor) != name:
+            raise CheckpointError(f"{index} says that {tensor!r:.80} is in {name}, which does not hold it")
+    return found
+
+
+def read_header(path: Path) -> Source:
+    """What a safetensors file holds, without reading the tensors.
+
+    Raises:
+        CheckpointError: If the file is missing or damaged, or its header claims what the file does not hold.
+    """
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is no plain file")
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise CheckpointError(f"{path} is damaged or no safetensors file: it has only {size} bytes")
+            content = file.read(min(length, JSON_BYTES + 1))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        raise UnreadableError(f"{path} cannot be read: {error.strerror}") from error
+    header = parse_json(content, path)
+    try:
+        return _source(path, header, 8 + length, size)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged or no safetensors file: {error}") from error
+
+
+def _source(path: Path, header: Any, start: int, size: int) -> Source:
+    """What a header says, if all of it fits the file.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if not isinstance(header, dict):
+        raise ValueError("its header is no object")
+    metadata = header.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its metadata are no strings")
+    entries = {name: _entry(name, fields, start) for name, fields in header.items()}
+    entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)))
+    end = start
+    for name, entry in entries.items():
+        if entry.start != end:
+            raise ValueError(f"the tensor {name!r:.80} overlaps another, or nothing lies before it")
+        end += entry.nbytes
+    if end != size:
+        raise ValueError(f"its tensors end at byte {end}, it ends at byte {size}")
+    for name in _complex_names(metadata, path):
+        if name in entries:
+            entries[name] = _as_complex(name, entries[name])
+    aliases = {
+        alias: target
+        for alias, target in metadata.items()
+        if target in entries and alias not in entries and alias not in RESERVED
+    }
+    return Source(path, entries, aliases)
+
+
+def _entry(name: str, fields: Any, start: int) -> Entry:
+    if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"the tensor {name!r:.80} has no dtype, shape and data_offsets")
+    shape, offsets = fields["shape"], fields["data_offsets"]
+    if not (_are_sizes(shape) and len(shape) <= _MOST_DIMENSIONS and _are_sizes(offsets) and len(offsets) == 2):
+        raise ValueError(f"the tensor {name!r:.80} has a shape or data_offsets that make no sense")
+    dtype = _DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
+    if dtype is None:
+        raise ValueError(f"the tensor {name!r:.80} is of dtype {fields['dtype']!r:.50}, which is not known here")
+    nbytes = math.prod(shape) * dtype.itemsize
+    # torch's strides take a size of 0 for 1.
+    if nbytes != offsets[1] - offsets[0] or math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 2**63:
+        raise ValueError(f"the tensor {name!r:.80} has a shape that does not fit its data_offsets")
+    return Entry(dtype, tuple(shape), start + offsets[0], nbytes)
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
+
+
+def _complex_names(metadata: Mapping[str, str], path: Path) -> list[str]:
+    names = parse_json(metadata.get(COMPLEX, "[]").encode(errors="replace"), path)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"its metadata {COMPLEX!r} are no names")
+    return names
+
+
+def _as_complex(name: str, entry: Entry) -> Entry:
+    if entry.dtype not in _AS_COMPLEX or entry.shape[-1:] != (2,):
+        raise ValueError(f"the tensor {name!r:.80} holds no complex numbers, as its metadata say")
+    return dataclasses.replace(entry, dtype=_AS_COMPLEX[entry.dtype], shape=entry.shape[:-1])
+
+
+def load_source(source: Source, into: Tensors | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of one file, each in memory of its own, under their stored names and their aliases.
+
+    Args:
+        source: The file.
+        into: Tensors by stored name to read into, which are then among those returned; contiguous, on the CPU, of the
+            stored shape and dtype.
+
+    Raises:
+        CheckpointError: If the file cannot be read, or is shorter than when its header was read.
+    """
+    loaded = _read(source.path, source.entries, into or {})
+    return loaded | {alias: loaded[target] for alias, target in source.aliases.items()}
+
+
+def outline(source: Source) -> dict[str, torch.Tensor]:
+    """The same tensors without their values, on the device "meta"."""
+    empty = {name: _empty(entry, "meta") for name, entry in source.entries.items()}
+    return empty | {alias: empty[target] for alias, target in source.aliases.items()}
+
+
+def load_tensor(source: Source, name: str) -> torch.Tensor:
+    """One tensor of a file, by its stored name or an alias.
+
+    Raises:
+        CheckpointError: As `load_source` does.
+    """
+    stored = source.aliases.get(name, name)
+    return _read(source.path, {stored: source.entries[stored]}, {})[stored]
+
+
+def _read(path: Path, entries: Mapping[str, Entry], into: Tensors) -> dict[str, torch.Tensor]:
+    """Several pieces at a time: reading lets other threads run."""
+    loaded = {name: into[name] if name in into else _empty(entry) for name, entry in entries.items()}
+    targets = ((entries[name].start, memoryview(_bytes_of(tensor))) for name, tensor in loaded.items())
+    try:
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            for _ in pool.map(lambda job: _read_into(path, job), _jobs(targets)):
+                pass
+    except OSError as error:
+        raise UnreadableError(f"{path} cannot be read: {error.strerror}") from error
+    for tensor in loaded.values():
+        if tensor.dtype == torch.bool:
+            tensor.view(torch.uint8).clamp_(max=1)  # torch's kernels rely on bools that are 0 or 1
+    return loaded
+
+
+def _empty(entry: Entry, device: str = "cpu") -> torch.Tensor:
+    if entry.dtype in AS_REAL:  # torch.empty warns of complex32
+        return torch.view_as_complex(torch.empty((*entry.shape, 2), dtype=AS_REAL[entry.dtype], device=device))
+    return torch.empty(entry.shape, dtype=entry.dtype, device=device)
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
+
+
+def _jobs(targets: Iterable[tuple[int, memoryview]]) -> Iterator[list[tuple[int, memoryview]]]:
+    """Divides what is to be read, and where to, into jobs of about `_PIECE_BYTES`, however large each target is."""
+    job, size = [], 0
+    for start, view in targets:
+        for begin in range(0, len(view), _PIECE_BYTES):
+            part = view[begin : begin + _PIECE_BYTES]
+            job.append((start + begin, part))
+            size += len(part)
+            if size >= _PIECE_BYTES:
+                yield job
+                job, size = [], 0
+    yield job
+
+
+def _read_into(path: Path, job: Iterable[tuple[int, memoryview]]) -> None:
+    with open(path, "rb", buffering=0) as file:
+        for start, view in job:
+            file.seek(start)
+            while view:
+                count = file.readinto(view)
+                if not count:
+                    raise CheckpointError(f"{path} was cut short while it was read")
+                view = view[count:]

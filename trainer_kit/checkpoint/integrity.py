@@ -1,0 +1,175 @@
+"""Whether a run can resume from a checkpoint: what trainer_kit and torch wrote into it makes sense in this run.
+
+Only a value that trainer_kit or an optimizer of torch's can never have makes a checkpoint damaged. What belongs to a
+user's own class is loaded as it is; where it does not fit, that is an error and no older checkpoint is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer_kit.checkpoint.format.discovery import read_outline
+from trainer_kit.checkpoint.format.manifest import STATE_FOLDER
+from trainer_kit.checkpoint.format.trainer_state import (
+    COUNT,
+    OBJECT,
+    CheckedFile,
+    Rule,
+    is_number,
+    read_data_state,
+    read_ledger,
+    verify_training,
+)
+from trainer_kit.data.map_loader import is_iterable
+from trainer_kit.data.sampling import parts, ranges
+from trainer_kit.errors import CheckpointError
+from trainer_kit.run import Run
+from trainer_kit.utils.optimizer_state import described_groups
+
+_NUMBERS = ("eps", "weight_decay", "momentum", "dampening", "alpha", "rho", "lr_decay", "momentum_decay")
+_PAIRS = ("betas", "etas", "step_sizes")
+_FLAGS = ("amsgrad", "maximize", "nesterov", "centered", "differentiable", "decoupled_weight_decay")
+"""Options of torch's optimizers whose values are known."""
+
+_MOST = 1e5
+_POSITIVE: Rule = (lambda value: is_number(value) and value > 0, "above 0")
+_SCALER: Mapping[str, Rule] = {
+    **dict.fromkeys(("scale", "growth_factor", "backoff_factor", "growth_interval"), _POSITIVE),
+    "_growth_tracker": COUNT,
+}
+
+
+def check_resumable(run: Run, directory: Path) -> None:
+    """Verifies a checkpoint, and compares what it keeps with what this run can be; no tensor is read for that.
+
+    What belongs to another training (a dataset of another length, another seed) is left to `check_same_run`.
+
+    Args:
+        run: The run, its optimizer made.
+        directory: The checkpoint.
+
+    Raises:
+        CheckpointError: Naming the file and the value that makes no sense.
+    """
+    trainer = verify_training(directory)
+    read_ledger(directory)
+    data = read_data_state(directory)
+    if data is None and not is_iterable(run.train_dataset) and len(run.train_dataset) == trainer["dataset_length"]:
+        _check_position(_file(directory, "trainer"), trainer["counters"], trainer["dataset_length"])
+    _check_optimizer(run.optimizer, trainer["optimizer"], directory)
+    if not (directory / STATE_FOLDER / "lr_scheduler.json").exists():
+        raise CheckpointError(f"{directory} is damaged: it lacks the state of the schedule")
+    read_outline(directory, "lr_scheduler")
+    _check_precision(run, directory)
+    callbacks = read_outline(directory, "callbacks")
+    if not isinstance(callbacks, dict):
+        raise CheckpointError(f"{directory} is damaged: it lacks the states of callbacks")
+    for name in run.stateful:
+        read_outline(directory, name)
+
+
+def _file(directory: Path, name: str) -> CheckedFile:
+    return CheckedFile(directory / STATE_FOLDER / f"{name}.json")
+
+
+def _check_position(file: CheckedFile, counters: Mapping[str, Any], length: int) -> None:
+    """Compares where a map-style dataset stands with the samples that were trained on.
+
+    In each epoch before this one less than half of the samples can have been left out (`dataloader_drop_last`).
+    """
+    epoch, position, cut = counters["epoch"], counters["position"], counters["passed_over"]
+    file.require(counters["epoch_length"] <= length, "counters.epoch_length", counters["epoch_length"],
+                 f"at most the {length} samples of the dataset")  # fmt: skip
+    file.require(position < length, "counters.position", position, f"below the {length} samples of an epoch")
+    here = _trained(0, position, ranges(cut, epoch))
+    earlier = {number for number, _, _ in cut if number < epoch}
+    whole = (epoch - len(earlier)) * length + sum(_trained(0, length, ranges(cut, number)) for number in earlier)
+    least, most = whole - epoch * ((length - 1) // 2) + here, whole + here
+    samples = counters["samples"]
+    allowed = f"as many as lie before epoch={epoch}, position={position}: {max(0, least)} to {most}"
+    file.require(least <= samples <= most, "counters.samples", samples, allowed)
+
+
+def _trained(start: int, stop: int, cut: list[tuple[int, int]]) -> int:
+    return sum(last - first for first, last in parts(start, stop, cut))
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer | None, kind: str, directory: Path) -> None:
+    """Checks what `optimizer_state` adds, and of an optimizer of torch's its groups and their options."""
+    file, state = _file(directory, "optimizer"), read_outline(directory, "optimizer")
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{file.path} is damaged or missing: it holds no state of an optimizer")
+    try:
+        described = described_groups(state)
+    except ValueError as error:
+        raise CheckpointError(f"{file.path} is damaged: {error}") from error
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.") and type(optimizer).__name__ == kind
+    if optimizer is None or not is_torchs:
+        return
+    file.check(state, {"state": OBJECT, "param_groups": (lambda value: isinstance(value, list), "a list")})
+    groups, first = state["param_groups"], 0
+    file.require(len(groups) == len(described), "param_groups", groups, f"{len(described)} groups")
+    for number, (group, other) in enumerate(zip(groups, described, strict=True)):
+        count = len(other["params"])
+        holds = isinstance(group, dict) and group.get("params") == [*range(first, first + count)]
+        file.require(holds, f"param_groups[{number}]", group, f"with the {count} parameters from {first} on")
+        names = group.get("param_names", [""] * count)
+        holds = isinstance(names, list) and len(names) == count and all(type(name) is str for name in names)
+        file.require(holds, f"param_groups[{number}].param_names", names, "a name for each parameter")
+        _check_rates(file, group, other["rates"], number)
+        _check_options(file, optimizer, group, number)
+        first += count
+    numbers = [each for each in state["state"] if type(each) is int]
+    allowed = f"of the {first} parameters in param_groups"
+    file.require(all(0 <= each < first for each in numbers), "state", numbers, allowed)
+
+
+def _check_rates(file: CheckedFile, group: Mapping[str, Any], rates: Mapping[str, Any], number: int) -> None:
+    """Compares a group's learning rates with those in the description, which were the same."""
+    for name in ("lr", "initial_lr"):
+        rate, same = group.get(name), rates.get(name)
+        if not isinstance(rate, torch.Tensor):  # one is on the device "meta"
+            file.require(repr(rate) == repr(same), f"param_groups[{number}].{name}", rate, f"{same!r}, as described")
+
+
+def _check_options(file: CheckedFile, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], number: int) -> None:
+    own = optimizer.param_groups[min(number, len(optimizer.param_groups) - 1)]
+    for name in (*_NUMBERS, *_PAIRS, *_FLAGS):
+        if name not in optimizer.defaults or name not in own:
+            continue
+        if name not in group:
+            if name in _FLAGS:  # an older torch had fewer; its optimizers add what lacks
+                continue
+            raise CheckpointError(f"{file.path} is damaged: it lacks param_groups[{number}].{name}")
+        value, place = group[name], f"param_groups[{number}].{name}"
+        if name in _FLAGS:
+            holds, allowed = value is None or (isinstance(value, int) and value in (0, 1)), "true or false"
+        elif name in _PAIRS:
+            holds, allowed = isinstance(value, (tuple, list)) and len(value) == len(own[name]), "two numbers"
+            holds = holds and all(map(_is_number, value, own[name]))
+        else:
+            holds, allowed = _is_number(value, own[name]), f"a number from 0 to {_MOST:g}"
+        file.require(holds, place, value, allowed)
+
+
+def _is_number(value: Any, own: Any) -> bool:
+    """Whether this is a number that an optimizer of torch's takes; any is allowed where its own is no number."""
+    if isinstance(value, torch.Tensor) or isinstance(own, bool) or not isinstance(own, Real):
+        return True
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    return value == own or (math.isfinite(value) and 0 <= float(value) <= _MOST)
+
+
+def _check_precision(run: Run, directory: Path) -> None:
+    """Checks the scale of fp16's gradients, and what it grows by."""
+    scaler = None if run.strategy.precision is None else run.strategy.precision.scaler
+    state = read_outline(directory, "precision")
+    if scaler is not None and state:
+        _file(directory, "precision").check(state, _SCALER)

@@ -1,0 +1,438 @@
+"""What a checkpoint keeps of a run, and how a run takes it up again."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import uuid
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer_kit.callback import Events
+from trainer_kit.checkpoint import (
+    CHECKPOINT_PREFIX,
+    Committed,
+    find_checkpoints,
+    load_checkpoint_in_model,
+    read_arguments,
+    read_state,
+    remove_stale_staging,
+    verify,
+)
+from trainer_kit.checkpoint.async_saver import Saver
+from trainer_kit.checkpoint.compatibility import (
+    check_same_run,
+    dataset_length,
+    find_checkpoint,
+    fitting_optimizer_state,
+    load_optimizer,
+    report_changes,
+)
+from trainer_kit.checkpoint.format.discovery import first_valid, is_of_run, read_outline
+from trainer_kit.checkpoint.format.disk import make_writable_folder
+from trainer_kit.checkpoint.format.loading import check_weights, load_weights
+from trainer_kit.checkpoint.format.safetensors_writer import refuse_unstorable
+from trainer_kit.checkpoint.format.trainer_state import read_committed, read_data_state, read_ledger, read_trainer
+from trainer_kit.checkpoint.integrity import check_resumable
+from trainer_kit.config.arguments import TrainingArguments
+from trainer_kit.data.iterable_loader import StreamLoader
+from trainer_kit.data.map_loader import TrainLoader
+from trainer_kit.data.run_length import Plan, make_plan
+from trainer_kit.optim import Schedule
+from trainer_kit.run import Run
+from trainer_kit.utils.optimizer_state import check_optimizer_state, optimizer_state
+from trainer_kit.utils.run_lock import RunLock
+from trainer_kit.utils.run_log import NAME as LOG
+from trainer_kit.utils.run_log import LogFile
+from trainer_kit.utils.user_warnings import warn
+
+logger = logging.getLogger("trainer_kit")
+
+OWN_STATES = ("trainer", "optimizer", "lr_scheduler", "precision", "callbacks", "data", "ledger")
+"""Names that `run.stateful` may not use."""
+
+_REPORTS = ("report.html", "report.md")
+_EVENTS, _ARGUMENTS_TAG, _HEAD_BYTES = "events.out.tfevents.*", b"arguments/text_summary", 4096
+
+
+class Checkpoints:
+    """The checkpoints of one training, through all its starts.
+
+    Args:
+        run: The run to keep.
+        events: Its callbacks, whose states are kept too.
+
+    Attributes:
+        run_id: The same for all starts that resume one another; only checkpoints that carry it are removed.
+        data_state: Where an iterable dataset stands after the last step; None for others and between epochs.
+        shifts_labels: What `Inspection.shift` found.
+        resumed_from: The checkpoint that this start goes on from; None at the beginning.
+        saver: Writes them.
+        lock: Holds the folder for this training, on the main process.
+        metric: Step and value of `metric_for_best_model` in the last evaluation.
+        plan: The steps of the run, as `lay_out` found them last.
+    """
+
+    def __init__(self, run: Run, events: Events) -> None:
+        self.run = run
+        self.events = events
+        self.folder = Path(run.args.output_dir)
+        self.run_id = uuid.uuid4().hex
+        self.data_state: dict[str, Any] | None = None
+        self.shifts_labels: bool | None = None
+        self.resumed_from: Path | None = None
+        self.lock = RunLock(self.folder)
+        self.saver = Saver(run, self._is_of_this_run, self.lock.confirm)
+        self.metric: tuple[int, float] | None = None
+        self.plan: Plan = None  # type: ignore[assignment]  # made by lay_out()
+        self._made: list[Path] = []  # folders that were not there before
+        self._starts_again = False  # whether a checkpoint was asked for
+        self._source: Path | None = None  # the same, as this process can read it
+        self._earlier: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None  # the plan and arguments in it
+
+    @property
+    def newest(self) -> Path | None:
+        """The checkpoint that was committed last."""
+        return self.saver.newest
+
+    @property
+    def best(self) -> Path | None:
+        """The checkpoint of the best evaluation, also where the run began in another folder; None before any."""
+        step = self.run.state.best_step
+        if step is None:
+            return None
+        here = self.folder / f"{CHECKPOINT_PREFIX}{step}"
+        if self.resumed_from is None or here.is_dir():
+            return here
+        return self.resumed_from.with_name(here.name)
+
+    def find(self, request: bool | str | Path | None) -> None:
+        """Takes the folder, looks for the checkpoint that is asked for and takes up where it stands.
+
+        That comes before the schedule is made, whose length follows from it.
+
+        Raises:
+            FolderInUseError: If another training holds the folder.
+            ValueError: If it is not there, or one of another dataset, seed or optimizer, naming what differs.
+        """
+        run = self.run
+        run.strategy.on_main(self._lock_folder)
+        self._starts_again = bool(request)
+        if request:
+            self.resumed_from = run.strategy.on_main(lambda: find_checkpoint(self.folder, request, check=self._check))
+        if self.resumed_from is None:
+            return
+        self._source = run.strategy.local_copy(self.resumed_from)
+        if self._source != self.resumed_from and run.strategy.is_local_main:
+            verify(self._source)
+        trainer = read_trainer(self._source)
+        assert trainer is not None
+        self.data_state = read_data_state(self._source)
+        check_same_run(run, trainer, self.data_state, self.resumed_from)
+        self._earlier = (trainer["plan"], read_arguments(self._source))
+        run.state.load_state_dict(trainer["counters"])
+        run.requests.evaluate = trainer["evaluate"]
+        self.run_id = trainer["run_id"]
+        self.shifts_labels = trainer["shifts_labels"]
+
+    def lay_out(self, loader: TrainLoader | StreamLoader) -> None:
+        """Fits the loader, the run's counters and its steps to one another; the schedule is made from `plan` then."""
+        run = self.run
+        loader.passed_over = run.state.passed_over
+        epoch = run.state.epoch
+        run.state.enter_epochs_of(loader.epoch_length)
+        if run.state.epoch != epoch:
+            self.data_state = None  # that of the epoch before
+        self.plan = make_plan(run, loader, self._earlier)
+        run.total_steps = self.plan.end
+
+    def restore(self) -> None:
+        """Takes up everything else: weights, optimizer, schedule, precision, callbacks, the user's own objects.
+
+        What the folder holds beside is set aside: a run never mixes with another.
+
+        Raises:
+            TypeError: If the optimizer's state holds what a checkpoint cannot hold.
+            ValueError: If it is a checkpoint of another model, optimizer or schedule, naming the first that differs, if
+                nothing can be written in the folder, or if the optimizer could not be resumed.
+        """
+        run, directory = self.run, self._source
+        if run.args.save_strategy != "no":
+            assert run.optimizer is not None
+            check_optimizer_state(run.optimizer)
+        if directory is not None:
+            self._load(directory)
+            ledger = read_ledger(directory)
+            run.ledger.go_on(ledger, run.strategy.on_main(lambda: self._logged_after(ledger["time"])))
+            if isinstance(run.lr_scheduler, Schedule):
+                run.lr_scheduler.go_on_at(self.plan.place)
+            self.saver.committed = run.strategy.on_main(self._of_earlier_starts)
+            logger.info("resumed from %s at step %d of %d", self.resumed_from, run.state.step, run.total_steps)
+            assert self._earlier is not None
+            report_changes(run, self.plan, self._earlier)
+        run.strategy.on_main(self._take_folder)
+        run.strategy.announce_output(self.folder)
+        run.strategy.release_copies()
+
+    def _logged_after(self, moment: float) -> float:
+        """Seconds of work that earlier starts logged after a moment; the times between two starts are left out."""
+        assert self.resumed_from is not None
+        seconds, last = 0.0, moment
+        with contextlib.suppress(OSError, ValueError):  # no log, or a damaged one
+            for record in itertools.chain.from_iterable(LogFile(self.resumed_from.with_name(LOG)).pieces()):
+                if (time := record.get("time", last)) > last:
+                    seconds, last = seconds + time - max(last, record.get("began", last)), time
+        return seconds
+
+    def _lock_folder(self) -> None:
+        """Nothing else is written there before."""
+        self._made = [each for each in (self.folder, *self.folder.parents) if not each.exists()]
+        make_writable_folder(self.folder)
+        try:
+            self.lock.acquire()
+        except OSError as error:
+            raise ValueError(f"output_dir={str(self.folder)!r} cannot be written: {error}") from error
+
+    def release_folder(self) -> None:
+        """Gives the folder back; one that was made for a start that was then refused goes."""
+        self.lock.release()
+        with contextlib.suppress(OSError):  # it is not empty
+            for each in self._made:
+                each.rmdir()
+
+    def _take_folder(self) -> None:
+        """Makes the folder this run's own."""
+        remove_stale_staging(self.folder)
+        kept = {each.name for each in self.saver.committed}
+        comes_from = self.folder if self.resumed_from is None else self.resumed_from.parent
+        goes_on = bool(kept) or (self._starts_again and comes_from.resolve() == self.folder.resolve())
+        records = [] if goes_on else _records_of(self.run.args)
+        set_aside(self.folder, kept, records)
+        self._made = []  # they stay from now on
+
+    def go_back(self) -> Path | None:
+        """Takes everything up again from the newest checkpoint that is whole, which it returns; None without any."""
+        run = self.run
+        directory = run.strategy.on_main(self._newest_valid)
+        if directory is None:
+            return None
+        source = run.strategy.local_copy(directory)
+        if source != directory and run.strategy.is_local_main:
+            verify(source)
+        self.metric = None
+        trainer = read_trainer(source)
+        assert trainer is not None
+        run.state.load_state_dict(trainer["counters"])
+        run.ledger.go_back(read_ledger(source))
+        self.data_state = read_data_state(source)
+        self._load(source)
+        run.strategy.release_copies()
+        return directory
+
+    def _load(self, directory: Path) -> None:
+        run = self.run
+        check_weights(run.model, directory)  # before anything is written
+        optimizer = fitting_optimizer_state(run, directory)
+        load_weights(run.model, directory, is_verified=True)
+        load_optimizer(run, optimizer, directory)
+        if run.strategy.precision is not None:
+            run.strategy.precision.load_state_dict(read_state(directory, "precision") or {})
+        self.events.load_state_dict(read_state(directory, "callbacks") or {})
+        _restore_stateful(run, directory)
+
+    def begin_save(self, model_state: Mapping[str, torch.Tensor], evaluation_is_due: bool = False) -> None:
+        """Begins to write a checkpoint of the run as it stands (see `Saver.begin`); all processes take part.
+
+        Args:
+            model_state: The whole model's tensors by name.
+            evaluation_is_due: Whether a resume has to begin with an evaluation that was broken off.
+        """
+        metric = self.metric[1] if self.metric is not None and self.metric[0] == self.run.state.step else None
+        protect = {each.name for each in (self.resumed_from, self.best) if each is not None}
+        self.saver.begin(model_state, lambda committed: self._states(committed, evaluation_is_due), metric, protect)
+
+    def _newest_valid(self) -> Path | None:
+        there = [self.folder / each.name for each in reversed(self.saver.committed)]
+        there += [self.resumed_from] if self.resumed_from is not None else []
+        return first_valid(there, logger.warning, self._check)
+
+    def _check(self, directory: Path) -> None:
+        check_resumable(self.run, directory)
+        self.events.check_state_dict(read_outline(directory, "callbacks") or {}, directory)
+
+    def judge(self, metric: float) -> None:
+        """Takes what an evaluation of this step gave, and whether that is the best.
+
+        The checkpoint of the step is there already where an evaluation was broken off.
+        """
+        state, best = self.run.state, self.run.state.best_metric
+        self.metric = state.step, metric
+        self.saver.judge(f"{CHECKPOINT_PREFIX}{state.step}", metric)
+        is_better = best is None or (metric > best if self.run.args.greater_is_better else metric < best)
+        if is_better and not math.isnan(metric):
+            state.best_metric, state.best_step = metric, state.step
+
+    def check_space(self, model_state: Mapping[str, torch.Tensor]) -> None:
+        """Warns where the disk has no room for the checkpoints to come (see `Saver.check_space`)."""
+        self.saver.check_space(model_state, lambda committed: self._states(committed, False))
+
+    def load_best(self) -> None:
+        """Puts the best checkpoint's weights into the model; a warning where there is none."""
+        strategy = self.run.strategy
+        best, is_there = strategy.on_main(lambda: (self.best, self.best is not None and self.best.is_dir()))
+        if best is None or not is_there:
+            why = "no evaluation gave a best one" if best is None else f"the best checkpoint, {best}, is not there"
+            warn(f"load_best_model_at_end=True, but {why}: the model stays as it is")
+            return
+        load_checkpoint_in_model(self.run.model, strategy.local_copy(best))
+        strategy.release_copies()
+        logger.info("loaded the best model, %s (%s)", best, self.run.state.best_metric)
+
+    def _states(self, committed: list[Committed], evaluation_is_due: bool) -> dict[str, Any]:
+        """Everything but the model's weights, by name; `committed` are the run's checkpoints with this one."""
+        run = self.run
+        check_stateful(run)
+        states: dict[str, Any] = {
+            "trainer": {
+                "counters": run.state.state_dict(),
+                "evaluate": evaluation_is_due,
+                "run_id": self.run_id,
+                "committed": [[each.name, each.number, each.metric] for each in committed],
+                "shifts_labels": self.shifts_labels,
+                "plan": self.plan.state_dict(),
+                "dataset_length": dataset_length(run.train_dataset),
+                "seed": run.args.seed,
+                "optimizer": type(run.optimizer).__name__,
+                "lr_scheduler": type(run.lr_scheduler).__name__,
+            },
+            "callbacks": self.events.state_dict(),
+            "data": self.data_state,
+            "ledger": run.ledger.state_dict(),
+        }
+        assert run.optimizer is not None
+        states["optimizer"] = optimizer_state(run.optimizer)
+        states["lr_scheduler"] = run.lr_scheduler.state_dict()
+        if run.strategy.precision is not None:
+            states["precision"] = run.strategy.precision.state_dict()
+        return states | {name: entry.state_dict() for name, entry in run.stateful.items()}
+
+    def _of_earlier_starts(self) -> list[Committed]:
+        """The checkpoints of this training up to where it goes on, as far as they are still there."""
+        assert self._source is not None
+        assert self.resumed_from is not None
+        trainer = read_trainer(self._source)
+        assert trainer is not None
+        known = [each for each in read_committed(trainer) if (self.folder / each.name).is_dir()]
+        if self.resumed_from.parent.resolve() == self.folder.resolve():
+            return known
+        return [each for each in known if self._is_of_this_run(self.folder / each.name)]
+
+    def _is_of_this_run(self, directory: Path) -> bool:
+        return is_of_run(directory, "trainer", self.run_id)
+
+
+def check_stateful(run: Run) -> None:
+    """Refuses what could not be saved, before anybody has waited for the first checkpoint.
+
+    Raises:
+        TypeError: If an entry of `run.stateful` lacks `state_dict` or `load_state_dict`.
+        ValueError: If it has a name that the run uses itself.
+    """
+    for name, entry in run.stateful.items():
+        if name in OWN_STATES:
+            raise ValueError(f"run.stateful[{name!r}] uses a name of the run itself; choose another than {OWN_STATES}")
+        if not (hasattr(entry, "state_dict") and hasattr(entry, "load_state_dict")):
+            raise TypeError(f"run.stateful[{name!r}] is a {type(entry).__name__} without state_dict or load_state_dict")
+
+
+def check_storable(run: Run) -> None:
+    """Refuses a model that no checkpoint can hold, before its first step.
+
+    Raises:
+        TypeError: If one of its tensors is sparse, quantized or of a dtype that files lack, or its `state_dict` does
+            not take what torch's does.
+        ValueError: If one has no content.
+    """
+    if run.args.save_strategy == "no":
+        return
+    try:
+        state = run.model.state_dict(keep_vars=True)  # as a resume asks for it
+    except TypeError as error:
+        raise TypeError(
+            f"the model cannot be saved: {error}; let its state_dict take *args and **kwargs and pass them on to "
+            "torch's, or set save_strategy='no'"
+        ) from error
+    for name, tensor in state.items():
+        try:
+            refuse_unstorable(name, tensor)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"the model cannot be saved: {error}, or set save_strategy='no'") from None
+
+
+def set_aside(output_dir: Path, keep: Collection[str] = (), records: Collection[Path] = ()) -> None:
+    """Moves what this run does not go on from into a folder of its own, so that two runs never mix.
+
+    That are checkpoints of another run, those of this one after the step where it is taken up, and damaged ones.
+
+    Args:
+        output_dir: Folder of the run.
+        keep: Names of the checkpoints that stay.
+        records: Files below `output_dir` in which another run has recorded what it did, moved too.
+    """
+    found = [directory for directory in find_checkpoints(output_dir) if directory.name not in keep]
+    if not found and not records:
+        return
+    number = 1
+    while (folder := output_dir / f"earlier-{number}").exists():
+        number += 1
+    folder.mkdir()
+    for each in (*found, *records):
+        target = folder / each.relative_to(output_dir)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        each.rename(target)
+    names = ", ".join(each.relative_to(output_dir).as_posix() for each in (*found, *records))
+    remedy = " (to go on with the newest checkpoint use resume_from_checkpoint=True)" if found else ""
+    logger.warning("%s held %s of another run; now in %s%s", output_dir, names, folder, remedy)
+
+
+def _records_of(args: TrainingArguments) -> list[Path]:
+    """What an earlier run has recorded in the folder: its log, its report and TensorBoard's events.
+
+    What an evaluation before this training has written there is none of that: it begins no run.
+    """
+    folder, found = Path(args.output_dir), list[Path]()
+    with contextlib.suppress(OSError, ValueError):  # no log, or a damaged one
+        records = itertools.chain.from_iterable(LogFile(folder / LOG).pieces())
+        if any(record["event"] == "start" for record in records):
+            found = [folder / name for name in (LOG, *_REPORTS) if (folder / name).is_file()]
+    if args.log_dir.resolve().is_relative_to(folder.resolve()):  # else it may be that of several runs
+        found += sorted(path for path in args.log_dir.glob(_EVENTS) if _begins_a_run(path))
+    return found
+
+
+def _begins_a_run(events: Path) -> bool:
+    """Whether a file of TensorBoard's begins with a run's arguments, as the callback writes them."""
+    if not events.is_file():
+        return False
+    with open(events, "rb") as file:
+        return _ARGUMENTS_TAG in file.read(_HEAD_BYTES)
+
+
+def _restore_stateful(run: Run, directory: Path) -> None:
+    for name, entry in run.stateful.items():
+        state = read_state(directory, name)
+        if state is None:
+            warn(f"{directory} holds nothing for run.stateful[{name!r}]; it stays as it is")
+            continue
+        try:
+            entry.load_state_dict(state)
+        except Exception as error:
+            raise ValueError(
+                f"run.stateful[{name!r}] does not take the state that {directory} holds for it: "
+                f"{type(error).__name__}: {error}; resume with the same object, or from another checkpoint"
+            ) from error

@@ -1,0 +1,440 @@
+"""`TrainingArguments`: every setting of a training run, checked when it is made, read from and written to files."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from trainer_kit.config import environment
+from trainer_kit.config.validation import Rule, check_names, check_values, load_fields, save_fields
+
+T = TypeVar("T")
+Arguments = TypeVar("Arguments", bound="TrainingArguments")
+
+REPORTERS = ("tensorboard", "jsonl", "html")
+
+# What users of other trainers write for a field that has another name here, where the spelling gives no hint.
+_NAMED_OTHERWISE = {
+    "fp16": "mixed_precision",
+    "bf16": "mixed_precision",
+    "no_cuda": "use_cpu",
+    "lr": "learning_rate",
+    "epochs": "num_train_epochs",
+    "batch_size": "per_device_train_batch_size",
+    "ddp_find_unused_parameters": "strategy",
+    "ddp_bucket_cap_mb": "strategy",
+    "ddp_timeout": "strategy",
+    "ddp_backend": "strategy",
+    "ddp_broadcast_buffers": "strategy",
+}
+
+
+def parse_size(size: int | str, name: str = "max_shard_size") -> int:
+    """The bytes in `size`: a number of bytes, or a string such as "5GB" (10**9) or "200MiB" (2**20).
+
+    Raises:
+        ValueError: If it is less than one byte or no size at all, calling it `name`.
+    """
+    count: float = 0
+    if isinstance(size, int) and not isinstance(size, bool):
+        count = size
+    elif isinstance(size, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B", size, re.IGNORECASE)):
+        number, prefix, binary = match.groups()
+        count = float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix.upper()) + 1)
+    if count < 1:
+        raise ValueError(f"{name}={size!r} is not known; use a number of bytes or a string such as '5GB' or '200MiB'")
+    return int(count)
+
+
+def _is_size(value: int | str) -> bool:
+    try:
+        return parse_size(value) > 0
+    except ValueError:
+        return False
+
+
+_SGD_OPTIONS: dict[str, Any] = {"momentum": float, "dampening": float, "nesterov": bool}
+
+
+def parse_options(text: str) -> dict[str, float | bool] | None:
+    """The numbers and truth values of `optim_args`, such as "momentum=0.9,nesterov=true"; None where it has others."""
+    options: dict[str, float | bool] = {}
+    for part in text.replace(" ", "").split(","):
+        name, _, value = part.partition("=")
+        if not name or name in options:
+            return None
+        if value.lower() in ("true", "false"):
+            options[name] = value.lower() == "true"
+            continue
+        try:
+            options[name] = float(value)
+        except ValueError:
+            return None
+    return options
+
+
+def _is_interval(value: str) -> bool:
+    match = re.fullmatch(r"(\d+):(\d+)", value)
+    return match is not None and 1 <= int(match[1]) <= int(match[2])
+
+
+def _is_dict_of_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(key, str) and isinstance(item, (int, float)) and not isinstance(item, bool) and math.isfinite(item)
+        for key, item in value.items()
+    )
+
+
+_Count = Annotated[int, Rule("a whole number of at least 1", lambda value: value >= 1)]
+_CountOrZero = Annotated[int, Rule("a whole number of at least 0", lambda value: value >= 0)]
+_Steps = Annotated[
+    int, Rule("a whole number of at least 1, or -1 for no limit", lambda value: value == -1 or value > 0)
+]
+_Seed = Annotated[int, Rule("a whole number from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63)]
+_Positive = Annotated[float, Rule("a finite number above 0", lambda value: value > 0)]
+_NotNegative = Annotated[float, Rule("a finite number of at least 0", lambda value: value >= 0)]
+_Beta = Annotated[float, Rule("a number of at least 0 and below 1", lambda value: 0 <= value < 1)]
+_Ratio = Annotated[float, Rule("a number from 0 to 1", lambda value: 0 <= value <= 1)]
+_Folder = Annotated[str, Rule("the path of a folder", bool)]
+_Name = Annotated[str, Rule("a name that is not empty", bool)]
+_Lengths = Annotated[
+    list[int], Rule("a list of whole numbers of at least 1", lambda value: bool(value) and min(value) >= 1)
+]
+_Numbers = Annotated[dict[str, Any], Rule("a dict of finite numbers by name", _is_dict_of_numbers)]
+_OptimizerOptions = Annotated[
+    str, Rule("options as 'momentum=0.9,nesterov=true'", lambda value: parse_options(value) is not None)
+]
+_Size = Annotated[int | str, Rule("a number of bytes of at least 1, or a string such as '5GB' or '200MiB'", _is_size)]
+Interval = Annotated[str, Rule("the first and the last step, such as '10:20'", lambda value: _is_interval(value))]
+_Reporters = Annotated[
+    str | list[str],
+    Rule(
+        f"'all', 'none', or a list of {', '.join(map(repr, REPORTERS))}",
+        lambda value: set([value] if isinstance(value, str) else value) <= {*REPORTERS, "all", "none"},
+    ),
+]
+
+
+def _refuse_unknown_names(cls: type[T]) -> type[T]:
+    """Lets the constructor of dataclass `cls` name the nearest field where it is given one that is not known."""
+    generated = cls.__init__
+
+    @functools.wraps(generated)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        check_names(cls, kwargs, _NAMED_OTHERWISE)
+        generated(self, *args, **kwargs)
+
+    cls.__init__ = init  # type: ignore[method-assign]
+    return cls
+
+
+@_refuse_unknown_names
+@dataclasses.dataclass
+class TrainingArguments:
+    """The settings of a training run. The names are transformers' where the thing is the same.
+
+    Steps are optimizer steps. All values are checked when the object is made; later assignments are not
+    (`dataclasses.replace(args)` checks again). `None` in `eval_steps`, `metric_for_best_model` and `greater_is_better`
+    is replaced by what it stands for at construction, so give `greater_is_better=None` too when
+    `dataclasses.replace` changes the metric.
+
+    Args:
+        output_dir: Folder of checkpoints and logs; made when it is missing.
+        num_train_epochs: How often the data is gone through; 0.5 is half of it.
+        max_steps: Steps to train; overrides `num_train_epochs` unless it is -1. The schedule then counts steps, also
+            where a resume changes the samples of a step.
+        per_device_train_batch_size: Samples of one micro-batch on one process.
+        auto_find_batch_size: Cuts micro-batches into parts that fit into the memory of all devices: halves, quarters
+            and so on, from what is estimated to fit. Steps keep their samples, and gradients are accumulated over
+            more passes; evaluation batches are halved too. What was found stays for the whole training and its
+            resumes. With several processes gradients are exchanged after the backward pass, not during it. Before
+            training the model and `compute_loss` are called on tensors without values; a step that does not fit
+            begins anew, and its `on_step_begin` and `on_substep_end` come again.
+        per_device_eval_batch_size: Samples of one evaluation batch on one process; None: the training batch size.
+        gradient_accumulation_steps: Micro-batches of one step.
+        learning_rate: Peak learning rate.
+        weight_decay: Applied to all parameters but biases and those of normalization layers.
+        adam_beta1: Decay of AdamW's first moment.
+        adam_beta2: Decay of AdamW's second moment.
+        adam_epsilon: Keeps AdamW's denominator from 0.
+        optim: Name of the optimizer, see `trainer_kit.optim.make_optimizer`.
+        optim_args: Options of `optim="sgd"`, comma-separated: momentum, dampening and nesterov, such as
+            "momentum=0.9,nesterov=true". None: plain SGD.
+        lr_scheduler_type: Name of the schedule, see `trainer_kit.optim.make_scheduler`.
+        lr_scheduler_kwargs: Numbers of the schedule, such as `{"num_cycles": 2}`.
+        warmup_steps: Steps in which the learning rate rises from 0; overrides `warmup_ratio` unless it is 0. A resume
+            with other samples a step keeps the samples of the warmup, and those of `num_decay_steps`.
+        warmup_ratio: The same as a fraction of all steps.
+        max_grad_norm: Gradients are scaled down to this norm of all together; 0 turns it off.
+        max_grad_value: Each element of the gradients is clipped to plus or minus this; None turns it off.
+        mixed_precision: "no", "fp16" or "bf16": what forward passes compute in. Default: what the launcher was told,
+            else "no".
+        seed: Of the order of the samples, of dropout and of all else that is random in a run.
+        torch_compile: Compiles the model with `torch.compile`.
+        gradient_checkpointing: Computes activations again in the backward pass, to save memory.
+        logging_strategy: When a record is due: every `logging_steps` ("steps"), after each "epoch" and at the end, or
+            "no".
+        logging_steps: Steps between two records.
+        logging_first_step: Logs step 1 too.
+        eval_strategy: When to evaluate: every `eval_steps` ("steps"), after each "epoch" and at the end, or "no".
+        eval_steps: Steps between two evaluations; None: `logging_steps`.
+        save_strategy: When to save a checkpoint: every `save_steps` ("steps"), after each "epoch", whenever an
+            evaluation gave a new "best" metric, every `save_minutes` ("minutes"), or "no".
+        save_steps: Steps between two checkpoints.
+        save_minutes: Minutes between two checkpoints, with any `save_strategy` but "no"; None: by that alone.
+        async_save: Training goes on while a checkpoint is written; it stands still only for a copy of the state in host
+            memory, which is kept for the next one. False: it waits, and needs no copy.
+        save_failures: What to do when a checkpoint cannot be written (a full disk): "warn" and try again when the next
+            one is due, or "raise". A failed last one is an error in any case.
+        save_total_limit: How many checkpoints to keep, the newest; None: all. Beside them stay the best ones, those of
+            `save_keep_every`, and the one that the run was resumed from.
+        save_best_limit: How many checkpoints to keep for their `metric_for_best_model`.
+        save_keep_every: Keeps every checkpoint of this number (each 10th with 10) for good; None: none.
+        max_shard_size: Largest file of weights: bytes, or a string such as "5GB" or "200MiB".
+        load_best_model_at_end: Loads the best checkpoint's weights when training ends.
+        metric_for_best_model: What "best" means; the leading `eval_` may be left out. None: "eval_loss" where
+            `load_best_model_at_end` or `save_strategy="best"` needs one.
+        greater_is_better: Whether a greater metric is better; None: unless its name ends with "loss".
+        dataloader_num_workers: Processes that load data; 0 loads it in the training process.
+        dataloader_timeout: Seconds that these processes may take for a batch; training then ends with a sentence that
+            names the one that is stopped or hangs. 0: without end.
+        dataloader_drop_last: Leaves out the last batch of an epoch where it is not full.
+        dataloader_pin_memory: Puts batches into page-locked memory, from which a GPU copies faster.
+        group_by_length: Puts samples of about the same length into a batch, which saves padding.
+        pad_to_multiple_of: Pads sequences to a multiple of this many tokens; None: to the longest of the batch.
+        pad_to_lengths: Pads sequences to the smallest of these lengths that fits the batch's longest; None: as
+            `pad_to_multiple_of` says, or to the next power of two where each new shape costs a compilation (TPU).
+        report_to: Where records are written: a list of "tensorboard", "jsonl" and "html" (a page of plots, made from
+            "jsonl" at the end), "all", or "none".
+        logging_dir: Folder of TensorBoard's files; None: `output_dir`/logs.
+        profile: Steps to profile, the first and the last, such as "10:20"; see `callbacks.Profiler`. Default: what the
+            launcher was told, else None.
+        disable_tqdm: Shows no progress bar.
+        log_level: "debug", "info", "warning", "error" or "critical".
+        use_cpu: Trains on the CPU even where there is an accelerator. Default: what the launcher was told, else False.
+        strategy: Which hardware to use: "auto" reads what the launcher left in the environment, "single" takes one
+            device, "ddp" the processes of one machine, "multinode" those of several, "xla" all TPU devices. For their
+            settings give the Trainer `strategy=DDP(...)` instead.
+        nonfinite: What to do when a loss or a gradient is not finite: "stop" training, "skip" the step (where the
+            gradient is not), go back to the newest checkpoint ("rollback") and pass over the samples of that step, or
+            "ignore" it.
+        max_rollbacks: How often `nonfinite="rollback"` may go back in one run before it stops.
+
+    Raises:
+        TypeError: If a field is not known or holds a value of the wrong type; it names the nearest known field.
+        ValueError: If a value makes no sense, alone or beside the others.
+    """
+
+    output_dir: _Folder = "trainer_output"
+    num_train_epochs: _Positive = 3.0
+    max_steps: _Steps = -1
+    per_device_train_batch_size: _Count = 8
+    auto_find_batch_size: bool = False
+    per_device_eval_batch_size: _Count | None = None
+    gradient_accumulation_steps: _Count = 1
+    learning_rate: _NotNegative = 5e-5
+    weight_decay: _NotNegative = 0.0
+    adam_beta1: _Beta = 0.9
+    adam_beta2: _Beta = 0.999
+    adam_epsilon: _Positive = 1e-8
+    optim: Literal["adamw_torch", "sgd", "adafactor", "adamw_8bit"] = "adamw_torch"
+    optim_args: _OptimizerOptions | None = None
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "one_cycle", "warmup_stable_decay"
+    ] = "linear"
+    lr_scheduler_kwargs: _Numbers = dataclasses.field(default_factory=dict)
+    warmup_steps: _CountOrZero = 0
+    warmup_ratio: _Ratio = 0.0
+    max_grad_norm: _NotNegative = 1.0
+    max_grad_value: _Positive | None = None
+    mixed_precision: Literal["no", "fp16", "bf16"] = dataclasses.field(
+        default_factory=environment.mixed_precision  # type: ignore[arg-type]  # checked like any other value
+    )
+    seed: _Seed = 42
+    torch_compile: bool = False
+    gradient_checkpointing: bool = False
+    logging_strategy: Literal["steps", "epoch", "no"] = "steps"
+    logging_steps: _Count = 50
+    logging_first_step: bool = False
+    eval_strategy: Literal["no", "steps", "epoch"] = "no"
+    eval_steps: _Count | None = None
+    save_strategy: Literal["steps", "epoch", "best", "minutes", "no"] = "steps"
+    save_steps: _Count = 500
+    save_minutes: _Positive | None = None
+    async_save: bool = True
+    save_failures: Literal["warn", "raise"] = "warn"
+    save_total_limit: _Count | None = None
+    save_best_limit: _Count = 1
+    save_keep_every: _Count | None = None
+    max_shard_size: _Size = "5GB"
+    load_best_model_at_end: bool = False
+    metric_for_best_model: _Name | None = None
+    greater_is_better: bool | None = None
+    dataloader_num_workers: _CountOrZero = 0
+    dataloader_timeout: _NotNegative = 0.0
+    dataloader_drop_last: bool = False
+    dataloader_pin_memory: bool = True
+    group_by_length: bool = False
+    pad_to_multiple_of: _Count | None = None
+    pad_to_lengths: _Lengths | None = None
+    report_to: _Reporters = dataclasses.field(default_factory=lambda: list(REPORTERS))
+    logging_dir: _Folder | None = None
+    profile: Interval | None = dataclasses.field(default_factory=environment.profile)
+    disable_tqdm: bool = False
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
+    use_cpu: bool = dataclasses.field(default_factory=environment.use_cpu)
+    strategy: Literal["auto", "single", "ddp", "multinode", "xla"] = "auto"
+    nonfinite: Literal["stop", "skip", "rollback", "ignore"] = "stop"
+    max_rollbacks: _Count = 3
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        self._check_together()
+        self._resolve()
+
+    def _check_together(self) -> None:
+        if self.load_best_model_at_end and self.save_strategy == "no":
+            raise ValueError(
+                "load_best_model_at_end=True has no checkpoint to load with save_strategy='no'; "
+                "set save_strategy to 'best', 'steps', 'epoch' or 'minutes'"
+            )
+        needs_metric = "load_best_model_at_end=True" if self.load_best_model_at_end else "save_strategy='best'"
+        if self.eval_strategy == "no" and (self.load_best_model_at_end or self.save_strategy == "best"):
+            raise ValueError(
+                f"{needs_metric} needs evaluations, but eval_strategy='no'; set eval_strategy to 'steps' or 'epoch'"
+            )
+        if self.save_strategy == "minutes" and self.save_minutes is None:
+            raise ValueError("save_strategy='minutes' needs save_minutes; set it, such as save_minutes=30")
+        if self.save_strategy == "no" and self.save_minutes is not None:
+            raise ValueError(
+                f"save_minutes={self.save_minutes} contradicts save_strategy='no'; set save_strategy='minutes'"
+            )
+        if self.nonfinite == "rollback" and self.save_strategy == "no":
+            raise ValueError(
+                "nonfinite='rollback' needs checkpoints to go back to; set save_strategy to another than 'no'"
+            )
+        self._check_optimizer_options()
+        if self.strategy == "xla" and self.use_cpu:
+            raise ValueError("strategy='xla' and use_cpu=True contradict each other; set one of them")
+        if self.pad_to_lengths is not None and self.pad_to_multiple_of is not None:
+            raise ValueError(
+                f"pad_to_lengths={self.pad_to_lengths} and pad_to_multiple_of={self.pad_to_multiple_of} contradict "
+                "each other; set one of them"
+            )
+        if not isinstance(self.report_to, str) and len(self.report_to) > 1 and {"all", "none"} & {*self.report_to}:
+            raise ValueError(f"report_to={self.report_to!r} is not allowed; 'all' and 'none' must stand alone")
+
+    def _check_optimizer_options(self) -> None:
+        if self.optim_args is None:
+            return
+        given = f"optim_args={self.optim_args!r}"
+        if self.optim != "sgd":
+            raise ValueError(f"{given} has no effect with optim={self.optim!r}; use optim='sgd', or give optimizer=")
+        options: dict[str, Any] = parse_options(self.optim_args) or {}
+        unknown = sorted(options.keys() - _SGD_OPTIONS.keys())
+        if unknown:
+            raise ValueError(
+                f"{given} has {', '.join(unknown)}; SGD takes {', '.join(_SGD_OPTIONS)}, see also weight_decay"
+            )
+        for name, kind in _SGD_OPTIONS.items():
+            value = options.get(name, kind())
+            if type(value) is not kind or not 0 <= value < math.inf:
+                raise ValueError(
+                    f"{given} has {name}={value}; give {'true or false' if kind is bool else 'a number from 0'}"
+                )
+        if options.get("nesterov") and (not options.get("momentum") or options.get("dampening")):
+            raise ValueError(f"{given} has nesterov without momentum, or with dampening; set momentum above 0 alone")
+
+    def _resolve(self) -> None:
+        """Replaces short forms by what they stand for."""
+        self.output_dir = os.path.expanduser(self.output_dir)
+        if self.logging_dir is not None:
+            self.logging_dir = os.path.expanduser(self.logging_dir)
+        chosen = [self.report_to] if isinstance(self.report_to, str) else self.report_to
+        self.report_to = [name for name in REPORTERS if name in chosen or "all" in chosen]
+        if self.eval_steps is None:
+            self.eval_steps = self.logging_steps
+        if self.metric_for_best_model is None and (self.load_best_model_at_end or self.save_strategy == "best"):
+            self.metric_for_best_model = "eval_loss"
+        if self.metric_for_best_model is not None:
+            self.metric_for_best_model = "eval_" + self.metric_for_best_model.removeprefix("eval_")
+            if self.greater_is_better is None:
+                self.greater_is_better = not self.metric_for_best_model.endswith("loss")
+
+    def fix_folders(self) -> None:
+        """Makes relative folders absolute, so that a later `os.chdir` does not part a run."""
+        self.output_dir = os.path.abspath(self.output_dir)
+        if self.logging_dir is not None:
+            self.logging_dir = os.path.abspath(self.logging_dir)
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples of one evaluation batch on one process."""
+        return self.per_device_eval_batch_size or self.per_device_train_batch_size
+
+    @property
+    def log_dir(self) -> Path:
+        """Folder that records are written to."""
+        return Path(self.logging_dir) if self.logging_dir is not None else Path(self.output_dir) / "logs"
+
+    def logs_after(self, step: int) -> bool:
+        """Whether the number of a step asks for a record after it."""
+        by_number = step % self.logging_steps == 0 or (step == 1 and self.logging_first_step)
+        return self.logging_strategy == "steps" and by_number
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether the number of a step asks for an evaluation after it."""
+        return self.eval_strategy == "steps" and step % (self.eval_steps or self.logging_steps) == 0
+
+    def saves_after(self, step: int) -> bool:
+        """Whether the number of a step asks for a checkpoint after it."""
+        return self.save_strategy == "steps" and step % self.save_steps == 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields by name: strings, numbers, booleans, None, lists and dicts of them."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls: type[Arguments], values: Mapping[str, Any]) -> Arguments:
+        """The arguments with these values, and the default for every field that is left out.
+
+        Raises:
+            TypeError: If a field is not known or holds a value of the wrong type.
+            ValueError: If a value makes no sense.
+        """
+        check_names(cls, values, _NAMED_OTHERWISE)
+        return cls(**values)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes all fields to a file that ends with .json, .yaml or .yml.
+
+        Raises:
+            ValueError: If the name ends otherwise.
+        """
+        save_fields(path, self.to_dict())
+
+    @classmethod
+    def load(cls: type[Arguments], path: str | os.PathLike[str]) -> Arguments:
+        """Reads arguments from a file that ends with .json, .yaml or .yml; a field left out has its default.
+
+        In YAML `no` is the string "no" and `5e-5` a number, as YAML 1.2 has it.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            TypeError: If a field is not known or holds a value of the wrong type; the message begins with the path.
+            ValueError: If the name ends otherwise, the content cannot be read or a value makes no sense; the message
+                begins with the path.
+        """
+        values = load_fields(path)
+        try:
+            return cls.from_dict(values)
+        except TypeError as error:
+            raise TypeError(f"{os.fspath(path)}: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from error

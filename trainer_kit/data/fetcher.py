@@ -1,0 +1,106 @@
+"""Reads samples so that their randomness is a function of (seed, epoch, sample), in whatever process that happens."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from trainer_kit.data.collate import Collator
+from trainer_kit.data.sampling import Slot, mix
+from trainer_kit.errors import DataError
+from trainer_kit.utils.rng import seed_generators
+
+_SAMPLE, _COLLATE = 1, 2
+"""Tell the seeds of samples and of collation from one another, and from those of the steps (`Strategy.seed`)."""
+
+_PROBES = 16
+"""Seeds with which a batch is first read; few, so that the draws that follow each are worked out once."""
+
+_first_draws: dict[int, tuple[float, float]] = {}
+
+
+class Fetcher(Dataset[Any]):
+    """Fetches and collates the samples of a slot.
+
+    Every sample's randomness (torch, numpy, random) is seeded from (seed, epoch, dataset index). Seeding before each
+    sample costs more than reading a small one, so a batch is first read with one seed; only a dataset that is seen to
+    draw random numbers is read again, seeded sample by sample, and from then on always.
+
+    Args:
+        dataset: Map-style.
+        collate: Makes a batch from a list of samples.
+        seed: The run's seed.
+    """
+
+    def __init__(self, dataset: Any, collate: Collator, seed: int) -> None:
+        self.dataset = dataset
+        self.collate = collate
+        self.seed = seed
+        self.draws = False
+        self.epoch: int | None = None
+
+    def __getitem__(self, slot: Slot) -> tuple[Slot, Any]:
+        if slot.epoch != self.epoch:
+            self.epoch = slot.epoch
+            set_epoch(self.dataset, slot.epoch)
+        if not self.draws:
+            before = _reset(slot.indices[0])
+            batch = self.collate(self._samples(slot.indices))
+            if not _drew(before):
+                return slot, batch
+            self.draws = True
+        samples = []
+        for index in slot.indices:
+            seed_generators(mix(self.seed, slot.epoch, index, _SAMPLE))
+            samples.append(self._sample(index))
+        seed_generators(mix(self.seed, slot.epoch, slot.indices[0], _COLLATE))
+        return slot, self.collate(samples)
+
+    def _samples(self, indices: list[int]) -> list[Any]:
+        """All samples at once where the dataset can do that, as tables and Hugging Face's datasets can."""
+        if _reads_many(type(self.dataset)):
+            try:
+                samples: list[Any] = self.dataset.__getitems__(indices)
+                return samples
+            except Exception:
+                return [self._sample(index) for index in indices]  # finds out which one it is
+        return [self._sample(index) for index in indices]
+
+    def _sample(self, index: int) -> Any:
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            raise DataError(f"the dataset raised at index {index}: {type(error).__name__}: {error}") from error
+
+
+def _reads_many(kind: type) -> bool:
+    """Whether a dataset has `__getitems__`, and no subclass another `__getitem__`, which would then be passed by."""
+    nearest = next((cls for cls in kind.__mro__ if {"__getitem__", "__getitems__"} & vars(cls).keys()), object)
+    return "__getitems__" in vars(nearest)
+
+
+def set_epoch(dataset: Any, epoch: int) -> None:
+    """Tells a dataset that wants to know (`set_epoch`) which epoch begins; evaluations (-1) are none."""
+    if epoch >= 0 and hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(epoch)
+
+
+def _reset(seed: int) -> tuple[tuple[float, float], torch.Tensor]:
+    """Seeds the generators; gives what random and numpy will draw next, and torch's state."""
+    seed %= _PROBES
+    seed_generators(seed)
+    if seed not in _first_draws:
+        _first_draws[seed] = (random.Random(seed).random(), np.random.RandomState(seed).random_sample())
+    return _first_draws[seed], torch.default_generator.get_state()
+
+
+def _drew(before: tuple[tuple[float, float], torch.Tensor]) -> bool:
+    """Whether a number was drawn since `_reset`. Drawing one is far cheaper than looking at the whole state."""
+    draws, state = before
+    return (random.random(), np.random.random_sample()) != draws or not torch.equal(
+        torch.default_generator.get_state(), state
+    )

@@ -1,0 +1,271 @@
+"""Micro-batches for the loop: fetched in order, counted by step, ready to go on at any position."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainer_kit.data.collate import Collator
+from trainer_kit.data.fetcher import Fetcher
+from trainer_kit.data.sampling import (
+    Layout,
+    Slot,
+    epoch_length,
+    evaluation_slots,
+    mix,
+    permutation,
+    ranges,
+    slots,
+    steps_between,
+)
+from trainer_kit.data.workers import worker_init, worker_items
+from trainer_kit.loss.batch import Counts, count
+from trainer_kit.utils.rng import seed_generators
+
+
+@dataclasses.dataclass(slots=True)
+class Window:
+    """The micro-batches of one optimizer step, counted before the first is worked on.
+
+    The loaders count those of this process; the loop makes the counts those of all processes (`set_numbers`).
+
+    Attributes:
+        epoch: Number of the epoch, from 0.
+        start: Position in the epoch where this step begins, in samples over all processes.
+        stop: Position in the epoch after this step.
+        closes_epoch: Whether this step is the epoch's last.
+        samples: Samples of the step.
+        tokens: Tokens of the step, padding left out.
+        labels: Items of the step (see `loss.Counts`).
+        shifted: Items for a model that shifts its labels.
+        data_state: What an iterable dataset has to be given to go on after this step; None for map-style ones.
+    """
+
+    epoch: int
+    start: int
+    stop: int
+    closes_epoch: bool
+    samples: int = 0
+    tokens: int = 0
+    labels: Any = 0
+    shifted: Any = 0
+    data_state: dict[str, Any] | None = None
+
+    def add(self, counts: Counts) -> None:
+        self.samples += counts.samples
+        self.tokens += counts.tokens
+        self.labels += counts.labels
+        self.shifted += counts.shifted
+
+    def numbers(self) -> tuple[int, int, int, int]:
+        """The counts that lie on the host; 0 for what was counted on a device."""
+        labels, shifted = (each if isinstance(each, int) else 0 for each in (self.labels, self.shifted))
+        return self.samples, self.tokens, labels, shifted
+
+    def set_numbers(self, sums: Sequence[int], reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Takes the sums of `numbers()` over all processes; `reduce` sums what was counted on a device."""
+        self.samples, self.tokens = sums[:2]
+        self.labels = sums[2] if isinstance(self.labels, int) else reduce(self.labels)
+        self.shifted = sums[3] if isinstance(self.shifted, int) else reduce(self.shifted)
+
+
+@dataclasses.dataclass(slots=True)
+class MicroBatch:
+    """One forward and backward pass.
+
+    Attributes:
+        batch: What the collator made; moved to the device on the way to the loop.
+        counts: What it counts for; all 0 for a stand-in of a process that has no samples left in the step.
+        window: The step it belongs to.
+        number: Its number in the step, from 0.
+        last: Whether it is the step's last.
+        start: Position of its first sample in the epoch.
+        indices: Dataset indices; empty for iterable datasets.
+        samples: Samples that the batch was made of; those of a stand-in too.
+        unfilled: The batch without the samples that were added for a static shape; None where none were.
+    """
+
+    batch: Any
+    counts: Counts
+    window: Window
+    number: int
+    last: bool
+    start: int
+    indices: list[int]
+    samples: int
+    unfilled: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How samples are read.
+
+    Attributes:
+        collate: Makes a batch from a list of samples.
+        seed: The run's seed.
+        workers: Worker processes; 0 reads in this one.
+        pin_memory: Whether workers' batches are copied to page-locked memory.
+        timeout: Seconds that workers may take for a batch; 0: without end.
+    """
+
+    collate: Collator
+    seed: int
+    workers: int = 0
+    pin_memory: bool = False
+    timeout: float = 0.0
+
+
+class TrainLoader:
+    """The training batches of a map-style dataset.
+
+    Args:
+        dataset: Has `__len__` and `__getitem__`.
+        layout: Batch size, accumulation and processes.
+        reading: Collation, seed and workers.
+        drop_last: Leave out an epoch's last batches where not every process has a full one.
+        group_by_length: Put samples of like length together.
+
+    Attributes:
+        passed_over: (epoch, start, stop) of positions that are not trained on; set it before `micro_batches`.
+
+    Raises:
+        ValueError: If an epoch holds no batch.
+    """
+
+    def __init__(
+        self, dataset: Any, layout: Layout, reading: Reading, drop_last: bool = False, group_by_length: bool = False
+    ) -> None:
+        self.dataset = dataset
+        self.layout = layout
+        self.reading = reading
+        self.passed_over: Sequence[tuple[int, int, int]] = ()
+        self.lengths = sample_lengths(dataset, reading.seed) if group_by_length else None
+        self.epoch_length = epoch_length(len(dataset), layout, drop_last)
+        if self.epoch_length == 0:
+            raise ValueError(no_batch(len(dataset), layout))
+
+    def steps_left(self, epoch: int, position: int) -> int:
+        """Optimizer steps from a position to the end of an epoch."""
+        return steps_between(position, self.epoch_length, self.layout, ranges(self.passed_over, epoch))
+
+    def micro_batches(
+        self, epoch: int, position: int, steps: int, data_state: dict[str, Any] | None = None
+    ) -> Iterator[MicroBatch]:
+        """The micro-batches of the next `steps` steps, from `position` in `epoch` on; no sample before it is read."""
+        window: list[tuple[Slot, Any]] = []
+        for slot, batch in _fetched(self.dataset, self._slots(epoch, position, steps), self.reading):
+            window.append((slot, batch))
+            if slot.last:
+                yield from _counted(window)
+                window = []
+
+    def _slots(self, epoch: int, position: int, steps: int) -> Iterator[Slot]:
+        while steps > 0:
+            order = permutation(len(self.dataset), self.reading.seed, epoch, self.lengths)[: self.epoch_length]
+            for slot in slots(order, epoch, position, self.layout, ranges(self.passed_over, epoch)):
+                yield slot
+                steps -= slot.last
+                if steps == 0:
+                    return
+            epoch, position = epoch + 1, 0
+
+
+def no_batch(length: int, layout: Layout) -> str:
+    """What is wrong with a training dataset of this length that gives no batch."""
+    if length == 0:
+        return "train_dataset is empty; give at least one sample"
+    return (
+        f"dataloader_drop_last=True leaves nothing of {length} samples in batches of {layout.row}; make them smaller "
+        "or keep the last one"
+    )
+
+
+def evaluation_batches(dataset: Any, layout: Layout, reading: Reading) -> Iterator[tuple[Any, Counts]]:
+    """This process's batches of an evaluation, in the dataset's order."""
+    for slot, batch in _fetched(dataset, evaluation_slots(len(dataset), layout), reading):
+        yield batch, count(batch, len(slot.indices))
+
+
+def _counted(fetched: list[tuple[Slot, Any]]) -> Iterator[MicroBatch]:
+    """The micro-batches of one step. All are counted first: each is weighed by its share in the step."""
+    slot = fetched[-1][0]
+    window = Window(slot.epoch, slot.window_start, slot.window_stop, slot.closes_epoch)
+    all_counts = [_counts(slot, batch) for slot, batch in fetched]
+    for counts in all_counts:
+        window.add(counts)
+    for (slot, batch), counts in zip(fetched, all_counts, strict=True):
+        samples = len(slot.indices)
+        yield MicroBatch(batch, counts, window, slot.number, slot.last, slot.start, slot.indices, samples)
+
+
+def _counts(slot: Slot, batch: Any) -> Counts:
+    counts = count(batch, len(slot.indices))
+    return counts if slot.counted else counts.as_nothing()
+
+
+def _fetched(dataset: Any, plan: Iterable[Slot], reading: Reading) -> Iterator[tuple[Slot, Any]]:
+    fetcher = Fetcher(dataset, reading.collate, reading.seed)
+    if reading.workers == 0:
+        return map(fetcher.__getitem__, plan)
+    return from_workers(fetcher, reading, plan)
+
+
+def from_workers(dataset: Any, reading: Reading, sampler: Iterable[Any] | None = None) -> Iterator[Any]:
+    """What a DataLoader gives whose workers do all the work and whose randomness is its own.
+
+    The generator matters: `iter(DataLoader)` would otherwise draw from the global one and shift dropout.
+
+    Raises:
+        WorkerError: See `worker_items`.
+    """
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=sampler,
+        num_workers=reading.workers,
+        collate_fn=_as_is,
+        pin_memory=reading.pin_memory,
+        timeout=reading.timeout,
+        worker_init_fn=worker_init(),
+        generator=torch.Generator().manual_seed(reading.seed),
+    )
+    return worker_items(loader, "dataloader_timeout")
+
+
+def _as_is(item: Any) -> Any:
+    return item
+
+
+def sample_lengths(dataset: Any, seed: int = 0) -> np.ndarray:
+    """The length of each sample, shape [samples]: the dataset's column `length`, else that of its `input_ids`.
+
+    Without the column every sample is read once, with randomness that follows from `seed`: all processes, and a
+    resumed run, find the same lengths.
+
+    Raises:
+        ValueError: If samples have neither.
+    """
+    columns = getattr(dataset, "column_names", None)
+    if columns is not None and "length" in columns:
+        return np.asarray(dataset["length"])
+    try:
+        return np.array([_length_of(dataset, index, seed) for index in range(len(dataset))])
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(
+            "group_by_length=True needs samples that are dicts with 'input_ids', or a dataset with the column 'length'"
+        ) from error
+
+
+def _length_of(dataset: Any, index: int, seed: int) -> int:
+    seed_generators(mix(seed, index))
+    return len(dataset[index]["input_ids"])
+
+
+def is_iterable(dataset: Any) -> bool:
+    """Whether a dataset can only be read from the start on (no `__getitem__` or no length)."""
+    return isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))

@@ -1,0 +1,109 @@
+"""How many steps a run takes under its layout, and where its schedule stands after a change of layout.
+
+A schedule runs over samples: it is made for the steps that the whole run would take under the present layout, and goes
+on at the step that this layout would have reached with the samples that were trained on. Under one layout that is
+the number of steps taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from trainer_kit.config.arguments import TrainingArguments
+from trainer_kit.data.iterable_loader import StreamLoader
+from trainer_kit.data.map_loader import TrainLoader
+from trainer_kit.data.sampling import Layout
+from trainer_kit.run import Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The steps of a run.
+
+    Attributes:
+        layout: The present layout.
+        end: Step at which the run ends, those that were taken under other layouts counted as they were.
+        length: Steps of the schedule: those of the whole run, had it had the present layout from the beginning.
+        place: Where the schedule stands, in those steps.
+        units: Samples of a step in which an argument that names steps of the schedule is given, by its name: of the
+            layout under which it was set.
+    """
+
+    layout: Layout
+    end: int
+    length: int
+    place: int
+    units: Mapping[str, int]
+
+    def scheduled(self, args: TrainingArguments) -> TrainingArguments:
+        """The arguments of the schedule, their step numbers in steps of the present layout."""
+        if args.max_steps > 0:
+            return args
+        numbers = step_numbers(args)
+        scaled = {name: _scaled(steps, self.units[name], self.layout.window) for name, steps in numbers.items()}
+        if scaled == numbers:
+            return args
+        warmup = scaled.pop("warmup_steps")
+        # What filled the run to its end may have become a step too long by rounding.
+        scaled = {name: min(steps, max(0, self.length - warmup)) for name, steps in scaled.items()}
+        return dataclasses.replace(args, warmup_steps=warmup, lr_scheduler_kwargs=args.lr_scheduler_kwargs | scaled)
+
+    def state_dict(self) -> dict[str, Any]:
+        layout = self.layout
+        return {
+            "processes": layout.world_size,
+            "batch_size": layout.batch_size,
+            "accumulation": layout.accumulation,
+            "units": dict(self.units),
+        }
+
+
+def make_plan(
+    run: Run, loader: TrainLoader | StreamLoader, earlier: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
+) -> Plan:
+    """The plan of a run that stands where `run.state` says.
+
+    With `max_steps` the length of a run is given in steps: its schedule counts them, whatever the layout.
+
+    Args:
+        run: The run.
+        loader: Its training batches; what they pass over counts for no step.
+        earlier: What the checkpoint that the run goes on from was written under: the plan's state, and the arguments.
+    """
+    args, state, layout = run.args, run.state, loader.layout
+    units = dict.fromkeys(step_numbers(args), layout.window)
+    if earlier is not None:
+        plan, before = earlier[0], step_numbers(earlier[1])
+        units |= {name: plan["units"][name] for name, steps in step_numbers(args).items() if before.get(name) == steps}
+    if args.max_steps > 0:
+        return Plan(layout, args.max_steps, args.max_steps, state.step, units)
+    length = _steps_of(loader, args.num_train_epochs)
+    in_epoch = loader.steps_left(state.epoch, 0) - loader.steps_left(state.epoch, state.position)
+    place = min(_steps_of(loader, state.epoch) + in_epoch, length)
+    return Plan(layout, state.step + length - place, max(1, length), place, units)
+
+
+def step_numbers(args: TrainingArguments | Mapping[str, Any]) -> dict[str, int]:
+    """The arguments that name steps of the schedule."""
+    given = args if isinstance(args, Mapping) else vars(args)
+    numbers = {"warmup_steps": given["warmup_steps"]}
+    if "num_decay_steps" in given["lr_scheduler_kwargs"]:
+        numbers["num_decay_steps"] = given["lr_scheduler_kwargs"]["num_decay_steps"]
+    return numbers
+
+
+def _scaled(steps: int, unit: int, window: int) -> int:
+    """Steps of `unit` samples in steps of `window`; some stay some."""
+    return max(1, round(steps * unit / window)) if steps and unit != window else steps
+
+
+def _steps_of(loader: TrainLoader | StreamLoader, epochs: float) -> int:
+    """Optimizer steps of the first `epochs` epochs."""
+    whole, cut = int(epochs), {epoch for epoch, _, _ in loader.passed_over}
+    usual = loader.steps_left(max(cut, default=-1) + 1, 0)
+    steps = whole * usual + sum(loader.steps_left(epoch, 0) - usual for epoch in cut if epoch < whole)
+    # Rounded, since 1.1 epochs of 10 steps are 11.000000000000002 steps.
+    return steps + math.ceil(round((epochs - whole) * loader.steps_left(whole, 0), 6))

@@ -1,0 +1,255 @@
+"""Where a step first went wrong: its passes once more, watched module by module, on this process alone."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from trainer_kit.loss.batch import count
+from trainer_kit.loss.loss import Loss, weighed
+from trainer_kit.loss.probe import buffers_aside
+from trainer_kit.strategies.base import Strategy
+from trainer_kit.utils.pytree import tensors
+
+Kind = Literal["inf", "nan"]
+
+
+class Work(NamedTuple):
+    """A micro-batch of the step.
+
+    Attributes:
+        batch: What the collator made, on the host.
+        seed: Of all generators before its forward pass.
+        samples: Samples that it was made of.
+        counted: False for a stand-in, which takes part with weight zero.
+    """
+
+    batch: Any
+    seed: int
+    samples: int
+    counted: bool = True
+
+
+class Birth(NamedTuple):
+    """Something whose result held the first infinity, or the first NaN, that its inputs did not hold.
+
+    Attributes:
+        place: Where that was.
+        kind: What came up.
+        from_inf: Whether its inputs held an infinity, of which NaN can come.
+    """
+
+    place: str
+    kind: Kind
+    from_inf: bool
+
+
+class BadColumn(NamedTuple):
+    """A part of a micro-batch that is not finite.
+
+    Attributes:
+        micro_batch: Its place among those that were worked on.
+        column: Its name in the batch.
+        kind: What it holds.
+        rows: Its rows that hold it.
+    """
+
+    micro_batch: int
+    column: str
+    kind: Kind
+    rows: list[int]
+
+
+@dataclasses.dataclass
+class Diagnosis:
+    """What was found.
+
+    Attributes:
+        columns: Parts of the batches that are not finite.
+        weights: Names of parameters and buffers that were not finite before.
+        loss: Mean over the items of the micro-batches; None where the passes raised before it was there.
+        micro_batch: Place of the first micro-batch whose loss is not finite.
+        module: The module in which the loss was spoiled.
+        parameter: The first parameter, on the way back, whose gradient is not finite.
+        norm: Norm of all gradients together; None where the backward pass did not end.
+        error: What the passes raised.
+    """
+
+    columns: list[BadColumn] = dataclasses.field(default_factory=list)
+    weights: list[str] = dataclasses.field(default_factory=list)
+    loss: float | None = None
+    micro_batch: int | None = None
+    module: Birth | None = None
+    parameter: str | None = None
+    norm: float | None = None
+    error: Exception | None = None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the passes went through and all that they gave is finite."""
+        figures = (self.loss, self.norm)
+        return self.parameter is None and all(each is not None and math.isfinite(each) for each in figures)
+
+
+def diagnose(loss: Loss, works: Sequence[Work], strategy: Strategy) -> Diagnosis:
+    """Runs the step's forward and backward passes once more, without taking the step.
+
+    Gradients are gone afterwards; weights and buffers are as they were. No other process takes part: the model is
+    called itself, not what the strategy made of it.
+
+    Args:
+        loss: The run's.
+        works: This process's micro-batches of the step, in order.
+        strategy: Its device and precision are taken.
+
+    Returns:
+        What was found; an exception of the passes is a part of it.
+    """
+    module = loss.module
+    found = Diagnosis([bad for number, work in enumerate(works) for bad in _bad_columns(number, work.batch)])
+    found.weights = [name for name, value in module.named_parameters() if kind_of(value)]
+    found.weights += [
+        name for name, value in module.named_buffers() if kind_of(value) == "nan"
+    ]  # a mask has infinities
+    alone = copy.copy(loss)
+    alone.model = module
+    module.zero_grad()
+    births: list[Birth] = []
+    try:
+        with buffers_aside(module), _uncompiled(), _modules_watched(module, births), _gradients_watched(module, found):
+            found.loss = sum(_pass(alone, works, strategy, births, found))
+            found.norm = _norm(module)
+    except Exception as error:
+        found.error = error
+    finally:
+        module.zero_grad()
+    if found.loss is not None and not math.isfinite(found.loss):
+        found.module = cause(births, found.loss)
+    return found
+
+
+def cause(births: Sequence[Birth], loss: float) -> Birth | None:
+    """The first place that spoiled the loss: an infinity did where the loss is one, or NaN came of it."""
+    first: dict[str, Birth] = {}
+    for birth in births:
+        first.setdefault(birth.kind, birth)
+    infinity, nan = first.get("inf"), first.get("nan")
+    if math.isnan(loss) and nan is not None and not nan.from_inf:
+        return nan
+    return infinity or nan
+
+
+def kind_of(tree: Any) -> Kind | None:
+    """What the tensors in a tree, or in an object's attributes, hold beside finite numbers: NaN above all."""
+    found: Kind | None = None
+    plain = isinstance(tree, (torch.Tensor, Mapping, list, tuple)) or not hasattr(tree, "__dict__")
+    for tensor in tensors(tree if plain else vars(tree)):
+        values = tensor.detach()
+        values = values.coalesce().values() if values.is_sparse else values
+        if not (values.is_floating_point() or values.is_complex()) or bool(torch.isfinite(values).all()):
+            continue
+        if bool(torch.isnan(values).any()):
+            return "nan"
+        found = "inf"
+    return found
+
+
+def _pass(
+    loss: Loss, works: Sequence[Work], strategy: Strategy, births: list[Birth], found: Diagnosis
+) -> Iterator[float]:
+    """The passes of each micro-batch as the loop does them; gives their shares in the step's loss."""
+    counts = [count(work.batch, work.samples) for work in works]
+    counts = [each if work.counted else each.as_nothing() for each, work in zip(counts, works, strict=True)]
+    items = [loss.items(each) for each in counts]
+    total, samples = sum(items), max(1, sum(each.samples for each in counts))
+    for number, (work, own) in enumerate(zip(works, items, strict=True)):
+        batch = strategy.to_device(work.batch)
+        if not (isinstance(own, int) and own):
+            batch = loss.weightless(batch, own, strategy.autocast)
+        strategy.seed(work.seed)
+        before = len(births)
+        with strategy.autocast():
+            value, pair_count = loss(batch)
+        if pair_count is not None:
+            share = value / samples if work.counted else value * 0
+        else:
+            share = weighed(value, own, total)
+        figure = float(share.detach())
+        if math.isfinite(figure):
+            del births[before:]  # what came up did no harm, such as the infinities of a mask
+        elif found.micro_batch is None:
+            found.micro_batch = number
+        share.backward()
+        yield figure
+
+
+@contextlib.contextmanager
+def _modules_watched(module: torch.nn.Module, births: list[Birth]) -> Iterator[None]:
+    """Keeps, in order of execution, the modules that made an infinity or NaN of inputs without it."""
+    names = {each: name for name, each in module.named_modules()}
+
+    def look(each: torch.nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
+        kind = kind_of(output)
+        if kind is None:
+            return
+        given = kind_of([*inputs, *keywords.values()])
+        if given == kind or given == "nan":
+            return
+        place = f"{names[each]} ({type(each).__name__})" if names[each] else f"the model itself ({type(each).__name__})"
+        births.append(Birth(place, kind, from_inf=given == "inf"))
+
+    hooks = [each.register_forward_hook(look, with_kwargs=True) for each in names]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def _gradients_watched(module: torch.nn.Module, found: Diagnosis) -> Iterator[None]:
+    """Finds the first parameter whose gradient is not finite, in the order in which they come."""
+
+    def watched(name: str, parameter: torch.nn.Parameter) -> Any:
+        def look(gradient: torch.Tensor) -> None:
+            if found.parameter is None and kind_of(gradient):
+                found.parameter = name
+
+        return parameter.register_hook(look)
+
+    hooks = [watched(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Hooks see nothing in what torch.compile has compiled (its modules are not imported where nothing was)."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+
+
+def _norm(module: torch.nn.Module) -> float:
+    norms = [torch.linalg.vector_norm(each.grad) for each in module.parameters() if each.grad is not None]
+    return float(torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))) if norms else 0.0
+
+
+def _bad_columns(number: int, batch: Any) -> Iterator[BadColumn]:
+    if isinstance(batch, Mapping):
+        columns: Iterator[tuple[Any, Any]] = iter(batch.items())
+    else:
+        columns = enumerate(batch) if isinstance(batch, (list, tuple)) else iter([("batch", batch)])
+    for name, value in columns:
+        kind = kind_of(value)
+        if kind is None:
+            continue
+        rows = {row for tensor in tensors(value) if tensor.ndim for row, each in enumerate(tensor) if kind_of(each)}
+        yield BadColumn(number, str(name), kind, sorted(rows))

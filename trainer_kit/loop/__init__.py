@@ -1,0 +1,1 @@
+"""The training loop: steps, evaluation, and what ranks settle between steps."""

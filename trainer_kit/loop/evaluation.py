@@ -1,0 +1,378 @@
+"""Evaluation and prediction: each sample exactly once, the true mean loss, streaming or collected metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from trainer_kit.data.padding import Padding, pad_rows, trim_rows
+from trainer_kit.data.sampling import mix
+from trainer_kit.errors import DoesNotFitError, EvaluationInterrupted
+from trainer_kit.loop.metrics import (
+    MeanLoss,
+    Metric,
+    begin_metrics,
+    gather_metrics,
+    joined_mean,
+    joined_predictions,
+    joined_result,
+    predictions_in,
+)
+from trainer_kit.loss.batch import IGNORED, Counts, labels_of, samples_of, shape_of
+from trainer_kit.loss.loss import evaluating, found_loss
+from trainer_kit.loss.probe import Inspection
+from trainer_kit.run import Run
+from trainer_kit.strategies.base import Strategy, clear_frames
+from trainer_kit.utils.pytree import map_tensors
+
+
+class EvalPrediction(NamedTuple):
+    """What `compute_metrics` is called with, as in transformers.
+
+    Attributes:
+        predictions: The model's outputs (logits) for all samples, an array or a tuple of arrays.
+        label_ids: The labels of all samples; None where there are none.
+    """
+
+    predictions: Any
+    label_ids: Any
+
+
+class PredictionOutput(NamedTuple):
+    """What `Trainer.predict` returns.
+
+    Attributes:
+        predictions: As in `EvalPrediction`, in the dataset's order.
+        label_ids: As in `EvalPrediction`.
+        metrics: Loss (with labels), metrics and speed, each name with the prefix.
+    """
+
+    predictions: Any
+    label_ids: Any
+    metrics: dict[str, Any]
+
+
+class _Tally(NamedTuple):
+    """What one process has seen, for all to know.
+
+    Attributes:
+        samples: Samples.
+        steps: Batches.
+        loss: The sum of its losses and over how many items; None where no batch had a loss.
+        shifts: Whether the model shifts its labels, as far as its batches told.
+        interrupted: Whether it broke off.
+        lacks: What its device said for want of memory.
+    """
+
+    samples: int
+    steps: int
+    loss: tuple[float, float] | None
+    shifts: bool | None
+    interrupted: bool
+    lacks: str | None = None
+
+
+class _Outcome(NamedTuple):
+    """What a forward pass gave.
+
+    Attributes:
+        predictions: None where nobody wants them.
+        labels: On the host if shapes are static.
+        rows: Samples that the model was given.
+        samples: The batch's own among them.
+    """
+
+    predictions: Any
+    labels: torch.Tensor | None
+    rows: int
+    samples: int
+
+
+class Evaluator:
+    """Runs a model over a dataset's batches.
+
+    Every process evaluates its own batches, at its own pace; at the end what they found is joined.
+
+    Args:
+        run: Its strategy and model are prepared.
+        inspection: Of the run's loss.
+        metrics: Streaming metrics by name.
+        compute_metrics: Gets an `EvalPrediction` of the whole dataset, returns a dict of numbers. It is called on the
+            main process alone.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        inspection: Inspection,
+        metrics: Mapping[str, Metric],
+        compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None,
+    ) -> None:
+        self.run = run
+        self.inspection = inspection
+        self.loss = inspection.loss
+        self.metrics = metrics
+        self.compute_metrics = compute_metrics
+
+    def __call__(self, batches: Iterable[tuple[Any, Counts]], prefix: str, keep: bool = False) -> PredictionOutput:
+        """Evaluates.
+
+        Args:
+            batches: This process's batches on the host with their counts, dealt out in turn: its k-th is number
+                k * world_size + rank of the dataset's.
+            prefix: Before each metric's name: "eval" gives "eval_loss".
+            keep: Return predictions and labels (host memory grows with the dataset on every process, with
+                `compute_metrics` alone on the main one).
+
+        Returns:
+            Predictions and labels (None unless kept), and the metrics; the same on all processes.
+
+        Raises:
+            TypeError: If metrics cannot be joined over the processes.
+            ValueError: If the dataset is empty.
+            EvaluationInterrupted: If the run was asked to leave, on all processes.
+            DoesNotFitError: If memory does not suffice on some process, on all of them, with
+                `args.auto_find_batch_size`.
+        """
+        begin = time.perf_counter()
+        strategy = self.run.strategy
+        begin_metrics(self.metrics, strategy)
+        collected = _Collected() if keep or self.compute_metrics else None
+        try:
+            own = self._run(batches, collected, keep)
+        except Exception as error:
+            lacks = strategy.lack_of_memory(error) if self.run.args.auto_find_batch_size else None
+            if lacks is None:
+                raise
+            clear_frames(error)
+            own = _Tally(0, 0, None, None, interrupted=False, lacks=lacks)
+        tallies = self._agreed(own)
+        predictions, labels = collected.arrays(strategy, keep) if collected else (None, None)
+        scored = labels is not None or not keep
+        others = gather_metrics(self.metrics, strategy, own.samples > 0) if scored and self.metrics else []
+
+        def figures() -> dict[str, Any]:
+            mean = joined_mean([tally.loss for tally in tallies])
+            found = {} if mean is None else {"loss": mean}
+            if scored:
+                found |= self._scores(EvalPrediction(predictions, labels), others)
+            seconds = time.perf_counter() - begin
+            found |= {
+                "runtime": seconds,
+                "samples_per_second": sum(tally.samples for tally in tallies) / seconds,
+                "steps_per_second": max(tally.steps for tally in tallies) / seconds,
+            }
+            return {_prefixed(prefix, name): _number(value) for name, value in found.items()}
+
+        metrics = strategy.on_main(figures)
+        return PredictionOutput(predictions if keep else None, labels if keep else None, metrics)
+
+    def _run(self, batches: Iterable[tuple[Any, Counts]], collected: _Collected | None, keep: bool) -> _Tally:
+        """This process's batches."""
+        run, strategy = self.run, self.run.strategy
+        mean, samples, steps, interrupted = MeanLoss(strategy), 0, 0, False
+        # The user's own module, since compute_loss may call that one instead of what it is given.
+        predicts = bool(self.metrics) or collected is not None
+        captures = predicts and self.loss.compute_loss is not None
+        with evaluating(run.model), torch.no_grad(), _captured(run.model if captures else None) as captured:
+            padding = Padding(self.inspection, strategy, run.args.eval_batch_size * strategy.devices)
+            outcomes = map(partial(self._forward, padding, mean, captured, keep, predicts), itertools.count(), batches)
+            for outcome in _one_behind(outcomes) if strategy.static_shapes else outcomes:
+                self._take(outcome, collected)
+                samples += outcome.samples
+                steps += 1
+                del outcome  # its predictions would stay on the device during the next forward pass
+                interrupted = run.requests.exit_code is not None or strategy.leaving
+                if interrupted:
+                    break
+        return _Tally(samples, steps, mean.sums(), self.loss.shifts, interrupted)
+
+    def _forward(
+        self,
+        padding: Padding,
+        mean: MeanLoss,
+        captured: list[Any],
+        keep: bool,
+        predicts: bool,
+        number: int,
+        item: tuple[Any, Counts],
+    ) -> _Outcome:
+        """One forward pass, without waiting for the device; the loss goes into `mean`."""
+        strategy, (host_batch, counts) = self.run.strategy, item
+        with_loss = labels_of(host_batch) is not None or not keep
+        fills = padding.wants(host_batch, counts.samples, with_loss)
+        batch = strategy.to_device(pad_rows(host_batch, padding.rows) if fills else host_batch)
+        if with_loss:
+            batch = padding.settled(batch, host_batch if fills else None)
+            if self.loss.shifts is None:
+                self.inspection.shift(batch)
+        # A model that draws in evaluation too gives the same after a restart, and with any number of workers or
+        # processes.
+        strategy.seed(mix(self.run.args.seed, -1, number * strategy.world_size + strategy.rank))
+        predictions = self._predictions(batch, counts, mean, captured, with_loss, predicts)
+        predictions = strategy.whole(predictions) if predicts else None
+        strategy.dispatch()
+        labels = labels_of(host_batch if strategy.static_shapes else batch)
+        if self.metrics and with_loss and labels is None:
+            raise ValueError(f"metrics need labels, but the batch is {shape_of(batch)}; call theirs 'labels'")
+        return _Outcome(predictions, labels, samples_of(batch) if fills else counts.samples, counts.samples)
+
+    def _predictions(
+        self, batch: Any, counts: Counts, mean: MeanLoss, captured: list[Any], with_loss: bool, predicts: bool
+    ) -> Any:
+        """What the model predicts, None where nobody asks; its loss goes into `mean`."""
+        loss, calls = self.loss, []
+        value: torch.Tensor | None
+        with self.run.strategy.autocast():
+            if loss.compute_loss is not None and with_loss:
+                value, items = loss(batch)
+                calls, outputs, loss.outputs = captured.copy(), loss.outputs, None
+            else:
+                outputs = loss.output(batch)
+                value, items = found_loss(outputs), None
+        captured.clear()
+        if value is None and not predicts:
+            loss(batch)  # says what is missing
+        if value is not None:
+            mean.add(value, items, loss.items(counts))
+        if not predicts:
+            return None
+        if outputs is not None or not calls:
+            return predictions_in(outputs)
+        labels = labels_of(batch)
+        rows = counts.samples if labels is None or not labels.ndim else len(labels)
+        return joined_predictions([predictions_in(output) for output in calls], rows)
+
+    def _take(self, outcome: _Outcome, collected: _Collected | None) -> None:
+        """Counts and keeps what a batch gave."""
+        if outcome.predictions is None:
+            return
+        predictions, labels, rows, samples = outcome
+        if self.run.strategy.static_shapes:  # cutting and counting on the device would be computations of their own
+            predictions = trim_rows(map_tensors(torch.Tensor.cpu, predictions), rows, samples)
+        for metric in self.metrics.values() if labels is not None else ():
+            metric.update(predictions, labels)
+        if collected is not None:
+            collected.add(predictions, labels)
+
+    def _agreed(self, own: _Tally) -> list[_Tally]:
+        """All processes' tallies, on all of them, before anything larger is gathered."""
+        tallies = self.run.strategy.gather_object(own)
+        if any(tally.interrupted for tally in tallies):
+            raise EvaluationInterrupted
+        for tally in tallies:
+            if tally.lacks is not None:
+                raise DoesNotFitError(tally.lacks)
+        if not any(tally.samples for tally in tallies):
+            raise ValueError("the dataset to evaluate is empty; give at least one sample")
+        # A process whose batches did not tell, or that had none, learns it from the others.
+        self.loss.shifts = next((tally.shifts for tally in tallies if tally.shifts is not None), None)
+        return tallies
+
+    def _scores(self, prediction: EvalPrediction, others: list[dict[str, Any]]) -> dict[str, Any]:
+        """What the metrics say, on the main process."""
+        scores: dict[str, Any] = {}
+        for name, metric in self.metrics.items():
+            result = joined_result(metric, [other[name] for other in others])
+            scores |= result if isinstance(result, Mapping) else {name: result}
+        if self.compute_metrics is not None:
+            result = self.compute_metrics(prediction)
+            if not isinstance(result, Mapping):
+                raise TypeError(f"compute_metrics returned a {type(result).__name__}; return a dict of numbers")
+            scores |= result
+        return scores
+
+
+def _prefixed(prefix: str, name: str) -> str:
+    return name if not prefix or name.startswith(f"{prefix}_") else f"{prefix}_{name}"
+
+
+def _one_behind(outcomes: Iterator[_Outcome]) -> Iterator[_Outcome]:
+    """Each outcome once the next is on its way, so that the device need not wait while the host counts."""
+    waiting = None
+    for outcome in outcomes:
+        if waiting is not None:
+            yield waiting
+        waiting = outcome
+    if waiting is not None:
+        yield waiting
+
+
+class _Collected:
+    """Outputs and labels of all batches, on the host."""
+
+    def __init__(self) -> None:
+        self.blocks: list[tuple[Any, Any]] = []
+
+    def add(self, predictions: Any, labels: torch.Tensor | None) -> None:
+        self.blocks.append((map_tensors(_to_array, predictions), None if labels is None else _to_array(labels)))
+
+    def arrays(self, strategy: Strategy, everywhere: bool) -> tuple[Any, Any]:
+        """Predictions and labels of all processes in the dataset's order: everywhere, or on the main process alone."""
+        shares = strategy.gather_object(self.blocks) if everywhere else strategy.gather_to_main(self.blocks)
+        self.blocks = []
+        blocks = [
+            block for row in itertools.zip_longest(*shares) for block in row if block is not None
+        ]  # dealt out in turn
+        if not blocks:
+            return None, None
+        labels = [label for _, label in blocks if label is not None]
+        return _joined([prediction for prediction, _ in blocks]), _joined(labels) if labels else None
+
+
+@contextlib.contextmanager
+def _captured(model: torch.nn.Module | None) -> Iterator[list[Any]]:
+    """The outputs of the model's calls, so that `compute_loss` need not return them; nothing without a model."""
+    outputs: list[Any] = []
+    if model is None:
+        yield outputs
+        return
+    handle = model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    try:
+        yield outputs
+    finally:
+        handle.remove()
+
+
+def _to_array(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.detach()
+    if tensor.dtype in (torch.bfloat16, torch.float16):
+        tensor = tensor.float()
+    return tensor.cpu().numpy()
+
+
+def _joined(parts: list[Any]) -> Any:
+    """The batches' arrays as one; those that differ in further dimensions are filled up with -100."""
+    if isinstance(parts[0], (tuple, list)):
+        return tuple(_joined(list(column)) for column in zip(*parts, strict=True))
+    if not isinstance(parts[0], np.ndarray):
+        return parts
+    shapes = {part.shape[1:] for part in parts}
+    if len(shapes) > 1:
+        longest = np.max(list(shapes), axis=0)
+        parts = [
+            np.pad(
+                part,
+                [(0, 0), *((0, int(full - own)) for full, own in zip(longest, part.shape[1:], strict=True))],
+                constant_values=IGNORED,
+            )
+            for part in parts
+        ]
+    return np.concatenate(parts)
+
+
+def _number(value: Any) -> Any:
+    """Scalars of torch and numpy as Python numbers; other tensors on the host; anything else as it is."""
+    if (
+        isinstance(value, (torch.Tensor, np.generic, np.ndarray))
+        and (value.numel() if isinstance(value, torch.Tensor) else value.size) == 1
+    ):
+        return value.item()
+    return map_tensors(torch.Tensor.cpu, value)

@@ -1,0 +1,290 @@
+"""Streaming metrics by name, and the mean loss, joined over processes at the end of an evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import sys
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from trainer_kit.loss.loss import found_loss
+from trainer_kit.strategies.base import Strategy
+from trainer_kit.utils.pytree import keys, map_tensors, tensors
+
+_FOLD = 64
+"""Batches between two readings of the losses from the device, so that memory stays flat."""
+
+
+class Metric(Protocol):
+    """A streaming metric (torchmetrics' protocol): its memory does not grow with the dataset.
+
+    With several processes each feeds its own. Then a metric that is not torchmetrics' also needs
+    `merge_state(others)` (torcheval's protocol), which takes in what an iterable of metrics like it has counted.
+    """
+
+    def update(self, predictions: Any, labels: Any, /) -> Any: ...
+
+    def compute(self) -> Any: ...
+
+    def reset(self) -> Any: ...
+
+
+class MeanLoss:
+    """The mean loss over the items of all batches, summed in float64 on the host."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.total = 0.0
+        self.items = 0.0
+        self.waiting: list[tuple[torch.Tensor, Any, bool]] = []
+        self.any = False
+
+    def add(self, value: torch.Tensor, count: Any, items: Any) -> None:
+        """`value` is a mean over `items`, or with a `count` the sum over so many."""
+        self.any = True
+        value = value.detach()
+        value = value.float() if value.dtype.itemsize < 4 else value
+        self.waiting.append((value, items if count is None else count, count is None))
+        if len(self.waiting) >= _FOLD:
+            self._fold()
+
+    def _fold(self) -> None:
+        values = self.strategy.read([value for value, _, _ in self.waiting])
+        on_device = iter(self.strategy.read([count for _, count, _ in self.waiting if isinstance(count, torch.Tensor)]))
+        for value, (_, count, is_mean) in zip(values, self.waiting, strict=True):
+            count = next(on_device) if isinstance(count, torch.Tensor) else float(count)
+            if count:
+                self.total += value * count if is_mean else value
+                self.items += count
+        self.waiting = []
+
+    def sums(self) -> tuple[float, float] | None:
+        """The sum of the losses and the number of items; None where no batch had a loss."""
+        if self.waiting:
+            self._fold()
+        return (self.total, self.items) if self.any else None
+
+
+def joined_mean(sums: list[tuple[float, float] | None]) -> float | None:
+    """The mean loss from all processes' sums; None where no process had a loss, NaN where no item counted."""
+    known = [each for each in sums if each is not None]
+    items = sum(count for _, count in known)
+    if not items:
+        return float("nan") if known else None
+    return sum(total for total, _ in known) / items
+
+
+def metrics_by_name(metrics: Any) -> dict[str, Metric]:
+    """Streaming metrics as a dict; those without a name are called by their class.
+
+    Raises:
+        TypeError: If one of them lacks `update`, `compute` or `reset`.
+        ValueError: If two without a name are of one class.
+    """
+    if metrics is None:
+        return {}
+    if hasattr(metrics, "update") and hasattr(metrics, "compute"):
+        metrics = [metrics]
+    if isinstance(metrics, Mapping):
+        named = dict(metrics)
+    else:
+        metrics = list(metrics)
+        named = {type(each).__name__.lower(): each for each in metrics}
+        if len(named) < len(metrics):
+            raise ValueError(
+                f"metrics holds several of one class ({', '.join(named)}); give a dict with a name for each"
+            )
+    for name, metric in named.items():
+        missing = [method for method in ("update", "compute", "reset") if not hasattr(metric, method)]
+        if missing:
+            raise TypeError(f"metrics[{name!r}] is a {type(metric).__name__} without {', '.join(missing)}")
+    return named
+
+
+def begin_metrics(metrics: Mapping[str, Metric], strategy: Strategy) -> None:
+    """Makes the metrics ready for an evaluation.
+
+    Raises:
+        TypeError: If there are several processes and a metric cannot be joined over them.
+    """
+    for name, metric in metrics.items():
+        metric.reset()
+        if strategy.world_size > 1 and not _is_of_torchmetrics(metric):
+            _check_joinable(name, metric, strategy.world_size)
+        if hasattr(metric, "to"):
+            # Where shapes are static, metrics count on the host.
+            metric.to(torch.device("cpu") if strategy.static_shapes else strategy.device)
+
+
+def _check_joinable(name: str, metric: Metric, processes: int) -> None:
+    if not hasattr(metric, "merge_state"):
+        raise TypeError(
+            f"metrics[{name!r}] is a {type(metric).__name__} without merge_state(others), so that what {processes} "
+            "processes count cannot be joined; add it, or use compute_metrics"
+        )
+    try:
+        pickle.dumps(metric)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise TypeError(
+            f"metrics[{name!r}] is a {type(metric).__name__} that cannot be sent to the main process, where metrics "
+            f"are joined ({error}); make it picklable, or use compute_metrics"
+        ) from error
+
+
+def gather_metrics(metrics: Mapping[str, Metric], strategy: Strategy, updated: bool) -> list[dict[str, Any]]:
+    """Sends what all processes counted to the main process; all processes take part.
+
+    torchmetrics' own way, in which each state is gathered by itself, waits for ever where the processes' lists differ
+    in length, and cannot do without those that saw no sample. Here all states travel at once.
+
+    Args:
+        metrics: The same names on all processes.
+        strategy: Joins the processes.
+        updated: Whether this process's metrics have seen a sample; the main process's have.
+
+    Returns:
+        On the main process what `joined_result` wants from each of the others by name; elsewhere nothing.
+    """
+    share = {name: _share(metric) for name, metric in metrics.items()} if updated and not strategy.is_main else None
+    return [each for each in strategy.gather_to_main(share) if each is not None]
+
+
+def joined_result(metric: Metric, others: list[Any]) -> Any:
+    """`metric.compute()` over what this process's metric holds and what others sent."""
+    if not _is_of_torchmetrics(metric):
+        if others:
+            metric.merge_state(others)  # type: ignore[attr-defined]
+        return metric.compute()
+    with contextlib.ExitStack() as stack:
+        for part in _parts(metric):
+            stack.enter_context(_by_itself(part))
+        if others:
+            for holder, *states in zip(_holders(metric), *others, strict=True):
+                stack.enter_context(_with_states(holder, states))
+        return metric.compute()
+
+
+def _share(metric: Metric) -> Any:
+    """What is sent to the main process."""
+    if _is_of_torchmetrics(metric):
+        return [map_tensors(torch.Tensor.cpu, holder.metric_state) for holder in _holders(metric)]
+    if hasattr(metric, "to"):
+        metric.to(torch.device("cpu"))
+    return metric
+
+
+def _is_of_torchmetrics(metric: Metric) -> bool:
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(metric, (torchmetrics.Metric, torchmetrics.MetricCollection))
+
+
+def _parts(metric: Any) -> list[Any]:
+    """The metrics that one of torchmetrics is made of (a collection, a wrapper, a sum), itself included, in order."""
+    torchmetrics = sys.modules["torchmetrics"]
+    return [module for module in metric.modules() if isinstance(module, torchmetrics.Metric)]
+
+
+def _holders(metric: Any) -> list[Any]:
+    """Those that hold states; a wrapper that shares those of its metric stands for it."""
+    return list({id(part._reductions): part for part in _parts(metric)}.values())
+
+
+@contextlib.contextmanager
+def _by_itself(part: Any) -> Iterator[None]:
+    """Keeps torchmetrics from gathering the states anew, and from waiting for processes that do not come."""
+    available, part.distributed_available_fn = part.distributed_available_fn, _no
+    try:
+        yield
+    finally:
+        part.distributed_available_fn = available
+
+
+def _no() -> bool:
+    return False
+
+
+@contextlib.contextmanager
+def _with_states(holder: Any, others: list[dict[str, Any]]) -> Iterator[None]:
+    """Gives a metric what all processes counted, and in the end its own states back, which it needs for a reset."""
+    kept = holder.metric_state
+    for name, own in kept.items():
+        to_own = partial(torch.Tensor.to, device=_device_of(own, holder.device))
+        states = [own, *(map_tensors(to_own, other[name]) for other in others)]
+        setattr(holder, name, _reduced(states, holder._reductions[name]))
+    try:
+        yield
+    finally:
+        for name, own in kept.items():
+            setattr(holder, name, own)
+
+
+def _device_of(state: Any, default: torch.device) -> torch.device:
+    """A metric may keep its lists on the host (`compute_on_cpu`)."""
+    first = next(tensors(state), None)
+    return default if first is None else first.device
+
+
+def _reduced(states: list[Any], reduction: Any) -> Any:
+    """One state from those of several processes, as torchmetrics has it: lists are chained, tensors stacked."""
+    joined: Any
+    if isinstance(states[0], list):
+        joined = [item for state in states for item in state]
+        return reduction(joined) if joined and reduction is not None else joined
+    joined = torch.stack(states)
+    return joined if reduction is None else reduction(joined)
+
+
+def predictions_in(output: Any) -> Any:
+    """What a model predicts: its `logits`; else all its tensors but the loss (a single one by itself).
+
+    Raises:
+        ValueError: If there is nothing of that kind.
+    """
+    if isinstance(output, Mapping):
+        if "logits" in keys(output):
+            return output["logits"]
+        rest = [value for name, value in output.items() if name != "loss" and _is_batched(value)]
+    elif isinstance(output, (tuple, list)):
+        rest = [value for place, value in enumerate(output) if place > 0 or found_loss(output) is None]
+        rest = [value for value in rest if value is not None and getattr(value, "ndim", True)]
+    elif isinstance(output, torch.Tensor):
+        rest = [output] if output.ndim else []
+    else:
+        rest = [output.logits] if hasattr(output, "logits") else []
+    if not any(True for _ in tensors(rest)):
+        raise ValueError(
+            "the model's output holds no predictions for the metrics; return them beside the loss, as 'logits' or in "
+            "a tuple (loss, predictions), or return (loss, outputs) from compute_loss"
+        )
+    return rest[0] if len(rest) == 1 else tuple(rest)
+
+
+def _is_batched(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
+
+
+def joined_predictions(calls: list[Any], rows: int) -> Any:
+    """The predictions of a batch from those of all calls of the model in `compute_loss`, in their order.
+
+    Args:
+        calls: What the model predicted in each call.
+        rows: Rows of the batch's labels.
+
+    Raises:
+        ValueError: If there are several calls that do not make up the batch's rows.
+    """
+    if len(calls) == 1:
+        return calls[0]
+    shapes = {tuple(each.shape[1:] for each in tensors(call)) for call in calls}
+    sizes = [{len(each) if each.ndim else 0 for each in tensors(call)} for call in calls]
+    if len(shapes) > 1 or any(len(each) != 1 for each in sizes) or sum(each.pop() for each in sizes) != rows:
+        raise ValueError(
+            f"compute_loss called the model {len(calls)} times on a batch of {rows} rows, and the outputs are not the "
+            "parts of one prediction; return what the metrics are to see: (loss, outputs) or (loss_sum, count, outputs)"
+        )
+    joined = iter([torch.cat(column) for column in zip(*(tensors(call) for call in calls), strict=True)])
+    return map_tensors(lambda _: next(joined), calls[0])

@@ -1,0 +1,270 @@
+"""The loss contract: the loss of a step is the mean over all its items, however the items are cut into batches.
+
+Items are the labels that are not -100 where labels are whole numbers (tokens, pixels, classes), else samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+
+from trainer_kit.loss.batch import IGNORED, is_whole, labels_of, with_labels
+from trainer_kit.loss.dtype_errors import explain_dtypes
+from trainer_kit.utils.pytree import keys, tensors
+
+ComputeLoss = Callable[[torch.nn.Module, Any], Any]
+
+
+class Loss:
+    """Calls the model, or the user's `compute_loss`, and says what the result counts for.
+
+    Args:
+        model: What is called (as the strategy prepared it).
+        module: The user's own module, for names and signatures.
+        compute_loss: `compute_loss(model, batch)` returns the mean over the batch's items, a scalar tensor, or
+            `(loss_sum, count)`; either with the outputs after it, `(mean, outputs)` or `(loss_sum, count, outputs)`.
+            None takes the loss that the model returns.
+
+    Attributes:
+        outputs: What `compute_loss` returned as its outputs in the last call without gradient; None where it did not.
+    """
+
+    def __init__(self, model: torch.nn.Module, module: torch.nn.Module, compute_loss: ComputeLoss | None) -> None:
+        self.model = model
+        self.module = module
+        self.compute_loss = compute_loss
+        self.outputs: Any = None
+        self.shifts: bool | None = None
+        self.pairs: bool | None = None if compute_loss is not None else False
+
+    def __call__(self, batch: Any) -> tuple[torch.Tensor, Any]:
+        """The loss of one batch.
+
+        Returns:
+            `(mean, None)`, or `(loss_sum, count)` where `compute_loss` says so.
+
+        Raises:
+            ValueError: If there is no loss, naming what came instead, if it has no gradient where one is wanted, or
+                (on CPU) if a label is outside the classes.
+        """
+        try:
+            result = call(self.model, batch) if self.compute_loss is None else self.compute_loss(self.model, batch)
+        except IndexError as error:
+            if (sentence := _outside_the_classes(error)) is None:
+                raise
+            raise ValueError(sentence) from error
+        except (RuntimeError, ValueError) as error:
+            labels = labels_of(batch)
+            columns = {name: each.dtype for name, each in _named_tensors(batch) if each is not labels}
+            sentence = explain_dtypes(error, columns, None if labels is None else labels.dtype, self.module)
+            if sentence is None:
+                raise
+            raise ValueError(sentence) from error
+        if self.compute_loss is None:
+            loss = found_loss(result)
+            if loss is None:
+                raise ValueError(self._without_loss(batch, result))
+            return self._trainable(loss), None
+        parts = list(result) if isinstance(result, tuple) else [result]
+        outputs = parts.pop() if 2 <= len(parts) <= 3 and _is_output(parts[-1]) else None
+        self.outputs = None if torch.is_grad_enabled() else outputs
+        self.pairs = len(parts) == 2
+        if not (1 <= len(parts) <= 2 and _is_scalar(parts[0]) and _is_number(parts[-1])):
+            raise ValueError(
+                f"compute_loss returned {_described(result)}; it must return the mean loss as a scalar tensor, or "
+                "(loss_sum, count), a scalar tensor and a number; outputs for metrics may follow"
+            )
+        return self._trainable(parts[0]), parts[1] if self.pairs else None
+
+    def _trainable(self, loss: torch.Tensor) -> torch.Tensor:
+        if loss.requires_grad or not torch.is_grad_enabled():
+            return loss
+        raise ValueError(
+            f"the loss depends on no parameter of this {type(self.module).__name__} that requires a gradient; unfreeze "
+            "some, and compute the loss from the model's output without detach() or no_grad()"
+        )
+
+    def items(self, counts: Any) -> Any:
+        """How many items a batch or window with these counts has for this model (a number, or a scalar tensor)."""
+        return counts.shifted if self.shifts else counts.labels
+
+    def settle(self, found: Iterable[bool | None]) -> bool | None:
+        """Takes what `Inspection.shift` found on any of the processes, so that all count alike."""
+        self.shifts = next((each for each in found if each is not None), None)
+        return self.shifts
+
+    def look(self, batch: Any, context: Callable[[], Any]) -> torch.Tensor:
+        """The loss of a batch without gradient, in evaluation mode; leaves no trace in the model."""
+        with evaluating(self.model), torch.no_grad(), context():
+            return self(batch)[0]
+
+    def weightless(self, batch: Any, items: Any, context: Callable[[], Any]) -> Any:
+        """A batch in which no label counts, with labels that do: its mean would be 0/0.
+
+        It runs with weight zero, so that all processes take part in the step. `compute_loss` that returns
+        (loss_sum, count) counts for itself and gets the batch as it is.
+
+        Args:
+            batch: On the device.
+            items: What it counts for: 0, or a scalar tensor, which nobody waits for, that may be 0.
+            context: Makes the context of a forward pass.
+        """
+        labels = labels_of(batch)
+        if labels is None or not is_whole(labels):
+            return batch
+        if self.pairs is None:
+            self.look(batch, context)
+        if self.pairs:
+            return batch
+        valid = labels.clamp(min=0)
+        return with_labels(batch, valid if isinstance(items, int) else torch.where(items == 0, valid, labels))
+
+    def output(self, batch: Any) -> Any:
+        """The model's output alone: without columns that only `compute_loss` reads."""
+        if self.compute_loss is not None and isinstance(batch, Mapping):
+            known = columns_of(self.module)
+            batch = {key: value for key, value in batch.items() if known is None or key in known}
+        return call(self.model, batch)
+
+    def _without_loss(self, batch: Any, output: Any) -> str:
+        columns = ""
+        if isinstance(batch, Mapping):
+            named = "" if "labels" in keys(batch) else "; transformers' models want a column named 'labels'"
+            columns = f" (the batch has {', '.join(map(str, keys(batch)))}{named})"
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        came = _described(output) if loss is None else f"a loss that is {_described(loss)}"
+        return (
+            f"{type(self.module).__name__} returned no loss but {came}{columns}; return a scalar, a dict with 'loss', "
+            "an object with .loss or a tuple that begins with it, or give compute_loss="
+        )
+
+
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards each module is as it was (a user may keep some frozen in evaluation mode)."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def columns_of(module: torch.nn.Module) -> list[str] | None:
+    """The names that a module's `forward` takes; None where it takes any."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return [parameter.name for parameter in parameters]
+
+
+def takes_column(module: torch.nn.Module, name: str) -> bool:
+    """Whether a module's `forward` takes a column of this name."""
+    columns = columns_of(module)
+    return columns is None or name in columns
+
+
+def call(model: torch.nn.Module, batch: Any) -> Any:
+    """`model(**batch)` for a dict, `model(*batch)` for a tuple or list, else `model(batch)`."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)
+
+
+def found_loss(output: Any) -> torch.Tensor | None:
+    """The loss in a model's output: a scalar, the entry or attribute `loss`, or the first element; None without one."""
+    if isinstance(output, Mapping):
+        output = output.get("loss")
+    elif isinstance(output, (tuple, list)):
+        output = output[0] if output else None
+    elif not isinstance(output, torch.Tensor):
+        output = getattr(output, "loss", None)
+    return output if isinstance(output, torch.Tensor) and output.ndim == 0 else None
+
+
+def weighed(mean: torch.Tensor, items: Any, total: Any) -> torch.Tensor:
+    """A micro-batch's share in the step's loss: its mean over `items`, of `total` in the step."""
+    if not isinstance(items, int):
+        exact = _exact(mean)
+        share: torch.Tensor = torch.where(items > 0, mean, 0.0) * (items.to(exact) / total.clamp(min=1).to(exact))
+        return share
+    if items == 0:  # the mean of nothing may be NaN
+        return (mean * 0.0).nan_to_num(0.0)
+    return mean if items == total else mean * (items / total)  # multiplying by 1 costs a kernel each way
+
+
+def scale_gradients(optimizer: torch.optim.Optimizer, loss: torch.Tensor, divisor: int, count: Any) -> torch.Tensor:
+    """Turns a sum of losses that was divided by `divisor` into the mean over `count`, and its gradients likewise.
+
+    `compute_loss` that returns (loss_sum, count) tells the count only after the forward passes.
+
+    Returns:
+        The step's mean loss.
+    """
+    factor: Any
+    if isinstance(count, torch.Tensor):
+        count = count.to(loss.device, _exact(loss))
+        factor = torch.where(count == 0, 0.0, divisor / count)
+    else:
+        factor = divisor / count if count else 0.0
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, factor)
+    mean: torch.Tensor = loss * factor
+    return mean
+
+
+def _outside_the_classes(error: IndexError) -> str | None:
+    """What torch's "Target 7 is out of bounds" means, with the number of classes; None for another IndexError."""
+    target = re.search(r"Target (-?\d+) is out of bounds", str(error))
+    if target is None:
+        return None
+    classes = "the model's classes"
+    trace = error.__traceback__
+    while trace is not None:
+        scores = trace.tb_frame.f_locals.get("input")
+        if trace.tb_frame.f_code.co_name in ("cross_entropy", "nll_loss") and isinstance(scores, torch.Tensor):
+            classes = f"the model's {scores.shape[min(1, scores.ndim - 1)]} classes"
+        trace = trace.tb_next
+    return f"the labels hold {target[1]}, outside {classes}; labels count from 0, {IGNORED} is left out"
+
+
+def _exact(loss: torch.Tensor) -> torch.dtype:
+    """In which to divide counts: whole numbers would be divided in float32."""
+    return torch.promote_types(loss.dtype, torch.float32)
+
+
+def _named_tensors(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    columns = batch.items() if isinstance(batch, Mapping) else [("the input", batch)]
+    return ((str(name), tensor) for name, value in columns for tensor in tensors(value))
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 0
+
+
+def _is_number(value: Any) -> bool:
+    return _is_scalar(value) or isinstance(value, Real)
+
+
+def _is_output(value: Any) -> bool:
+    return not _is_scalar(value) and (hasattr(value, "logits") or next(tensors(value), None) is not None)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with {', '.join(map(str, keys(value))) or 'nothing'}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_described, value))})"
+    return repr(value) if value is None or isinstance(value, Real) else f"a {type(value).__name__}"

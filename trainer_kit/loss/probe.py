@@ -1,0 +1,238 @@
+"""What a model does not say of its loss is learned from the first batches, by forward passes."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from trainer_kit.loss.batch import IGNORED, is_whole, labels_of, samples_of, shape_of, with_labels
+from trainer_kit.loss.loss import Loss, columns_of
+from trainer_kit.strategies.base import Strategy
+from trainer_kit.utils.pytree import keys, map_tensors, tensors
+from trainer_kit.utils.user_warnings import warn
+
+_TRIES = 10
+"""Batches that a model is looked at which do not tell what is asked."""
+
+_CLOSE = 0.05
+"""Within which two losses are one that was rounded, be it to bfloat16; another divisor would make it half at most."""
+
+
+class Inspection:
+    """Looks at a model with a run's first batches.
+
+    A look is a forward pass without gradient, in evaluation mode. What a look changes in a batch is worked out on the
+    host, so that for the device all looks are one computation.
+
+    Args:
+        loss: The run's.
+        strategy: Its device is taken.
+
+    Attributes:
+        ignores_filler: Whether samples without a label change nothing in the loss of a batch, in training mode (True)
+            and in evaluation mode (False); None before `filler` has found it.
+    """
+
+    def __init__(self, loss: Loss, strategy: Strategy) -> None:
+        self.loss = loss
+        self.ignores_filler: dict[bool, bool | None] = dict.fromkeys(
+            (False, True), None if loss.compute_loss is None else False
+        )
+        self._strategy = strategy
+        self._tries = {"shift": 0, "filler": 0}
+
+    def shift(self, batch: Any) -> bool | None:
+        """Learns from the first batch whether the model takes its columns and whether it shifts its labels.
+
+        A model that predicts the next token leaves the first label of each row out of its mean. Class names tell less
+        (`GPT2LMHeadModel` shifts, T5 does not).
+
+        Args:
+            batch: The first batch, on the device.
+
+        Returns:
+            Whether it shifts; None where this batch cannot tell, since none of its labels counts for anything.
+
+        Raises:
+            ValueError: If the model cannot be called with such a batch, naming the columns that it does not take.
+        """
+        loss = self.loss
+        if loss.compute_loss is None:
+            _check_columns(loss.module, batch)
+        labels = labels_of(batch)
+        if labels is None or not is_whole(labels) or labels.ndim < 2:
+            loss.shifts = False
+            return loss.shifts
+        labels = labels.cpu()
+        valid = labels[labels != IGNORED]
+        if valid.numel() == 0:
+            return None
+        if valid.numel() < labels.numel():
+            # -100 is known here. Where only the first labels count, the loss of such a model is the mean of nothing.
+            only_first = torch.full_like(labels, IGNORED)
+            only_first[..., 0] = valid[0]
+            loss.shifts = _is_nothing(self._look(with_labels(batch, only_first)))
+        else:
+            loss.shifts = self._ignores_first(batch, labels)
+        if loss.pairs or self._gives_up("shift", loss.shifts):
+            loss.shifts = False
+        return loss.shifts
+
+    def _ignores_first(self, batch: Any, labels: torch.Tensor) -> bool | None:
+        """Whether the first labels change nothing though the last ones do; None where neither do.
+
+        For batches whose labels all count: the model may know no -100, and an index out of range ends a process on
+        CUDA. So only values are used that the labels hold (or 0 and 1).
+        """
+        low, high = labels.min(), labels.max()
+        if low == high:
+            high = (low == 0).to(low.dtype)
+
+        def changed(place: int) -> float:
+            other = labels.clone()
+            other[..., place] = torch.where(labels[..., place] == low, high, low)
+            return self._look(with_labels(batch, other))
+
+        loss = self._look(batch)
+        if _is_nothing(loss):
+            return labels.shape[-1] == 1
+        if changed(0) != loss:
+            return False
+        return True if changed(-1) != loss else None
+
+    def filler(self, batch: Any, training: bool = False) -> bool | None:
+        """Learns whether samples whose labels are all -100 leave the loss of a batch as it is without them.
+
+        One sample is the only one with labels: the loss must be the same whatever the others are. It must also be the
+        mean over the labels that count, and so the same as that of a batch that holds this sample throughout.
+
+        Args:
+            batch: On the host, two samples at least, with labels that are whole numbers.
+            training: Whether the model is in training mode, in which it may add something to its loss.
+
+        Returns:
+            Whether they do; None where this batch cannot tell.
+        """
+        same, alone, others = _with_one_sample(batch)
+        try:
+            first = self._look(alone)
+            if _is_nothing(first) or not _differ(alone, others):
+                found = None
+            else:
+                found = self._look(others) == first and math.isclose(self._look(same), first, rel_tol=_CLOSE)
+                if found and training:
+                    found = self._look_in_training(alone) == self._look_in_training(others)
+        except Exception:  # a model that knows no -100, or does not work at all, which the batch itself will show
+            found = False
+        self.ignores_filler[training] = False if self._gives_up("filler", found) else found
+        return self.ignores_filler[training]
+
+    def _look(self, batch: Any) -> float:
+        with torch.no_grad():
+            return float(self.loss.look(self._strategy.to_device(batch), self._strategy.autocast))
+
+    def _look_in_training(self, batch: Any) -> float:
+        """The loss of a batch with the dropout of one seed."""
+        self._strategy.seed(0)
+        with buffers_aside(self.loss.module), torch.no_grad(), self._strategy.autocast():
+            return float(self.loss(self._strategy.to_device(batch))[0])
+
+    def _gives_up(self, question: str, answer: bool | None) -> bool:
+        self._tries[question] += 1
+        return answer is None and self._tries[question] >= _TRIES
+
+
+@contextlib.contextmanager
+def buffers_aside(module: torch.nn.Module) -> Iterator[None]:
+    """Lets a forward pass change copies of a module's buffers."""
+    kept = [(each, name, buffer) for each in module.modules() for name, buffer in each._buffers.items()]
+    for each, name, buffer in kept:
+        each._buffers[name] = None if buffer is None else buffer.clone()
+    try:
+        yield
+    finally:
+        for each, name, buffer in kept:
+            each._buffers[name] = buffer
+
+
+def _is_nothing(loss: float) -> bool:
+    return math.isnan(loss) or loss == 0.0
+
+
+def _with_one_sample(batch: Any) -> tuple[Any, Any, Any]:
+    """Three batches made of `batch`, with its first sample in the first place, all of whose labels count.
+
+    All other places hold the same sample; the same without labels; and something else without labels.
+    """
+    labels, rows = labels_of(batch), samples_of(batch)
+    assert labels is not None
+    assert rows > 1
+
+    def repeated(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[0].expand_as(tensor).contiguous() if _by_rows(tensor, rows) else tensor
+
+    def changed(tensor: torch.Tensor) -> torch.Tensor:
+        if not _by_rows(tensor, rows):
+            return tensor
+        other = tensor.flip(0, -1) if tensor.ndim > 1 else tensor.flip(0)
+        other = other + 1 if tensor.is_floating_point() else other
+        other[0] = tensor[0]
+        return other
+
+    same, others = map_tensors(repeated, batch), map_tensors(changed, batch)
+    if isinstance(batch, Mapping):  # with other masks a model may choose another way to compute the same
+        others = {name: same[name] if str(name).endswith("mask") else others[name] for name in keys(batch)}
+    counted = repeated(labels).clamp(min=0)
+    alone = counted.clone()
+    alone[1:] = IGNORED
+    return with_labels(same, counted), with_labels(same, alone), with_labels(others, alone)
+
+
+def _by_rows(tensor: torch.Tensor, rows: int) -> bool:
+    return tensor.ndim > 0 and len(tensor) == rows
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return any(not torch.equal(first, second) for first, second in zip(tensors(one), tensors(other), strict=True))
+
+
+def _check_columns(module: torch.nn.Module, batch: Any) -> None:
+    known = columns_of(module)
+    if known is None and isinstance(batch, Mapping):
+        _warn_of_swallowed_columns(module, batch)
+    unknown = [str(key) for key in keys(batch) if key not in known] if known and isinstance(batch, Mapping) else []
+    if known and unknown:
+        raise ValueError(
+            f"the batch has the column{'s' * (len(unknown) > 1)} {', '.join(unknown)}, which "
+            f"{type(module).__name__}.forward does not take (it takes {', '.join(known)}); rename or remove "
+            "them in the dataset or data_collator, or give compute_loss="
+        )
+    signature = inspect.signature(module.forward)
+    try:
+        if isinstance(batch, Mapping):
+            signature.bind(**batch)
+        else:
+            signature.bind(*(batch if isinstance(batch, (tuple, list)) else (batch,)))
+    except TypeError as error:
+        raise ValueError(
+            f"{type(module).__name__}.forward{signature} cannot be called with a batch, which is "
+            f"{shape_of(batch)}: {error}; change the dataset or data_collator, or give compute_loss="
+        ) from error
+
+
+def _warn_of_swallowed_columns(module: torch.nn.Module, batch: Mapping[Any, Any]) -> None:
+    """A `forward` with **kwargs takes a misspelt column without a word; a wrapper names none of them itself."""
+    parameters = inspect.signature(module.forward).parameters
+    # Without the labels there is no loss, which is said elsewhere.
+    unknown = [str(key) for key in keys(batch) if key not in parameters and key not in ("labels", "label")]
+    if unknown and len(unknown) < len(keys(batch)):
+        warn(
+            f"{type(module).__name__}.forward has no parameter for the column{'s' * (len(unknown) > 1)} "
+            f"{', '.join(unknown)} and takes what it does not know as **kwargs; if that is a mistake, rename or "
+            "remove them in the dataset or data_collator",
+        )

@@ -1,0 +1,141 @@
+"""What a careful person would say of a run's data, steps and checkpoints before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import nn
+
+from trainer_kit.data.sampling import Layout
+from trainer_kit.planning.event_steps import Cadence
+from trainer_kit.planning.model import tied
+from trainer_kit.planning.sections import Data, Hardware, Start, Steps, Storage
+from trainer_kit.planning.words import listed
+from trainer_kit.run import Run
+from trainer_kit.utils.run_lock import holder_of
+
+
+def layout_warnings(data: Data, layout: Layout, run: Run) -> Iterator[str]:
+    """What does not come out even between samples, batches, steps and processes."""
+    if data.train is None or not data.epoch:
+        return
+    window, row, left = layout.window, layout.row, data.epoch
+    dropped = data.train - left
+    if dropped > 0:
+        yield f"dataloader_drop_last=True leaves out {dropped:,} of {data.train:,} samples in each epoch"
+    if left < window:
+        yield (
+            f"an epoch has {left:,} samples, fewer than the {window:,} of a step: each step takes the whole epoch, and "
+            "gradient_accumulation_steps or batch size have no full effect"
+        )
+    elif rest := left % window:
+        yield f"the last step of each epoch is short: {rest:,} of {window:,} samples"
+    last = left % row
+    idle = layout.world_size - -(-last // layout.batch_size) if last else 0
+    if idle:
+        when = "in every step" if left < row else "in the last micro-batch of each epoch"
+        verbs = "has no samples, and waits" if idle == 1 else "have no samples, and wait"
+        yield f"{when} {idle:,} of {layout.world_size:,} processes {verbs} for the others"
+    if last % layout.batch_size == 1 and (norm := _batch_norm(run.model)) is not None:
+        yield (
+            f"the last batch of each epoch is a single sample, which the batch norm {norm!r} may refuse in training; "
+            "set dataloader_drop_last=True, or another batch size"
+        )
+    if run.args.max_steps > 0 and run.args.max_steps * window < left:
+        seen = run.args.max_steps * window
+        yield f"max_steps ends training in the first epoch: it sees {seen:,} of the {left:,} samples"
+
+
+def _batch_norm(model: nn.Module) -> str | None:
+    """One that takes a single number of each sample and channel."""
+    return next((name for name, each in model.named_modules() if isinstance(each, nn.BatchNorm1d)), None)
+
+
+def cadence_warnings(cadence: Cadence, steps: Steps) -> Iterator[str]:
+    """What never happens, or only when it is too late."""
+    run, args = cadence.run, cadence.run.args
+    if not steps.left:
+        yield f"nothing is left to do: step {steps.first:,} is reached, training ends at {steps.last:,}"
+        return
+    if args.logging_strategy == "steps" and len(cadence.logs) == 1 and steps.last < args.logging_steps:
+        yield (
+            f"logging_steps={args.logging_steps:,}, but training ends after {steps.last:,} steps: the only record "
+            "comes at the end"
+        )
+    elif args.logging_strategy == "no":
+        yield "logging_strategy='no': no loss is written down"
+    if run.eval_dataset is None and args.eval_strategy != "no":
+        yield f"eval_strategy={args.eval_strategy!r} has no effect without eval_dataset"
+    elif run.eval_dataset is not None:
+        yield from _of_evaluations(cadence, steps)
+    yield from _of_saves(cadence, steps)
+
+
+def _of_evaluations(cadence: Cadence, steps: Steps) -> Iterator[str]:
+    run, args = cadence.run, cadence.run.args
+    if args.eval_strategy == "no":
+        yield "eval_dataset is given, but eval_strategy='no': training never evaluates it"
+    elif not cadence.evaluations:
+        yield f"eval_steps={args.eval_steps:,}, but training ends after {steps.last:,} steps: it never evaluates"
+    elif cadence.evaluations[-1] != steps.last:
+        yield (
+            f"the last evaluation is at step {cadence.evaluations[-1]:,}: what the last "
+            f"{steps.last - cadence.evaluations[-1]:,} steps give is not evaluated"
+        )
+    if run.eval_dataset is run.train_dataset:
+        yield "eval_dataset is train_dataset: an evaluation does not show what the model makes of new samples"
+
+
+def _of_saves(cadence: Cadence, steps: Steps) -> Iterator[str]:
+    args = cadence.run.args
+    if args.save_strategy == "no":
+        yield "save_strategy='no': no checkpoint is saved, a run that breaks off is lost"
+    elif args.save_strategy == "steps" and args.save_steps > steps.last and args.save_minutes is None:
+        yield (
+            f"save_steps={args.save_steps:,}, but training ends after {steps.last:,} steps: the only checkpoint comes "
+            "at the end"
+        )
+    needs_best = args.save_strategy == "best" or args.load_best_model_at_end
+    if needs_best and not cadence.evaluations:
+        named = "save_strategy='best'" if args.save_strategy == "best" else "load_best_model_at_end=True"
+        yield f"{named}, but no evaluation tells which checkpoint is the best"
+    elif args.save_strategy == "best" and cadence.evaluations[0] == steps.last:
+        yield (
+            "save_strategy='best' saves nothing before the only evaluation, at the end: a run that breaks off is lost"
+        )
+
+
+def storage_warnings(storage: Storage) -> Iterator[str]:
+    """Where the disk has no room."""
+    more = max(1, (storage.at_once or 1) - storage.there)
+    if storage.size * more > storage.free:
+        yield (f"the disk has no room for {more:,} checkpoints: set a smaller save_total_limit, or another output_dir")
+
+
+def start_warnings(start: Start, run: Run) -> Iterator[str]:
+    """Who trains in the folder already, and what becomes of checkpoints that lie there."""
+    if (holder := holder_of(Path(start.folder))) is not None:
+        yield f"{start.folder} is in use: {holder} trains there, and train() would be refused until that ends"
+    if not start.others:
+        return
+    which = listed(start.others)
+    if start.checkpoint is None:
+        yield (
+            f"{run.args.output_dir} holds {which}, where this run does not go on from: it would move them aside (to go "
+            "on use resume_from_checkpoint=True)"
+        )
+    else:
+        yield f"{which} in {run.args.output_dir} would be moved aside: this run goes on from {start.checkpoint}"
+
+
+def hardware_warnings(hardware: Hardware) -> Iterator[str]:
+    """What the device makes of the precision."""
+    if hardware.precision.startswith("fp16") and hardware.device == "cpu":
+        yield "mixed_precision='fp16' on the CPU is slow and coarse; 'bf16' is what CPUs compute in"
+
+
+def tied_note(model: nn.Module) -> Iterator[str]:
+    """Which parameters are one and the same."""
+    for names in tied(model):
+        yield f"tied weights: {' = '.join(names)} (trained and saved once)"

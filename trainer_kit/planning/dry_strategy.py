@@ -1,0 +1,111 @@
+"""What stands in for a run's own parts in a dry run, so that these stay as they are."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from trainer_kit.config import environment
+from trainer_kit.strategies.base import Strategy
+from trainer_kit.utils.optimizer_state import optimizers_in
+
+logger = logging.getLogger("trainer_kit")
+
+
+class Stage(Strategy):
+    """Stands in for a run's strategy: the same layout on the host, without the device and the other processes.
+
+    Args:
+        real: The run's own.
+        processes: Instead of its own number.
+        device: Where to compute.
+    """
+
+    def __init__(self, real: Strategy, processes: int | None, device: torch.device) -> None:
+        self.static_shapes = real.static_shapes
+        super().__init__(copy.copy(real.precision))
+        self.world_size = processes or real.world_size
+        self.rank = real.rank if processes is None else 0
+        self.devices = _devices(real)
+        self.device = device
+
+
+def _devices(real: Strategy) -> int:
+    """The devices of a process; XLA's are counted when it is set up, which takes them."""
+    kind = environment.xla_device_type() if real.device.type == "xla" and real.devices == 1 else None
+    return max(1, environment.xla_devices(kind)) if kind is not None else real.devices
+
+
+def stand_in(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[torch.Tensor]]) -> torch.optim.Optimizer:
+    """An optimizer of the same kind and options over other parameters, without a state.
+
+    Args:
+        optimizer: Stays as it is.
+        groups: The parameters of each of its groups.
+
+    Raises:
+        ValueError: If it consists of several optimizers, which would be at work in the other too.
+    """
+    if len(optimizers_in(optimizer)) > 1:
+        raise ValueError("it consists of several optimizers")
+    other = object.__new__(type(optimizer))
+    other.__dict__.update(vars(optimizer))
+    other.__dict__.pop("step", None)  # a scheduler has put it there, bound to the other optimizer
+    other.param_groups = [
+        copy.deepcopy({name: value for name, value in group.items() if name not in ("params", "param_names")})
+        | {"params": [*parameters]}
+        for group, parameters in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    other.state = collections.defaultdict(dict)
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(other, name, type(getattr(optimizer, name))())
+    return other
+
+
+def schedule_only(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer of the same kind and options that changes nothing, for a scheduler to write its rates into."""
+    if len(optimizers_in(optimizer)) == 1:
+        return stand_in(optimizer, [[torch.zeros(())] for _ in optimizer.param_groups])
+    groups = [{**group, "params": [torch.zeros(())]} for group in optimizer.param_groups]
+    for group in groups:
+        group.pop("param_names", None)
+    return torch.optim.Optimizer(groups, dict(getattr(optimizer, "defaults", {})))
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """Collects what is warned of meanwhile, by `warnings` and in the log, instead of showing it; each once."""
+    told: list[str] = []
+
+    def hear(sentence: str) -> None:
+        if sentence not in told:
+            told.append(sentence)
+
+    listener = _Listener(hear)
+    handlers, propagates = logger.handlers, logger.propagate
+    logger.handlers, logger.propagate = [listener], False
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield told
+    finally:
+        logger.handlers, logger.propagate = handlers, propagates
+        for each in caught:
+            if issubclass(each.category, UserWarning):
+                hear(str(each.message))
+
+
+class _Listener(logging.Handler):
+    def __init__(self, hear: Any) -> None:
+        super().__init__(logging.WARNING)
+        self._hear = hear
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._hear(record.getMessage())

@@ -1,0 +1,275 @@
+"""`make_training_plan`: goes through a training as far as that takes no step and leaves no trace."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer_kit.callback import Callback, Events
+from trainer_kit.checkpoint.compatibility import dataset_length
+from trainer_kit.checkpoint.format.loading import check_weights
+from trainer_kit.config import environment
+from trainer_kit.data.build import make_reading, make_train_loader
+from trainer_kit.data.collate import Collator
+from trainer_kit.data.iterable_loader import StreamLoader
+from trainer_kit.data.map_loader import Reading, TrainLoader
+from trainer_kit.errors import ReadOnceError
+from trainer_kit.loop.evaluation import EvalPrediction
+from trainer_kit.loop.metrics import Metric
+from trainer_kit.loss.loss import ComputeLoss
+from trainer_kit.optim import check_optimizer, make_optimizer
+from trainer_kit.planning import checks as cautions
+from trainer_kit.planning import sections as facts
+from trainer_kit.planning.batches import First, batch_warnings, look_at_first
+from trainer_kit.planning.cost import Cost
+from trainer_kit.planning.dry_strategy import Stage, heard
+from trainer_kit.planning.event_steps import Cadence
+from trainer_kit.planning.metric import Evaluation
+from trainer_kit.planning.model import Trial, model_facts, model_warnings, try_step, weights_dtype
+from trainer_kit.planning.plan import TrainingPlan
+from trainer_kit.planning.resume_point import Beginning
+from trainer_kit.planning.schedule import Rates
+from trainer_kit.planning.storage import storage_of
+from trainer_kit.planning.words import listed, said
+from trainer_kit.run import Run
+from trainer_kit.state import Requests, TrainState
+from trainer_kit.strategies.base import Strategy
+from trainer_kit.utils.rng import generators_kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What a Trainer has, of which a plan is made; each is as the Trainer was given it.
+
+    Attributes:
+        run: Its model, datasets and arguments.
+        events: Its callbacks.
+        collate: Makes batches.
+        compute_loss: The user's own loss.
+        compute_metrics: The user's own metrics.
+        metrics: Streaming metrics by name.
+        optimizer: The user's own.
+        lr_scheduler: The user's own, or a function that makes one.
+    """
+
+    run: Run
+    events: Events
+    collate: Collator
+    compute_loss: ComputeLoss | None
+    compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None
+    metrics: Mapping[str, Metric]
+    optimizer: torch.optim.Optimizer | None
+    lr_scheduler: Any
+
+
+def make_training_plan(
+    subject: Subject, resume_from_checkpoint: bool | str | Path | None = None, num_processes: int | None = None
+) -> TrainingPlan:
+    """Makes the plan of a training; see `Trainer.plan`."""
+    device = next((parameter.device for parameter in subject.run.model.parameters()), torch.device("cpu"))
+    with heard() as told, generators_kept(device):
+        stage = Stage(subject.run.strategy, num_processes, device)
+        rehearsal = _Rehearsal(subject, stage, resume_from_checkpoint)
+        plan = rehearsal.plan()
+    return dataclasses.replace(plan, warnings=tuple(dict.fromkeys([*plan.warnings, *told])))
+
+
+class _Rehearsal:
+    """A training up to its first step, on a stage."""
+
+    def __init__(self, subject: Subject, stage: Stage, resume: bool | str | Path | None) -> None:
+        self.subject = subject
+        self.strategy: Strategy = subject.run.strategy
+        self.stage = stage
+        self.run = run = dataclasses.replace(
+            subject.run, strategy=stage, state=TrainState(), requests=Requests(), stateful=subject.run.stateful
+        )
+        self.problems: list[str] = []
+        run.optimizer = self._optimizer()
+        self.reading: Reading = make_reading(run.args, self.stage, subject.collate)
+        self.loader: TrainLoader | StreamLoader = make_train_loader(run, self.reading)
+        if resume is None:
+            resume = self.strategy.restarts > 0
+        self.beginning = Beginning(run, resume)
+        self.steps = self.beginning.lay_out(self.loader)
+        if self.beginning.directory is not None:
+            try:
+                check_weights(run.model, self.beginning.directory)
+            except ValueError as error:
+                self.problems.append(str(error))
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """The run's optimizer; where there can be none one in its place, for the rest of the plan."""
+        run = self.run
+        try:
+            optimizer = self.subject.optimizer or make_optimizer(run.model, run.args)
+            check_optimizer(optimizer, run.model)
+        except (ImportError, TypeError, ValueError) as error:
+            self.problems.append(str(error))
+            return torch.optim.SGD([torch.zeros(())], lr=run.args.learning_rate)
+        return optimizer
+
+    def plan(self) -> TrainingPlan:
+        run, subject = self.run, self.subject
+        model, args = run.model, run.args
+        assert run.optimizer is not None
+        first = look_at_first(run, self.loader)
+        trial = self._trial(first)
+        rates = self._rates()
+        cadence = Cadence(run, self.loader)
+        data, steps = self._data(), self._steps()
+        start, hardware = self.beginning.facts(), self._hardware()
+        storage = self._storage(cadence, trial)
+        cost = Cost(
+            run, first.largest, subject.compute_loss, subject.optimizer, self.strategy.device, self.stage.world_size
+        )
+        evaluation = Evaluation(
+            run,
+            subject.metrics,
+            subject.compute_metrics,
+            subject.compute_loss,
+            rates.scheduler if rates else None,
+            subject.events.may_add_metrics,
+        )
+        if cadence.evaluations:
+            self.problems += evaluation.problems(self.reading)
+        warnings = [
+            *cautions.start_warnings(start, run),
+            *cautions.layout_warnings(data, self.loader.layout, run),
+            *batch_warnings(first, model),
+            *_of_trial(trial, first, self.stage),
+            *model_warnings(args, model, run.optimizer),
+            *cautions.tied_note(model),
+            *(rates.warnings() if rates else ()),
+            *cautions.cadence_warnings(cadence, steps),
+            *evaluation.warnings,
+            *(cautions.storage_warnings(storage) if storage else ()),
+            *cost.warnings(),
+            *cautions.hardware_warnings(hardware),
+        ]
+        if rates is not None and rates.error is not None:
+            self.problems.append(rates.error)
+        return TrainingPlan(
+            data=data,
+            batch=self._batch(),
+            steps=steps,
+            start=start,
+            model=model_facts(model, trial),
+            hardware=hardware,
+            schedule=rates.facts() if rates else None,
+            events=cadence.facts(),
+            callbacks=tuple(type(each).__name__ for each in subject.events.callbacks if _may_ask(each)),
+            storage=storage,
+            memory=cost.memory(),
+            compute=cost.compute(self._batch(), steps),
+            problems=tuple(self.problems),
+            warnings=tuple(warnings),
+        )
+
+    def _trial(self, first: First) -> Trial | None:
+        """A step of a copy of the model; None where there is nothing to try."""
+        if first.error is not None and not isinstance(first.error, ReadOnceError):
+            self.problems.append(f"the first batches cannot be read: {said(first.error)}")
+        if first.largest is None or self.problems:
+            return None
+        trial = try_step(self.run, first.largest.batch, self.subject.compute_loss)
+        if trial.error is not None and trial.is_real:
+            self.problems.append(f"a step of a copy of the model raised {said(trial.error)}")
+        return trial
+
+    def _rates(self) -> Rates | None:
+        try:
+            return Rates(self.run, self.subject.lr_scheduler, self.steps, self.beginning.directory)
+        except (TypeError, ValueError) as error:
+            self.problems.append(str(error))
+            return None
+
+    def _storage(self, cadence: Cadence, trial: Trial | None) -> facts.Storage | None:
+        if self.run.args.save_strategy == "no":
+            return None
+        idle = trial.without_gradient if trial is not None else None
+        try:
+            return storage_of(self.run, self.subject.events, cadence, self.beginning.committed, idle or ())
+        except (TypeError, ValueError) as error:
+            self.problems.append(str(error))
+            return None
+
+    def _data(self) -> facts.Data:
+        datasets = self.run.eval_dataset
+        if datasets is None:
+            datasets = {}
+        elif not isinstance(datasets, Mapping):
+            datasets = {"": datasets}
+        lengths = {str(name): dataset_length(each) for name, each in datasets.items()}
+        return facts.Data(dataset_length(self.run.train_dataset), self.loader.epoch_length or None, lengths)
+
+    def _batch(self) -> facts.Batch:
+        args, stage = self.run.args, self.stage
+        return facts.Batch(
+            args.per_device_train_batch_size,
+            stage.devices,
+            args.gradient_accumulation_steps,
+            stage.world_size,
+            self.loader.layout.window,
+        )
+
+    def _steps(self) -> facts.Steps:
+        loader, first, last = self.loader, self.run.state.step, self.steps.end
+        per_epoch = loader.steps_left(self.run.state.epoch + 1, 0) if loader.epoch_length else None
+        epochs = None
+        if per_epoch is not None:
+            epochs = last / per_epoch if self.run.args.max_steps > 0 else self.run.args.num_train_epochs
+        rest = loader.epoch_length % loader.layout.window
+        samples = self._samples(last) if loader.epoch_length else None
+        return facts.Steps(first, last, max(0, last - first), samples, per_epoch, epochs, rest or None)
+
+    def _samples(self, last: int) -> int:
+        """Those of the steps that are left, what is passed over aside."""
+        loader, state = self.loader, self.run.state
+        samples, left, epoch, position = 0, last - state.step, state.epoch, state.position
+        while left > 0:
+            steps = min(left, loader.steps_left(epoch, position))
+            samples += min(steps * loader.layout.window, loader.epoch_length - position)
+            left, epoch, position = left - steps, epoch + 1, 0
+        return samples
+
+    def _hardware(self) -> facts.Hardware:
+        strategy, stage, args = self.strategy, self.stage, self.run.args
+        assert strategy.precision is not None
+        mode = strategy.precision.mode
+        told = f"mixed_precision={mode!r}"
+        if mode != args.mixed_precision:
+            told = "the strategy was given with it"
+        elif mode != "no" and mode == environment.mixed_precision():
+            told += ", as the launcher was told"
+        reason = strategy.reason
+        if stage.world_size != strategy.world_size:
+            reason += f"; planned as if {stage.world_size} processes were launched"
+        return facts.Hardware(
+            type(strategy).__name__,
+            str(strategy.device),
+            reason,
+            "no autocast" if mode == "no" else f"{mode} by autocast",
+            told,
+            weights_dtype(self.run.model),
+        )
+
+
+def _may_ask(callback: Callback) -> bool:
+    """Whether a callback may ask for something that the arguments do not tell."""
+    is_own = not type(callback).__module__.startswith("trainer_kit.callbacks.")
+    return is_own or type(callback).__name__ == "EarlyStopping"
+
+
+def _of_trial(trial: Trial | None, first: First, stage: Strategy) -> Iterator[str]:
+    if trial is None:
+        return
+    if trial.error is not None and not trial.is_real:
+        yield f"the model could not be tried on shapes alone: {said(trial.error)}"
+    if trial.without_gradient:
+        sentence = f"the loss does not depend on {listed(trial.without_gradient)}: they get no gradient"
+        yield sentence + ("; DDP needs find_unused_parameters=True" if stage.world_size > 1 else "")

@@ -1,0 +1,195 @@
+"""A plan for people, in lines of 80 columns."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from trainer_kit.checkpoint.format.json_files import readable_size
+from trainer_kit.memory.anatomy import size_text
+from trainer_kit.planning.plot import curve
+from trainer_kit.planning.sections import (
+    Batch,
+    Compute,
+    Data,
+    Event,
+    Hardware,
+    Memory,
+    Model,
+    Schedule,
+    Start,
+    Steps,
+    Storage,
+)
+
+WIDTH = 79
+"""Columns of a line: some terminals wrap a line of 80."""
+
+_LABEL = 13
+_UNIT = re.compile(r"(?<=\d) (?=[A-Za-z]{1,5}\b)")
+
+
+def labelled(label: str, *paragraphs: str) -> list[str]:
+    """Paragraphs beside a label, each from a new line on; empty ones are left out."""
+    lines: list[str] = []
+    for paragraph in filter(None, paragraphs):
+        together = _UNIT.sub("\u00a0", paragraph)  # textwrap breaks no line there
+        wrapped = textwrap.wrap(together, WIDTH - _LABEL, break_on_hyphens=False, break_long_words=False)
+        lines += [line.replace("\u00a0", " ") for line in wrapped]
+    return [f"{label if not number else '':<{_LABEL}}{line}" for number, line in enumerate(lines)]
+
+
+def data_lines(data: Data) -> list[str]:
+    """The datasets."""
+    train = "train_dataset has no length" if data.train is None else f"{data.train:,} samples to train on"
+    if data.train is not None and data.epoch is not None and data.epoch != data.train:
+        train += f", {data.epoch:,} of them in each epoch"
+    others = []
+    for name, count in data.evaluation.items():
+        others.append(f"{'an unknown number' if count is None else f'{count:,}'}{f' ({name})' if name else ''}")
+    return labelled("data", train, f"{', '.join(others)} to evaluate" if others else "")
+
+
+def batch_lines(batch: Batch) -> list[str]:
+    """What a step is made of."""
+    factors = [f"{batch.per_device:,} per device"]
+    factors += [f"{batch.devices:,} devices"] * (batch.devices > 1)
+    factors += [f"{batch.accumulation:,} accumulated", f"{batch.processes:,} process{'es' * (batch.processes > 1)}"]
+    return labelled("a step", f"{batch.samples:,} samples = {' x '.join(factors)}")
+
+
+def steps_lines(steps: Steps, start: Start) -> list[str]:
+    """How long the run is and where it begins."""
+    length = f"{steps.last:,} steps"
+    if steps.per_epoch is not None and steps.epochs is not None:
+        length += f" = {_number(steps.epochs)} epoch{'s' * (steps.epochs != 1)} of {steps.per_epoch:,}"
+    if steps.samples is not None and not steps.first:
+        length += f", {steps.samples:,} samples"
+    if start.checkpoint is None:
+        begin = f"from the beginning, in {start.folder}"
+    else:
+        begin = f"from {start.checkpoint}: step {steps.first:,}; {steps.left:,} steps are left"
+    return labelled("length", length) + labelled("begins", begin)
+
+
+def model_lines(model: Model) -> list[str]:
+    """The model."""
+    trained = "all trained" if model.trainable == model.parameters else f"{model.trainable:,} of them trained"
+    return labelled("model", f"{model.name}, {model.parameters:,} parameters, {trained}")
+
+
+def hardware_lines(hardware: Hardware) -> list[str]:
+    """Where and in what the run computes, and why."""
+    return labelled("computes on", f"{hardware.device} ({hardware.strategy})", f"because {hardware.reason}") + labelled(
+        "precision", f"{hardware.precision}, weights in {hardware.weights}", f"because {hardware.precision_reason}"
+    )
+
+
+def schedule_lines(schedule: Schedule) -> list[str]:
+    """The learning rate as a drawing, its extremes beside it."""
+    lines = ["", f"learning rate ({schedule.optimizer}, {schedule.name})"]
+    if schedule.points:
+        drawn = curve(schedule.points, width=WIDTH - _LABEL - 1)
+        marks = {0: _rate(schedule.highest), len(drawn) - 1: _rate(schedule.lowest)}
+        if schedule.highest == schedule.lowest:
+            marks = {len(drawn) // 2: _rate(schedule.highest)}
+        for number, line in enumerate(drawn):
+            lines.append(f"{marks.get(number, ''):>{_LABEL - 2}} {'┤' if number in marks else '│'}{line}")
+        first, last = schedule.points[0][0], schedule.points[-1][0]
+        lines.append(f"{'':>{_LABEL - 1}}└{'─' * (WIDTH - _LABEL)}")
+        begin, end = (
+            f"step {first:,}: {_rate(schedule.points[0][1])}",
+            f"step {last:,}: {_rate(schedule.points[-1][1])}",
+        )
+        lines.append(f"{'':>{_LABEL}}{begin}{end:>{WIDTH - _LABEL - len(begin)}}")
+    return lines + labelled("", schedule.note)
+
+
+def event_lines(events: Sequence[Event], callbacks: Sequence[str]) -> list[str]:
+    """When what happens, and who may ask for more."""
+    lines = ["", "after which steps"]
+    for event in events:
+        lines += labelled(f"  {event.name}", _when(event))
+    others = f"{', '.join(callbacks)} may ask for more, or for the end" if callbacks else ""
+    return lines + labelled("  callbacks", others)
+
+
+def _when(event: Event) -> str:
+    if not event.first:
+        return event.rule if event.rule.startswith(("never", "not ")) else f"{event.rule}: not once".removeprefix(": ")
+    steps = ", ".join(f"{step:,}" for step in event.first)
+    if event.last is not None and event.last != event.first[-1]:
+        between = ", … " if event.count is None or event.count > len(event.first) + 1 else ", "
+        steps += f"{between}{event.last:,}"
+    count = "" if event.count is None else f" ({event.count:,})"
+    return f"{event.rule}: {steps}{count}" if event.rule else f"{steps}{count}"
+
+
+def storage_lines(storage: Storage) -> list[str]:
+    """The checkpoints on the disk."""
+    parts = ", ".join(f"{name} {readable_size(size)}" for name, size in storage.parts.items())
+    unknown = f"and {storage.unknown}, whose size is not known" if storage.unknown else ""
+    if storage.at_once is None:
+        count = "how many are there at once is not known before; save_total_limit bounds it"
+    else:
+        count = f"at most {storage.at_once:,} at once: {readable_size(storage.size * storage.at_once)}"
+        count += f" ({storage.there:,} are there already)" * (storage.there > 0)
+    free = f"{readable_size(storage.free)} are free"
+    return ["", *labelled("checkpoints", f"{readable_size(storage.size)} each: {parts}", unknown, f"{count}; {free}")]
+
+
+def memory_lines(memory: Memory) -> list[str]:
+    """The memory of a step."""
+    if memory.peak is None:
+        return labelled("memory", f"not known: {memory.note}")
+    available = "" if memory.available is None else f" of {size_text(memory.available)} that are there"
+    parts = ", ".join(f"{name} {size_text(size)}" for name, size in memory.parts.items() if size >= 0.005 * memory.peak)
+    return labelled("memory", f"{size_text(memory.peak)}{available}, at the peak of a step with {memory.batch}", parts)
+
+
+def compute_lines(compute: Compute) -> list[str]:
+    """The arithmetic of the run."""
+    work = f"{flops(compute.step)} a step, {flops(compute.run)} in all, with batches like this"
+    if compute.seconds is None or compute.peak is None:
+        return labelled("work", work, f"how long that takes at least is not known: {compute.peak_source}")
+    is_bound = not compute.peak_source.startswith("measured")
+    speed = "the peak of the device" if is_bound else "what the device reached just now"
+    bound = f"at {flops(compute.peak)}/s, {speed} ({compute.peak_source}), that takes {duration(compute.seconds)}"
+    bound += " at the very least" if is_bound else ", everything else aside"
+    return labelled("work", work, bound)
+
+
+def bullets(title: str, sentences: Iterable[str]) -> list[str]:
+    """Sentences one below the other."""
+    lines: list[str] = []
+    for sentence in sentences:
+        lines += textwrap.wrap(
+            sentence, WIDTH, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False,
+            break_long_words=False,
+        )  # fmt: skip
+    return ["", title, *lines] if lines else []
+
+
+def flops(count: float) -> str:
+    """A number of operations."""
+    for prefix, factor in (("Z", 1e21), ("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if count >= factor:
+            return f"{count / factor:,.3g} {prefix}FLOP"
+    return f"{count:,.0f} FLOP"
+
+
+def duration(seconds: float) -> str:
+    """A time span."""
+    for unit, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 1.5 * length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds:.2g} seconds" if seconds >= 1 else "less than a second"
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:.3g}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.2f}".rstrip("0").rstrip(".")

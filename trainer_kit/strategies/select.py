@@ -1,0 +1,94 @@
+"""From `args.strategy` to a Strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer_kit.config import environment
+from trainer_kit.config.arguments import TrainingArguments
+from trainer_kit.strategies.base import Strategy
+from trainer_kit.strategies.precision import Precision
+from trainer_kit.strategies.single import SingleDevice
+from trainer_kit.utils.user_warnings import warn
+
+
+def choose_strategy(
+    args: TrainingArguments, strategy: Strategy | None = None, *, downcast_bf16: bool = False, **ddp: Any
+) -> Strategy:
+    """The strategy for this run: the user's own one, else the one that `args.strategy` and the environment ask for.
+
+    Args:
+        args: The arguments of the run.
+        strategy: The user's own one.
+        downcast_bf16: An argument of `XLA`, where that is chosen.
+        ddp: Arguments of `DDP`, where that is chosen.
+
+    Raises:
+        TypeError: If `strategy` is no Strategy.
+        ValueError: If a launcher started several processes, but each would train alone.
+    """
+    if strategy is None:
+        strategy = _by_name(args, downcast_bf16, ddp)
+    if not isinstance(strategy, Strategy):
+        raise TypeError(f"strategy={strategy!r} is no Strategy; give an instance such as SingleDevice('cuda:1')")
+    if strategy.precision is None:
+        strategy.precision = Precision(args.mixed_precision)
+    return strategy
+
+
+def _by_name(args: TrainingArguments, downcast_bf16: bool, ddp: Mapping[str, Any]) -> Strategy:
+    place = environment.place()
+    name, reason = _name(args, place)
+    strategy = _made(name, args, place, downcast_bf16, ddp)
+    strategy.reason = "; ".join([reason, *_why_device(args, strategy)])
+    return strategy
+
+
+def _name(args: TrainingArguments, place: environment.Place) -> tuple[str, str]:
+    """The strategy's name, and why it is that."""
+    if args.strategy != "auto":
+        return args.strategy, f"strategy={args.strategy!r} asks for it"
+    if not args.use_cpu and (kind := environment.xla_device_type()) is not None:
+        return "xla", f"XLA finds devices of the type {kind}"
+    if environment.pjrt_device() == "TPU" and not environment.has_torch_xla():
+        warn("PJRT_DEVICE=TPU, but torch_xla is not installed: this run does not use the TPU")
+    if place.world_size == 1:
+        return "single", "no launcher started several processes"
+    started = f"a launcher started {place.world_size} processes ({environment.launcher()})"
+    if place.has_several_machines:
+        return "multinode", f"{started}, {place.local_world_size} of them on this machine"
+    return "ddp", started
+
+
+def _why_device(args: TrainingArguments, strategy: Strategy) -> list[str]:
+    if args.use_cpu:
+        return ["use_cpu=True"]
+    if strategy.device.type == "cpu":
+        return ["torch finds no accelerator"]
+    return ["torch finds this accelerator"] if strategy.device.type in ("cuda", "mps") else []
+
+
+def _made(
+    name: str, args: TrainingArguments, place: environment.Place, downcast_bf16: bool, ddp: Mapping[str, Any]
+) -> Strategy:
+    device = "cpu" if args.use_cpu else None
+    # Imported where they are used: torch.distributed takes its time.
+    if name == "ddp":
+        from trainer_kit.strategies.ddp import DDP
+
+        return DDP(device=device, **ddp)
+    if name == "xla":
+        from trainer_kit.strategies.xla.strategy import XLA
+
+        return XLA(downcast_bf16=downcast_bf16)
+    if name == "multinode":
+        from trainer_kit.strategies.multinode import MultiNode
+
+        return MultiNode(device=device, **ddp)
+    if place.world_size > 1:
+        raise ValueError(
+            f"a launcher started {place.world_size} processes, but strategy={args.strategy!r} trains with one: each "
+            "would train alone; leave strategy at 'auto', or start the script without the launcher"
+        )
+    return SingleDevice(device)

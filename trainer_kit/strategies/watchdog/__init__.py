@@ -1,0 +1,1 @@
+"""Finds lost, stopped and slow processes."""

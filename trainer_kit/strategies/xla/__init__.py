@@ -1,0 +1,1 @@
+"""TPUs and other XLA devices."""

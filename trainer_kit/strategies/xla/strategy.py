@@ -1,0 +1,404 @@
+"""TPUs and other devices that PyTorch/XLA compiles for: one process a host drives all of its devices by SPMD."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from trainer_kit.config import environment
+from trainer_kit.strategies.base import GIB
+from trainer_kit.strategies.collectives import Processes
+from trainer_kit.strategies.precision import Precision
+from trainer_kit.strategies.xla.mesh import Division, check_axes
+from trainer_kit.strategies.xla.model import (
+    DOWNCAST,
+    downcast_module,
+    let_transformers_trace,
+    names_by_parameter,
+    renew_threads,
+    tie_again,
+)
+from trainer_kit.strategies.xla.optimizer import computes_on_device, varying_rates
+from trainer_kit.utils.pytree import map_tensors, move, tensors
+from trainer_kit.utils.user_warnings import warn
+from trainer_kit.utils.wrappers import without_wrappers
+
+T = TypeVar("T")
+logger = logging.getLogger("trainer_kit")
+
+_HOST_TIMEOUT = 1800.0
+_HOST_PATIENCE = 60.0
+
+NOT_REPORTED = "not reported by this device"
+
+
+class XLA(Processes):
+    """Trains on all XLA devices, as one program over a mesh of them (SPMD).
+
+    Computations are recorded and compiled for each new shape of a batch; the loop hands over one graph a micro-batch.
+    A batch has `per_device_train_batch_size` samples for each device, and each device computes its share.
+
+    On several hosts (a TPU pod) each runs the same script in one process. All hosts read whole batches and go through
+    the same steps, each sends its devices their share, and host 0 alone writes: to the loop they are one process.
+
+    Args:
+        mesh: Devices by axis, for example {"data": 2, "fsdp": 4}, or a `torch_xla.distributed.spmd.Mesh`. Batches are
+            divided over its axes "data" and "fsdp". None: all devices on one axis.
+        fsdp: Parameters and optimizer are divided over the axis "fsdp" too
+            (`torch_xla.experimental.spmd_fully_sharded_data_parallel`), which saves memory.
+        downcast_bf16: The model and its batches are cast: float32 to bfloat16, float64 to float32. Losses and metrics
+            are reported in float32.
+        precision: See `Strategy`.
+
+    Raises:
+        TypeError: If `mesh` is none.
+        ValueError: If the mesh has other axes, or with `fsdp` on several hosts.
+    """
+
+    static_shapes = True
+    device = torch.device("xla")
+
+    def __init__(
+        self,
+        *,
+        mesh: Any = None,
+        fsdp: bool = False,
+        downcast_bf16: bool = False,
+        precision: Precision | None = None,
+    ) -> None:
+        super().__init__(environment.place(), _HOST_TIMEOUT, _HOST_PATIENCE, precision)
+        self.mesh = mesh
+        self.fsdp = fsdp
+        self.downcast_bf16 = downcast_bf16
+        check_axes(mesh, fsdp)
+        if fsdp and not self.is_alone:
+            raise ValueError(
+                f"fsdp=True is for one host, but this run has {self.place.world_size}: a model that is divided over "
+                "hosts cannot be saved yet; use fsdp=False"
+            )
+        self._moved: Any = WeakIdKeyDictionary()  # parameters by what they were on the host, while somebody keeps that
+        self._followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._division: Division | None = None  # None with one device
+
+    def setup(self) -> None:
+        """Takes the devices.
+
+        Raises:
+            ImportError: If torch_xla is missing, or of another version than torch.
+            ValueError: If other processes were started for the same devices, or the mesh does not fit the devices.
+        """
+        environment.check_drives_machine_alone()
+        renew_threads()
+        named = environment.pjrt_device()
+        torch_xla = import_torch_xla()
+        runtime = _module("torch_xla.runtime")
+        try:
+            count = self._count_devices(runtime)
+        except (RuntimeError, OSError) as error:
+            raise ValueError(
+                f"XLA finds no device of PJRT_DEVICE={runtime.device_type()} ({str(error).splitlines()[0]}); set "
+                "PJRT_DEVICE=TPU on a machine with a TPU, PJRT_DEVICE=CPU to try a script without one"
+            ) from error
+        if named is None and runtime.device_type() == "CPU":
+            warn("no TPU was found: XLA computes on the CPU, slowly; PJRT_DEVICE=CPU says so")
+        if count > 1 and not runtime.is_spmd():
+            if torch_xla._XLAC._xla_get_spmd_config_is_locked():
+                raise ValueError(
+                    "XLA was used in this process before the Trainer, which comes too late then to divide work over "
+                    f"{count} devices; leave model and data on the CPU, or call torch_xla.runtime.use_spmd() first"
+                )
+            runtime.use_spmd()
+        self.device = torch_xla.device()
+        if count > 1 or self.mesh is not None:
+            division = Division(self.mesh, count, "fsdp" if self.fsdp else "data")
+            self._division = division if count > 1 else None
+            self.devices = division.parts
+        super().setup()
+        self.set_rng_state(self.broadcast(torch.initial_seed()))  # as torch.manual_seed gives it to other devices
+        if self.precision is not None and self.precision.mode == "fp16":
+            warn(
+                "mixed_precision='fp16' on XLA: 'bf16' is recommended, which TPUs compute in and whose gradients need "
+                "no scaling",
+            )
+        logger.info("%d XLA device%s (%s)", count, "s" * (count > 1), runtime.device_type())
+
+    def _count_devices(self, runtime: Any) -> int:
+        """The devices of the run, all hosts' together."""
+        if runtime.world_size() > 1:
+            raise ValueError(
+                f"torch_xla.launch started {runtime.world_size()} replicas, each of which would train by itself; call "
+                "the function without it: one process uses all devices"
+            )
+        if runtime.device_type() == "TPU" and runtime.process_count() != self.place.world_size:
+            raise ValueError(
+                f"the TPU has {runtime.process_count()} hosts, but this process knows of {self.place.world_size}; "
+                "start all with `trainer-kit launch --tpu --num-nodes … --node-rank … --master-addr …`"
+            )
+        return int(runtime.global_runtime_device_count())
+
+    def seed(self, value: int) -> None:
+        super().seed(value)
+        self.set_rng_state(value)
+
+    def rng_state(self) -> int:
+        state: int = _module("torch_xla.core.xla_model").get_rng_state(str(self.device))
+        return state
+
+    def set_rng_state(self, state: Any) -> None:
+        if isinstance(state, int):
+            _module("torch_xla.core.xla_model").set_rng_state(state, str(self.device))
+
+    # Hosts
+
+    @property
+    def is_main(self) -> bool:
+        return self.place.rank == 0
+
+    @property
+    def leaving(self) -> bool:
+        # Several hosts run in lockstep: none may break off alone. The loop agrees on it after the step.
+        return self.is_alone and super().leaving
+
+    def sum_numbers(self, numbers: Sequence[int]) -> Sequence[int]:
+        # Counts are the same on all hosts; a request may be one host's.
+        return numbers if self.is_alone else [max(column) for column in zip(*self._gathered([*numbers]), strict=True)]
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        return tensor  # what is computed is of all devices
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, whole on each device: reading one that is divided would be compiled anew each time."""
+        if self._division is None or tensor.ndim == 0:
+            return tensor
+        # A tensor of its own: this one keeps how it is divided.
+        return self._division.mark_whole(torch.stack([tensor.detach()])[0])
+
+    def gather_object(self, value: T) -> list[T]:
+        return [value]
+
+    def gather_to_main(self, value: T) -> list[T]:
+        return [value]
+
+    # Model and optimizer
+
+    def exchange_later(self, later: bool) -> None:
+        if later:
+            raise ValueError(
+                "auto_find_batch_size=True is not possible with XLA, whose devices run out of memory when they compile "
+                "a whole step; set it to False and try a smaller per_device_train_batch_size"
+            )
+
+    def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
+        names = names_by_parameter(model)
+        if self.downcast_bf16 and any(parameter.device.type != "xla" for parameter in model.parameters()):
+            model = downcast_module(model)
+        super().prepare(model)
+        let_transformers_trace()
+        tie_again(model, names.values())
+        now = dict(model.named_parameters())
+        for old, same in names.items():
+            if old is not now[same[0]]:
+                self._moved[old] = now[same[0]]
+        if not self.fsdp or self._division is None:
+            return model
+        division = self._division
+        fully_sharded = _module("torch_xla.experimental.spmd_fully_sharded_data_parallel")
+        wrapped: torch.nn.Module = fully_sharded.SpmdFullyShardedDataParallel(
+            model, mesh=division.mesh, shard_output=lambda output, mesh: map_tensors(division.mark_samples, output)
+        )
+        model._backward_hooks.popitem()  # its barrier takes only tuples of tensors, and warns of other outputs
+        return wrapped
+
+    def recompute_activations(self, model: torch.nn.Module) -> None:
+        super().recompute_activations(model)
+        # torch's own function knows no generator of XLA, and the compiler would find the recomputation needless.
+        recompute = _module("torch_xla.utils.checkpoint").checkpoint
+        for module in model.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):  # of transformers
+                module._gradient_checkpointing_func = recompute
+
+    def compile(self, model: torch.nn.Module) -> None:
+        logger.warning("torch_compile=True has no effect on XLA, which compiles everything by itself")
+
+    def forget_models(self) -> None:
+        self._moved.clear()
+
+    def empty_cache(self) -> None:
+        """There is none."""
+
+    def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        return getattr(model, "_orig_module", model)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        if isinstance(optimizer, torch.optim.Adafactor):
+            warn(
+                "Adafactor reads the norm of each parameter in every step, for which XLA has to wait; "
+                "optim='adamw_torch' and 'sgd' do not",
+            )
+        for group in optimizer.param_groups:
+            group["params"] = self.prepared_parameters(group["params"])
+        for parameter in [each for each in optimizer.state if each in self._moved]:
+            optimizer.state[self._moved[parameter]] = optimizer.state.pop(parameter)
+        self._place_state(optimizer)
+        if optimizer not in self._followed:
+            self._followed.add(optimizer)
+            optimizer.register_load_state_dict_post_hook(self._place_state)
+        return optimizer
+
+    def prepared_parameters(self, parameters: Iterable[Any]) -> list[torch.Tensor]:
+        return [self._moved.get(parameter, parameter) for parameter in parameters]
+
+    def _place_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Brings an optimizer's state to where a step expects it, divided as its parameter is."""
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items():
+                if not isinstance(value, torch.Tensor) or (name == "step" and not computes_on_device(optimizer)):
+                    continue
+                state[name] = value = value.to(self.device)
+                if self.fsdp and self._division is not None and value.shape == parameter.shape and value.ndim:
+                    self._division.mark_longest(value)
+        self.dispatch()
+
+    # Step
+
+    def prepare_loader(self, windows: Iterable[Any]) -> Iterator[Any]:
+        """Sends each batch while the one before it is worked on."""
+        waiting: Any = None
+        for item in windows:
+            item.batch = self._sent(item.batch)
+            if waiting is not None:
+                yield waiting
+            waiting = item
+        if waiting is not None:
+            yield waiting
+
+    def to_device(self, batch: Any) -> Any:
+        self.shapes.record(batch)
+        return self._sent(batch)
+
+    def _sent(self, batch: Any) -> Any:
+        """The batch with its tensors on the devices: those that are divided alike are sent together.
+
+        An object that moves by itself (graphs) is whole on each device, in its own dtypes.
+        """
+        waiting: dict[int, tuple[Any, list[torch.Tensor]]] = {}
+        for tensor in tensors(batch):
+            if tensor.device.type != "xla":
+                sharding = self._division.along_samples(tensor) if self._division is not None else None
+                waiting.setdefault(id(sharding), (sharding, []))[1].append(tensor)
+        if not waiting:
+            return move(batch, self.device)
+        xla_model = _module("torch_xla.core.xla_model")
+        moved: dict[int, torch.Tensor] = {}
+        for sharding, group in waiting.values():
+            sent = xla_model.send_cpu_data_to_device([self._cast(each) for each in group], self.device, sharding)
+            moved |= {id(tensor): there for tensor, there in zip(group, sent, strict=True)}
+        return move(map_tensors(lambda tensor: moved.get(id(tensor), tensor), batch), self.device)
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(DOWNCAST.get(tensor.dtype, tensor.dtype)) if self.downcast_bf16 else tensor
+
+    def operand(self, number: Any) -> Any:
+        """A number in a tensor that is sent; a Python number of 0 or 1 would be a constant of another graph."""
+        if isinstance(number, torch.Tensor):
+            return number
+        return _module("torch_xla.core.xla_model").send_cpu_data_to_device([torch.tensor(number)], self.device)[0]
+
+    @contextlib.contextmanager
+    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        yield
+        self.dispatch()
+
+    def _take_step(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor | None) -> None:
+        with varying_rates(optimizer, self.operand):
+            super()._take_step(optimizer, norm)
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        try:
+            super().backward(loss, **options)
+        except RuntimeError as error:
+            if "device_ready_queues_" not in str(error):
+                raise
+            raise RuntimeError(
+                "a backward() ran on the CPU in this process before XLA began, after which XLA computes no gradients "
+                "in it (https://github.com/pytorch/xla/issues/4174); train on the CPU in another process"
+            ) from error
+
+    def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Frees the gradients, then lets the device begin: so they are no results of the step that it would keep."""
+        super().clear_gradients(optimizer)
+        self.dispatch()
+
+    def whole(self, outputs: Any) -> Any:
+        return outputs if self._division is None else map_tensors(self._division.mark_whole, outputs)
+
+    def dispatch(self) -> None:
+        state = self.rng_state()
+        _module("torch_xla").sync()
+        self.set_rng_state(state)  # it changes that, so that random numbers would depend on how often it is called
+
+    def read(self, scalars: Sequence[torch.Tensor], summed: bool = False) -> list[float]:
+        # Not stacked, which would be one more graph for each number of them.
+        return [scalar.item() for scalar in _module("torch_xla")._XLAC._xla_get_cpu_tensors([*scalars])]
+
+    # Figures
+
+    def compilations(self) -> tuple[int, float]:
+        data = _module("torch_xla.debug.metrics").metric_data("CompileTime")
+        return (data[0], data[1] / 1e9) if data is not None else (0, 0.0)
+
+    def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        # Parameters themselves: on XLA only the objects tell which are tied.
+        return without_wrappers(self.unwrap(model)).state_dict(keep_vars=True)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._division is None or not self.is_alone or tensor.device.type != "xla":
+            return tensor.cpu()
+        return self._division.joined(tensor)
+
+    def copy_to_host(self, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor], moment: Any = None) -> None:
+        for tensor, place in zip(tensors, places, strict=True):
+            place.copy_(self.to_host(tensor.detach()))
+
+    def memory(self) -> dict[str, Any]:
+        """`memory_gib` in use on the first device now and `peak_memory_gib`, as far as the device reports them."""
+        try:
+            info = _module("torch_xla.core.xla_model").get_memory_info(self.device)
+        except RuntimeError:
+            return {"memory_gib": NOT_REPORTED, "peak_memory_gib": NOT_REPORTED}
+        return {"memory_gib": info["bytes_used"] / GIB, "peak_memory_gib": info["peak_bytes_used"] / GIB}
+
+
+def import_torch_xla() -> Any:
+    """The module torch_xla.
+
+    Raises:
+        ImportError: If torch_xla is missing, or of another version than torch.
+    """
+    handlers = [*logging.root.handlers]
+    try:
+        return _module("torch_xla")
+    except ImportError as error:
+        raise ImportError(
+            f"XLA needs torch_xla ({error}), of the same version as torch, here {torch.__version__}; both go together "
+            "with pip install 'torch~=2.9.0' 'torch-xla[tpu]~=2.9.0'"
+        ) from error
+    finally:
+        logging.root.handlers[:] = handlers  # its import sets up the program's logging, which is not its matter
+
+
+def seed_devices(value: int) -> None:
+    """Seeds the generator of the devices, which torch.manual_seed does not reach, if this process has taken them."""
+    if _module("torch_xla")._XLAC._xla_runtime_is_initialized():
+        _module("torch_xla").manual_seed(value)
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(name)

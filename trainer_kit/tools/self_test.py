@@ -1,0 +1,149 @@
+"""What `trainer-kit test` runs in each process: whether collectives, precision, saving and resuming work here."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from trainer_kit.checkpoint import newest_valid
+from trainer_kit.config.arguments import TrainingArguments
+from trainer_kit.strategies.base import Strategy
+from trainer_kit.strategies.select import choose_strategy
+from trainer_kit.trainer import Trainer
+
+_STEPS = 4
+_DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class SelfTest:
+    """The checks, in order; each returns what it found and raises if that is not right.
+
+    Args:
+        folder: For checkpoints, the same on all processes.
+        strategy: Set up.
+    """
+
+    def __init__(self, folder: Path, strategy: Strategy) -> None:
+        self.folder = folder
+        self.strategy = strategy
+        self.dtypes: set[torch.dtype] = set()
+        self.trained: dict[str, torch.Tensor] = {}
+
+    def checks(self) -> dict[str, Callable[[], str]]:
+        """The checks by name."""
+        return {
+            "collectives": self.collectives,
+            "precision": self.precision,
+            "saving": self.saving,
+            "resuming": self.resuming,
+        }
+
+    def collectives(self) -> str:
+        """Sums, gathers and broadcasts."""
+        strategy, count = self.strategy, self.strategy.world_size
+        mine = torch.full((strategy.rank + 1,), float(strategy.rank), device=strategy.device)
+        total = strategy.all_reduce(mine.new_tensor([strategy.rank + 1.0])).item()
+        _expect("a sum over all processes", total, count * (count + 1) / 2)
+        gathered = strategy.gather(mine).tolist()
+        _expect("what was gathered", gathered, [float(rank) for rank in range(count) for _ in range(rank + 1)])
+        _expect("what the main process sent", strategy.broadcast(strategy.rank), 0)
+        strategy.barrier()
+        devices = f", {strategy.devices} devices" if strategy.devices > 1 else ""
+        return f"{count} process{'es' * (count > 1)} on {strategy.device.type}{devices}"
+
+    def precision(self) -> str:
+        """Trains with the chosen precision."""
+        trainer = self._trainer()
+        loss = trainer.train().training_loss
+        if not torch.isfinite(torch.tensor(loss)):
+            raise ArithmeticError(f"the loss of a tiny model is {loss}")
+        mode = trainer.args.mixed_precision
+        _expect("the dtype of a forward pass", self.dtypes, {_DTYPES[mode]})
+        self.trained = _weights(trainer)
+        return "float32" if mode == "no" else mode
+
+    def saving(self) -> str:
+        """Looks at the checkpoint that the training has left."""
+        names = self.strategy.on_main(lambda: self._newest())
+        _expect("the newest valid checkpoint", names, f"checkpoint-{_STEPS}")
+        return f"checkpoints in {tempfile.gettempdir()}"
+
+    def resuming(self) -> str:
+        """Goes on from the middle and compares the end."""
+        trainer = self._trainer()
+        trainer.train(resume_from_checkpoint=str(self.folder / f"checkpoint-{_STEPS // 2}"))
+        weights = _weights(trainer)
+        different = [name for name, value in weights.items() if not torch.equal(value, self.trained[name])]
+        _expect("weights that differ from those of a run without a break", different, [])
+        return "bit for bit"
+
+    def _newest(self) -> str | None:
+        complaints: list[str] = []
+        newest = newest_valid(self.folder, complaints.append)
+        return newest.name if newest is not None and not complaints else "; ".join(complaints) or None
+
+    def _trainer(self) -> Trainer:
+        args = TrainingArguments(
+            output_dir=str(self.folder),
+            max_steps=_STEPS,
+            per_device_train_batch_size=2,
+            save_strategy="steps",
+            save_steps=_STEPS // 2,
+            report_to="none",
+            disable_tqdm=True,
+            log_level="error",
+        )
+        torch.manual_seed(args.seed)
+        layers = torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1)
+        inputs = torch.randn(8 * _STEPS * self.strategy.world_size * self.strategy.devices, 4)
+        samples = [{"x": each, "y": each.sum()} for each in inputs]
+        return Trainer(torch.nn.Sequential(*layers), args, samples, compute_loss=self._loss)
+
+    def _loss(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        outputs = model(batch["x"])
+        self.dtypes.add(outputs.dtype)
+        return torch.nn.functional.mse_loss(outputs.squeeze(1).float(), batch["y"])
+
+
+def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    model = trainer.run.strategy.unwrap(trainer.run.model)
+    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+
+
+def _expect(what: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise RuntimeError(f"{what}: {found}, expected {expected}")
+
+
+def main() -> None:
+    """Runs the checks; the main process prints one line each.
+
+    Raises:
+        RuntimeError: If one fails, with its name.
+    """
+    args = TrainingArguments(output_dir=tempfile.gettempdir(), log_level="error")
+    strategy = choose_strategy(args)
+    name, folder = "collectives", None
+    try:
+        strategy.setup()
+        folder = Path(strategy.broadcast(tempfile.mkdtemp(prefix="trainer_kit_test_") if strategy.is_main else ""))
+        for name, check in SelfTest(folder, strategy).checks().items():
+            found = check()
+            if strategy.is_main:
+                sys.stdout.write(f"{name:12} ok ({found})\n")
+        strategy.barrier()
+    except Exception as error:
+        raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from error
+    finally:
+        if folder is not None and strategy.is_local_main:
+            shutil.rmtree(folder, ignore_errors=True)
+    strategy.teardown()
+
+
+if __name__ == "__main__":
+    main()

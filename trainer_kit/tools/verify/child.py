@@ -1,0 +1,56 @@
+"""One start of a user's script under `trainer-kit verify`: `python -m trainer_kit.tools.verify.child JSON script…`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from trainer_kit.callback import Events
+from trainer_kit.tools.script_runner import Train, run_script
+from trainer_kit.tools.verify.recorder import Recorder, Start
+from trainer_kit.trainer import Trainer
+from trainer_kit.utils.rng import seed_generators
+
+
+def main() -> None:
+    """Runs the script that `sys.argv` names up to the end of its first training, with which the process ends."""
+    start = Start.loads(sys.argv[1])
+
+    def take_over(trainer: Trainer, train: Train, resume_from_checkpoint: bool | str | Path | None) -> int:
+        watch(trainer, start)
+        train(start.resume)
+        return 0
+
+    # Else a script that seeds nothing before it makes its model would be another one in each start.
+    seed_generators(start.chance)
+    run_script(sys.argv[2:], take_over)
+
+
+def watch(trainer: Trainer, start: Start) -> None:
+    """Lets the Trainer train as the user wants, but into a folder of ours, for some steps, and with a recorder."""
+    args = trainer.args
+    trainer.run.args = dataclasses.replace(
+        args,
+        output_dir=str(Path(start.folder, start.output_dir)),
+        logging_dir=None,
+        report_to="none",
+        disable_tqdm=True,
+        # The recorder asks for the one checkpoint. It is there when the next step begins: a seed tells where the next
+        # start goes on.
+        save_strategy="no",
+        save_minutes=None,
+        load_best_model_at_end=False,
+        async_save=False,
+        save_failures="raise",
+        nonfinite="stop" if args.nonfinite == "rollback" else args.nonfinite,
+    )
+    recorder = Recorder(trainer, start)
+    trainer.events = Events([*trainer.events.callbacks, *recorder.callbacks])
+    strategy = trainer.run.strategy
+    prepare = strategy.prepare_loader
+    strategy.prepare_loader = lambda windows: recorder.watch_batches(prepare(windows))  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What all parts use: trees of tensors, logs, locks, warnings."""

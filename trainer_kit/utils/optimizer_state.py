@@ -1,0 +1,261 @@
+"""An optimizer's state in a checkpoint: what is saved of it, and how an optimizer takes it up bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trainer_kit.utils.pytree import map_tensors, plain_values, split, strides_of_copy, tensors
+
+_GROUPS = "trainer_kit.groups"
+"""The name under which a saved state describes the optimizer's parameters."""
+
+_BY_DEVICE = ("capturable", "foreach", "fused")
+"""Options of torch's optimizers that fit the device of this start, not the one that the checkpoint was made on."""
+
+_COUNT = "step"
+"""A state that torch brings to where the kernel of this start wants it."""
+
+
+def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizer and those that it consists of (Muon and AdamW in one class, that under a Lookahead), each once."""
+    found: list[Optimizer] = []
+    waiting: list[Any] = [optimizer]
+    while waiting:
+        each = waiting.pop(0)
+        if not isinstance(each, Optimizer) or any(each is other for other in found):
+            continue
+        found.append(each)
+        for value in vars(each).values():
+            several = value.values() if isinstance(value, dict) else value
+            waiting += several if isinstance(value, (dict, list, tuple)) else [value]
+    return found
+
+
+def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The tensors that an optimizer, and those that it consists of, keep from one step to the next."""
+    return [each for part in optimizers_in(optimizer) for each in tensors(_state_of(part))]
+
+
+def _state_of(optimizer: Optimizer) -> Mapping[Any, Any]:
+    """Its `state`, which a class without `super().__init__()` lacks."""
+    state = getattr(optimizer, "state", None)
+    return state if isinstance(state, Mapping) else {}
+
+
+def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """Return what a checkpoint keeps of an optimizer: its `state_dict()`, and a description of its parameters.
+
+    Raises:
+        TypeError: If `state_dict()` returns no dict.
+        ValueError: If `state_dict()` fails, or leaves out the state of an optimizer that this one consists of.
+    """
+    try:
+        state = optimizer.state_dict()
+    except AttributeError as error:  # of a class that does not call torch's __init__()
+        raise ValueError(
+            f"{_name(optimizer)}.state_dict() failed ({error}), so that no run can be saved; call super().__init__() "
+            "where the optimizer is made"
+        ) from error
+    if not isinstance(state, dict):
+        raise TypeError(f"{_name(optimizer)}.state_dict() returned a {type(state).__name__}; return a dict")
+    needed, kept = ({id(each) for each in found} for found in (state_tensors(optimizer), tensors(state)))
+    if len(kept) < len(needed):
+        parts = " and ".join(_name(part) for part in optimizers_in(optimizer)[1:])
+        raise ValueError(
+            f"{_name(optimizer)} consists of {parts}, but its state_dict() holds {len(kept)} of their {len(needed)} "
+            "tensors, so that a resume would lose the others; return the state_dict() of each from it"
+        )
+    return {**state, _GROUPS: [_description(group) for group in optimizer.param_groups]}
+
+
+def _description(group: Mapping[str, Any]) -> dict[str, Any]:
+    names = group.get("param_names") or [None] * len(group["params"])
+    return {
+        "rates": {name: group[name] for name in ("lr", "initial_lr") if name in group},
+        "params": [
+            {"name": name, "shape": [*each.shape], "dtype": each.dtype, "strides": [*strides_of_copy(each)]}
+            for name, each in zip(names, group["params"], strict=True)
+        ],
+    }
+
+
+def described_groups(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the groups of the optimizer whose state was saved.
+
+    Returns:
+        For each group its "rates" ("lr", and "initial_lr" where there is a schedule) and its "params", each with
+        "name" (or None), "shape", "dtype" and "strides".
+
+    Raises:
+        ValueError: If `saved` was not made by `optimizer_state`.
+    """
+    groups = saved.get(_GROUPS)
+    if not isinstance(groups, list) or not all(_is_description(group) for group in groups):
+        raise ValueError("the optimizer's state does not describe its parameters")
+    return groups
+
+
+def _is_description(group: Any) -> bool:
+    kinds: dict[str, Any] = {"name": (str, type(None)), "shape": list, "dtype": torch.dtype, "strides": list}
+    return (
+        isinstance(group, dict)
+        and isinstance(group.get("rates"), dict)
+        and isinstance(group.get("params"), list)
+        and all(
+            isinstance(each, dict) and all(isinstance(each.get(name, 0), kind) for name, kind in kinds.items())
+            for each in group["params"]
+        )
+    )
+
+
+def check_optimizer_state(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose state could be saved but not loaded, or not be saved at all.
+
+    Raises:
+        TypeError: If its state holds something that a checkpoint cannot hold, naming its place.
+        ValueError: If its `state_dict` fails, or it has one of its own without the `load_state_dict` that takes it.
+    """
+    state, kind = optimizer_state(optimizer), type(optimizer)
+    if kind.load_state_dict is Optimizer.load_state_dict and not {"state", "param_groups"} <= state.keys():
+        raise ValueError(
+            f"{_name(optimizer)}.state_dict() returns {', '.join(map(repr, list(state)[:-1])) or 'nothing'}, which "
+            "torch's load_state_dict() does not take, so that no run could be resumed; define load_state_dict() too"
+        )
+    try:
+        split(state)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"the state of {_name(optimizer)} cannot be saved: {error}") from error
+
+
+def load_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load what `optimizer_state` returned, so that the next step computes what it would have computed.
+
+    torch's `load_state_dict` casts each state to its parameter's dtype; here a state keeps its own. Dtype and strides
+    follow those of the parameter where they did so when they were saved, which fused kernels rely on: they pair both
+    by their order in memory. `param_groups` keeps its dicts, which schedulers and optimizers that consist of several
+    refer to.
+
+    Raises:
+        ValueError: If the optimizer does not take the state, or not all of it.
+    """
+    groups = described_groups(saved)
+    state = {name: value for name, value in saved.items() if name != _GROUPS}
+    state = _with_own_options(state, optimizer.state_dict())
+    before = [(part, part.param_groups, [*part.param_groups]) for part in _with_groups(optimizer)]
+    try:
+        optimizer.load_state_dict(map_tensors(lambda tensor: tensor, state))  # containers that it may change
+    except Exception as error:  # the user's own code
+        raise ValueError(
+            f"{_name(optimizer)}.load_state_dict() does not take what its state_dict() returned "
+            f"({type(error).__name__}: {error}); the two must fit"
+        ) from error
+    for part, groups_before, dicts in before:
+        _keep_groups(part, groups_before, dicts)
+    _restore_text(state, optimizer.state_dict())
+    loaded = optimizer.state_dict()
+    _check_loaded(optimizer, state, loaded)
+    _restore_formats(optimizer, groups, state, loaded)
+
+
+def _with_own_options(saved: Any, own: Any) -> Any:
+    """The saved tree with the options of this start's groups, however deep they lie."""
+    if isinstance(saved, dict) and isinstance(own, dict):
+        return {
+            name: own[name] if name in _BY_DEVICE and name in own else _with_own_options(value, own.get(name))
+            for name, value in saved.items()
+        }
+    if isinstance(saved, list) and isinstance(own, list) and len(saved) == len(own):
+        return [_with_own_options(one, other) for one, other in zip(saved, own, strict=True)]
+    return saved
+
+
+def _with_groups(optimizer: Optimizer) -> list[Optimizer]:
+    """Those of its optimizers that hold groups, and do not look them up in others."""
+    return [part for part in optimizers_in(optimizer) if "param_groups" in vars(part)]
+
+
+def _keep_groups(optimizer: Optimizer, groups: list[dict[str, Any]], dicts: list[dict[str, Any]]) -> None:
+    """Give an optimizer its list of groups and their dicts back, with what was loaded in them."""
+    for old, new in zip(dicts, optimizer.param_groups, strict=True):
+        if old is not new:
+            content = dict(new)
+            old.clear()
+            old.update(content)
+    groups[:] = dicts
+    optimizer.param_groups = groups
+
+
+def _restore_text(saved: Any, loaded: Any) -> None:
+    """Put texts back, of which torch's `load_state_dict` makes those of a generator."""
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        for key in saved.keys() & loaded.keys():
+            if isinstance(saved[key], str):
+                loaded[key] = saved[key]
+            _restore_text(saved[key], loaded[key])
+
+
+def _check_loaded(optimizer: Optimizer, saved: dict[str, Any], loaded: dict[str, Any]) -> None:
+    (saved_tree, saved_tensors), (tree, found) = split(saved), split(loaded)
+    if lost := saved_tensors.keys() - found.keys():
+        raise ValueError(
+            f"{_name(optimizer)}.load_state_dict() did not take {len(lost)} of {len(saved_tensors)} tensors of its "
+            f"state ({min(lost)!r}); mend it, or the run would go on without them"
+        )
+    now = dict(plain_values(tree))
+    for place, value in plain_values(saved_tree):
+        if place in now and now[place] != value and repr(now[place]) != repr(value):
+            raise ValueError(
+                f"{_name(optimizer)}.load_state_dict() brought back {now[place]!r} for {value!r} at {place!r} of its "
+                "state; mend it, or the run would go on with that"
+            )
+
+
+def _restore_formats(
+    optimizer: Optimizer, groups: list[dict[str, Any]], saved: dict[str, Any], loaded: dict[str, Any]
+) -> None:
+    """Give each loaded tensor the dtype and the strides that the optimizer itself would have given it."""
+    described = [each for group in groups for each in group["params"]]
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    formats = dict(zip(parameters, described, strict=False))
+    owners = {
+        id(tensor): parameter
+        for part in optimizers_in(optimizer)
+        for parameter, state in _state_of(part).items()
+        for tensor in tensors(state)
+        if isinstance(parameter, torch.Tensor)
+    }
+    for name, old, new in _pairs(saved, loaded):
+        if name == _COUNT or old.shape != new.shape:
+            continue
+        dtype, strides = old.dtype, strides_of_copy(old)
+        owner = owners.get(id(new))
+        if owner is not None and owner in formats:
+            before = formats[owner]
+            if dtype == before["dtype"] and (old.ndim or not owner.ndim):
+                dtype = owner.dtype
+            if old.shape == owner.shape and [*strides] == before["strides"]:
+                strides = strides_of_copy(owner)
+        if (new.dtype, new.stride()) != (dtype, strides):
+            empty = torch.empty_strided(old.shape, strides, dtype=dtype, device=new.device)
+            new.data = empty.copy_(old)
+
+
+def _pairs(saved: Any, loaded: Any, name: Any = None) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
+    """Each saved tensor with its key and the tensor that was loaded for it."""
+    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        yield name, saved, loaded
+    elif isinstance(saved, Mapping) and isinstance(loaded, Mapping):
+        for key, value in saved.items():
+            if key in loaded:
+                yield from _pairs(value, loaded[key], key)
+    elif isinstance(saved, (list, tuple)) and isinstance(loaded, (list, tuple)):
+        for one, other in zip(saved, loaded, strict=False):
+            yield from _pairs(one, other)
+
+
+def _name(optimizer: Optimizer) -> str:
+    return type(optimizer).__name__

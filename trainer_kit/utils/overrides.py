@@ -1,0 +1,206 @@
+"""Names of transformers' and Lightning's classes that nothing here calls, and what does the same here."""
+
+from __future__ import annotations
+
+import torch
+
+from trainer_kit.utils.user_warnings import warn
+
+_LOSS = (
+    "give Trainer(compute_loss=function); function(model, batch) returns the mean loss over the batch's items, or "
+    "(loss_sum, count)"
+)
+_PASSES = (
+    "give Trainer(compute_loss=function) for the loss, a Callback with on_substep_end or on_step_end for what follows, "
+    "and a Strategy with its own backward for the backward pass"
+)
+_DATA = (
+    "give Trainer(train_dataset=, data_collator=); batch size, workers and the order of samples are in "
+    "TrainingArguments (per_device_train_batch_size, dataloader_num_workers, group_by_length, seed)"
+)
+_EVAL_DATA = (
+    "give Trainer(eval_dataset=), one dataset or a dict of several, or predict(dataset); the batch size is "
+    "TrainingArguments(per_device_eval_batch_size=)"
+)
+_EVALUATION = (
+    "give Trainer(metrics=) or Trainer(compute_metrics=) for the metrics, Trainer(compute_loss=) for the loss, and a "
+    "Callback with on_evaluate for what follows an evaluation"
+)
+_COLLATING = "give Trainer(data_collator=) for what a batch holds; a Strategy's to_device moves it"
+_OPTIMIZER = "give Trainer(optimizer=), made with the parameter groups that you want, or TrainingArguments(optim=)"
+_SCHEDULER = "give Trainer(lr_scheduler=), a scheduler of optimizer= or a function that makes one from an optimizer"
+_RATE = "each record has learning_rate; run.optimizer.param_groups and run.lr_scheduler hold the rest"
+_RECORDS = (
+    "give a Callback: its metrics(run) adds numbers to each record, its on_log(run, record) and on_evaluate(run, "
+    "metrics) get what is logged"
+)
+_SAVING = (
+    "put objects with state_dict and load_state_dict into run.stateful to have them in each checkpoint, or give a "
+    "Callback with on_save or state_dict"
+)
+_LOADING = (
+    "train(resume_from_checkpoint=) restores what a checkpoint holds; a Callback with load_state_dict, or an object in "
+    "run.stateful, restores its own part"
+)
+_BEST = "set TrainingArguments(metric_for_best_model=, greater_is_better=, load_best_model_at_end=)"
+_CALLBACKS = "give Trainer(callbacks=); a transformers TrainerCallback goes through callbacks.from_transformers"
+_HARDWARE = "give Trainer(strategy=), a Strategy that overrides prepare, autocast or what else differs"
+_CLIPPING = (
+    "set TrainingArguments(max_grad_norm=, max_grad_value=), or give a Callback with on_pre_optimizer_step, which sees "
+    "the gradients"
+)
+_COUNTS = "return (loss_sum, count) from compute_loss to count a batch's items differently"
+_TOKENS = "each record has the tokens; run.state.tokens counts them"
+_FLOPS = "each record has the FLOP/s of the model and of the hardware"
+_RANKS = "ask run.strategy.is_main or run.strategy.is_local_main"
+_MODEL = "give Trainer(model=) or Trainer(model_init=); run.model holds the model"
+_HUB = "give a Callback whose on_save(run, directory) uploads the checkpoint"
+_SEARCH = "make a Trainer for each trial, with Trainer(model_init=)"
+_STATE = "run.state holds the counters and run.requests the flags log, evaluate, save and stop"
+_BATCH_SIZE = "set TrainingArguments(per_device_train_batch_size=, gradient_accumulation_steps=, auto_find_batch_size=)"
+_LOOP = "train() has its own loop; give a Callback with the hook that you need"
+_NEFTUNE = "register a forward hook on the model's embedding before you give the model"
+
+_BY_REPLACEMENT = {
+    _LOSS: "compute_loss compute_loss_func label_smoother can_return_loss _loss_shifts_labels",
+    _PASSES: "training_step loss_is_scaled_for_ga current_gradient_accumulation_steps",
+    _DATA: "get_train_dataloader _get_dataloader _get_train_sampler train_dataset num_examples",
+    _EVAL_DATA: "get_eval_dataloader get_test_dataloader _get_eval_sampler eval_dataset _eval_dataloaders",
+    _EVALUATION: (
+        "evaluate evaluation_loop prediction_loop prediction_step _evaluate _nested_gather _pad_across_processes "
+        "gather_function preprocess_logits_for_metrics label_names compute_metrics metrics compute_objective"
+    ),
+    _COLLATING: (
+        "data_collator collate _prepare_input _prepare_inputs _get_collator_with_removed_columns "
+        "_remove_unused_columns _set_signature_columns_if_needed _signature_columns"
+    ),
+    _OPTIMIZER: (
+        "optimizer create_optimizer create_optimizer_and_scheduler get_optimizer_cls_and_kwargs "
+        "optimizer_cls_and_kwargs get_decay_parameter_names"
+    ),
+    _SCHEDULER: "lr_scheduler create_scheduler _created_lr_scheduler",
+    _RATE: "_get_learning_rate get_learning_rates get_optimizer_group",
+    _RECORDS: "log log_metrics save_metrics metrics_format _loggers_initialized",
+    _SAVING: (
+        "save_model save_state _save _save_tpu _save_checkpoint _save_rng_state _save_optimizer_and_scheduler "
+        "_save_scaler _rotate_checkpoints _sorted_checkpoints _get_output_dir"
+    ),
+    _LOADING: (
+        "_load_from_checkpoint _load_optimizer_and_scheduler _load_rng_state _load_scaler _load_callback_state "
+        "_issue_warnings_after_load"
+    ),
+    _BEST: "_determine_best_metric _load_best_model",
+    _CALLBACKS: "callback_handler add_callback pop_callback remove_callback",
+    _HARDWARE: (
+        "accelerator create_accelerator_and_postprocess _build_accelerator_args _wrap_model _move_model_to_device "
+        "compute_loss_context_manager autocast_smart_context_manager _prepare_context_parallel_inputs "
+        "place_model_on_device is_model_parallel deepspeed is_deepspeed_enabled is_fsdp_enabled is_fsdp_xla_enabled "
+        "is_fsdp_xla_v1_enabled is_fsdp_xla_v2_enabled get_sp_size get_cp_size get_tp_size "
+        "_defer_fsdp_gradient_reduction _sync_replicated_trainable_parameters is_distributed_loading_by_transformers"
+    ),
+    _CLIPPING: "_clip_grad_norm _get_grad_norm _mixed_mesh_grad_norm _has_mixed_mesh_grads _mixed_mesh_grads",
+    _COUNTS: "get_batch_samples _get_num_items_in_batch model_accepts_loss_kwargs",
+    _TOKENS: "num_tokens _track_num_input_tokens _initial_num_input_tokens_seen",
+    _FLOPS: "store_flos floating_point_ops current_flos",
+    _RANKS: "is_local_process_zero is_world_process_zero",
+    _MODEL: "model model_wrapped model_init call_model_init get_num_trainable_parameters processing_class tokenizer",
+    _HUB: (
+        "init_hf_repo create_model_card push_to_hub _push_from_checkpoint _finish_current_push hub_model_id "
+        "push_in_progress"
+    ),
+    _SEARCH: (
+        "hyperparameter_search _hp_search_setup _report_to_hp_search _tune_save_checkpoint hp_name hp_space "
+        "hp_search_backend objective _trial"
+    ),
+    _STATE: "state control is_in_train _globalstep_last_logged _initial_global_step",
+    _BATCH_SIZE: "_train_batch_size _update_auto_batch_size get_total_train_batch_size",
+    _LOOP: (
+        "_inner_training_loop _init_training_state _prepare_for_training _run_epoch _finalize_training end "
+        "_maybe_log_save_evaluate set_initial_training_values _validate_args _total_loss_scalar _tr_loss "
+        "_memory_tracker model_preparation_time _attn_mask_causal_checked"
+    ),
+    _NEFTUNE: "neftune_hook_handle neftune_noise_alpha",
+}
+REPLACEMENTS = {name: sentence for sentence, names in _BY_REPLACEMENT.items() for name in names.split()}
+"""What does here what transformers' Trainer does in the method or attribute of this name."""
+
+_OWN_METHODS = frozenset({"evaluate", "save_model", "_save"})
+"""Names of `REPLACEMENTS` that are methods of the Trainer here too: those of a subclass are not called in training."""
+
+_OWN_ATTRIBUTES = frozenset({"collate", "compute_loss", "compute_metrics", "lr_scheduler", "metrics", "optimizer"})
+"""Names of `REPLACEMENTS` that the Trainer here sets, and reads when `train` is called."""
+
+
+def check_class(kind: type, base: type) -> None:
+    """Refuse a Trainer class whose methods training would not call.
+
+    Args:
+        kind: The class of a Trainer.
+        base: The Trainer of this library, among the bases of `kind` or the same.
+
+    Raises:
+        TypeError: If `kind`, or a class that it inherits from, has a name of `REPLACEMENTS`.
+    """
+    found = {}
+    for name in REPLACEMENTS:
+        owner = next((each for each in kind.__mro__ if name in vars(each)), None)
+        if owner is not None and not (owner is base and name in _OWN_METHODS):
+            found[name] = "" if owner is kind else f" (in {owner.__name__})"
+    if found:
+        defined = ", ".join(f"{name}{place}" for name, place in found.items())
+        todo = "; ".join(dict.fromkeys(REPLACEMENTS[name] for name in found))
+        raise TypeError(f"{kind.__name__} defines {defined}, which training here does not call: {todo}")
+
+
+def check_attribute(kind: type, name: str) -> None:
+    """Refuse an attribute of a Trainer that training would not read.
+
+    Args:
+        kind: The class of the Trainer.
+        name: Of the attribute that is set.
+
+    Raises:
+        AttributeError: If it is one of transformers' Trainer that the Trainer here does not have.
+    """
+    if name in REPLACEMENTS and name not in _OWN_ATTRIBUTES:
+        raise AttributeError(f"{kind.__name__}.{name} is set, which training here does not read: {REPLACEMENTS[name]}")
+
+
+def check_lightning_module(model: torch.nn.Module, has_loss: bool, has_optimizer: bool) -> None:
+    """Refuse a LightningModule whose own loss or optimizer training would not use, and warn of its other hooks.
+
+    Args:
+        model: Of the user.
+        has_loss: Whether the Trainer is given `compute_loss`.
+        has_optimizer: Whether the Trainer is given `optimizer`.
+
+    Raises:
+        TypeError: If it defines `training_step` or `configure_optimizers` and nothing is given instead.
+    """
+    overrides = _lightning_overrides(type(model))
+    todo = []
+    if "training_step" in overrides and not has_loss:
+        todo.append("training_step: give compute_loss=lambda module, batch: module.training_step(batch, 0)")
+    if "configure_optimizers" in overrides and not has_optimizer:
+        todo.append("configure_optimizers: give optimizer=, and lr_scheduler= where it has a schedule")
+    if todo:
+        raise TypeError(
+            f"model is a LightningModule ({type(model).__name__}), of which the Trainer calls forward alone, and not "
+            + " or ".join(todo)
+        )
+    others = [name for name in overrides if name not in ("training_step", "configure_optimizers")]
+    if others:
+        warn(
+            f"training here does not call {', '.join(others)} of the LightningModule {type(model).__name__}; callbacks "
+            "have hooks, eval_loss and metrics= stand for validation_step, and datasets are arguments of the Trainer"
+        )
+
+
+def _lightning_overrides(kind: type) -> list[str]:
+    """The names of Lightning's LightningModule that a class or its bases define again; none without it."""
+    bases = kind.__mro__
+    for number, each in enumerate(bases):
+        if each.__name__ == "LightningModule" and "lightning" in each.__module__:
+            own = {name for base in bases[:number] for name in vars(base)}
+            return sorted(own & set(dir(each)) - set(dir(torch.nn.Module)))
+    return []

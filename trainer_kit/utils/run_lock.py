@@ -1,0 +1,435 @@
+"""`RunLock`: one training at a time in a folder, over processes and machines.
+
+The file `.lock` in the folder names its holder: user, host, process and since when. Every few seconds the holder writes
+it again, as a sign of life. A holder on this machine is dead where its process has ended, which the system tells at
+once; one on another machine is watched, and is dead where no sign of life comes for some time, by the clock of the
+process that watches. So a lock that a killed run leaves behind stops no later one, and neither `flock` nor equal clocks
+are needed: what a network file system must know is that a file can be created by one process only and renamed in one
+step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import getpass
+import json
+import logging
+import os
+import socket
+import stat
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from trainer_kit.errors import FolderInUseError
+
+logger = logging.getLogger("trainer_kit")
+
+NAME = ".lock"
+"""The lock's name in the folder of a run."""
+
+BEAT_SECONDS = 10.0
+"""Between two signs of life."""
+
+DEAD_AFTER = 120.0
+"""Seconds without a sign of life after which a holder on another machine counts as dead."""
+
+_LOOK_SECONDS = 0.5
+_ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+_held: dict[str, int] = {}  # the process that holds each lock of its own: a fork's copy holds none
+
+
+class Holder(NamedTuple):
+    """Who holds a folder.
+
+    Attributes:
+        token: Another one for each lock.
+        user: Name of the user.
+        host: Name of the machine.
+        system: Of machines with the same name, which system and which namespace of processes.
+        process: Number of the process there.
+        started: When that process began, as the system tells it.
+        since: When it took the folder, in seconds since 1970.
+    """
+
+    token: str
+    user: str
+    host: str
+    system: str
+    process: int
+    started: str | None
+    since: float
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"{self.user} on {self.host} (process {self.process}), since {since}"
+
+
+class RunLock:
+    """Holds a folder for a training; used by the run's main process alone.
+
+    Args:
+        folder: There already, when it is acquired.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / NAME
+        self._holder: Holder | None = None  # while it is held
+        self._taken_by: str | None = None
+        self._failed = 0  # signs of life, the last ones in a row
+        self._ended = threading.Event()
+        self._beating = threading.Lock()
+
+    def acquire(self) -> None:
+        """Takes the folder; waits where only time can tell whether another machine's holder lives.
+
+        Raises:
+            FolderInUseError: If another training holds it.
+            OSError: If the lock cannot be written.
+        """
+        watched: _Watched | None = None
+        while not self._is_taken(is_contended=watched is not None):
+            if (seen := self._look()) is None:
+                time.sleep(_LOOK_SECONDS / 10)
+                continue
+            if watched is None or watched.first.token != seen.token:
+                watched = _Watched(seen, time.monotonic())
+            lives = watched.lives(seen)
+            if lives:
+                raise FolderInUseError(self._refusal(seen))
+            if lives is None:
+                if seen is watched.first:
+                    logger.warning(
+                        "%s is held by %s; waiting to see whether it goes on (after %.0f s without a sign of life it "
+                        "counts as dead)", self.folder, seen.name, watched.patience,
+                    )  # fmt: skip
+                time.sleep(_LOOK_SECONDS)
+            else:
+                _remove(self.path, seen)
+        _remove_leftovers(self.folder)
+        self._ended = threading.Event()
+        threading.Thread(target=self._beat_on, args=(self._ended,), name="run lock", daemon=True).start()
+
+    def release(self) -> None:
+        """Gives the folder back, if this process holds it."""
+        holder, self._holder = self._holder, None
+        if holder is None or holder.process != os.getpid():  # a fork's copy
+            return
+        self._ended.set()
+        with self._beating, contextlib.suppress(OSError):
+            if (seen := _look(self.path)) is not None and seen.token == holder.token:
+                os.unlink(self.path)
+        _held.pop(holder.token, None)  # where the file stays, it is a dead one's
+
+    def check(self) -> None:
+        """Ends a training that has lost its folder; asks nobody.
+
+        Raises:
+            FolderInUseError: If another one took it while this process stood still.
+        """
+        if self._taken_by is not None:
+            raise FolderInUseError(
+                f"{self.folder} was taken over by {self._taken_by}, since this process gave no sign of life for "
+                f"{DEAD_AFTER:.0f} s; nothing more is written there"
+            )
+
+    def confirm(self) -> None:
+        """Looks whether the folder is still held, before something is written there.
+
+        Raises:
+            FolderInUseError: If another training took it.
+            OSError: If that cannot be seen.
+        """
+        self._write_sign()
+        self.check()
+
+    def _is_taken(self, is_contended: bool) -> bool:
+        """Whether the lock is now there, and this process's.
+
+        Where several remove a dead one's at once, one of them may have moved this one aside: hence a second look.
+        """
+        token, process = uuid.uuid4().hex, os.getpid()
+        holder = Holder(token, _user(), socket.gethostname(), _system(), process, _started(process), time.time())
+        _held[token] = process  # before other threads can see the lock
+        try:
+            _write_new(self.path, holder)
+            if is_contended:
+                time.sleep(_LOOK_SECONDS)
+                if (seen := self._look()) is None or seen.token != token:
+                    return False
+            self._holder = holder
+        except FileExistsError:
+            return False
+        finally:
+            if self._holder is not holder:
+                del _held[token]
+        return True
+
+    def _look(self) -> _Seen | None:
+        try:
+            return _look(self.path)
+        except OSError as error:
+            raise FolderInUseError(
+                f"output_dir={str(self.folder)!r} cannot be taken: its {NAME} cannot be read ({error.strerror}); "
+                "remove it if no training runs there, or give another output_dir"
+            ) from error
+
+    def _beat_on(self, ended: threading.Event) -> None:
+        while not ended.wait(BEAT_SECONDS) and self._taken_by is None:
+            self._beat()
+
+    def _beat(self) -> None:
+        """Gives a sign of life; one that fails is counted, and logged where it is the third in a row."""
+        try:
+            self._write_sign()
+        except OSError as error:  # a file system that does not answer for a while
+            self._failed += 1
+            if self._failed == 3:
+                logger.warning(
+                    "%s cannot be written (%s): other machines take this training for dead after %.0f s without a sign "
+                    "of life, and may begin one there", self.path, error.strerror, DEAD_AFTER,
+                )  # fmt: skip
+        else:
+            self._failed = 0
+
+    def _write_sign(self) -> None:
+        """Writes the lock in place: that needs no room on a full disk. One that is gone is made again."""
+        with self._beating:
+            holder = self._holder
+            if holder is None or holder.process != os.getpid():
+                return
+            try:
+                with open(_opened(self.path, os.O_RDWR), "r+b", buffering=0) as file:
+                    seen = _parsed(file.read(), 0.0)
+                    if seen.token in (holder.token, None):
+                        file.seek(0)
+                        file.write(_content(holder))
+                    elif self._taken_by is None:
+                        self._taken_by = seen.name
+                        logger.error("%s was taken over by %s", self.folder, seen.name)
+            except FileNotFoundError:  # or the whole folder is
+                self.folder.mkdir(parents=True, exist_ok=True)
+                _write_new(self.path, holder)
+
+    def _refusal(self, seen: _Seen) -> str:
+        holder, remedy = seen.holder, "wait for it, end it, or give another output_dir"
+        if holder is not None and holder.process == os.getpid() and _is_here(holder):
+            remedy = "that is this process; wait for that training, or give another output_dir"
+        elif holder is not None and _is_here(holder) and _is_stopped(holder.process):
+            remedy = f"it is stopped: kill -CONT {holder.process} lets it go on, kill -KILL {holder.process} ends it"
+        return f"output_dir={str(self.folder)!r} is in use: {seen.name} trains there; {remedy}"
+
+
+def holder_of(folder: Path) -> str | None:
+    """Who else trains in a folder right now, for people; None where nobody does, as far as can be seen at once."""
+    try:
+        if (seen := _look(folder / NAME)) is None or _is_own(seen.token):
+            return None
+        lives = None if seen.holder is None else _is_alive(seen.holder)
+        if lives is None:
+            lives = time.time() - seen.written < DEAD_AFTER
+    except OSError:  # a folder that cannot be read
+        return None
+    return seen.name if lives else None
+
+
+class _Seen(NamedTuple):
+    """A lock as it was read: its content, None where that is cut short, and when the file was written."""
+
+    holder: Holder | None
+    content: bytes
+    written: float
+
+    @property
+    def token(self) -> str | None:
+        return None if self.holder is None else self.holder.token
+
+    @property
+    def name(self) -> str:
+        return "a training that is not known" if self.holder is None else str(self.holder)
+
+
+class _Watched(NamedTuple):
+    """A lock that is watched: as it was when it was first seen, and since when, by this process's clock.
+
+    The clock of the file system does not decide: it may be another machine's.
+    """
+
+    first: _Seen
+    since: float
+
+    @property
+    def patience(self) -> float:
+        """Seconds for which it is watched: a few beats where the file seems old, by the clocks as they are."""
+        return min(3 * BEAT_SECONDS, DEAD_AFTER) if time.time() - self.first.written >= DEAD_AFTER else DEAD_AFTER
+
+    def lives(self, seen: _Seen) -> bool | None:
+        """Whether the holder of a lock, as it is now, lives; None while that is not known yet."""
+        alive = None if seen.holder is None else _is_alive(seen.holder)
+        if alive is not None:
+            return alive
+        if seen != self.first:
+            return True
+        return False if time.monotonic() - self.since >= self.patience else None
+
+
+def _is_own(token: str | None) -> bool:
+    return token is not None and _held.get(token) == os.getpid()
+
+
+def _is_alive(holder: Holder) -> bool | None:
+    """Whether a holder's process lives; None where this machine cannot tell."""
+    if not _is_here(holder):
+        return None
+    if holder.process == os.getpid():  # one that has replaced itself (exec) keeps its number
+        return _is_own(holder.token)
+    started = _started(holder.process)
+    if started is not None:
+        return started == holder.started
+    if not psutil.pid_exists(holder.process):
+        return False
+    try:  # it may have ended, and its parent has not asked for it yet
+        return False if psutil.Process(holder.process).status() in _ENDED else None
+    except psutil.Error:
+        return None
+
+
+def _is_here(holder: Holder) -> bool:
+    return (holder.host, holder.system) == (socket.gethostname(), _system())
+
+
+def _look(path: Path) -> _Seen | None:
+    """The lock; None where there is none.
+
+    Raises:
+        OSError: If it cannot be read, or is no plain file.
+    """
+    try:
+        with open(_opened(path, os.O_RDONLY), "rb") as file:  # which asks a network file system again
+            return _parsed(file.read(), os.fstat(file.fileno()).st_mtime)
+    except FileNotFoundError:
+        return None
+
+
+def _opened(path: Path, flags: int) -> int:
+    """Opens a plain file; no link is followed, and no pipe waited for."""
+    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # which not every system has
+        flags |= getattr(os, name, 0)
+    descriptor = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    return descriptor
+
+
+def _parsed(content: bytes, written: float) -> _Seen:
+    try:
+        values = json.loads(content)
+        return _Seen(Holder(**{name: values[name] for name in Holder._fields}), content, written)
+    except (ValueError, KeyError, TypeError):
+        return _Seen(None, content, written)
+
+
+def _write_new(path: Path, holder: Holder) -> None:
+    """Makes the lock, which only one process can: at once with its content, where the file system knows hard links.
+
+    Raises:
+        FileExistsError: If there is one.
+        OSError: If it cannot be written.
+    """
+    ready = path.with_name(f"{NAME}-{uuid.uuid4().hex}")
+    _write_whole(ready, holder)
+    try:
+        os.link(ready, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        _write_whole(path, holder)
+    finally:
+        ready.unlink(missing_ok=True)
+
+
+def _write_whole(path: Path, holder: Holder) -> None:
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    try:
+        os.write(descriptor, _content(holder))
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path, dead: _Seen) -> None:
+    """Removes a dead holder's lock, if it is still that one; what came between looking and renaming is put back."""
+    if _look(path) != dead:
+        return
+    aside = path.with_name(f"{NAME}-{uuid.uuid4().hex}")
+    try:
+        os.rename(path, aside)
+    except FileNotFoundError:
+        return
+    found = _look(aside)
+    if found is not None and found.content != dead.content:
+        try:
+            os.link(aside, path)
+        except OSError:  # there is one again, or the file system knows no links
+            if not path.exists():
+                os.rename(aside, path)
+    aside.unlink(missing_ok=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Removes what a killed process left beside a lock."""
+    for path in folder.glob(f"{NAME}-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.lstat().st_mtime >= DEAD_AFTER:
+                path.unlink()
+
+
+def _content(holder: Holder) -> bytes:
+    """Always of the same length for a holder, so that it can be written over."""
+    values: dict[str, Any] = {**holder._asdict(), "beat": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    return json.dumps(values).encode() + b"\n"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container's user without a name
+        return str(os.getuid()) if hasattr(os, "getuid") else "unknown"
+
+
+def _system() -> str:
+    """Tells systems and containers apart that have the same name: a process has another number in each."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return sys.platform
+
+
+def _started(process: int) -> str | None:
+    """When a process began, exactly, so that another one with its number is not taken for it; None where it ended."""
+    try:
+        if sys.platform == "linux":  # psutil's time moves with the system's clock
+            fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
+            return None if fields[0] in (b"Z", b"X") else fields[19].decode()
+        found = psutil.Process(process)
+        return None if found.status() == psutil.STATUS_ZOMBIE else repr(found.create_time())
+    except (OSError, psutil.Error):
+        return None
+
+
+def _is_stopped(process: int) -> bool:
+    try:
+        return bool(psutil.Process(process).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False

@@ -1,0 +1,184 @@
+"""The log of a run, `log.jsonl`: its format, and reading it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer_kit._version import __version__
+
+_loads: Callable[[bytes], Any]
+try:
+    from orjson import loads as _loads
+except ImportError:  # without the extra [report]; three times as slow
+    from json import loads as _loads
+
+NAME = "log.jsonl"
+"""Its name in the folder of a run."""
+
+FORMAT = 1
+"""Version of the format, in the records "start"; those written before there were versions have none."""
+
+BEGINNINGS = ("start", "rollback")
+"""Events that say where the run stands from then on: later steps are taken again."""
+
+_PIECE = 2**18
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+Record = dict[str, Any]
+
+
+class LogFile:
+    """A log, read piece by piece.
+
+    Args:
+        path: The file.
+
+    Attributes:
+        path: The file.
+        cut: Numbers of the lines that the end of a process cut short, as far as the file was read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.cut: list[int] = []
+        self._cut_before = 0  # number of the line before, where that one was cut
+
+    def pieces(self) -> Iterator[list[Record]]:
+        """Some records at a time, in the order of writing, numbers that JSON does not know still as strings.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            ValueError: If a line is damaged, other than by the end of its process, or of a newer format.
+        """
+        self.cut, self._cut_before, number = [], 0, 0
+        with open(self.path, "rb") as file:
+            while lines := file.readlines(_PIECE):
+                records = None if self._cut_before else _parsed_together(lines)
+                if records is None:
+                    records = list(self._parsed_one_by_one(lines, number))
+                self._check_format(records)
+                yield records
+                number += len(lines)
+
+    def _parsed_one_by_one(self, lines: Sequence[bytes], before: int) -> Iterator[Record]:
+        for number, line in enumerate(lines, start=before + 1):
+            if not line.strip():
+                continue
+            record = _parsed(line)
+            if self._cut_before and (record is None or record["event"] != "start"):
+                raise ValueError(
+                    f"{self.path}: line {self._cut_before} is no record of a run; repair or remove that line"
+                )
+            self._cut_before = 0
+            if record is not None:
+                yield record
+            else:
+                self.cut.append(number)
+                self._cut_before = number
+
+    def _check_format(self, records: Sequence[Record]) -> None:
+        for record in records:
+            if record["event"] == "start" and _is_newer(record.get("format", 0)):
+                raise ValueError(
+                    f"{self.path} has records of format {record['format']}, written by trainer_kit "
+                    f"{record.get('trainer_kit')}, but trainer_kit {__version__} reads up to {FORMAT}; "
+                    "install a newer trainer_kit"
+                )
+
+
+def append_record(path: str | os.PathLike[str], record: Record, on_new_line: bool = False) -> None:
+    """Append a record to a log, as a whole line in one write, or not at all.
+
+    Args:
+        path: The file.
+        record: Numbers of torch and numpy are written as numbers, what JSON does not know as text.
+        on_new_line: Begin a line, where the one before was cut short.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    line = b"\n" * on_new_line + json.dumps(_plain(record), allow_nan=False).encode() + b"\n"
+    with open(path, "ab", buffering=0) as file:
+        before = file.seek(0, os.SEEK_END)
+        if file.write(line) < len(line):
+            file.truncate(before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _plain(value: Any) -> Any:
+    """`value` in what JSON knows: numbers of numpy and torch as numbers, other objects as their text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)
+
+
+def read_log(path: str | os.PathLike[str]) -> list[Record]:
+    """The records of a file that `JsonLines` wrote, without those of steps that were taken again after a restart.
+
+    "nan", "inf" and "-inf" come back as numbers. A line cut short by the end of its process is left out.
+
+    Args:
+        path: The file.
+
+    Returns:
+        One dict a line, in the order of writing, see `JsonLines`.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If a line is damaged in another way (it names the file and the line), or if records are of a newer
+            format than this one knows.
+    """
+    records = [record for piece in LogFile(path).pieces() for record in piece]
+    kept: list[Record] = []
+    limit: float = math.inf  # the least step that a later start went back to
+    for record in reversed(records):
+        if record["step"] <= limit:
+            kept.append(restored(record))
+        if record["event"] in BEGINNINGS:
+            limit = min(limit, record["step"])
+    return kept[::-1]
+
+
+def restored(value: Any) -> Any:
+    """`value` with "nan", "inf" and "-inf" as numbers, wherever they stand."""
+    if isinstance(value, dict):
+        return {name: item if type(item) is float else restored(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [restored(item) for item in value]
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def _parsed_together(lines: Sequence[bytes]) -> list[Record] | None:
+    """The records in `lines`, parsed and checked in one go, which is quicker; None where one of them holds none."""
+    try:
+        values = _loads(b"[" + b",".join(lines) + b"]")
+        types = {type(value["step"]) for value in values if value["event"] is not None}
+    except (KeyError, TypeError, ValueError):
+        return None
+    return values if len(values) == len(lines) and types == {int} else None
+
+
+def _parsed(line: bytes) -> Record | None:
+    """The record in `line`; None where it holds none."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    is_record = isinstance(value, dict) and "event" in value and isinstance(value.get("step"), int)
+    return value if is_record else None
+
+
+def _is_newer(version: Any) -> bool:
+    return not isinstance(version, int) or version > FORMAT
