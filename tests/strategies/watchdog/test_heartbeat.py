@@ -140,7 +140,7 @@ def test_an_engine_that_waits_for_a_gpu_is_ended_too(run: Run) -> None:
     assert run.exit_code(0) == 1
     sentence = last_line(run.errors(0))
     assert f"{run.name(1)} has not answered for " in sentence
-    assert "; rank 0 (this process) was in item (trainer_kit/loop/step_metrics.py:2), after 5 steps" in sentence
+    assert "; rank 0 (this process) was in item (loop/step_metrics.py:2), after 5 steps" in sentence
 
 
 @pytest.mark.parametrize("first_serves", [False, True])
