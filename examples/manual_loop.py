@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", default="runs/manual_loop", help="checkpoints and logs (%(default)s)")
     parser.add_argument("--epochs", type=int, default=10, help="(%(default)s)")
-    parser.add_argument("--mixed-precision", choices=["no", "fp16", "bf16"], help="default: as the launcher was told")
+    parser.add_argument("--mixed-precision", choices=["no", "fp16", "bf16"], help="default: as the launcher set it")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint there")
     parser.add_argument("--short", action="store_true", help="2 epochs, to see that all works")
     options = parser.parse_args(argv)

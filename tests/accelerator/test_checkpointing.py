@@ -298,7 +298,7 @@ def test_what_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
         loop.accelerator.save_state(tmp_path / "state", safe_serialization=False)
     with pytest.raises(ValueError, match=r"nowhere'\) names no folder; give one that save_state\(\) returned"):
         loop.accelerator.load_state(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"found no whole checkpoint in .*checkpoints"):
+    with pytest.raises(ValueError, match=r"found no valid checkpoint in .*checkpoints"):
         Loop(project_dir=tmp_path).accelerator.load_state()
     with pytest.raises(TypeError, match=r"register_for_checkpointing\(\) got 3, which has no state_dict"):
         loop.accelerator.register_for_checkpointing(3)

@@ -149,14 +149,15 @@ def resumed(folder: Path, caplog: pytest.LogCaptureFixture, **changes: Any) -> l
             {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1},
             [
                 "resumed with batches of 2 samples instead of 4, with 1 of them a step instead of 2, 2 samples a step "
-                "instead of 8: 81 steps are left; the schedule goes on at step 12 of 93, in which warmup_steps=3 are 12"
+                "instead of 8: 81 steps are left; the schedule continues at step 12 of 93, in which warmup_steps=3 are "
+                "12"
             ],
         ),
         (
             {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
             [
                 "resumed with batches of 8 samples instead of 4, with 1 of them a step instead of 2, 8 samples a step "
-                "as before: 21 steps are left; the schedule goes on at step 3 of 24"
+                "as before: 21 steps are left; the schedule continues at step 3 of 24"
             ],
         ),
         (
