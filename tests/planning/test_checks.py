@@ -290,7 +290,7 @@ def test_samples_that_come_only_once_are_left_alone(tmp_path: Path) -> None:
     rows = iter(samples())
     found = plan(tmp_path, train=rows, max_steps=8, eval_strategy="no", evaluation=None)
     assert found.problems == ()
-    assert [each for each in found.warnings if "can be read only once: nothing of it was looked at" in each]
+    assert [each for each in found.warnings if "can be read only once: it was not read" in each]
     assert len([*rows]) == 64
 
 
