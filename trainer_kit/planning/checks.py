@@ -99,7 +99,7 @@ def _of_saves(cadence: Cadence, steps: StepsSection) -> Iterator[str]:
     needs_best = args.save_strategy == "best" or args.load_best_model_at_end
     if needs_best and not cadence.evaluations:
         named = "save_strategy='best'" if args.save_strategy == "best" else "load_best_model_at_end=True"
-        yield f"{named}, but without evaluations no checkpoint is the best"
+        yield f"{named}, but no evaluation decides which checkpoint is the best"
     elif args.save_strategy == "best" and cadence.evaluations[0] == steps.last:
         yield "save_strategy='best' saves nothing before the only evaluation, at the end: an interrupted run is lost"
 
