@@ -93,7 +93,7 @@ def test_a_folder_that_cannot_be_written_to(
     (tmp_path / "file").touch()
     with caplog.at_level(logging.WARNING):
         profile(make_run(), Profiler(1, 1, directory=tmp_path / "file"), 2)
-    assert "steps-1-1.json could not be written: File exists; the run goes on" in caplog.text
+    assert "steps-1-1.json could not be written: File exists; training continues" in caplog.text
 
 
 @pytest.mark.parametrize("options", [{"start": 0}, {"start": 5, "stop": 4}])

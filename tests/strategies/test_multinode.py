@@ -166,7 +166,7 @@ def test_who_runs_where_and_what_is_shared(tmp_path: Path) -> None:
     assert second == f"  machine 1, {HOST}: ranks 1-2 on 2 x cpu"
     assert main[0][1] == (
         f"checkpoint-3 is not shared with {HOST}: checkpoints and logs are on {HOST} alone, where rank 0 must run "
-        "again to go on"
+        "again to resume"
     )
     assert [records for records, _ in others] == [[], []]
     for _, error in (main, *others):

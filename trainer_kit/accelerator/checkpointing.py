@@ -249,7 +249,7 @@ class States:
         if input_dir is None:
             found = newest_valid(folder, logger.warning, PREFIX, check=_check_state)
             if found is None:
-                raise ValueError(f"load_state() found no whole checkpoint in {folder}; save_state() writes them there")
+                raise ValueError(f"load_state() found no valid checkpoint in {folder}; save_state() writes them there")
             return found
         recover_replaced(folder)
         if not input_dir.is_dir():
@@ -333,7 +333,9 @@ def _check_state(directory: Path) -> None:
 def _check_counts(saved: dict[str, int], now: dict[str, int], directory: Path) -> None:
     for kind, count in saved.items():
         if kind == "loaders" and count < now[kind]:
-            logger.info("%s holds the state of %d loaders: those prepared after them begin anew", directory, count)
+            logger.info(
+                "%s holds the state of %d loaders: those prepared after them start from the beginning", directory, count
+            )
         elif kind != "models" and count and not now[kind]:
             logger.info("the state of %d %s in %s is left out, since none is prepared", count, kind, directory)
         elif count != now[kind]:

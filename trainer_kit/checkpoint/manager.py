@@ -396,8 +396,8 @@ def set_aside(output_dir: Path, keep: Collection[str] = (), records: Collection[
         target.parent.mkdir(parents=True, exist_ok=True)
         each.rename(target)
     names = ", ".join(each.relative_to(output_dir).as_posix() for each in (*found, *records))
-    remedy = " (to go on with the newest checkpoint use resume_from_checkpoint=True)" if found else ""
-    logger.warning("%s held %s of another run; now in %s%s", output_dir, names, folder, remedy)
+    remedy = "; to resume from the newest checkpoint, set resume_from_checkpoint=True" if found else ""
+    logger.warning("moved %s of another run from %s to %s%s", names, output_dir, folder, remedy)
 
 
 def _records_of(args: TrainingArguments) -> list[Path]:

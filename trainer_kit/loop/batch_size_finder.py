@@ -41,7 +41,8 @@ class BatchSizeFinder:
         if isinstance(run.train_dataset, Iterator):
             raise ValueError(
                 "auto_find_batch_size=True needs a train_dataset that can be read again after a step that did not fit; "
-                "this one is an iterator: give a dataset whose __iter__ begins anew, or set it to False"
+                "this one is an iterator: give a dataset whose __iter__ starts from the beginning each time, or set it "
+                "to False"
             )
         self.run = run
         self._loader = loader
@@ -115,7 +116,7 @@ class BatchSizeFinder:
             few = "one sample at a time fits" if layout.at_once == 1 else few
             raise MemoryError(
                 f"not even {few} into the devices' memory at step {run.state.step + 1} ({why}); see "
-                "Trainer.estimate() for what would need less"
+                "Trainer.estimate() for options that need less"
             )
         assert run.optimizer is not None
         run.batch = None
@@ -162,7 +163,7 @@ def halve_evaluation_batch(run: Run, error: Exception) -> None:
     _free(run)
     run.state.eval_batch = _half(size)
     logger.warning(
-        "an evaluation did not fit into memory with %d samples at once (%s): it begins anew, and from now on there are "
+        "an evaluation did not fit into memory with %d samples at once (%s): it starts again, from now on with "
         "%d", size, error, run.state.eval_batch,
     )  # fmt: skip
 

@@ -257,7 +257,7 @@ def predictions_in(output: Any) -> Any:
         rest = [output.logits] if hasattr(output, "logits") else []
     if not any(True for _ in tensors(rest)):
         raise ValueError(
-            "the model's output holds no predictions for the metrics; return them beside the loss, as 'logits' or in "
+            "the model's output holds no predictions for the metrics; return them with the loss, as 'logits' or in "
             "a tuple (loss, predictions), or return (loss, outputs) from compute_loss"
         )
     return rest[0] if len(rest) == 1 else tuple(rest)

@@ -424,7 +424,7 @@ class Strategy:
                 new.write_text(f"{step}\n")
                 os.replace(new, path)
             except OSError as error:
-                logger.warning("the launcher could not be told of the checkpoint of step %d: %s", step, error)
+                logger.warning("the checkpoint of step %d could not be reported to the launcher: %s", step, error)
 
     def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The whole model's state under the user's own names, without wrappers' prefixes; all processes take part."""

@@ -81,7 +81,7 @@ class MultiNode(DDP):
         blind = self._ranks_without(directory)
         if self.is_main and blind:
             logger.info(
-                "%s is not shared with %s: checkpoints and logs are on %s alone, where rank 0 must run again to go on",
+                "%s is not shared with %s: checkpoints and logs are on %s alone, where rank 0 must run again to resume",
                 directory, self._hosts_of(blind), self._hosts[0],
             )  # fmt: skip
         elif self.is_main and self.place.has_several_machines:

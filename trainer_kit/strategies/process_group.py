@@ -200,6 +200,6 @@ def _connect(place: Place, serves: bool) -> TCPStore:
                 "(launch --master-port) to a free one"
             ) from error
         raise ValueError(
-            f"rank {place.rank} found nobody at {where} within {JOIN_SECONDS:.0f} s; start rank 0 first, and check "
+            f"rank {place.rank} found no process at {where} within {JOIN_SECONDS:.0f} s; start rank 0 first, and check "
             "MASTER_ADDR and MASTER_PORT (launch --master-addr --master-port)"
         ) from error

@@ -173,13 +173,13 @@ def test_a_killed_process_is_named_in_an_exception(run: Run) -> None:
     assert run.exit_code(0) == 1
     sentence = last_line(run.errors(0))
     assert sentence.startswith("trainer_kit.strategies.watchdog.heartbeat.LostProcessError: rank 1 (")
-    assert f"{run.name(1)} has ended without a word; rank 0 (this process) waited in " in sentence
+    assert f"{run.name(1)} has ended without a message; rank 0 (this process) waited in " in sentence
 
 
 def test_a_process_that_exits_without_a_word_is_named(run: Run) -> None:
     run.start(2, watched.exits_without_a_word)
     assert run.exit_code(0) == 1
-    assert f"{run.name(1)} has ended without a word; " in last_line(run.errors(0))
+    assert f"{run.name(1)} has ended without a message; " in last_line(run.errors(0))
 
 
 def test_a_failed_process_is_named_with_its_error(run: Run) -> None:
