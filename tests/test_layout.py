@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ranks import on_ranks
+from kit.ranks import on_ranks
 from scenarios.rank_task import Exact
 from scenarios.task import SAMPLES, StopAt, Stream, digest, make_trainer
 

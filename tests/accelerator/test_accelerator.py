@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from disks import fill, small_disk
-from static_shapes import Static
+from kit.disks import fill, small_disk
+from kit.static_shapes import Static
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset

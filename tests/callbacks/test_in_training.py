@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
+from kit.ranks import on_ranks
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
+from kit.ranks import on_ranks
 from scenarios.task import digest, make_trainer
 
 from trainer_kit import DDP, Callback, Run, SaveError, SingleDevice

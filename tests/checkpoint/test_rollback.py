@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
+from kit.ranks import on_ranks
 from scenarios.task import StopAt, digest, logged_losses
 
 from trainer_kit import DDP, Callback, NonFiniteError, Run, Strategy, Trainer, TrainingArguments

@@ -14,9 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-import launched
 import pytest
-from launched import wait_for
+from kit import launched
+from kit.launched import wait_for
 
 from trainer_kit.cli import main as cli
 from trainer_kit.cli.launch import read_config

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from loss_cases import CASES, EXACT, Points, Tokenizer, made, make_trainer, points
-from static_shapes import STATIC, OnFour, Static
+from kit.loss_cases import CASES, EXACT, Points, Tokenizer, made, make_trainer, points
+from kit.static_shapes import STATIC, OnFour, Static
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import IterableDataset

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from guides import Guide, unsaid
+from kit.guides import Guide, unsaid
 
 from trainer_kit import Trainer, TrainingArguments
 from trainer_kit.cli.main import main

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from guides import Guide, dry_run, unsaid
-from trainer_states import trainer_state
+from kit.guides import Guide, dry_run, unsaid
+from kit.trainer_states import trainer_state
 
 from trainer_kit import Callback, Run, Trainer, TrainingArguments
 from trainer_kit.checkpoint import newest_valid, take_snapshot, write_checkpoint

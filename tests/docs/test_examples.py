@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from guides import Guide
-from ranks import on_ranks
+from kit.guides import Guide
+from kit.ranks import on_ranks
 
 from trainer_kit import load_checkpoint_in_model
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import free_port
+from kit.ranks import free_port
 
 from trainer_kit.config import environment
 from trainer_kit.errors import ProcessesLeft, ProcessFailed

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import launched
 import pytest
+from kit import launched
 
 from trainer_kit.errors import ProcessesLeft, ProcessFailed
 from trainer_kit.launch.config import LaunchConfig
@@ -453,7 +453,7 @@ def test_two_launchers_restart_together_and_end_together(backend: str) -> None:
     """Two "machines" of one process each: the failure of the second ends both, and both say whose it was."""
     options = f"num_processes=2, num_nodes=2, master_port={free_port()}, max_restarts=2, rdzv_backend={backend!r}"
     code = (
-        "import sys, launched\n"
+        "import sys\nfrom kit import launched\n"
         "from trainer_kit.launch.config import LaunchConfig\n"
         "from trainer_kit.launch.processes import run_processes\n"
         f"words = [sys.executable, [*{RUNNER}, launched.__file__, 'machine']]\n"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
+from kit.ranks import on_ranks
 from scenarios.task import StopAt
 from torch.utils.data import IterableDataset, get_worker_info
 

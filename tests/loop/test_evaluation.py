@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from static_shapes import STATIC, Static, WithOperands
+from kit.static_shapes import STATIC, Static, WithOperands
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import IterableDataset

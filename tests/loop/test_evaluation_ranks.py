@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import on_ranks
+from kit.ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import IterableDataset

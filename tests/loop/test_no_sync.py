@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from sync_debug import SyncDebug
+from kit.sync_debug import SyncDebug
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel

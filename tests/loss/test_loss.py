@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from loss_cases import (
+from kit.loss_cases import (
     CASES,
     EXACT,
     VOCABULARY,

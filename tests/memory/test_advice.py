@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from sized_models import perceptron, resnet
+from kit.sized_models import perceptron, resnet
 from torch import nn
 from torch.utils.data import IterableDataset
 

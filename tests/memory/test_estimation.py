@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sized_models import MODELS, bert, freeze_half, gpt2, perceptron, resnet, without_onednn
+from kit.sized_models import MODELS, bert, freeze_half, gpt2, perceptron, resnet, without_onednn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

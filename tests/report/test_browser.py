@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import browser
 import pytest
-from run_logs import eventful, finished
+from kit import browser
+from kit.run_logs import eventful, finished
 
 from trainer_kit.report import write_report
 

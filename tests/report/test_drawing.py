@@ -8,8 +8,8 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pytest
+from kit.run_logs import eventful, finished
 from matplotlib.image import imread
-from run_logs import eventful, finished
 
 from trainer_kit import report
 from trainer_kit.report import drawing, write_report

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from run_logs import RunLog, eventful, finished
+from kit.run_logs import RunLog, eventful, finished
 
 from trainer_kit.report import FORMATS, write_report
 

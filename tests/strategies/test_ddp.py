@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import RankFailed, on_ranks, try_on_ranks
+from kit.ranks import RankFailed, on_ranks, try_on_ranks
 from torch import nn
 
 from trainer_kit import Callback, Run, SingleDevice, Strategy, Trainer, TrainingArguments

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from ranks import RankFailed, on_ranks, try_on_ranks
+from kit.ranks import RankFailed, on_ranks, try_on_ranks
 
 from trainer_kit.strategies import multinode
 from trainer_kit.strategies.multinode import MultiNode, _described, route_to

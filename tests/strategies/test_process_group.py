@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import try_on_ranks
+from kit.ranks import try_on_ranks
 
 from trainer_kit.strategies import process_group as session
 from trainer_kit.strategies.ddp import DDP

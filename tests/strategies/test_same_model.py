@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankFailed, free_port, try_on_ranks
+from kit.ranks import RankFailed, free_port, try_on_ranks
 from torch import nn
 
 from trainer_kit import Accelerator, Trainer, TrainingArguments

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import ForkedVerification
+from kit.forked import ForkedVerification
 
 from trainer_kit.cli.main import main
 from trainer_kit.errors import ScriptFailed

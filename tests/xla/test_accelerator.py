@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
-import xla_task
-from on_xla import on_cpu, on_xla
-from static_shapes import OnFour
+from kit import xla_task
+from kit.on_xla import on_cpu, on_xla
+from kit.static_shapes import OnFour
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 

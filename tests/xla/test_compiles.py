@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xla_task
-from on_xla import on_xla
+from kit import xla_task
+from kit.on_xla import on_xla
 
 from trainer_kit import Callback, Run
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import nbformat
 import pytest
+from kit.on_xla import QUICK, try_on_xla
 from nbclient import NotebookClient
-from on_xla import QUICK, try_on_xla
 
 pytestmark = pytest.mark.scenario
 

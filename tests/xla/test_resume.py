@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import xla_task
-from on_xla import on_cpu, on_xla, try_on_xla
+from kit import xla_task
+from kit.on_xla import on_cpu, on_xla, try_on_xla
 from safetensors import safe_open
 
 from trainer_kit import Callback, Run, Trainer, TrainingArguments

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import xla_task
-from on_xla import on_cpu, on_xla
+from kit import xla_task
+from kit.on_xla import on_cpu, on_xla
 
 pytestmark = pytest.mark.scenario
 

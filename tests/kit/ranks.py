@@ -1,6 +1,6 @@
 """Functions run on several processes of this machine, which stay alive between tests (importing torch takes seconds).
 
-    from ranks import on_ranks
+    from kit.ranks import on_ranks
 
     def gradients(rows: int) -> list[float]:      # of a module that children can import: a test module or its helper
         strategy = DDP()
@@ -79,7 +79,7 @@ class _Pool:
         self.world_size = world_size
         with Listener(("127.0.0.1", 0), authkey=b"ranks") as listener:
             environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-            command = [sys.executable, "-W", "error", __file__, str(listener.address[1])]
+            command = [sys.executable, "-W", "error", "-m", "kit.ranks", str(listener.address[1])]
             self.processes = [subprocess.Popen(command, env=environment) for _ in range(world_size)]
             atexit.register(self.end)
             listener._listener._socket.settimeout(60)  # type: ignore[attr-defined]  # accept() has no limit of its own
