@@ -1,4 +1,4 @@
-"""`Callback`, the hooks of a run, and `Events`, which calls them."""
+"""`Callback`, the hooks of a run, and `CallbackList`, which calls them."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ _Listener = tuple[Callback, str, Any]
 """A callback, its activity in the ledger, and its method for a hook."""
 
 
-class Events:
+class CallbackList:
     """Calls the callbacks' hooks in order and keeps their states.
 
     Args:

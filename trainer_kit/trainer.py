@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from trainer_kit.callback import Callback, Events, checked_callbacks
+from trainer_kit.callback import Callback, CallbackList, checked_callbacks
 from trainer_kit.callbacks import default_callbacks
 from trainer_kit.checkpoint.format.export import save_model_folder
-from trainer_kit.checkpoint.manager import Checkpoints, check_stateful, check_storable
+from trainer_kit.checkpoint.manager import CheckpointManager, check_stateful, check_storable
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.build import (
     make_evaluation_batches,
@@ -23,18 +23,18 @@ from trainer_kit.data.build import (
     make_train_loader,
 )
 from trainer_kit.data.collate import Collator, default_collator
-from trainer_kit.data.map_loader import Window
+from trainer_kit.data.map_loader import GlobalBatch
 from trainer_kit.data.peek import first_batch
-from trainer_kit.debugging.crash_dump import Postmortem
+from trainer_kit.debugging.crash_dump import CrashDump
 from trainer_kit.errors import DoesNotFitError, EvaluationInterrupted, NonFiniteError
-from trainer_kit.loop.batch_size_finder import Fitting, evaluation_batch_size, halve_evaluation_batch
+from trainer_kit.loop.batch_size_finder import BatchSizeFinder, evaluation_batch_size, halve_evaluation_batch
 from trainer_kit.loop.evaluation import EvalPrediction, Evaluator, PredictionOutput
 from trainer_kit.loop.metrics import Metric, metrics_by_name
-from trainer_kit.loop.rank_sync import Agreement, check_same_start
-from trainer_kit.loop.step_metrics import Figures, Taken
+from trainer_kit.loop.rank_sync import RankSync, check_same_start
+from trainer_kit.loop.step_metrics import StepMetrics, StepSpan
 from trainer_kit.loop.train_step import Steps
 from trainer_kit.loss.loss import ComputeLoss, Loss, takes_column
-from trainer_kit.loss.probe import Inspection
+from trainer_kit.loss.probe import LossProbe
 from trainer_kit.optim import check_optimizer, make_optimizer, make_scheduler, own_scheduler
 from trainer_kit.profiling.time_ledger import Ledger
 from trainer_kit.run import Run, TrainOutput
@@ -169,7 +169,7 @@ class Trainer:
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         own = checked_callbacks(callbacks)
-        self.events = Events([*default_callbacks(args, own), *own])
+        self.events = CallbackList([*default_callbacks(args, own), *own])
         self.run = Run(
             args=args,
             strategy=strategy,
@@ -178,13 +178,13 @@ class Trainer:
             eval_dataset=eval_dataset,
             processing_class=processing_class,
         )
-        self._agreement = Agreement(self.run)
+        self._agreement = RankSync(self.run)
         self._began = False
         self._saved_step: int | None = None  # of the newest checkpoint of this start
-        self._postmortem: Postmortem | None = None  # while it trains
+        self._postmortem: CrashDump | None = None  # while it trains
         self._loss: Loss = None  # type: ignore[assignment]  # made by _prepare()
         self._steps: Steps = None  # type: ignore[assignment]  # made by _begin()
-        self._checkpoints: Checkpoints = None  # type: ignore[assignment]  # made by _begin()
+        self._checkpoints: CheckpointManager = None  # type: ignore[assignment]  # made by _begin()
         self.events.emit("on_init_end", self.run)
 
     @property
@@ -287,8 +287,8 @@ class Trainer:
         if run.state.step and hasattr(self.lr_scheduler, "state_dict"):
             raise ValueError("train() is called again, but lr_scheduler has run its course; give a function instead")
         run.state, run.requests, run.ledger = TrainState(), Requests(), Ledger()
-        self._checkpoints, self._figures, self._stopping = Checkpoints(run, self.events), Figures(run), False
-        self._agreement, self._saved_step, self._space_checked = Agreement(run), None, False
+        self._checkpoints, self._figures, self._stopping = CheckpointManager(run, self.events), StepMetrics(run), False
+        self._agreement, self._saved_step, self._space_checked = RankSync(run), None, False
         self._record: dict[str, Any] = {}  # the newest one
         self._records_metric: bool | None = None  # whether records hold metric_for_best_model; None before one is asked
         run.strategy.exchange_later(args.auto_find_batch_size)
@@ -308,7 +308,7 @@ class Trainer:
         self._checkpoints.find(run.strategy.broadcast(resume))
         fitting = None
         if args.auto_find_batch_size:
-            fitting = Fitting(run, self._loader)
+            fitting = BatchSizeFinder(run, self._loader)
             fitting.begin(self.compute_loss, self.optimizer)
         self._checkpoints.lay_out(self._loader)
         run.lr_scheduler = self._make_scheduler(run.optimizer)
@@ -323,7 +323,7 @@ class Trainer:
         self._steps = Steps(
             run, self.events, self._inspection, self._loader, self._checkpoints, self._agreement, fitting
         )
-        self._postmortem = Postmortem(run, self._loss, self._loader)
+        self._postmortem = CrashDump(run, self._loss, self._loader)
 
     def _prepare(self) -> None:
         """Brings strategy, model and loss together."""
@@ -332,7 +332,7 @@ class Trainer:
         run.ledger.keep_time_by(run.strategy.clock())
         check_same_start(run)
         self._loss = Loss(run.strategy.prepare(run.model), run.model, self.compute_loss)
-        self._inspection = Inspection(self._loss, run.strategy)
+        self._inspection = LossProbe(self._loss, run.strategy)
         self._reading = make_reading(self.args, run.strategy, self.collate)
 
     def _make_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -408,12 +408,12 @@ class Trainer:
             elif len(self._figures) >= _UNREAD:
                 self._read_figures()
 
-    def _note(self, window: Window) -> None:
+    def _note(self, window: GlobalBatch) -> None:
         """Keeps the figures of the step that is over, for a record."""
         # A step in which no label counts has no loss, not one of zero (labels on a device are not waited for).
         items = self._loss.items(window)
         has_items = not isinstance(items, int) or items > 0
-        self._figures.append(Taken(self.run.state.step, window.epoch, window.start, window.stop), has_items)
+        self._figures.append(StepSpan(self.run.state.step, window.epoch, window.start, window.stop), has_items)
 
     def _ask_by_step(self) -> None:
         args, requests, step = self.args, self.run.requests, self.run.state.step
@@ -563,9 +563,9 @@ class Trainer:
         Raises:
             ValueError: If there is no dataset or an empty one, or no checkpoint where one is asked for.
         """
-        from trainer_kit.planning import Subject, make_training_plan  # takes its time
+        from trainer_kit.planning import PlannedTraining, make_training_plan  # takes its time
 
-        subject = Subject(
+        subject = PlannedTraining(
             run=self.run,
             events=self.events,
             collate=self.collate,

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from trainer_kit.callback import Events
+from trainer_kit.callback import CallbackList
 from trainer_kit.callbacks import Checkpointing
 from trainer_kit.run import Run
 
 
 def saved_steps(run: Run, take_step: Callable[[Run], None], metrics: dict[int, float], steps: int = 10) -> list[int]:
     """Goes through a run as the loop does, with an evaluation after each step in `metrics`; greater is better."""
-    events, saved = Events([Checkpointing()]), []
+    events, saved = CallbackList([Checkpointing()]), []
 
     def serve() -> None:
         if run.state.step in metrics and run.requests.evaluate:

@@ -15,11 +15,11 @@ from trainer_kit.data.build import (
 )
 from trainer_kit.data.collate import stack
 from trainer_kit.data.iterable_loader import StreamLoader
-from trainer_kit.data.map_loader import Reading, TrainLoader
+from trainer_kit.data.map_loader import LoaderConfig, TrainLoader
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
 
-READING = Reading(stack, 0)
+READING = LoaderConfig(stack, 0)
 
 
 def make_run(dataset: Any, **arguments: Any) -> Run:
@@ -64,7 +64,7 @@ def test_reading_follows_the_arguments() -> None:
             return True
 
     args = TrainingArguments(seed=7, dataloader_num_workers=3)
-    assert make_reading(args, Strategy(), stack) == Reading(stack, 7, 3, pin_memory=False)
+    assert make_reading(args, Strategy(), stack) == LoaderConfig(stack, 7, 3, pin_memory=False)
     assert make_reading(args, Pinning(), stack).pin_memory
     assert not make_reading(TrainingArguments(dataloader_pin_memory=False), Pinning(), stack).pin_memory
 

@@ -16,7 +16,7 @@ from xxhash import xxh3_64
 
 from trainer_kit.data.collate import stack
 from trainer_kit.data.iterable_loader import StreamLoader, stream_evaluation_batches
-from trainer_kit.data.map_loader import MicroBatch, Reading
+from trainer_kit.data.map_loader import LoaderConfig, MicroBatch
 from trainer_kit.data.sampling import Layout
 from trainer_kit.errors import DataError
 
@@ -74,7 +74,7 @@ class Stateful(Plain):
 
 
 def loader(dataset: Any, layout: Layout, workers: int = 0, **options: Any) -> StreamLoader:
-    return StreamLoader(dataset, layout, Reading(stack, SEED, workers), **options)
+    return StreamLoader(dataset, layout, LoaderConfig(stack, SEED, workers), **options)
 
 
 def state_at(place: int) -> dict[str, Any]:
@@ -342,7 +342,7 @@ def test_a_state_is_a_copy() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_evaluation_reads_each_sample_once_and_always_the_same(workers: int) -> None:
     def evaluated() -> list[list[list[float]]]:
-        reading = Reading(stack, SEED, workers)
+        reading = LoaderConfig(stack, SEED, workers)
         found = list(stream_evaluation_batches(Plain(11), Layout(4), reading))
         assert sum(counts.samples for _, counts in found) == 11
         return [batch["x"].tolist() for batch, _ in found]
@@ -493,7 +493,7 @@ def test_batches_of_other_processes_are_let_go() -> None:
         made.append(weakref.ref(batch["x"]))
         return batch
 
-    one = StreamLoader(Plain(40), Layout(1, 2, 4, 1), Reading(collate, SEED))
+    one = StreamLoader(Plain(40), Layout(1, 2, 4, 1), LoaderConfig(collate, SEED))
     micro_batches = one.micro_batches(0, 0, 4)
     assert next(micro_batches).batch["x"] is made[1]()
     assert len(made) == 12  # one row ahead
@@ -509,7 +509,7 @@ def test_a_stand_in_is_counted_as_other_batches_are() -> None:
             "labels": torch.zeros(len(rows), dtype=torch.int64, device="meta"),
         }
 
-    (micro,) = StreamLoader(Plain(2), Layout(2, 1, 2, 1), Reading(collate, SEED)).micro_batches(0, 0, 1)
+    (micro,) = StreamLoader(Plain(2), Layout(2, 1, 2, 1), LoaderConfig(collate, SEED)).micro_batches(0, 0, 1)
     assert micro.counts.samples == micro.window.samples == 0
     assert micro.counts.labels.device == micro.window.shifted.device == torch.device("meta")
 
@@ -518,7 +518,7 @@ def test_a_stand_in_is_counted_as_other_batches_are() -> None:
 @given(st.integers(0, 20), st.integers(1, 4), st.integers(2, 3))
 def test_evaluation_is_dealt_in_turn(length: int, size: int, processes: int) -> None:
     def evaluated(layout: Layout) -> list[Any]:
-        found = list(stream_evaluation_batches(Plain(length), layout, Reading(stack, SEED)))
+        found = list(stream_evaluation_batches(Plain(length), layout, LoaderConfig(stack, SEED)))
         assert [len(batch["x"]) for batch, _ in found] == [counts.samples for _, counts in found]
         return [batch["x"].tolist() for batch, _ in found]
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from trainer_kit.data.collate import stack
 from trainer_kit.data.map_loader import (
+    LoaderConfig,
     MicroBatch,
-    Reading,
     TrainLoader,
     evaluation_batches,
     is_iterable,
@@ -48,8 +48,8 @@ class Counting(torch.utils.data.Dataset[Any]):
         return {"x": torch.tensor([index, float(noise)], dtype=torch.float64), "labels": torch.tensor(index % 3)}
 
 
-def reading(workers: int = 0, collate: Any = stack) -> Reading:
-    return Reading(collate, SEED, workers)
+def reading(workers: int = 0, collate: Any = stack) -> LoaderConfig:
+    return LoaderConfig(collate, SEED, workers)
 
 
 def loader(dataset: Any, layout: Layout, workers: int = 0, **options: Any) -> TrainLoader:

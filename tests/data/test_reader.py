@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from trainer_kit.data.digest import digest
 from trainer_kit.data.iterable_loader import StreamLoader
-from trainer_kit.data.map_loader import MicroBatch, Reading
+from trainer_kit.data.map_loader import LoaderConfig, MicroBatch
 from trainer_kit.data.reader import COMPARED
 from trainer_kit.data.sampling import Layout
 
@@ -120,7 +120,7 @@ def steps_of(
     epoch, position, state = 0, 0, None
     if after is not None:
         epoch, position, state = after.window.epoch, after.window.stop, after.window.data_state
-    loader = StreamLoader(dataset, layout, Reading(collated, 5, workers))
+    loader = StreamLoader(dataset, layout, LoaderConfig(collated, 5, workers))
     return list(loader.micro_batches(epoch, position, steps, state))
 
 

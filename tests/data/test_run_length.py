@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.build import make_train_loader
 from trainer_kit.data.collate import stack
-from trainer_kit.data.map_loader import Reading
-from trainer_kit.data.run_length import Plan, make_plan
+from trainer_kit.data.map_loader import LoaderConfig
+from trainer_kit.data.run_length import RunLength, make_plan
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
 
-READING = Reading(stack, 0)
+READING = LoaderConfig(stack, 0)
 relaxed = settings(max_examples=200)
 
 
@@ -36,7 +36,7 @@ def make_run(length: int, batch_size: int = 8, accumulation: int = 1, processes:
     return Run(args, Ranks(processes), torch.nn.Linear(1, 1), train_dataset=[torch.ones(1)] * length)
 
 
-def plan_of(run: Run, before: tuple[Run, Plan] | None = None, passed_over: Any = ()) -> Plan:
+def plan_of(run: Run, before: tuple[Run, RunLength] | None = None, passed_over: Any = ()) -> RunLength:
     loader = make_train_loader(run, READING)
     loader.passed_over = passed_over
     return make_plan(run, loader, None if before is None else (before[1].state_dict(), before[0].args.to_dict()))

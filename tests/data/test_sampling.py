@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from trainer_kit.data.sampling import (
     GROUP,
+    BatchIndices,
     Layout,
-    Slot,
     epoch_length,
     evaluation_slots,
     mix,
@@ -38,12 +38,12 @@ def ranks(layout: Layout) -> list[Layout]:
     return [layout._replace(rank=rank) for rank in range(layout.world_size)]
 
 
-def plans(order: torch.Tensor, position: int, layout: Layout) -> list[list[Slot]]:
+def plans(order: torch.Tensor, position: int, layout: Layout) -> list[list[BatchIndices]]:
     """The slots of every rank."""
     return [list(slots(order, 0, position, each)) for each in ranks(layout)]
 
 
-def seen(plan: list[list[Slot]]) -> list[int]:
+def seen(plan: list[list[BatchIndices]]) -> list[int]:
     return [index for rank in plan for slot in rank if slot.counted for index in slot.indices]
 
 
@@ -56,7 +56,7 @@ class Step:
     indices: set[int]
 
 
-def steps_of(plan: list[list[Slot]]) -> list[Step]:
+def steps_of(plan: list[list[BatchIndices]]) -> list[Step]:
     found: dict[int, Step] = {}
     for rank in plan:
         for slot in rank:
@@ -103,7 +103,7 @@ def test_a_step_holds_the_same_samples_under_any_layout_with_the_same_global_bat
 @relaxed
 @given(lengths, layouts)
 def test_ranks_take_the_same_number_of_batches_and_agree_on_the_step(length: int, layout: Layout) -> None:
-    def shape(slot: Slot) -> tuple[object, ...]:
+    def shape(slot: BatchIndices) -> tuple[object, ...]:
         return slot.number, slot.last, slot.window_stop, slot.closes_epoch, slot.epoch
 
     plan = plans(permutation(length, 1, 0), 0, layout)

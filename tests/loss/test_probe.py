@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from trainer_kit import SingleDevice
 from trainer_kit.loss.loss import Loss
-from trainer_kit.loss.probe import Inspection
+from trainer_kit.loss.probe import LossProbe
 
 
 def cpu() -> SingleDevice:
@@ -21,8 +21,8 @@ def cpu() -> SingleDevice:
     return strategy
 
 
-def inspection(model: nn.Module) -> Inspection:
-    return Inspection(Loss(model, model, None), cpu())
+def inspection(model: nn.Module) -> LossProbe:
+    return LossProbe(Loss(model, model, None), cpu())
 
 
 # Learning whether a model shifts its labels
@@ -201,7 +201,7 @@ def test_a_batch_that_cannot_tell_is_no_answer_and_the_tenth_is_no() -> None:
 
 def test_compute_loss_is_not_looked_at() -> None:
     model = Own()
-    looks = Inspection(Loss(model, model, lambda model, batch: model(**batch)), cpu())
+    looks = LossProbe(Loss(model, model, lambda model, batch: model(**batch)), cpu())
     assert looks.ignores_filler == {False: False, True: False}
 
 

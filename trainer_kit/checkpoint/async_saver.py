@@ -1,4 +1,4 @@
-"""`Saver`: commits the checkpoints of a run beside its training, one at a time."""
+"""`AsyncSaver`: commits the checkpoints of a run beside its training, one at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer_kit.checkpoint import (
     write_checkpoint,
 )
 from trainer_kit.checkpoint.format.json_files import is_too_large, readable_size
-from trainer_kit.checkpoint.staging import HostCopies
+from trainer_kit.checkpoint.staging import HostStaging
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.errors import SaveError
 from trainer_kit.run import Run
@@ -50,7 +50,7 @@ class Outcome:
     error: str | None = None
 
 
-class Saver:
+class AsyncSaver:
     """Takes snapshots of a run and writes them, in a thread of the main process, while training goes on.
 
     Args:
@@ -79,7 +79,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[Outcome] | None = None  # on the main process
         self._reserving: Future[None] | None = None
-        self.copies = HostCopies(run)
+        self.copies = HostStaging(run)
 
     @property
     def newest(self) -> Path | None:

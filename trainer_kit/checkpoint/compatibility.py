@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from trainer_kit.checkpoint import find_checkpoints, newest_valid, read_state, verify
 from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME
 from trainer_kit.data.reader import check_workers
-from trainer_kit.data.run_length import Plan, step_numbers
+from trainer_kit.data.run_length import RunLength, step_numbers
 from trainer_kit.errors import CheckpointError
 from trainer_kit.optim import Schedule
 from trainer_kit.run import Run
@@ -209,7 +209,7 @@ def load_optimizer(run: Run, saved: dict[str, Any], directory: Path) -> None:
             group["lr"] = peak * factor(scheduler.last_epoch)
 
 
-def report_changes(run: Run, plan: Plan, earlier: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
+def report_changes(run: Run, plan: RunLength, earlier: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
     """Says what is not as it was: the layout, other arguments, and those of them that have no effect any more.
 
     Args:
@@ -236,7 +236,7 @@ def _described(changed: Mapping[str, tuple[Any, Any]], names: list[str]) -> str:
     return ", ".join(f"{name} {changed[name][0]!r} -> {changed[name][1]!r}" for name in names)
 
 
-def _report_layout(run: Run, plan: Plan, saved: Mapping[str, Any]) -> None:
+def _report_layout(run: Run, plan: RunLength, saved: Mapping[str, Any]) -> None:
     """One sentence about another number of processes, batch size or accumulation, and what follows."""
     now, changes = plan.state_dict(), []
     for name, text in (

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainer_kit.data.collate import Collator
 from trainer_kit.data.fetcher import Fetcher
 from trainer_kit.data.sampling import (
+    BatchIndices,
     Layout,
-    Slot,
     epoch_length,
     evaluation_slots,
     mix,
@@ -29,7 +29,7 @@ from trainer_kit.utils.rng import seed_generators
 
 
 @dataclasses.dataclass(slots=True)
-class Window:
+class GlobalBatch:
     """The micro-batches of one optimizer step, counted before the first is worked on.
 
     The loaders count those of this process; the loop makes the counts those of all processes (`set_numbers`).
@@ -92,7 +92,7 @@ class MicroBatch:
 
     batch: Any
     counts: Counts
-    window: Window
+    window: GlobalBatch
     number: int
     last: bool
     start: int
@@ -102,7 +102,7 @@ class MicroBatch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class LoaderConfig:
     """How samples are read.
 
     Attributes:
@@ -138,7 +138,12 @@ class TrainLoader:
     """
 
     def __init__(
-        self, dataset: Any, layout: Layout, reading: Reading, drop_last: bool = False, group_by_length: bool = False
+        self,
+        dataset: Any,
+        layout: Layout,
+        reading: LoaderConfig,
+        drop_last: bool = False,
+        group_by_length: bool = False,
     ) -> None:
         self.dataset = dataset
         self.layout = layout
@@ -157,14 +162,14 @@ class TrainLoader:
         self, epoch: int, position: int, steps: int, data_state: dict[str, Any] | None = None
     ) -> Iterator[MicroBatch]:
         """The micro-batches of the next `steps` steps, from `position` in `epoch` on; no sample before it is read."""
-        window: list[tuple[Slot, Any]] = []
+        window: list[tuple[BatchIndices, Any]] = []
         for slot, batch in _fetched(self.dataset, self._slots(epoch, position, steps), self.reading):
             window.append((slot, batch))
             if slot.last:
                 yield from _counted(window)
                 window = []
 
-    def _slots(self, epoch: int, position: int, steps: int) -> Iterator[Slot]:
+    def _slots(self, epoch: int, position: int, steps: int) -> Iterator[BatchIndices]:
         while steps > 0:
             order = permutation(len(self.dataset), self.reading.seed, epoch, self.lengths)[: self.epoch_length]
             for slot in slots(order, epoch, position, self.layout, ranges(self.passed_over, epoch)):
@@ -185,16 +190,16 @@ def no_batch(length: int, layout: Layout) -> str:
     )
 
 
-def evaluation_batches(dataset: Any, layout: Layout, reading: Reading) -> Iterator[tuple[Any, Counts]]:
+def evaluation_batches(dataset: Any, layout: Layout, reading: LoaderConfig) -> Iterator[tuple[Any, Counts]]:
     """This process's batches of an evaluation, in the dataset's order."""
     for slot, batch in _fetched(dataset, evaluation_slots(len(dataset), layout), reading):
         yield batch, count(batch, len(slot.indices))
 
 
-def _counted(fetched: list[tuple[Slot, Any]]) -> Iterator[MicroBatch]:
+def _counted(fetched: list[tuple[BatchIndices, Any]]) -> Iterator[MicroBatch]:
     """The micro-batches of one step. All are counted first: each is weighed by its share in the step."""
     slot = fetched[-1][0]
-    window = Window(slot.epoch, slot.window_start, slot.window_stop, slot.closes_epoch)
+    window = GlobalBatch(slot.epoch, slot.window_start, slot.window_stop, slot.closes_epoch)
     all_counts = [_counts(slot, batch) for slot, batch in fetched]
     for counts in all_counts:
         window.add(counts)
@@ -203,19 +208,19 @@ def _counted(fetched: list[tuple[Slot, Any]]) -> Iterator[MicroBatch]:
         yield MicroBatch(batch, counts, window, slot.number, slot.last, slot.start, slot.indices, samples)
 
 
-def _counts(slot: Slot, batch: Any) -> Counts:
+def _counts(slot: BatchIndices, batch: Any) -> Counts:
     counts = count(batch, len(slot.indices))
     return counts if slot.counted else counts.as_nothing()
 
 
-def _fetched(dataset: Any, plan: Iterable[Slot], reading: Reading) -> Iterator[tuple[Slot, Any]]:
+def _fetched(dataset: Any, plan: Iterable[BatchIndices], reading: LoaderConfig) -> Iterator[tuple[BatchIndices, Any]]:
     fetcher = Fetcher(dataset, reading.collate, reading.seed)
     if reading.workers == 0:
         return map(fetcher.__getitem__, plan)
     return from_workers(fetcher, reading, plan)
 
 
-def from_workers(dataset: Any, reading: Reading, sampler: Iterable[Any] | None = None) -> Iterator[Any]:
+def from_workers(dataset: Any, reading: LoaderConfig, sampler: Iterable[Any] | None = None) -> Iterator[Any]:
     """What a DataLoader gives whose workers do all the work and whose randomness is its own.
 
     The generator matters: `iter(DataLoader)` would otherwise draw from the global one and shift dropout.

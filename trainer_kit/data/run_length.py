@@ -20,7 +20,7 @@ from trainer_kit.run import Run
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class RunLength:
     """The steps of a run.
 
     Attributes:
@@ -63,7 +63,7 @@ class Plan:
 
 def make_plan(
     run: Run, loader: TrainLoader | StreamLoader, earlier: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
-) -> Plan:
+) -> RunLength:
     """The plan of a run that stands where `run.state` says.
 
     With `max_steps` the length of a run is given in steps: its schedule counts them, whatever the layout.
@@ -79,11 +79,11 @@ def make_plan(
         plan, before = earlier[0], step_numbers(earlier[1])
         units |= {name: plan["units"][name] for name, steps in step_numbers(args).items() if before.get(name) == steps}
     if args.max_steps > 0:
-        return Plan(layout, args.max_steps, args.max_steps, state.step, units)
+        return RunLength(layout, args.max_steps, args.max_steps, state.step, units)
     length = _steps_of(loader, args.num_train_epochs)
     in_epoch = loader.steps_left(state.epoch, 0) - loader.steps_left(state.epoch, state.position)
     place = min(_steps_of(loader, state.epoch) + in_epoch, length)
-    return Plan(layout, state.step + length - place, max(1, length), place, units)
+    return RunLength(layout, state.step + length - place, max(1, length), place, units)
 
 
 def step_numbers(args: TrainingArguments | Mapping[str, Any]) -> dict[str, int]:

@@ -67,7 +67,7 @@ class Layout(NamedTuple):
         return [*itertools.pairwise(ends)]
 
 
-class Slot(NamedTuple):
+class BatchIndices(NamedTuple):
     """One micro-batch of one process: what is fetched, and its place in the step.
 
     Attributes:
@@ -163,7 +163,7 @@ def steps_between(position: int, stop: int, layout: Layout, passed_over: Sequenc
 
 def slots(
     order: torch.Tensor, epoch: int, position: int, layout: Layout, passed_over: Sequence[tuple[int, int]] = ()
-) -> Iterator[Slot]:
+) -> Iterator[BatchIndices]:
     """This process's micro-batches of an epoch from `position` on; `order` is the epoch's (cut to what is used)."""
     kept = parts(position, len(order), passed_over)
     for first, stop in _windows(kept, layout):
@@ -171,7 +171,7 @@ def slots(
         for number, piece in enumerate(pieces):
             # A stand-in is of the step's first samples.
             begin, end = piece or (first, min(first + min(layout.at_once, _STAND_IN), stop))
-            yield Slot(
+            yield BatchIndices(
                 epoch=epoch,
                 start=begin,
                 indices=order[begin:end].tolist(),
@@ -198,7 +198,7 @@ def _windows(kept: list[tuple[int, int]], layout: Layout) -> Iterator[tuple[int,
             yield start, min(start + layout.window, last)
 
 
-def evaluation_slots(length: int, layout: Layout) -> Iterator[Slot]:
+def evaluation_slots(length: int, layout: Layout) -> Iterator[BatchIndices]:
     """This process's batches of an evaluation, in the dataset's order; some processes may have one less than others."""
     single = layout._replace(accumulation=1)
     return (slot for slot in slots(torch.arange(length), -1, 0, single) if slot.counted)

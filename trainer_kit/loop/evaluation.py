@@ -27,7 +27,7 @@ from trainer_kit.loop.metrics import (
 )
 from trainer_kit.loss.batch import IGNORED, Counts, labels_of, samples_of, shape_of
 from trainer_kit.loss.loss import evaluating, found_loss
-from trainer_kit.loss.probe import Inspection
+from trainer_kit.loss.probe import LossProbe
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy, clear_frames
 from trainer_kit.utils.pytree import map_tensors
@@ -111,7 +111,7 @@ class Evaluator:
     def __init__(
         self,
         run: Run,
-        inspection: Inspection,
+        inspection: LossProbe,
         metrics: Mapping[str, Metric],
         compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None,
     ) -> None:

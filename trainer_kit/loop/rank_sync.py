@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import xxhash
 
-from trainer_kit.data.map_loader import Window
+from trainer_kit.data.map_loader import GlobalBatch
 from trainer_kit.run import Run
 from trainer_kit.state import Requests
 
@@ -21,7 +21,7 @@ _TOLD_TO_LEAVE = 143  # on hosts that do not hear which signal another one got
 _PACKAGES = ("trainer_kit", "torch", "transformers", "numpy")
 
 
-class Agreement:
+class RankSync:
     """Makes what one process asks for the wish of all.
 
     A callback asks on its own process, and a signal reaches one at any moment. So `run.requests` holds what this
@@ -42,7 +42,7 @@ class Agreement:
         self.disagreement: str | None = None
         self.all_have_read = True
 
-    def reach(self, window: Window | None = None) -> bool:
+    def reach(self, window: GlobalBatch | None = None) -> bool:
         """Takes up what any process asked for, and sums the counts of the next step's `window`, in one reduction.
 
         Returns:

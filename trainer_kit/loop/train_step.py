@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from trainer_kit.callback import Events
-from trainer_kit.checkpoint.manager import Checkpoints
+from trainer_kit.callback import CallbackList
+from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.data.iterable_loader import StreamLoader
-from trainer_kit.data.map_loader import MicroBatch, TrainLoader, Window
+from trainer_kit.data.map_loader import GlobalBatch, MicroBatch, TrainLoader
 from trainer_kit.data.padding import Padding
 from trainer_kit.data.sampling import mix
 from trainer_kit.errors import DataError
-from trainer_kit.loop.batch_size_finder import Fitting
-from trainer_kit.loop.rank_sync import Agreement
+from trainer_kit.loop.batch_size_finder import BatchSizeFinder
+from trainer_kit.loop.rank_sync import RankSync
 from trainer_kit.loss.loss import scale_gradients, weighed
-from trainer_kit.loss.probe import Inspection
+from trainer_kit.loss.probe import LossProbe
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
 
@@ -49,12 +49,12 @@ class Steps:
     def __init__(
         self,
         run: Run,
-        events: Events,
-        inspection: Inspection,
+        events: CallbackList,
+        inspection: LossProbe,
         loader: TrainLoader | StreamLoader,
-        checkpoints: Checkpoints,
-        agreement: Agreement,
-        fitting: Fitting | None,
+        checkpoints: CheckpointManager,
+        agreement: RankSync,
+        fitting: BatchSizeFinder | None,
     ) -> None:
         self.run = run
         self.events = events
@@ -102,7 +102,7 @@ class Steps:
             self._ahead = DataError(self._agreement.disagreement)
         return is_due
 
-    def take(self) -> Window:
+    def take(self) -> GlobalBatch:
         """Takes one optimizer step and returns which samples it was made of."""
         run, args, strategy, loss, emit = self.run, self.run.args, self.run.strategy, self.loss, self.events.emit
         ledger = run.ledger
@@ -234,7 +234,7 @@ class Steps:
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             scheduler.step()
 
-    def _count(self, window: Window) -> None:
+    def _count(self, window: GlobalBatch) -> None:
         state = self.run.state
         state.step += 1
         state.samples += window.stop - window.start

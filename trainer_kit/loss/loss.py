@@ -95,7 +95,7 @@ class Loss:
         return counts.shifted if self.shifts else counts.labels
 
     def settle(self, found: Iterable[bool | None]) -> bool | None:
-        """Takes what `Inspection.shift` found on any of the processes, so that all count alike."""
+        """Takes what `LossProbe.shift` found on any of the processes, so that all count alike."""
         self.shifts = next((each for each in found if each is not None), None)
         return self.shifts
 

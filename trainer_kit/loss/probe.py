@@ -23,7 +23,7 @@ _CLOSE = 0.05
 """Within which two losses are one that was rounded, be it to bfloat16; another divisor would make it half at most."""
 
 
-class Inspection:
+class LossProbe:
     """Looks at a model with a run's first batches.
 
     A look is a forward pass without gradient, in evaluation mode. What a look changes in a batch is worked out on the

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from trainer_kit.callback import Callback, Events
+from trainer_kit.callback import Callback, CallbackList
 from trainer_kit.checkpoint.compatibility import dataset_length
 from trainer_kit.checkpoint.format.loading import check_weights
 from trainer_kit.config import environment
 from trainer_kit.data.build import make_reading, make_train_loader
 from trainer_kit.data.collate import Collator
 from trainer_kit.data.iterable_loader import StreamLoader
-from trainer_kit.data.map_loader import Reading, TrainLoader
+from trainer_kit.data.map_loader import LoaderConfig, TrainLoader
 from trainer_kit.errors import ReadOnceError
 from trainer_kit.loop.evaluation import EvalPrediction
 from trainer_kit.loop.metrics import Metric
@@ -25,7 +25,7 @@ from trainer_kit.optim import check_optimizer, make_optimizer
 from trainer_kit.planning import checks as cautions
 from trainer_kit.planning import sections as facts
 from trainer_kit.planning.batches import First, batch_warnings, look_at_first
-from trainer_kit.planning.cost import Cost
+from trainer_kit.planning.cost import CostSection
 from trainer_kit.planning.dry_strategy import Stage, heard
 from trainer_kit.planning.event_steps import Cadence
 from trainer_kit.planning.metric import Evaluation
@@ -42,7 +42,7 @@ from trainer_kit.utils.rng import generators_kept
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
+class PlannedTraining:
     """What a Trainer has, of which a plan is made; each is as the Trainer was given it.
 
     Attributes:
@@ -57,7 +57,7 @@ class Subject:
     """
 
     run: Run
-    events: Events
+    events: CallbackList
     collate: Collator
     compute_loss: ComputeLoss | None
     compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None
@@ -67,7 +67,7 @@ class Subject:
 
 
 def make_training_plan(
-    subject: Subject, resume_from_checkpoint: bool | str | Path | None = None, num_processes: int | None = None
+    subject: PlannedTraining, resume_from_checkpoint: bool | str | Path | None = None, num_processes: int | None = None
 ) -> TrainingPlan:
     """Makes the plan of a training; see `Trainer.plan`."""
     device = next((parameter.device for parameter in subject.run.model.parameters()), torch.device("cpu"))
@@ -81,7 +81,7 @@ def make_training_plan(
 class _Rehearsal:
     """A training up to its first step, on a stage."""
 
-    def __init__(self, subject: Subject, stage: Stage, resume: bool | str | Path | None) -> None:
+    def __init__(self, subject: PlannedTraining, stage: Stage, resume: bool | str | Path | None) -> None:
         self.subject = subject
         self.strategy: Strategy = subject.run.strategy
         self.stage = stage
@@ -90,7 +90,7 @@ class _Rehearsal:
         )
         self.problems: list[str] = []
         run.optimizer = self._optimizer()
-        self.reading: Reading = make_reading(run.args, self.stage, subject.collate)
+        self.reading: LoaderConfig = make_reading(run.args, self.stage, subject.collate)
         self.loader: TrainLoader | StreamLoader = make_train_loader(run, self.reading)
         if resume is None:
             resume = self.strategy.restarts > 0
@@ -124,7 +124,7 @@ class _Rehearsal:
         data, steps = self._data(), self._steps()
         start, hardware = self.beginning.facts(), self._hardware()
         storage = self._storage(cadence, trial)
-        cost = Cost(
+        cost = CostSection(
             run, first.largest, subject.compute_loss, subject.optimizer, self.strategy.device, self.stage.world_size
         )
         evaluation = Evaluation(
@@ -217,7 +217,7 @@ class _Rehearsal:
             self.loader.layout.window,
         )
 
-    def _steps(self) -> facts.Steps:
+    def _steps(self) -> facts.StepsSection:
         loader, first, last = self.loader, self.run.state.step, self.steps.end
         per_epoch = loader.steps_left(self.run.state.epoch + 1, 0) if loader.epoch_length else None
         epochs = None
@@ -225,7 +225,7 @@ class _Rehearsal:
             epochs = last / per_epoch if self.run.args.max_steps > 0 else self.run.args.num_train_epochs
         rest = loader.epoch_length % loader.layout.window
         samples = self._samples(last) if loader.epoch_length else None
-        return facts.Steps(first, last, max(0, last - first), samples, per_epoch, epochs, rest or None)
+        return facts.StepsSection(first, last, max(0, last - first), samples, per_epoch, epochs, rest or None)
 
     def _samples(self, last: int) -> int:
         """Those of the steps that are left, what is passed over aside."""

@@ -27,7 +27,7 @@ from kit.ranks import free_port
 from trainer_kit.strategies.ddp import DDP
 from trainer_kit.strategies.watchdog import heartbeat as module
 from trainer_kit.strategies.watchdog import peers as roster
-from trainer_kit.strategies.watchdog.stack import Where
+from trainer_kit.strategies.watchdog.stack import StackLocation
 
 pytestmark = [
     pytest.mark.scenario,
@@ -281,7 +281,11 @@ def test_time_in_which_processes_are_stopped_makes_nobody_slow(
 ) -> None:
     """Rank 2 is not stopped, and waits. Which of the two threads of the others goes on first is chance."""
     clock = Clock()
-    wheres = [Where("all_reduce", waits=True), Where("load (project/data.py:2)"), Where("all_reduce", waits=True)]
+    wheres = [
+        StackLocation("all_reduce", waits=True),
+        StackLocation("load (project/data.py:2)"),
+        StackLocation("all_reduce", waits=True),
+    ]
     for each in (module, roster):
         monkeypatch.setattr(each, "time", clock)
     store = dist.HashStore()
@@ -326,7 +330,7 @@ def seconds_until_found(frozen: int, phases: list[float]) -> list[float]:
     with pytest.MonkeyPatch.context() as patch:
         for each in (module, roster):
             patch.setattr(each, "time", clock)
-        patch.setattr(module, "where_is", lambda *frames, hidden: Where("all_reduce", waits=True))
+        patch.setattr(module, "where_is", lambda *frames, hidden: StackLocation("all_reduce", waits=True))
         patch.setattr(module, "machine", lambda: ("another machine", 1))  # the system does not say how it is
         patience = inspect.signature(DDP).parameters["heartbeat_timeout"].default
         processes = [module.Heartbeat(store, rank, 3, patience=patience) for rank in range(3)]

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trainer_kit.errors import LostProcessError
-from trainer_kit.strategies.watchdog.peers import Beat, Problem, Roster, machine, read_beat, state_of
-from trainer_kit.strategies.watchdog.stack import Where, where_is
+from trainer_kit.strategies.watchdog.peers import Beat, PeerTable, Problem, machine, read_beat, state_of
+from trainer_kit.strategies.watchdog.stack import StackLocation, locate
 
 logger = logging.getLogger("trainer_kit")
 
@@ -71,7 +71,7 @@ class Heartbeat:
         self.leaving = False
         self._round = 0  # a process that lives on may train again
         self._store = store
-        self._roster = Roster(rank, patience)
+        self._roster = PeerTable(rank, patience)
         self._threads: list[threading.Thread] = []
         self._process = self._watched = 0  # numbers of this process and of the thread that is watched
         self._wishes: queue.SimpleQueue[None] = queue.SimpleQueue()  # unlike an Event, fit for signal handlers
@@ -81,8 +81,8 @@ class Heartbeat:
         self._announces = self._left = self._follows = self._heard = self._urgent = self._hung_up = False
         self.error = ""
         # What this process is doing.
-        self._where = Where()
-        self._failed_in: Where | None = None
+        self._where = StackLocation()
+        self._failed_in: StackLocation | None = None
         self._excused = False
         self._progress = (0, False)
         self._moved = self._looked = time.monotonic()
@@ -152,7 +152,7 @@ class Heartbeat:
         """
         if not self._runs_here():
             return str(error)
-        self._failed_in = self._where = where_is(sys._getframe(), error, hidden=__file__)
+        self._failed_in = self._where = locate(sys._getframe(), error, hidden=__file__)
         self._urgent = True
         limit = 2 * self.interval + 1
         try:
@@ -253,7 +253,7 @@ class Heartbeat:
         if now - self._looked > 2 * self.interval:
             self._roster.forgiven = now  # this process was stopped, for all that it knows with all others
         self._looked = now
-        self._where = self._failed_in or where_is(sys._current_frames().get(self._watched), hidden=__file__)
+        self._where = self._failed_in or locate(sys._current_frames().get(self._watched), hidden=__file__)
         if (self.calls, self._where.waits) != self._progress:
             self._progress, self._moved = (self.calls, self._where.waits), now
 

@@ -26,7 +26,7 @@ from trainer_kit.utils.pytree import split
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
+class RecordedStart:
     """One start of the script, and what is wanted of it.
 
     Attributes:
@@ -60,7 +60,7 @@ class Start:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def loads(cls, text: str) -> Start:
+    def loads(cls, text: str) -> RecordedStart:
         """What `dumps` made."""
         values = json.loads(text)
         kill, dump = values.pop("kill"), values.pop("dump")
@@ -78,7 +78,7 @@ class Recorder:
         start: What is wanted.
     """
 
-    def __init__(self, trainer: Trainer, start: Start) -> None:
+    def __init__(self, trainer: Trainer, start: RecordedStart) -> None:
         self.trainer = trainer
         self.start = start
         self.callbacks: list[Callback] = [_First(self), _Last(self)]
