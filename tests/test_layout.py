@@ -174,6 +174,7 @@ SCHEDULES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:train_dataset has no state_dict")
 @pytest.mark.parametrize("dataset", [None, Sized, Stateless], ids=["map", "stateful", "stateless"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda given: given["lr_scheduler_type"])

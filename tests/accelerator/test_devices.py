@@ -72,6 +72,7 @@ def batches(strategy: Strategy, loader: DataLoader[Any], splits: bool) -> tuple[
     return len(prepared), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dataset", "options", "splits"),
     [

@@ -178,6 +178,7 @@ def test_what_is_in_one(tmp_path: Path) -> None:
     assert sorted(names) == sorted(path.name for path in write(tmp_path, 500).iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", MESSAGES)
 def test_the_messages_are_said(message: str) -> None:
     assert not unsaid(message)

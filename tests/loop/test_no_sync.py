@@ -151,6 +151,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", CASES.values(), ids=list(CASES))
 @pytest.mark.parametrize("kind", ["classifier", "gpt2", "pair"])
 def test_no_operator_of_a_step_waits(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:

@@ -44,6 +44,7 @@ rows = st.lists(st.tuples(st.integers(2, VOCABULARY - 1), st.booleans()), min_si
 datasets = st.lists(rows, min_size=1, max_size=14)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @settings(parent=relaxed, max_examples=12)
 @given(datasets, st.integers(1, 6), st.integers(1, 4))

@@ -11,7 +11,10 @@ from kit.run_logs import eventful, finished
 
 from trainer_kit.report import write_report
 
-pytestmark = pytest.mark.skipif(browser.COMMAND is None, reason="there is no chromium or google-chrome")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(browser.COMMAND is None, reason="there is no chromium or google-chrome"),
+]
 
 # Colours as the browser computes them, and elements that reach beyond the screen.
 GROUND = "getComputedStyle(document.body).backgroundColor"

@@ -67,6 +67,7 @@ def test_ticks_are_where_they_say() -> None:
     assert words([10, 20], [math.nan, math.inf]) == ["10", "15", "20", "step"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compared", [False, True])
 def test_a_picture(tmp_path: Path, compared: bool) -> None:
     others = [eventful(tmp_path / "日本 $x$")] if compared else []

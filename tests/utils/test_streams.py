@@ -59,6 +59,7 @@ def test_what_is_lost_at_the_end_is_not_lost_in_silence() -> None:
     assert (done.returncode, done.stderr) == (0, lost)
 
 
+@pytest.mark.slow
 def test_what_is_printed_while_the_interpreter_ends() -> None:
     code = """
 import builtins, sys

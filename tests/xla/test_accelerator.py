@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainer_kit.accelerator import Accelerator, DistributedType, ProjectConfiguration, set_seed
 from trainer_kit.accelerator import accelerator as core
 
-pytestmark = pytest.mark.scenario
+pytestmark = pytest.mark.xla
 
 SAMPLES = 50
 TEST_SAMPLES = 21

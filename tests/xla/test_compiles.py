@@ -12,7 +12,7 @@ from kit.on_xla import on_xla
 
 from trainer_kit import Callback, Run
 
-pytestmark = pytest.mark.scenario
+pytestmark = pytest.mark.xla
 
 
 class Epochs(Callback):

@@ -13,7 +13,7 @@ from kit.on_xla import on_cpu, on_xla
 
 from trainer_kit import EvalPrediction
 
-pytestmark = pytest.mark.scenario
+pytestmark = pytest.mark.xla
 
 SAMPLES = 21  # two batches of 8 and one of 5
 

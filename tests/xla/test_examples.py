@@ -12,7 +12,7 @@ import pytest
 from kit.on_xla import QUICK, try_on_xla
 from nbclient import NotebookClient
 
-pytestmark = pytest.mark.scenario
+pytestmark = pytest.mark.xla
 
 ROOT = Path(__file__).parent.parent.parent
 

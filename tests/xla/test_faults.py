@@ -13,7 +13,7 @@ from kit.on_xla import ChildFailed, on_xla, try_on_xla
 
 from trainer_kit import XLA
 
-pytestmark = pytest.mark.scenario
+pytestmark = pytest.mark.xla
 
 
 class Broken(xla_task.Points):

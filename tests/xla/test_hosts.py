@@ -19,7 +19,7 @@ from kit.on_xla import QUICK, on_cpu, on_xla
 from trainer_kit import XLA, Callback, Run
 from trainer_kit.config import environment
 
-pytestmark = pytest.mark.scenario
+pytestmark = pytest.mark.xla
 
 
 class At(Callback):

@@ -24,7 +24,7 @@ from trainer_kit import Trainer, TrainingArguments
 from trainer_kit.errors import ProcessFailed
 from trainer_kit.launch.notebook import notebook_launcher
 
-pytestmark = pytest.mark.scenario
+pytestmark = pytest.mark.xla
 
 ROOT = Path(__file__).parent.parent.parent
 MIB = 2**20

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from trainer_kit import Callback, Run, Trainer, TrainingArguments
 from trainer_kit.callbacks import EMA
 
-pytestmark = pytest.mark.scenario
+pytestmark = pytest.mark.xla
 
 STEPS = 8
 

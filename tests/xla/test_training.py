@@ -10,7 +10,7 @@ import torch
 from kit import xla_task
 from kit.on_xla import on_cpu, on_xla
 
-pytestmark = pytest.mark.scenario
+pytestmark = pytest.mark.xla
 
 Weights = dict[str, torch.Tensor]
 
