@@ -37,7 +37,7 @@ def first_batch(step: int, length: int) -> tuple[float, int]:
     dataset, layout = Counted(length), Layout(batch_size=8)
     loader = TrainLoader(dataset, layout, LoaderConfig(stack, seed=0))
     begin = time.perf_counter()
-    batch = next(loader.micro_batches(epoch=0, position=step * layout.window, steps=1))
+    batch = next(loader.micro_batches(epoch=0, position=step * layout.global_batch_size, steps=1))
     seconds = time.perf_counter() - begin
     assert dataset.fetched[-len(batch.indices) :] == batch.indices
     return seconds, len(dataset.fetched) - len(batch.indices)

@@ -185,7 +185,7 @@ class Trainer:
         self._loss: Loss = None  # type: ignore[assignment]  # made by _prepare()
         self._steps: Steps = None  # type: ignore[assignment]  # made by _begin()
         self._checkpoints: CheckpointManager = None  # type: ignore[assignment]  # made by _begin()
-        self.events.emit("on_init_end", self.run)
+        self.events.call("on_init_end", self.run)
 
     @property
     def args(self) -> TrainingArguments:
@@ -216,7 +216,7 @@ class Trainer:
         run = self.run
         try:
             self._begin(resume_from_checkpoint)
-            self.events.emit("on_train_begin", run)
+            self.events.call("on_train_begin", run)
             first = (run.state.step, run.state.samples)
             begin = time.perf_counter()
             run.ledger.enter("loop")
@@ -230,27 +230,27 @@ class Trainer:
             seconds = time.perf_counter() - begin
             self._finish_save()  # the record at the end tells of it
             output = self._summary(seconds, *first)
-            if self._agreement.due.exit_code is None:
-                self.events.emit("on_log", run, output.metrics)
-            self.events.emit("on_train_end", run)
-            self._agreement.reach()
+            if self._agreement.pending.exit_code is None:
+                self.events.call("on_log", run, output.metrics)
+            self.events.call("on_train_end", run)
+            self._agreement.sync()
             self._serve()
             self._finish_save()
-            if self.args.load_best_model_at_end and self._agreement.due.exit_code is None:
+            if self.args.load_best_model_at_end and self._agreement.pending.exit_code is None:
                 self._checkpoints.load_best()
-            self._agreement.reach()  # a signal that came meanwhile
+            self._agreement.sync()  # a signal that came meanwhile
             self._checkpoints.saver.close()
-            if self._checkpoints.saver.failed and self._agreement.due.exit_code is None:
+            if self._checkpoints.saver.failed and self._agreement.pending.exit_code is None:
                 raise self._checkpoints.saver.error()
             warn_of_failed_streams()
-            self.events.emit("on_exit", run)
-            self._agreement.reach()
-            exit_code = self._agreement.due.exit_code
+            self.events.call("on_exit", run)
+            self._agreement.sync()
+            exit_code = self._agreement.pending.exit_code
         except BaseException as error:
             try:
                 self._keep_what_there_is(error)
             finally:
-                self.events.emit_exception(run, error)
+                self.events.call_exception(run, error)
                 run.strategy.teardown(error)
             raise
         finally:
@@ -276,7 +276,7 @@ class Trainer:
 
     def _keep_what_there_is(self, error: BaseException) -> None:
         if self._checkpoints is not None:
-            self._checkpoints.saver.settle()
+            self._checkpoints.saver.drain()
             self._checkpoints.saver.close()
         if self._postmortem is not None:
             self._postmortem.write(error, self._checkpoints.newest, self._steps.micro, self._steps.fetching)
@@ -339,7 +339,7 @@ class Trainer:
         run = self.run
         if self.lr_scheduler is None:
             plan = self._checkpoints.plan
-            return make_scheduler(optimizer, plan.scheduled(self.args), plan.length, plan.place)
+            return make_scheduler(optimizer, plan.scheduled(self.args), plan.schedule_length, plan.schedule_step)
         scheduler = own_scheduler(self.lr_scheduler, optimizer)
         if isinstance(scheduler, ReduceLROnPlateau) and (self.args.eval_strategy == "no" or run.eval_dataset is None):
             raise ValueError("ReduceLROnPlateau steps at evaluations; set eval_strategy and give eval_dataset")
@@ -349,11 +349,11 @@ class Trainer:
         """Goes back to the newest checkpoint; the samples of the bad step are passed over when it comes there again."""
         run = self.run
         self._finish_save()
-        if run.args.nonfinite != "rollback" or run.state.rollbacks >= run.args.max_rollbacks or error.taken is None:
+        if run.args.nonfinite != "rollback" or run.state.rollbacks >= run.args.max_rollbacks or error.span is None:
             raise error
-        bad, done, passed_over = error.taken, run.state.rollbacks, run.state.passed_over
+        bad, done, passed_over = error.span, run.state.rollbacks, run.state.passed_over
         found = run.state.micro_batch, run.state.eval_batch
-        directory = self._checkpoints.go_back()
+        directory = self._checkpoints.rollback()
         if directory is None:
             raise error
         run.state.rollbacks, (run.state.micro_batch, run.state.eval_batch) = done + 1, found
@@ -363,23 +363,23 @@ class Trainer:
             assert run.optimizer is not None
             run.lr_scheduler = self._make_scheduler(run.optimizer)
         self._figures.forget()
-        due = self._agreement.due
+        due = self._agreement.pending
         due.log = due.evaluate = due.save = False
         self._steps.open_data()
         logger.warning(
             "went back to %s (%d of %d times): %s", directory, run.state.rollbacks, run.args.max_rollbacks, error
         )
-        self.events.emit("on_rollback", run, directory)
+        self.events.call("on_rollback", run, directory)
         epoch, position = run.state.epoch, run.state.position
         if position and self._loader.epoch_length and not self._loader.steps_left(epoch, position):
             self._steps.leave_epoch()
-            self.events.emit("on_epoch_end", run)
+            self.events.call("on_epoch_end", run)
             self._ask_by_epoch()
 
     def _train_on(self) -> None:
-        run, args, steps, state, emit = self.run, self.args, self._steps, self.run.state, self.events.emit
+        run, args, steps, state, emit = self.run, self.args, self._steps, self.run.state, self.events.call
         # An evaluation that was broken off before the checkpoint, or a callback that has seen enough by then.
-        if self._agreement.reach():
+        if self._agreement.sync():
             self._serve()
         epoch_open = False
         while state.step < run.total_steps and not self._stopping:
@@ -403,7 +403,7 @@ class Trainer:
             if ends and args.logging_strategy != "no":
                 run.requests.log = True
             # An epoch's first window is fetched after on_epoch_begin, which may change the dataset.
-            if steps.look_ahead() if epoch_open and not ends else self._agreement.reach():
+            if steps.look_ahead() if epoch_open and not ends else self._agreement.sync():
                 self._serve()
             elif len(self._figures) >= _UNREAD:
                 self._read_figures()
@@ -428,7 +428,7 @@ class Trainer:
     def _serve(self) -> None:
         """Does what was asked for, in a fixed order: a checkpoint knows its evaluation."""
         self._checkpoints.lock.check()
-        run, due, reach = self.run, self._agreement.due, self._agreement.reach
+        run, due, reach = self.run, self._agreement.pending, self._agreement.sync
         if due.written:
             self._finish_save()
             if not (due.log or due.evaluate or due.save or due.stop):
@@ -466,7 +466,7 @@ class Trainer:
         with self.run.ledger.during("logging"):
             warn_of_failed_streams()
             self._record = self._figures.record() | self.events.metrics(self.run)
-            self.events.emit("on_log", self.run, self._record)
+            self.events.call("on_log", self.run, self._record)
 
     def _summary(self, seconds: float, first_step: int, first_sample: int) -> TrainOutput:
         state = self.run.state
@@ -505,7 +505,7 @@ class Trainer:
             self._prepare()
         with generators_kept(self.run.strategy.device):
             metrics = self._evaluated(dataset, metric_key_prefix)
-        self.events.emit("on_evaluate", self.run, metrics)
+        self.events.call("on_evaluate", self.run, metrics)
         return metrics
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
@@ -525,7 +525,7 @@ class Trainer:
             self._prepare()
         with generators_kept(self.run.strategy.device):
             output = self._run_evaluator(test_dataset, metric_key_prefix, keep=True)
-        self.events.emit("on_predict", self.run, output.metrics)
+        self.events.call("on_predict", self.run, output.metrics)
         return output
 
     def estimate(self, device_memory: int | str | None = None) -> Estimate:
@@ -584,7 +584,7 @@ class Trainer:
         name = self.args.metric_for_best_model or "eval_loss"
         if name not in metrics and self.args.metric_for_best_model is not None:
             self._add_callbacks_number(metrics, name)
-        self.events.emit_evaluation(run, metrics, lambda: self._judge(metrics, name))
+        self.events.call_evaluation(run, metrics, lambda: self._judge(metrics, name))
 
     def _judge(self, metrics: Mapping[str, Any], name: str) -> None:
         """Lets what an evaluation gave decide on the best checkpoint and on the learning rate."""
@@ -598,7 +598,7 @@ class Trainer:
                 f"{', '.join(metrics)}"
             )
         if self.args.metric_for_best_model is not None:
-            self._checkpoints.judge(float(value))
+            self._checkpoints.record_metric(float(value))
         if by_metric:
             run.lr_scheduler.step(value)
 
@@ -624,7 +624,7 @@ class Trainer:
         evaluator = Evaluator(run, self._inspection, self.metrics, self.compute_metrics)
         with run.ledger.during("evaluation"):
             try:
-                self.events.emit("on_evaluate_begin", run)
+                self.events.call("on_evaluate_begin", run)
                 while True:
                     batches = make_evaluation_batches(run, dataset, self._reading, evaluation_batch_size(run))
                     try:
@@ -632,7 +632,7 @@ class Trainer:
                     except DoesNotFitError as error:
                         halve_evaluation_batch(run, error)
             finally:
-                self.events.emit("on_evaluate_end", run)
+                self.events.call("on_evaluate_end", run)
 
     # Saving
 
@@ -666,20 +666,20 @@ class Trainer:
         self._finish_save()  # one at a time
         with self.run.ledger.during("saving"):
             state = self.run.strategy.model_state(self._loss.model)
-            self._checkpoints.begin_save(state, evaluation_is_due=self._agreement.due.evaluate)
+            self._checkpoints.begin_save(state, evaluation_is_due=self._agreement.pending.evaluate)
         self._saved_step = self.run.state.step
         if not self.args.async_save:
             self._finish_save()
 
     def _finish_save(self) -> None:
         """Waits for the checkpoint that is being written, if there is one."""
-        self._agreement.due.written = False
+        self._agreement.pending.written = False
         if not self._checkpoints.saver.is_busy:
             return
         with self.run.ledger.during("saving"):
             directory = self._checkpoints.saver.finish()
             if directory is not None:
-                self.events.emit("on_save", self.run, directory)
+                self.events.call("on_save", self.run, directory)
             else:
                 self._saved_step = None
 

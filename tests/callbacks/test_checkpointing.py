@@ -20,21 +20,21 @@ def saved_steps(run: Run, take_step: Callable[[Run], None], metrics: dict[int, f
             value = metrics[run.state.step]
             if run.state.best_metric is None or value > run.state.best_metric:
                 run.state.best_metric, run.state.best_step = value, run.state.step
-            events.emit("on_evaluate", run, {"eval_x": value})
+            events.call("on_evaluate", run, {"eval_x": value})
         if run.requests.save:
             saved.append(run.state.step)
-            events.emit("on_save", run, Path(f"checkpoint-{run.state.step}"))
+            events.call("on_save", run, Path(f"checkpoint-{run.state.step}"))
         run.requests.save = run.requests.evaluate = False
 
-    events.emit("on_train_begin", run)
+    events.call("on_train_begin", run)
     while run.state.step < steps:
         take_step(run)
-        events.emit("on_step_end", run)
+        events.call("on_step_end", run)
         if run.state.position == 0:
-            events.emit("on_epoch_end", run)
+            events.call("on_epoch_end", run)
         run.requests.evaluate = run.state.step in metrics
         serve()
-    events.emit("on_train_end", run)
+    events.call("on_train_end", run)
     serve()
     return saved
 

@@ -35,31 +35,31 @@ for hook in [name for name in vars(TrainerCallback) if name.startswith("on_")]:
 def train(run: Run, events: CallbackList, take_step: Any, evaluations: Mapping[int, float], steps: int = 10) -> None:
     """Goes through a run as the loop does, with an evaluation of a loss after the steps in `evaluations`."""
     requests = run.requests
-    events.emit("on_init_end", run)
-    events.emit("on_train_begin", run)
+    events.call("on_init_end", run)
+    events.call("on_train_begin", run)
     while run.state.step < steps and not requests.stop:
         if run.state.position == 0:
-            events.emit("on_epoch_begin", run)
-        events.emit("on_step_begin", run)
-        events.emit("on_substep_end", run)
-        events.emit("on_pre_optimizer_step", run)
-        events.emit("on_optimizer_step", run)
+            events.call("on_epoch_begin", run)
+        events.call("on_step_begin", run)
+        events.call("on_substep_end", run)
+        events.call("on_pre_optimizer_step", run)
+        events.call("on_optimizer_step", run)
         take_step(run)
-        events.emit("on_step_end", run)
+        events.call("on_step_end", run)
         if run.state.position == 0:
-            events.emit("on_epoch_end", run)
+            events.call("on_epoch_end", run)
         if requests.log or run.state.step % 5 == 0:
             record = {"step": run.state.step, "epoch": run.state.epochs, "loss": 0.5, "learning_rate": 0.1}
-            events.emit("on_log", run, record)
+            events.call("on_log", run, record)
         if requests.evaluate or run.state.step in evaluations:
             value = evaluations.get(run.state.step, 9.0)
             if run.state.best_metric is None or value < run.state.best_metric:
                 run.state.best_metric, run.state.best_step = value, run.state.step
-            events.emit("on_evaluate", run, {"eval_loss": value})
+            events.call("on_evaluate", run, {"eval_loss": value})
         if requests.save:
-            events.emit("on_save", run, Path(f"checkpoint-{run.state.step}"))
+            events.call("on_save", run, Path(f"checkpoint-{run.state.step}"))
         requests.log = requests.evaluate = requests.save = False
-    events.emit("on_train_end", run)
+    events.call("on_train_end", run)
 
 
 def test_all_hooks_and_what_they_are_given(make_run: Callable[..., Run], take_step: Any) -> None:
@@ -67,7 +67,7 @@ def test_all_hooks_and_what_they_are_given(make_run: Callable[..., Run], take_st
     run.processing_class, run.lr_scheduler = object(), object()
     events = CallbackList([from_transformers(callback)])
     train(run, events, take_step, {3: 0.5}, steps=3)
-    events.emit("on_predict", run, {"test_loss": 0.25})
+    events.call("on_predict", run, {"test_loss": 0.25})
     step = ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"]
     assert [call[0] for call in callback.calls] == [
         *("on_init_end", "on_train_begin", "on_epoch_begin"),
@@ -145,7 +145,7 @@ def test_leaving_an_epoch_is_refused(make_run: Callable[..., Run]) -> None:
             control.should_epoch_stop = True
 
     with pytest.raises(CallbackError, match=r"callback Skips raised in on_step_end.*should_epoch_stop"):
-        CallbackList([from_transformers(Skips())]).emit("on_step_end", make_run())
+        CallbackList([from_transformers(Skips())]).call("on_step_end", make_run())
 
 
 EVALUATING = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}

@@ -40,8 +40,8 @@ def test_history_gives_each_step_once() -> None:
     history.append(taken(1), torch.tensor(0.5), norms(3.0, 4.0))
     history.append(taken(2), torch.tensor(0.25), None)
     first, second = history.read(SingleDevice("cpu"))
-    assert (first.taken.step, first.loss, first.norm, first.bad_parameter) == (1, 0.5, 5.0, None)
-    assert (second.taken.step, second.loss, second.norm) == (2, 0.25, None)
+    assert (first.span.step, first.loss, first.norm, first.bad_parameter) == (1, 0.5, 5.0, None)
+    assert (second.span.step, second.loss, second.norm) == (2, 0.25, None)
     assert second.has_finite_gradient
     assert history.read(SingleDevice("cpu")) == []
 
@@ -76,7 +76,7 @@ def test_stop_names_step_loss_and_the_checkpoint_before(loss: float, gradient: f
         NonFiniteError, match=rf"step 2 is not finite: loss {loss}, .*checkpoint-1, is from before"
     ) as raised:
         figures.read(lambda: Path("checkpoint-1"))
-    assert raised.value.taken == (2, 0, 4, 8)
+    assert raised.value.span == (2, 0, 4, 8)
 
 
 def test_skip_counts_steps_and_leaves_their_losses_out() -> None:

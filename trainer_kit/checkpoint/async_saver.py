@@ -112,7 +112,7 @@ class AsyncSaver:
             ValueError: If it has a name that cannot be a file's.
         """
         assert not self.is_busy, "one save at a time"
-        self.run.strategy.before_aborting(self.settle)
+        self.run.strategy.before_aborting(self.drain)
         self.run.strategy.on_main(lambda: self._begin(model_state, states, metric, protect))
         self.is_busy = True
 
@@ -153,7 +153,7 @@ class AsyncSaver:
             f"the checkpoint of step {self.failed.step} could not be written: {self.failed.error}; {self._kept()}"
         )
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Lets a save that was begun come to its end, where an error ends the run; nobody else takes part."""
         pending, self._pending, self.is_busy = self._pending, None, False
         if pending is None:

@@ -248,16 +248,16 @@ def _report_layout(run: Run, plan: RunLength, saved: Mapping[str, Any]) -> None:
             changes.append(text.format(now[name], saved[name]))
     if not changes:
         return
-    window, before = plan.layout.window, saved["processes"] * saved["batch_size"] * saved["accumulation"]
+    window, before = plan.layout.global_batch_size, saved["processes"] * saved["batch_size"] * saved["accumulation"]
     samples = f"{window} samples a step " + ("as before" if window == before else f"instead of {before}")
     schedule = ""
     if isinstance(run.lr_scheduler, Schedule) and run.args.max_steps < 0:
-        schedule = f"; the schedule goes on at step {plan.place} of {plan.length}"
+        schedule = f"; the schedule goes on at step {plan.schedule_step} of {plan.schedule_length}"
         given, scaled = step_numbers(run.args), step_numbers(plan.scheduled(run.args))
         schedule += "".join(
             f", in which {name}={steps} are {scaled[name]}" for name, steps in given.items() if steps != scaled[name]
         )
-    left = max(0, plan.end - run.state.step)
+    left = max(0, plan.last_step - run.state.step)
     logger.info("resumed %s, %s: %d steps are left%s", ", ".join(changes), samples, left, schedule)
     if window != before and not isinstance(run.lr_scheduler, (Schedule, ReduceLROnPlateau)):
         warn(

@@ -149,7 +149,7 @@ class CheckpointManager:
         if run.state.epoch != epoch:
             self.data_state = None  # that of the epoch before
         self.plan = make_plan(run, loader, self._earlier)
-        run.total_steps = self.plan.end
+        run.total_steps = self.plan.last_step
 
     def restore(self) -> None:
         """Takes up everything else: weights, optimizer, schedule, precision, callbacks, the user's own objects.
@@ -170,7 +170,7 @@ class CheckpointManager:
             ledger = read_ledger(directory)
             run.ledger.go_on(ledger, run.strategy.on_main(lambda: self._logged_after(ledger["time"])))
             if isinstance(run.lr_scheduler, Schedule):
-                run.lr_scheduler.go_on_at(self.plan.place)
+                run.lr_scheduler.go_on_at(self.plan.schedule_step)
             self.saver.committed = run.strategy.on_main(self._of_earlier_starts)
             logger.info("resumed from %s at step %d of %d", self.resumed_from, run.state.step, run.total_steps)
             assert self._earlier is not None
@@ -215,7 +215,7 @@ class CheckpointManager:
         set_aside(self.folder, kept, records)
         self._made = []  # they stay from now on
 
-    def go_back(self) -> Path | None:
+    def rollback(self) -> Path | None:
         """Takes everything up again from the newest checkpoint that is whole, which it returns; None without any."""
         run = self.run
         directory = run.strategy.on_main(self._newest_valid)
@@ -265,7 +265,7 @@ class CheckpointManager:
         check_resumable(self.run, directory)
         self.events.check_state_dict(read_outline(directory, "callbacks") or {}, directory)
 
-    def judge(self, metric: float) -> None:
+    def record_metric(self, metric: float) -> None:
         """Takes what an evaluation of this step gave, and whether that is the best.
 
         The checkpoint of the step is there already where an evaluation was broken off.

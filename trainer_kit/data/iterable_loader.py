@@ -165,7 +165,7 @@ class StreamLoader:
                 self.dataset.load_state_dict(copy.deepcopy(self._fresh))
         while steps > 0:
             for window in self._windows(epoch, position, data_state):
-                position = window[0].window.stop
+                position = window[0].global_batch.stop
                 self._check_length(position)
                 yield from window
                 steps -= 1

@@ -81,9 +81,9 @@ class MicroBatch:
     Attributes:
         batch: What the collator made; moved to the device on the way to the loop.
         counts: What it counts for; all 0 for a stand-in of a process that has no samples left in the step.
-        window: The step it belongs to.
-        number: Its number in the step, from 0.
-        last: Whether it is the step's last.
+        global_batch: The step it belongs to.
+        index: Its number in the step, from 0.
+        is_last: Whether it is the step's last.
         start: Position of its first sample in the epoch.
         indices: Dataset indices; empty for iterable datasets.
         samples: Samples that the batch was made of; those of a stand-in too.
@@ -92,9 +92,9 @@ class MicroBatch:
 
     batch: Any
     counts: Counts
-    window: GlobalBatch
-    number: int
-    last: bool
+    global_batch: GlobalBatch
+    index: int
+    is_last: bool
     start: int
     indices: list[int]
     samples: int
@@ -162,19 +162,19 @@ class TrainLoader:
         self, epoch: int, position: int, steps: int, data_state: dict[str, Any] | None = None
     ) -> Iterator[MicroBatch]:
         """The micro-batches of the next `steps` steps, from `position` in `epoch` on; no sample before it is read."""
-        window: list[tuple[BatchIndices, Any]] = []
+        fetched: list[tuple[BatchIndices, Any]] = []
         for slot, batch in _fetched(self.dataset, self._slots(epoch, position, steps), self.reading):
-            window.append((slot, batch))
-            if slot.last:
-                yield from _counted(window)
-                window = []
+            fetched.append((slot, batch))
+            if slot.is_last:
+                yield from _counted(fetched)
+                fetched = []
 
     def _slots(self, epoch: int, position: int, steps: int) -> Iterator[BatchIndices]:
         while steps > 0:
             order = permutation(len(self.dataset), self.reading.seed, epoch, self.lengths)[: self.epoch_length]
             for slot in slots(order, epoch, position, self.layout, ranges(self.passed_over, epoch)):
                 yield slot
-                steps -= slot.last
+                steps -= slot.is_last
                 if steps == 0:
                     return
             epoch, position = epoch + 1, 0
@@ -185,8 +185,8 @@ def no_batch(length: int, layout: Layout) -> str:
     if length == 0:
         return "train_dataset is empty; give at least one sample"
     return (
-        f"dataloader_drop_last=True leaves nothing of {length} samples in batches of {layout.row}; make them smaller "
-        "or keep the last one"
+        f"dataloader_drop_last=True leaves nothing of {length} samples in batches of "
+        f"{layout.global_micro_batch_size}; make them smaller or keep the last one"
     )
 
 
@@ -205,12 +205,12 @@ def _counted(fetched: list[tuple[BatchIndices, Any]]) -> Iterator[MicroBatch]:
         window.add(counts)
     for (slot, batch), counts in zip(fetched, all_counts, strict=True):
         samples = len(slot.indices)
-        yield MicroBatch(batch, counts, window, slot.number, slot.last, slot.start, slot.indices, samples)
+        yield MicroBatch(batch, counts, window, slot.micro_batch_index, slot.is_last, slot.start, slot.indices, samples)
 
 
 def _counts(slot: BatchIndices, batch: Any) -> Counts:
     counts = count(batch, len(slot.indices))
-    return counts if slot.counted else counts.as_nothing()
+    return counts.as_nothing() if slot.is_dummy else counts
 
 
 def _fetched(dataset: Any, plan: Iterable[BatchIndices], reading: LoaderConfig) -> Iterator[tuple[BatchIndices, Any]]:

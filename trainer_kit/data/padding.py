@@ -67,7 +67,7 @@ class Padding:
             return batch
         known = self._inspection.ignores_filler
         if known[self._training] is None and not self._normalizes():
-            self._inspection.filler(pad_rows(unfilled, self.rows), self._training)
+            self._inspection.detect_padding_invariance(pad_rows(unfilled, self.rows), self._training)
         exact = known[self._training] and not self._normalizes()
         return batch if exact else self._strategy.to_device(unfilled)
 

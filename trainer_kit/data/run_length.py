@@ -25,17 +25,17 @@ class RunLength:
 
     Attributes:
         layout: The present layout.
-        end: Step at which the run ends, those that were taken under other layouts counted as they were.
-        length: Steps of the schedule: those of the whole run, had it had the present layout from the beginning.
-        place: Where the schedule stands, in those steps.
+        last_step: Step at which the run ends, those that were taken under other layouts counted as they were.
+        schedule_length: Steps of the schedule: those of the whole run if it had had this layout from the beginning.
+        schedule_step: Where the schedule stands, in those steps.
         units: Samples of a step in which an argument that names steps of the schedule is given, by its name: of the
             layout under which it was set.
     """
 
     layout: Layout
-    end: int
-    length: int
-    place: int
+    last_step: int
+    schedule_length: int
+    schedule_step: int
     units: Mapping[str, int]
 
     def scheduled(self, args: TrainingArguments) -> TrainingArguments:
@@ -43,12 +43,14 @@ class RunLength:
         if args.max_steps > 0:
             return args
         numbers = step_numbers(args)
-        scaled = {name: _scaled(steps, self.units[name], self.layout.window) for name, steps in numbers.items()}
+        scaled = {
+            name: _scaled(steps, self.units[name], self.layout.global_batch_size) for name, steps in numbers.items()
+        }
         if scaled == numbers:
             return args
         warmup = scaled.pop("warmup_steps")
         # What filled the run to its end may have become a step too long by rounding.
-        scaled = {name: min(steps, max(0, self.length - warmup)) for name, steps in scaled.items()}
+        scaled = {name: min(steps, max(0, self.schedule_length - warmup)) for name, steps in scaled.items()}
         return dataclasses.replace(args, warmup_steps=warmup, lr_scheduler_kwargs=args.lr_scheduler_kwargs | scaled)
 
     def state_dict(self) -> dict[str, Any]:
@@ -74,7 +76,7 @@ def make_plan(
         earlier: What the checkpoint that the run goes on from was written under: the plan's state, and the arguments.
     """
     args, state, layout = run.args, run.state, loader.layout
-    units = dict.fromkeys(step_numbers(args), layout.window)
+    units = dict.fromkeys(step_numbers(args), layout.global_batch_size)
     if earlier is not None:
         plan, before = earlier[0], step_numbers(earlier[1])
         units |= {name: plan["units"][name] for name, steps in step_numbers(args).items() if before.get(name) == steps}

@@ -31,7 +31,7 @@ from trainer_kit.debugging.nonfinite import Diagnosis, Work, diagnose
 from trainer_kit.errors import DataError, FolderInUseError, NonFiniteError, SaveError, WorkerError
 from trainer_kit.loss.loss import Loss
 from trainer_kit.run import Run
-from trainer_kit.utils.pytree import split
+from trainer_kit.utils.pytree import flatten_state
 from trainer_kit.utils.rng import generator_states
 from trainer_kit.utils.wrappers import without_wrappers
 
@@ -158,13 +158,13 @@ class CrashDump:
     def _scene(self, error: Exception, micro: MicroBatch | None, fetching: bool) -> FailureSite:
         state = self.run.state
         if isinstance(error, NonFiniteError):
-            taken = error.taken
+            taken = error.span
             return FailureSite(state.step) if taken is None else FailureSite(taken.step, taken.epoch, taken.start)
         if fetching:
             return FailureSite(state.step + 1, state.epoch, state.position, fetching=True)
-        if micro is None or (state.epoch, state.position) >= (micro.window.epoch, micro.window.stop):
+        if micro is None or (state.epoch, state.position) >= (micro.global_batch.epoch, micro.global_batch.stop):
             return FailureSite(state.step)
-        return FailureSite(state.step + 1, micro.window.epoch, micro.window.start)
+        return FailureSite(state.step + 1, micro.global_batch.epoch, micro.global_batch.start)
 
     # The batch
 
@@ -190,9 +190,9 @@ class CrashDump:
         return scene, []
 
     def _at_hand(self, micro: MicroBatch, missing: _Missing) -> RecordedBatch:
-        if micro.number:
-            missing.append(f"batch: the {micro.number} micro-batches before the last one, which cannot be read again")
-        seed = mix(self.run.args.seed, micro.window.epoch, micro.start)
+        if micro.index:
+            missing.append(f"batch: the {micro.index} micro-batches before the last one, which cannot be read again")
+        seed = mix(self.run.args.seed, micro.global_batch.epoch, micro.start)
         batch = micro.batch if micro.unfilled is None else micro.unfilled
         return RecordedBatch(micro.start, None, Work(batch, seed, micro.samples, micro.counts.samples > 0))
 
@@ -207,7 +207,7 @@ class CrashDump:
             found = scene._replace(step=scene.step + ahead, position=window[0].window_start)
             seeds = [mix(self.run.args.seed, slot.epoch, slot.start) for slot in window]
             pieces = [
-                RecordedBatch(slot.start, slot.indices, Work(None, seed, len(slot.indices), slot.counted))
+                RecordedBatch(slot.start, slot.indices, Work(None, seed, len(slot.indices), not slot.is_dummy))
                 for slot, seed in zip(window, seeds, strict=True)
             ]
             try:
@@ -337,7 +337,7 @@ def _windows(loader: TrainLoader, epoch: int, position: int, steps: int) -> Iter
     window: list[BatchIndices] = []
     for slot in slots(order, epoch, position, loader.layout, ranges(loader.passed_over, epoch)):
         window.append(slot)
-        if slot.last:
+        if slot.is_last:
             yield window
             window, steps = [], steps - 1
             if steps == 0:
@@ -355,7 +355,7 @@ def _kept(tree: Any, place: str, missing: _Missing) -> Any:
         items = [_kept(value, f"{place}[{number}]", missing) for number, value in enumerate(tree)]
         return items if isinstance(tree, list) else tuple(items)
     try:
-        for name, tensor in split(tree)[1].items():
+        for name, tensor in flatten_state(tree)[1].items():
             refuse_unstorable(name, tensor)
         return tree.detach().cpu() if isinstance(tree, torch.Tensor) else tree
     except (TypeError, ValueError):

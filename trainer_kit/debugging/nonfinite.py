@@ -172,7 +172,7 @@ def _pass(
     for number, (work, own) in enumerate(zip(works, items, strict=True)):
         batch = strategy.to_device(work.batch)
         if not (isinstance(own, int) and own):
-            batch = loss.weightless(batch, own, strategy.autocast)
+            batch = loss.with_valid_labels(batch, own, strategy.autocast)
         strategy.seed(work.seed)
         before = len(births)
         with strategy.autocast():

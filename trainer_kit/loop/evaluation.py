@@ -212,7 +212,7 @@ class Evaluator:
         if with_loss:
             batch = padding.settled(batch, host_batch if fills else None)
             if self.loss.shifts is None:
-                self.inspection.shift(batch)
+                self.inspection.detect_label_shift(batch)
         # A model that draws in evaluation too gives the same after a restart, and with any number of workers or
         # processes.
         strategy.seed(mix(self.run.args.seed, -1, number * strategy.world_size + strategy.rank))

@@ -35,7 +35,7 @@ class StepResult(NamedTuple):
     """Loss and gradient norm of one step, read from the device.
 
     Attributes:
-        taken: The step.
+        span: The step.
         loss: Mean over the step's items; None where it has none.
         norm: Norm of all gradients together before clipping; None where nothing asked for it.
         bad_parameter: The first whose gradient is not finite; None where all are, or where only the norm of them all is
@@ -43,7 +43,7 @@ class StepResult(NamedTuple):
         held: Whether a step that is not finite left weights and optimizer as they were, as all later ones did.
     """
 
-    taken: StepSpan
+    span: StepSpan
     loss: float | None
     norm: float | None
     bad_parameter: torch.Tensor | None
@@ -169,9 +169,9 @@ class StepMetrics:
             where = f"the norm of all gradients is {figures.norm}"
         kept = f"; the newest checkpoint, {newest_checkpoint}, is from before it" if newest_checkpoint else ""
         return NonFiniteError(
-            f"step {figures.taken.step} is not finite: loss {figures.loss}, {where}{kept}; look at the data and the "
+            f"step {figures.span.step} is not finite: loss {figures.loss}, {where}{kept}; look at the data and the "
             "learning rate, or set nonfinite='skip' to leave out such steps",
-            figures.taken,
+            figures.span,
             names[0] if names else None,
             figures.held and not figures.has_finite_gradient,
         )

@@ -20,7 +20,7 @@ def layout_warnings(data: Data, layout: Layout, run: Run) -> Iterator[str]:
     """What does not come out even between samples, batches, steps and processes."""
     if data.train is None or not data.epoch:
         return
-    window, row, left = layout.window, layout.row, data.epoch
+    window, row, left = layout.global_batch_size, layout.global_micro_batch_size, data.epoch
     dropped = data.train - left
     if dropped > 0:
         yield f"dataloader_drop_last=True leaves out {dropped:,} of {data.train:,} samples in each epoch"

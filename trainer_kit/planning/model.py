@@ -62,7 +62,7 @@ def try_step(run: Run, batch: Any, compute_loss: ComputeLoss | None) -> Trial:
         if run.args.gradient_checkpointing:
             strategy.recompute_activations(model)
         loss, batch = Loss(model, model, compute_loss), strategy.to_device(batch)
-        LossProbe(loss, strategy).shift(batch)  # says what is wrong with the batch's columns
+        LossProbe(loss, strategy).detect_label_shift(batch)  # says what is wrong with the batch's columns
         return Trial(_without_gradient(loss, batch, strategy.autocast()), None, is_real=True)
     except Exception as error:
         return Trial(None, error, is_real=True)

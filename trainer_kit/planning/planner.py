@@ -214,16 +214,16 @@ class _Rehearsal:
             stage.devices,
             args.gradient_accumulation_steps,
             stage.world_size,
-            self.loader.layout.window,
+            self.loader.layout.global_batch_size,
         )
 
     def _steps(self) -> facts.StepsSection:
-        loader, first, last = self.loader, self.run.state.step, self.steps.end
+        loader, first, last = self.loader, self.run.state.step, self.steps.last_step
         per_epoch = loader.steps_left(self.run.state.epoch + 1, 0) if loader.epoch_length else None
         epochs = None
         if per_epoch is not None:
             epochs = last / per_epoch if self.run.args.max_steps > 0 else self.run.args.num_train_epochs
-        rest = loader.epoch_length % loader.layout.window
+        rest = loader.epoch_length % loader.layout.global_batch_size
         samples = self._samples(last) if loader.epoch_length else None
         return facts.StepsSection(first, last, max(0, last - first), samples, per_epoch, epochs, rest or None)
 
@@ -233,7 +233,7 @@ class _Rehearsal:
         samples, left, epoch, position = 0, last - state.step, state.epoch, state.position
         while left > 0:
             steps = min(left, loader.steps_left(epoch, position))
-            samples += min(steps * loader.layout.window, loader.epoch_length - position)
+            samples += min(steps * loader.layout.global_batch_size, loader.epoch_length - position)
             left, epoch, position = left - steps, epoch + 1, 0
         return samples
 

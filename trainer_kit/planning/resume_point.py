@@ -54,7 +54,7 @@ class Beginning:
         loader.passed_over = run.state.passed_over
         run.state.enter_epochs_of(loader.epoch_length)
         plan = make_plan(run, loader, self._earlier)
-        run.total_steps = plan.end
+        run.total_steps = plan.last_step
         return plan
 
     def facts(self) -> StartSection:

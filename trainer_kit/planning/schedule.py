@@ -58,7 +58,7 @@ class Rates:
         if directory is not None:
             self._take_up(directory)
         self.groups = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self.rates = list(self._stepped(plan, plan.end - self.first))
+        self.rates = list(self._stepped(plan, plan.last_step - self.first))
 
     def _take_up(self, directory: Path) -> None:
         """Goes on where the schedule stands in a checkpoint."""
@@ -70,7 +70,9 @@ class Rates:
 
     def _make(self, given: Any, plan: RunLength, real: torch.optim.Optimizer) -> Any:
         if given is None:
-            return make_scheduler(self.optimizer, plan.scheduled(self.run.args), plan.length, plan.place)
+            return make_scheduler(
+                self.optimizer, plan.scheduled(self.run.args), plan.schedule_length, plan.schedule_step
+            )
         if hasattr(given, "state_dict"):
             given = copy.deepcopy(given, {id(getattr(given, "optimizer", real)): self.optimizer})
         return own_scheduler(given, self.optimizer)
@@ -79,7 +81,7 @@ class Rates:
         scheduler, group = self.scheduler, self.optimizer.param_groups[0]
         if isinstance(scheduler, Schedule):
             peak, factor = scheduler.base_lrs[0], scheduler.lr_lambdas[0]
-            yield from (float(peak * factor(step)) for step in range(plan.place, plan.place + steps))
+            yield from (float(peak * factor(step)) for step in range(plan.schedule_step, plan.schedule_step + steps))
             return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of steps of the scheduler without one of the optimizer

@@ -292,7 +292,7 @@ def test_time_in_which_processes_are_stopped_makes_nobody_slow(
     first, second, third = (module.Heartbeat(store, rank, 3, interval=1, patience=10, slow=60) for rank in range(3))
 
     def look(process: module.Heartbeat) -> None:
-        monkeypatch.setattr(module, "where_is", lambda *frames, hidden: wheres[process.rank])
+        monkeypatch.setattr(module, "locate", lambda *frames, hidden: wheres[process.rank])
         process._look()
 
     def talk(process: module.Heartbeat) -> None:
@@ -330,7 +330,7 @@ def seconds_until_found(frozen: int, phases: list[float]) -> list[float]:
     with pytest.MonkeyPatch.context() as patch:
         for each in (module, roster):
             patch.setattr(each, "time", clock)
-        patch.setattr(module, "where_is", lambda *frames, hidden: StackLocation("all_reduce", waits=True))
+        patch.setattr(module, "locate", lambda *frames, hidden: StackLocation("all_reduce", waits=True))
         patch.setattr(module, "machine", lambda: ("another machine", 1))  # the system does not say how it is
         patience = inspect.signature(DDP).parameters["heartbeat_timeout"].default
         processes = [module.Heartbeat(store, rank, 3, patience=patience) for rank in range(3)]

@@ -64,7 +64,7 @@ def test_forgiveness_starts_anew(clock: Clock) -> None:
     roster = PeerTable(0, PATIENCE)
     roster.take_in({1: raw(CALM)}, b"")
     clock.now += 10 * PATIENCE
-    roster.forgiven = clock.now
+    roster.grace_until = clock.now
     roster.take_in({1: raw(CALM)}, b"")
     assert kinds(roster) == []
     clock.now += PATIENCE + 1

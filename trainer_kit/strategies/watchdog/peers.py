@@ -81,13 +81,13 @@ class PeerTable:
 
     Attributes:
         answered: When the store answered last.
-        forgiven: Until when nobody is blamed for silence or for standing, since this process was stopped itself.
+        grace_until: Until when nobody is blamed for silence or for standing, since this process was stopped itself.
         seen: The newest beat of each process that this one looks at.
     """
 
     def __init__(self, rank: int, patience: float) -> None:
         self.rank, self.patience = rank, patience
-        self.answered = self.forgiven = time.monotonic()
+        self.answered = self.grace_until = time.monotonic()
         self.seen: dict[int, LastBeat] = {}
         self._board: tuple[list[Problem], list[int]] = ([], [])
 
@@ -181,11 +181,11 @@ class PeerTable:
 
     def _silence(self, rank: int) -> float:
         """Seconds without a sign of this process while the store answered."""
-        return self.answered - max(self.seen[rank].changed, self.forgiven)
+        return self.answered - max(self.seen[rank].changed, self.grace_until)
 
     def _own_silence(self, rank: int) -> float:
         """Seconds without a beat that this process wrote itself, while the store answered."""
-        return max(0.0, self.answered - max(self.seen[rank].spoke, self.forgiven))
+        return max(0.0, self.answered - max(self.seen[rank].spoke, self.grace_until))
 
     def _is_mute(self, rank: int) -> bool:
         return self._own_silence(rank) > self.patience / 2
