@@ -3,7 +3,9 @@
 import logging
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,3 +34,26 @@ def _log_level() -> Iterator[None]:
     level = logger.level
     yield
     logger.setLevel(level)
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A single file runs in this process; several files run on the cores."""
+    files = {name.partition("::")[0] for name in config.args}
+    return 0 if len(files) == 1 and Path(*files).is_file() else min(os.cpu_count() or 1, 8)
+
+
+TOO_LONG = 2.0  # seconds that a test of the default may take on a quiet machine
+LONG_KINDS = {"slow", "distributed", "scenario", "xla", "browser"}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the tests that take too long for the default."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport) and not LONG_KINDS & set(report.keywords):
+                seconds[report.nodeid] += report.duration
+    long = [f"{took:6.1f} s  {name}" for name, took in seconds.most_common() if took > TOO_LONG]
+    if long:
+        terminalreporter.section(f"{len(long)} took more than {TOO_LONG:g} s: make them quicker, or mark them slow")
+        terminalreporter.write_line("\n".join(long[:20]))

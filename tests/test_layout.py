@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ranks import on_ranks
+from kit.ranks import on_ranks
 from scenarios.rank_task import Exact
 from scenarios.task import SAMPLES, StopAt, Stream, digest, make_trainer
 
@@ -174,6 +174,7 @@ SCHEDULES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:train_dataset has no state_dict")
 @pytest.mark.parametrize("dataset", [None, Sized, Stateless], ids=["map", "stateful", "stateless"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda given: given["lr_scheduler_type"])

@@ -89,6 +89,7 @@ def test_what_is_public_has_a_docstring(name: str) -> None:
     assert [key for key in public if not inspect.getdoc(getattr(thing, key))] == []
 
 
+@pytest.mark.slow
 def test_importing_is_cheap() -> None:
     """The front imports not even torch; the Trainer and its arguments none of the heavy packages."""
     script = (
@@ -100,6 +101,7 @@ def test_importing_is_cheap() -> None:
     assert json.loads(python(script, *HEAVY)) == [False, []]
 
 
+@pytest.mark.slow
 def test_no_module_imports_a_heavy_package() -> None:
     script = (
         "import importlib, sys\n"
@@ -146,6 +148,7 @@ def modules_in(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name.endswith((".py", "py.typed", ".css")))
 
 
+@pytest.mark.slow
 def test_archives_hold_the_whole_package_once(checkout: Path, tmp_path: Path) -> None:
     files = {path.relative_to(checkout / "trainer_kit") for path in (checkout / "trainer_kit").rglob("*")}
     files |= {path.relative_to(checkout) for path in (checkout / "callbacks").rglob("*")}

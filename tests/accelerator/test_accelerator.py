@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from disks import fill, small_disk
-from static_shapes import Static
+from kit.disks import fill, small_disk
+from kit.static_shapes import Static
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -193,6 +193,7 @@ def test_backward_takes_what_torch_takes() -> None:
     assert model.weight.grad.tolist() == [[2.0] * 4]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_compiled_model_is_unwrapped() -> None:
     accelerator, own = Accelerator(cpu=True), nn.Linear(4, 1)
@@ -653,6 +654,7 @@ def test_a_full_disk_ends_no_loop(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_importing_is_cheap() -> None:
     script = "import sys, trainer_kit.accelerator; print([name for name in sys.argv[1:] if name in sys.modules])"
     command = [sys.executable, "-c", script, "transformers", "tensorboard", "torch.utils.tensorboard"]

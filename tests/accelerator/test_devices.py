@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from static_shapes import OnFour
+from kit.static_shapes import OnFour
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
@@ -72,6 +72,7 @@ def batches(strategy: Strategy, loader: DataLoader[Any], splits: bool) -> tuple[
     return len(prepared), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dataset", "options", "splits"),
     [

@@ -151,6 +151,7 @@ def test_persistent_workers_after_a_broken_pass() -> None:
     assert loader._workers is workers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", [Noisy, NoisyStream])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("style", ["plain", "skip"])
@@ -193,6 +194,7 @@ def left(loader: PreparedLoader, skip: int | None = None) -> list[int]:
     return indices(other if skip is None else skip_first_batches(other, skip))
 
 
+@pytest.mark.slow
 def test_where_a_pass_goes_on() -> None:
     orders = [permutation_of(epoch) for epoch in range(4)]
     loader = prepared(shuffle=True)

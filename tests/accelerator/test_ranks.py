@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks, try_on_ranks
+from kit.ranks import on_ranks, try_on_ranks
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 

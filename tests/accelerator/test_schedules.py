@@ -14,8 +14,8 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import on_ranks
-from static_shapes import OnFour
+from kit.ranks import on_ranks
+from kit.static_shapes import OnFour
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
+from kit.ranks import on_ranks
 from torch import nn
 
 from trainer_kit import Accelerator

@@ -178,6 +178,7 @@ def test_what_is_compiled_between_steps_is_no_step_s(train: Train) -> None:
     assert train(OnLog()) == []
 
 
+@pytest.mark.slow
 def test_after_a_resume_everything_is_compiled_anew(train: Train) -> None:
     class Stop(Callback):
         def on_step_end(self, run: Run) -> None:
@@ -234,6 +235,7 @@ def test_what_torch_compile_makes_is_counted(make_run: Callable[..., Run]) -> No
         assert step(8) == 3
 
 
+@pytest.mark.slow
 def test_counting_imports_no_compiler() -> None:
     code = (
         "import sys; from trainer_kit.strategies.base import Strategy; print(Strategy().compilations());"

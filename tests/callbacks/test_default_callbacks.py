@@ -109,6 +109,7 @@ def test_a_function_is_not_hidden_by_its_module() -> None:
     assert callable(callbacks.from_transformers)
 
 
+@pytest.mark.slow
 def test_the_defaults_import_nothing_heavy() -> None:
     code = (
         "import sys; from trainer_kit.config.arguments import TrainingArguments; from trainer_kit import callbacks;"

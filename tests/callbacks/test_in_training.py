@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
+from kit.ranks import on_ranks
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
@@ -81,6 +81,7 @@ def test_what_a_run_leaves_behind(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert shown[-1].startswith("step 10/10  epoch 2  train_loss")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_one_log(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         trainer(tmp_path, StopAt(6)).train()
@@ -106,6 +107,7 @@ class StopAt(Callback):
             signal.raise_signal(self.number)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_leaves(tmp_path: Path, number: int, code: int) -> None:
     before = signal.getsignal(number)
@@ -116,6 +118,7 @@ def test_a_signal_saves_and_leaves(tmp_path: Path, number: int, code: int) -> No
     assert (tmp_path / "checkpoint-6" / "manifest.json").exists()
 
 
+@pytest.mark.slow
 def test_averages_are_evaluated_and_resumed_bitwise(tmp_path: Path) -> None:
     straight = EMA(decay=0.5)
     metrics = {}
@@ -137,6 +140,7 @@ def test_averages_are_evaluated_and_resumed_bitwise(tmp_path: Path) -> None:
     assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
 
 
+@pytest.mark.slow
 def test_averages_do_not_change_the_training(tmp_path: Path) -> None:
     runs = [trainer(tmp_path / "plain"), trainer(tmp_path / "averaged", EMA(decay=0.5))]
     for each in runs:
@@ -273,7 +277,7 @@ def judged(folder: str) -> tuple[int, int | None, float | None]:
     return each.train().global_step, each.run.state.best_step, each.run.state.best_metric
 
 
-@pytest.mark.world_size(2)
+@pytest.mark.distributed
 def test_all_processes_go_by_a_number_that_one_has(tmp_path: Path) -> None:
     assert on_ranks(2, judged, str(tmp_path)) == [(8, 4, 0.9)] * 2
 
@@ -313,6 +317,7 @@ def test_callbacks_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "'grad_norm'" in printed
 
 
+@pytest.mark.slow
 def test_a_trace_of_real_steps(tmp_path: Path) -> None:
     trainer(tmp_path, Profiler(3, 4)).train()
     assert "AdamW" in (tmp_path / "profile" / "steps-3-4.json").read_text()
@@ -327,6 +332,7 @@ def test_a_bar_of_ones_own_choice(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert shown.count("step 5/10  eval_loss") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs signals to a group of processes")
 def test_ctrl_c_in_a_terminal_reaches_the_workers_too(tmp_path: Path) -> None:
     """The whole group of processes gets SIGINT, as from a terminal; the step in work is finished with their data."""

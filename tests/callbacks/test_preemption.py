@@ -156,6 +156,7 @@ def test_a_slurm_job_is_requeued_when_asked_to(
         assert said in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 0), ("SIGTERM", -15)])
 def test_a_forked_child_leaves_ctrl_c_to_its_parent(name: str, status: int) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_logs import finished
+from kit.run_logs import finished
 
 from trainer_kit import Trainer, TrainingArguments, report
 from trainer_kit.callback import Callback

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
+from kit.ranks import on_ranks
 from scenarios.task import digest, make_trainer
 
 from trainer_kit import DDP, Callback, Run, SaveError, SingleDevice
@@ -381,6 +381,7 @@ def _of_ranks(folder: Path, fails: tuple[int, ...], **changes: Any) -> tuple[lis
         patch.undo()
 
 
+@pytest.mark.distributed
 def test_all_processes_hear_of_each_checkpoint_at_the_same_step(tmp_path: Path) -> None:
     (first, one), (second, two) = on_ranks(2, _of_ranks, tmp_path / "run", (2,))
     assert first == second
@@ -586,6 +587,7 @@ def test_retention_leaves_what_somebody_put_in_a_checkpoints_place(tmp_path: Pat
     assert names(tmp_path / "one") == ["checkpoint-4", "checkpoint-12", "checkpoint-24"]
 
 
+@pytest.mark.slow
 def test_lists_too_long_for_a_checkpoint_are_told_after_the_first_step(tmp_path: Path) -> None:
     class Long(Callback):
         def state_dict(self) -> dict[str, Any]:

@@ -141,6 +141,7 @@ def resumed(folder: Path, caplog: pytest.LogCaptureFixture, **changes: Any) -> l
     return [text for text in caplog.messages if text.startswith("resumed ") and not text.startswith("resumed from")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

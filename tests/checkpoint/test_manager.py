@@ -34,6 +34,7 @@ def straight(folder: Path, **changes: Any) -> str:
     return digest(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -52,6 +53,7 @@ def test_resumed_run_ends_with_the_same_bits(tmp_path: Path, changes: dict[str, 
     assert interrupted(tmp_path / "interrupted", [3, 8, 17], **changes) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor"])
 def test_weights_that_are_not_row_major_resume_with_the_same_bits(tmp_path: Path, optim: str) -> None:
     trainer = make_trainer(tmp_path / "straight", model=Formats(), optim=optim)
@@ -85,12 +87,14 @@ def test_digest_tells_runs_apart(tmp_path: Path) -> None:
     assert straight(tmp_path / "one") != straight(tmp_path / "two", seed=1)
 
 
+@pytest.mark.slow
 def test_every_step_of_an_epoch_can_be_resumed(tmp_path: Path) -> None:
     expected = straight(tmp_path / "straight", save_strategy="no")
     for step in range(1, 10):
         assert interrupted(tmp_path / f"at-{step}", [step], save_strategy="no") == expected, step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_stateful_iterable_dataset_resumes_with_the_same_bits(tmp_path: Path, workers: int) -> None:
     changes = {"max_steps": 12, "dataloader_num_workers": workers}

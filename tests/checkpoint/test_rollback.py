@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
+from kit.ranks import on_ranks
 from scenarios.task import StopAt, digest, logged_losses
 
 from trainer_kit import DDP, Callback, NonFiniteError, Run, Strategy, Trainer, TrainingArguments
@@ -150,6 +150,7 @@ def test_the_bad_steps_are_passed_over_and_all_else_is_trained_on_once(tmp_path:
     assert counters["passed_over"] == state.passed_over
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_back_and_is_resumed_ends_with_the_same_bits(tmp_path: Path) -> None:
     straight = make(tmp_path / "straight", Points(17))
     straight.train()
@@ -316,6 +317,7 @@ def _of_ranks(folder: Path) -> tuple[list[tuple[int, str]], torch.Tensor]:
     return seen.rollbacks, trainer.run.model.state_dict()["linear.weight"]
 
 
+@pytest.mark.distributed
 def test_all_processes_go_back_together(tmp_path: Path) -> None:
     (first, one), (second, two) = on_ranks(2, _of_ranks, tmp_path)
     assert first == second

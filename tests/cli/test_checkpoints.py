@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_states import trainer_state
+from kit.trainer_states import trainer_state
 
 from trainer_kit.checkpoint import take_snapshot, write_checkpoint
 from trainer_kit.checkpoint.format.json_files import checksum

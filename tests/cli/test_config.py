@@ -147,6 +147,7 @@ def test_another_file(settings: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert not settings.exists()
 
 
+@pytest.mark.slow
 def test_it_reads_from_a_pipe(settings: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "trainer_kit", "config"],

@@ -71,6 +71,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_step_is_estimated(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForSequenceClassification, BertConfig
 
@@ -155,6 +156,7 @@ def test_a_function_brings_its_batch_and_loss(
     assert callable(asked[0].others["compute_loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU here tells its memory")
 def test_without_a_device_there_is_no_verdict(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = told(capsys, config, "--batch-size", "1")
@@ -163,6 +165,7 @@ def test_without_a_device_there_is_no_verdict(config: str, capsys: pytest.Captur
     assert "fits\n" not in shown
 
 
+@pytest.mark.slow
 def test_wide_layers_take_no_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those of a model with 70 billion parameters."""
     wide = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}

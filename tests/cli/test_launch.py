@@ -14,9 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-import launched
 import pytest
-from launched import wait_for
+from kit import launched
+from kit.launched import wait_for
 
 from trainer_kit.cli import main as cli
 from trainer_kit.cli.launch import read_config
@@ -332,7 +332,7 @@ def test_the_first_rank_keeps_the_terminal_and_ctrl_c_reaches_each_rank_once(tmp
     script.write_text(
         "import os, sys\n"
         "print('terminal', sys.stdin.isatty(), sys.stdout.isatty(), sys.stderr.isatty(), flush=True)\n"
-        f"import launched; launched.leave({str(tmp_path)!r})\n"
+        f"from kit import launched; launched.leave({str(tmp_path)!r})\n"
     )
     process, terminal = pty.fork()
     if process == 0:

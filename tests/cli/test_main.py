@@ -87,6 +87,7 @@ def test_an_error_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -
         cli.main(["fail"])
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     script = "import sys\nsys.stdin.read()\nfrom trainer_kit.cli.main import main\nsys.exit(main(['env']))"
     pipe = subprocess.PIPE

@@ -7,7 +7,7 @@ import webbrowser
 from pathlib import Path
 
 import pytest
-from run_logs import finished
+from kit.run_logs import finished
 
 from trainer_kit.cli.main import main
 

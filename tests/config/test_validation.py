@@ -105,6 +105,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(values=st.dictionaries(st.text(), VALUES, max_size=4), suffix=st.sampled_from([".json", ".yaml"]))
 def test_what_is_saved_is_loaded(tmp_path: Path, values: dict[str, Any], suffix: str) -> None:

@@ -103,6 +103,7 @@ def resumed_at(dataset: Any, layout: Layout, workers: int, steps: int, stop: Mic
         return list(loader(dataset, layout, workers).micro_batches(epoch, position, steps, state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", [Plain, Stateful])
 def test_resumed_at_any_step_it_gives_the_same_batches(kind: type[Plain], workers: int) -> None:
@@ -169,6 +170,7 @@ def test_reading_again_leaves_no_bar_in_a_log_file(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", [Plain, Stateful])
 def test_with_another_batch_size_the_rest_of_the_samples_comes(kind: type[Plain], workers: int) -> None:
@@ -400,6 +402,7 @@ def check_dealt(ranks: list[list[MicroBatch]], alone: list[MicroBatch]) -> None:
     assert next(expected, None) is None
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.sampled_from([Plain, Stateful]))
 def test_processes_take_the_batches_of_one_in_turn(
@@ -413,6 +416,7 @@ def test_processes_take_the_batches_of_one_in_turn(
     check_dealt(ranks, list(loader(kind(length), Layout(size, accumulation * processes)).micro_batches(0, 0, steps)))
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(
     st.integers(1, 40), st.tuples(st.integers(1, 7), st.integers(1, 3), st.integers(1, 3)), st.integers(1, 7),
@@ -443,6 +447,7 @@ def test_a_limit_only_cuts_what_a_process_has(
     assert all(each == numbers[0] for each in numbers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Plain, Stateful])
 def test_processes_with_workers_take_the_batches_of_one_in_turn(kind: type[Plain]) -> None:
     ranks = [list(loader(kind(23), Layout(2, 2, 3, rank), 2).micro_batches(0, 0, 4)) for rank in range(3)]
@@ -578,9 +583,10 @@ def test_what_is_not_passed_over_comes_exactly_once_however_the_layout_changes(
             each.passed_over = passed_over
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of passing over
-            ranks = [list(each.micro_batches(0, position, 100, state)) for each in loaders]
+            left = loaders[0].steps_left(0, position)
+            ranks = [list(each.micro_batches(0, position, left + 2, state)) for each in loaders]  # into the next epoch
         steps = windows_of([[micro for micro in rank if micro.global_batch.epoch == 0] for rank in ranks])
-        assert len(steps) == loaders[0].steps_left(0, position)
+        assert len(steps) == left
         assert [step[0][0].global_batch.closes_epoch for step in steps] == [False] * (len(steps) - 1) + [True] * bool(
             steps
         )

@@ -176,6 +176,7 @@ def test_a_worker_that_ends_while_it_hands_over_a_batch_is_told_of() -> None:
         list(lost.micro_batches(0, 0, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
 def test_workers_leave_whose_process_was_killed_while_they_started() -> None:
     script = (

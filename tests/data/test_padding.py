@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from loss_cases import CASES, EXACT, Points, Tokenizer, made, make_trainer, points
-from static_shapes import STATIC, OnFour, Static
+from kit.loss_cases import CASES, EXACT, Points, Tokenizer, made, make_trainer, points
+from kit.static_shapes import STATIC, OnFour, Static
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import IterableDataset
@@ -84,6 +84,7 @@ def compare(model: nn.Module, samples: Any, strategy: Static, batch_size: int, e
     torch.testing.assert_close(found, expected, **(exact or EXACT), equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STATIC)
 @settings(parent=relaxed, max_examples=20)
 @given(lengths, batch_sizes, accumulations)
@@ -96,6 +97,7 @@ def test_a_classifier_is_trained_as_without(kind: str, length: int, batch_size: 
     assert strategy.sizes() == [size]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", ["static", "operands"])
 @settings(parent=relaxed)

@@ -128,6 +128,7 @@ def numbers_in(micro_batches: list[MicroBatch]) -> list[list[int]]:
     return [micro.batch["x"].tolist() for micro in micro_batches]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", INEXACT)
 def test_a_state_that_loses_samples_is_found_out_and_they_are_read_again(

@@ -55,6 +55,7 @@ def advance(run: Run, steps: int, passed_over: Any = ()) -> int:
     return steps
 
 
+@pytest.mark.slow
 @relaxed
 @given(st.integers(1, 50), st.integers(1, 60), st.integers(1, 8), st.integers(1, 3), st.booleans())
 def test_fractions_of_epochs_are_counted_as_written_and_a_resume_changes_nothing(
@@ -78,6 +79,7 @@ ranges = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50), st.integers(1
 )
 
 
+@pytest.mark.slow
 @relaxed
 @given(st.integers(20, 60), st.lists(layouts, min_size=2, max_size=4), st.integers(5, 30), ranges, st.data())
 def test_through_any_chain_of_layouts_the_schedule_ends_with_the_run(

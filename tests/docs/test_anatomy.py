@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from guides import Guide, unsaid
+from kit.guides import Guide, unsaid
 
 from trainer_kit import Trainer, TrainingArguments
 from trainer_kit.cli.main import main
@@ -58,6 +58,7 @@ def sizes(table: str) -> dict[str, float]:
     return {name: float(number) * UNITS[unit] for name, number, unit in found}
 
 
+@pytest.mark.slow
 def test_the_table_is_what_is_estimated(folder: Path) -> None:
     origin, _, text = SHOWN[0].partition("\n")
     subject = resolve("bert-large.json", batch_size=4)
@@ -127,6 +128,7 @@ def test_the_names_are_those_of_the_records(tmp_path: Path) -> None:
     assert {name for name in whole if not name.startswith(("seconds/", "train_", "eval_"))} <= told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", MESSAGES)
 def test_the_messages_are_said(message: str) -> None:
     assert not unsaid(message)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from guides import Guide, dry_run, unsaid
-from trainer_states import trainer_state
+from kit.guides import Guide, dry_run, unsaid
+from kit.trainer_states import trainer_state
 
 from trainer_kit import Callback, Run, Trainer, TrainingArguments
 from trainer_kit.checkpoint import newest_valid, take_snapshot, write_checkpoint
@@ -178,6 +178,7 @@ def test_what_is_in_one(tmp_path: Path) -> None:
     assert sorted(names) == sorted(path.name for path in write(tmp_path, 500).iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", MESSAGES)
 def test_the_messages_are_said(message: str) -> None:
     assert not unsaid(message)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from guides import Guide
-from ranks import on_ranks
+from kit.guides import Guide
+from kit.ranks import on_ranks
 
 from trainer_kit import load_checkpoint_in_model
 
@@ -49,6 +49,7 @@ def test_an_example_says_how_it_is_run(name: str, capsys: pytest.CaptureFixture[
     assert "--output-dir" in shown
 
 
+@pytest.mark.slow
 def test_digits_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = run("digits", tmp_path)
     assert figures["test_accuracy"] > 0.97
@@ -68,6 +69,7 @@ def test_digits_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert float(loss) == pytest.approx(figures["test_loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_digits_twice_in_the_same_folder(tmp_path: Path) -> None:
     first, second = run("digits", tmp_path, "--short"), run("digits", tmp_path, "--short")
     assert second["train_loss"] == first["train_loss"]
@@ -135,6 +137,7 @@ def small_encoder(tmp_path: Path) -> Path:
     return tmp_path / "encoder"
 
 
+@pytest.mark.slow
 def test_text_classification_of_a_file(tmp_path: Path, small_encoder: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
@@ -177,6 +180,7 @@ def test_text_classification_refuses_a_model(tmp_path: Path) -> None:
         run("text_classification", tmp_path / "run", "--model", str(tmp_path / "nowhere"))
 
 
+@pytest.mark.slow
 def test_custom_callback_finds_wrong_labels(tmp_path: Path) -> None:
     figures = run("custom_callback", tmp_path, "--short")
     assert figures["found"] >= 20
@@ -199,6 +203,7 @@ def test_custom_callback_asks_to_stop(tmp_path: Path) -> None:
     assert check.disagreements == 0
 
 
+@pytest.mark.slow
 def test_custom_loss_is_the_same_in_every_layout(tmp_path: Path) -> None:
     figures = run("custom_loss", tmp_path, "--short")
     assert max(pair for pair, _ in figures["differences"]) < 1e-12
@@ -207,6 +212,7 @@ def test_custom_loss_is_the_same_in_every_layout(tmp_path: Path) -> None:
     assert figures["recalls"][0] > figures["recalls"][1]
 
 
+@pytest.mark.slow
 def test_anatomy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = run("anatomy", tmp_path, "--short")
     shown = capsys.readouterr().out
@@ -222,6 +228,7 @@ def test_anatomy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert lines[0] == lines[1]
 
 
+@pytest.mark.slow
 def test_ddp_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = run("ddp", tmp_path, "--short")
     assert "1 process(es): 20 steps of 48 texts" in capsys.readouterr().out

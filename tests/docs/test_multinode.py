@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from guides import Guide, dry_run, unsaid
+from kit.guides import Guide, dry_run, unsaid
 
 GUIDE = Guide("examples/multinode.md")
 COMMANDS = [command for command in GUIDE.commands if "--num-nodes" in command]

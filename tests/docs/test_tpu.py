@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from guides import Guide, dry_run, unsaid
+from kit.guides import Guide, dry_run, unsaid
 
 from trainer_kit import XLA, TrainingArguments
 from trainer_kit.config import environment

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import free_port
+from kit.ranks import free_port
 
 from trainer_kit.config import environment
 from trainer_kit.errors import ProcessesLeft, ProcessFailed
@@ -61,6 +61,7 @@ def test_settings_are_put_back_after_an_error_in_this_process() -> None:
     assert not hasattr(caught.value, "_render_traceback_")  # the notebook shows the whole of it
 
 
+@pytest.mark.distributed
 def test_processes_have_what_is_here_and_rank_0_answers(capfd: pytest.CaptureFixture[str]) -> None:
     before = {name: os.environ.get(name) for name in SETTINGS}
     lock = threading.Lock()  # nothing that could be sent
@@ -89,6 +90,7 @@ def test_processes_have_what_is_here_and_rank_0_answers(capfd: pytest.CaptureFix
     assert {name: os.environ.get(name) for name in SETTINGS} == before
 
 
+@pytest.mark.distributed
 @pytest.mark.usefixtures("cuda_in_use")
 def test_fresh_processes_where_cuda_is_in_use(capfd: pytest.CaptureFixture[str]) -> None:
     class Result:
@@ -122,6 +124,7 @@ def test_an_object_that_cannot_be_sent_is_named() -> None:
         notebook_launcher(len, ((), lock), num_processes=2)
 
 
+@pytest.mark.distributed
 def test_the_traceback_of_the_process_that_failed() -> None:
     def train() -> None:
         if environment.place().rank == 1:
@@ -138,6 +141,7 @@ def test_the_traceback_of_the_process_that_failed() -> None:
     assert first.startswith("ProcessFailed: rank 1")
 
 
+@pytest.mark.distributed
 def test_a_function_that_fails_once_is_started_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def train() -> int:
         if environment.place().rank == 1 and environment.place().restarts == 0:
@@ -150,10 +154,12 @@ def test_a_function_that_fails_once_is_started_again(tmp_path: Path, capfd: pyte
     assert "ArithmeticError: the first time" in capfd.readouterr().out
 
 
+@pytest.mark.distributed
 def test_one_process_with_restarts_is_another_one() -> None:
     assert notebook_launcher(lambda: (os.getpid(), environment.place().world_size), max_restarts=1)[0] != os.getpid()
 
 
+@pytest.mark.distributed
 def test_processes_that_leave_are_no_failure() -> None:
     with pytest.raises(ProcessesLeft, match="143") as caught:
         notebook_launcher(sys.exit, (143,), num_processes=2)
@@ -188,6 +194,7 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], error: type[Exc
     assert caught.value._render_traceback_() == [f"{error.__name__}: {caught.value}"]  # type: ignore[union-attr]
 
 
+@pytest.mark.distributed
 def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "count_gpus", lambda: 2)
     monkeypatch.setattr("trainer_kit.launch.notebook.count_gpus", lambda: 2)
@@ -197,6 +204,7 @@ def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert notebook_launcher(environment.use_cpu, num_processes=3) is True
 
 
+@pytest.mark.distributed
 def test_one_process_per_gpu(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(config, "count_gpus", lambda: 2)
     monkeypatch.setattr("trainer_kit.launch.notebook.count_gpus", lambda: 2)
@@ -211,6 +219,7 @@ def test_not_from_a_process_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
         notebook_launcher(_nothing, num_processes=2)
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("variable", ["TRAINER_KIT_DEBUG", "ACCELERATE_DEBUG_MODE"])
 def test_a_child_process_is_tried_first(
     variable: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -232,6 +241,7 @@ def _hangs(devices: list[str], answer: Any) -> None:
     time.sleep(60)
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("child", "words"),
     [(_refuses, "RuntimeError: device is busy"), (_dies, "it ended with exit code 3"), (_hangs, "no answer within")],
@@ -246,6 +256,7 @@ def test_a_child_process_that_cannot_compute(
         notebook_launcher(_nothing, num_processes=2)
 
 
+@pytest.mark.distributed
 def test_processes_killed_for_memory(capfd: pytest.CaptureFixture[str]) -> None:
     def train() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -295,6 +306,7 @@ def test_one_call_on_each_machine() -> None:
 # The rendezvous, and what the processes print
 
 
+@pytest.mark.distributed
 def test_the_lines_of_all_processes_are_shown_after_a_prefix(capfd: pytest.CaptureFixture[str]) -> None:
     def train() -> None:
         print("at work")
@@ -306,6 +318,7 @@ def test_the_lines_of_all_processes_are_shown_after_a_prefix(capfd: pytest.Captu
         notebook_launcher(train, num_processes=2, log_line_prefix_template=3)  # type: ignore[arg-type]
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("backend", "conf", "whom"),
     [
@@ -323,11 +336,13 @@ def test_a_notebook_waits_as_long_as_rdzv_conf_says(backend: Any, conf: Any, who
     assert time.monotonic() - begin < 30
 
 
+@pytest.mark.distributed
 def test_machine_0_is_told_of_node_rank_too(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TimeoutError, match=r"machine 1 of 2 \(node_rank=1\) did not answer within 1 s"):
         notebook_launcher(print, num_processes=1, num_nodes=2, use_port=free_port(), rdzv_conf={"timeout": 1})
 
 
+@pytest.mark.distributed
 def test_machines_meet_as_rdzv_conf_says() -> None:
     """A single one, which needs all of torch's settings all the same."""
     conf = {

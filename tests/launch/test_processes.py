@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import launched
 import pytest
+from kit import launched
 
 from trainer_kit.errors import ProcessesLeft, ProcessFailed
 from trainer_kit.launch.config import LaunchConfig
@@ -36,6 +36,7 @@ def run(function: Callable[..., Any] | str, *args: Any, count: int = 2, **option
     return run_processes(config, function, args, start_method=method, logs=logs, say=say)
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_a_function_gets_its_place_and_its_values_come_back(start_method: str) -> None:
     value = {"a": [1.5, None]}
@@ -52,15 +53,18 @@ def test_a_command_gets_its_arguments_as_they_are(tmp_path: Path) -> None:
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [repr(words)] * 2
 
 
+@pytest.mark.distributed
 def test_one_process_goes_the_same_way() -> None:
     assert run(launched.place, count=1) == {0: ("0", "0", "1", "no", "1")}
 
 
+@pytest.mark.distributed
 def test_a_function_has_a_session_of_its_own() -> None:
     """Otherwise Ctrl-C in a terminal would reach it twice."""
     assert len({os.getsid(0), *run(os.getsid, 0).values()}) == 3
 
 
+@pytest.mark.distributed
 def test_everything_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINER_KIT_USE_CPU", "0")
     monkeypatch.delenv("OMP_NUM_THREADS")
@@ -80,6 +84,7 @@ def test_everything_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> 
 # Failures
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("how", "exit_code", "message"),
     [
@@ -114,6 +119,7 @@ def test_the_first_failure_ends_the_run(how: str, exit_code: int | None, message
     assert ended - (tmp_path / "pid").stat().st_mtime < 10
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("number", "tpu", "explained"),
     [("SIGKILL", False, True), ("SIGSEGV", False, False), ("SIGKILL", True, True), ("SIGSEGV", True, True),
@@ -128,25 +134,30 @@ def test_a_process_killed_for_memory(number: str, tpu: bool, explained: bool, mo
     assert ("; if the memory of its host ran out, buy some" in str(caught.value)) == explained
 
 
+@pytest.mark.distributed
 def test_a_rank_that_is_done_waits_for_the_others(tmp_path: Path) -> None:
     assert run(launched.end, "returns", str(tmp_path)) == {0: "done", 1: "done"}
 
 
+@pytest.mark.distributed
 def test_leaving_counts_though_others_have_returned() -> None:
     with pytest.raises(ProcessesLeft) as caught:
         run(launched.leave_on_rank_1, max_restarts=3)
     assert caught.value.exit_code == 143
 
 
+@pytest.mark.distributed
 def test_leaving_with_0_is_no_failure(tmp_path: Path) -> None:
     assert run(sys.exit, 0) == {0: None, 1: None}
 
 
+@pytest.mark.distributed
 def test_a_value_that_cannot_be_sent_back() -> None:
     with pytest.raises(ProcessFailed, match="TypeError: the value that unpicklable returned cannot be sent back"):
         run(launched.unpicklable)
 
 
+@pytest.mark.distributed
 def test_ranks_that_do_not_listen_are_killed(tmp_path: Path) -> None:
     code = (
         "import os, pathlib, signal, sys, time\n"
@@ -168,6 +179,7 @@ def test_ranks_that_do_not_listen_are_killed(tmp_path: Path) -> None:
 # Output
 
 
+@pytest.mark.distributed
 def test_the_first_rank_has_the_terminal_and_others_have_files(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,6 +192,7 @@ def test_the_first_rank_has_the_terminal_and_others_have_files(
     assert said == [f"the output of ranks 1, 2 is in {tmp_path}"]
 
 
+@pytest.mark.distributed
 def test_with_a_prefix_all_are_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +208,7 @@ def test_with_a_prefix_all_are_shown(
     assert list((tmp_path / "tmp").iterdir()) == []  # all was shown
 
 
+@pytest.mark.distributed
 def test_a_temporary_folder_stays_only_with_something_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     run(launched.place)
@@ -209,10 +223,14 @@ def test_a_temporary_folder_stays_only_with_something_in_it(tmp_path: Path, monk
 # Restarts
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("steps", "ends"),
     [
-        ([10, 20, 30], [", from the checkpoint of step 10", ", from the checkpoint of step 20"]),
+        pytest.param(
+            [10, 20, 30], [", from the checkpoint of step 10", ", from the checkpoint of step 20"],
+            marks=pytest.mark.smoke,
+        ),
         ([0, 20, 30], ["", ", from the checkpoint of step 20"]),
     ],
 )  # fmt: skip
@@ -234,6 +252,7 @@ def restarts_of(steps: list[int], allowed: int, folder: Path) -> tuple[int, list
     return count, [each for each in said if each.startswith("not restarted")]
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("steps", "allowed", "restarts", "sentence"),
     [
@@ -253,6 +272,7 @@ def test_a_run_that_gets_nowhere_has_the_restarts_asked_for(
     assert all(each.startswith(sentence or "") for each in said)
 
 
+@pytest.mark.distributed
 def test_a_run_that_gets_on_has_more(tmp_path: Path) -> None:
     said: list[str] = []
     steps = [10, 20, 30, 40]
@@ -264,6 +284,7 @@ def test_a_run_that_gets_on_has_more(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.distributed
 def test_each_start_has_files_of_its_own(tmp_path: Path) -> None:
     run(launched.try_again, str(tmp_path), [1, 2], max_restarts=1, logs=Logs(tmp_path / "logs"))
     assert (tmp_path / "logs" / "rank-1.out").read_text() == "start 0\n"
@@ -308,6 +329,7 @@ def signalled(folder: Path, *numbers: int, pause: float = 0.3) -> Iterator[None]
     thread.join()
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("number", "passed_on", "exit_code"),
     [
@@ -326,6 +348,7 @@ def test_a_signal_is_passed_on_once(kind: str, number: int, passed_on: str, exit
     assert [(tmp_path / f"signals-{rank}").read_text() for rank in range(2)] == [f"{passed_on}\n"] * 2
 
 
+@pytest.mark.distributed
 def test_ranks_have_the_time_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer_kit.launch.agent._END_SECONDS", 0.5)  # what they have after a failure
     begin = time.monotonic()
@@ -334,6 +357,7 @@ def test_ranks_have_the_time_that_they_need(tmp_path: Path, monkeypatch: pytest.
     assert time.monotonic() - begin > 3
 
 
+@pytest.mark.distributed
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     begin = time.monotonic()
     with signalled(tmp_path, signal.SIGINT, signal.SIGINT), pytest.raises(ProcessesLeft) as caught:
@@ -343,6 +367,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     assert not any(is_alive(path.read_text()) for path in tmp_path.glob("ready-*"))
 
 
+@pytest.mark.distributed
 def test_ranks_that_know_no_signals_die_of_it(tmp_path: Path) -> None:
     code = "import os, sys, time; open(sys.argv[1] + os.environ['RANK'], 'w').write('yes'); time.sleep(120)"
     with signalled(tmp_path, signal.SIGTERM), pytest.raises(ProcessesLeft) as caught:
@@ -350,6 +375,7 @@ def test_ranks_that_know_no_signals_die_of_it(tmp_path: Path) -> None:
     assert caught.value.exit_code == 143
 
 
+@pytest.mark.distributed
 def test_ranks_that_leave_by_themselves_are_not_started_anew(tmp_path: Path) -> None:
     def tell() -> None:
         paths = tmp_path / "ready-0", tmp_path / "ready-1"
@@ -366,6 +392,7 @@ def test_ranks_that_leave_by_themselves_are_not_started_anew(tmp_path: Path) -> 
     assert caught.value.exit_code == 143
 
 
+@pytest.mark.distributed
 def test_a_failure_after_a_signal_is_a_failure(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys, time\n"
@@ -380,6 +407,7 @@ def test_a_failure_after_a_signal_is_a_failure(tmp_path: Path) -> None:
         run(sys.executable, "-c", code, f"{tmp_path}/ready-")
 
 
+@pytest.mark.distributed
 def test_nothing_goes_on_without_the_caller(tmp_path: Path) -> None:
     """The program's own handler of a signal raises while it waits for the ranks."""
 
@@ -404,12 +432,14 @@ def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         run_processes(LaunchConfig(num_processes=3), launched.place)
 
 
+@pytest.mark.distributed
 def test_a_master_that_nobody_answers() -> None:
     config = LaunchConfig(num_nodes=2, node_rank=1, master_port=free_port(), start_timeout=0.5, cpu=True)
     with pytest.raises(TimeoutError, match=r"machine 0 at 127.0.0.1:\d+ \(node_rank=0\) did not answer within 0.5 s"):
         run_processes(config, launched.place)
 
 
+@pytest.mark.distributed
 def test_the_user_hears_who_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer_kit.launch.rendezvous._PATIENCE_SECONDS", 0.2)
     said: list[str] = []
@@ -425,6 +455,7 @@ def test_a_master_address_that_leads_elsewhere() -> None:
         run_processes(config, launched.place)
 
 
+@pytest.mark.distributed
 def test_what_answers_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer_kit.launch.rendezvous._CONNECT_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -440,6 +471,7 @@ def test_a_port_in_use() -> None:
             run(launched.place, master_port=port)
 
 
+@pytest.mark.distributed
 def test_a_signal_while_waiting_for_machines() -> None:
     threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
     with pytest.raises(ProcessesLeft) as caught:
@@ -453,7 +485,7 @@ def test_two_launchers_restart_together_and_end_together(backend: str) -> None:
     """Two "machines" of one process each: the failure of the second ends both, and both say whose it was."""
     options = f"num_processes=2, num_nodes=2, master_port={free_port()}, max_restarts=2, rdzv_backend={backend!r}"
     code = (
-        "import sys, launched\n"
+        "import sys\nfrom kit import launched\n"
         "from trainer_kit.launch.config import LaunchConfig\n"
         "from trainer_kit.launch.processes import run_processes\n"
         f"words = [sys.executable, [*{RUNNER}, launched.__file__, 'machine']]\n"

@@ -54,6 +54,7 @@ def test_as_if_started_directly(words: list[str], tmp_path: Path) -> None:
     assert found.stderr == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_workers_of_a_data_loader(method: str, tmp_path: Path) -> None:
     write(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
+from kit.ranks import on_ranks
 from scenarios.task import StopAt
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -131,6 +131,7 @@ def are_equal(one: Trainer, other: Trainer) -> bool:
     return all(torch.equal(first[name], second[name]) for name in second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @pytest.mark.parametrize("data", [samples, Stream, Stateful])
 @pytest.mark.filterwarnings("ignore:train_dataset has no state_dict")
@@ -143,6 +144,7 @@ def test_the_bits_are_those_of_the_layout_that_is_found(tmp_path: Path, when: st
     assert are_equal(found, given)
 
 
+@pytest.mark.slow
 def test_buffers_are_those_of_the_steps_beginning(tmp_path: Path) -> None:
     """Also after steps that fitted, in which torch does not count what a batch norm changes."""
     found = trained(tmp_path / "found", 16, Tighten(2, 8), max_steps=3, **ASKED)
@@ -153,6 +155,7 @@ def test_buffers_are_those_of_the_steps_beginning(tmp_path: Path) -> None:
     assert are_equal(found, resumed)
 
 
+@pytest.mark.slow
 def test_a_step_in_the_middle_begins_anew(tmp_path: Path) -> None:
     """What was done stays: two steps with 16 samples at once, all others with 4."""
     arguments = {**ASKED, "num_train_epochs": 2, "gradient_accumulation_steps": 1}
@@ -185,6 +188,7 @@ class Listens(Hungry):
         return output
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:train_dataset has no state_dict")
 def test_workers_that_share_a_stream_give_each_sample_once(tmp_path: Path) -> None:
     model = Listens()
@@ -207,6 +211,7 @@ def same_on_two(ones: Any, others: Any) -> bool:
     return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_what_one_rank_lacks_all_agree_on(tmp_path: Path, when: str) -> None:
     one = on_ranks(2, on_two, str(tmp_path / "one"), (100, 4), when, True)
@@ -215,6 +220,7 @@ def test_what_one_rank_lacks_all_agree_on(tmp_path: Path, when: str) -> None:
     assert same_on_two(one, both)
 
 
+@pytest.mark.distributed
 def test_gradients_exchanged_later_are_those_exchanged_in_the_backward_pass(tmp_path: Path) -> None:
     later = on_ranks(2, on_two, str(tmp_path / "later"), (100, 100), "forward", True)
     meanwhile = on_ranks(2, on_two, str(tmp_path / "meanwhile"), (100, 100), "forward", False)
@@ -248,6 +254,7 @@ def on_two_of_which_one_is_small(folder: str) -> int | None:
     return trainer.run.state.micro_batch
 
 
+@pytest.mark.distributed
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux, to limit a process's memory")
 def test_memory_that_really_is_not_there(tmp_path: Path) -> None:
     found, other = on_ranks(2, on_two_of_which_one_is_small, str(tmp_path))
@@ -255,6 +262,7 @@ def test_memory_that_really_is_not_there(tmp_path: Path) -> None:
     assert 1 <= found < 16
 
 
+@pytest.mark.slow
 def test_a_resume_begins_with_what_was_found(tmp_path: Path) -> None:
     whole = trained(tmp_path / "whole", 4, num_train_epochs=2, **ASKED)
     trained(tmp_path / "cut", 4, StopAt(2), num_train_epochs=2, **ASKED)
@@ -277,6 +285,7 @@ class Spoil(Callback):
             run.model.head.weight.grad.fill_(float("nan"))
 
 
+@pytest.mark.slow
 def test_a_rollback_keeps_what_was_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It goes back to before the room became small, and does not try the old size again."""
     trainer = trained(
@@ -314,6 +323,7 @@ def test_an_estimate_that_fails_is_no_error(tmp_path: Path, caplog: pytest.LogCa
     assert "cannot be estimated (" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_error_of_python_has_no_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Plain(Hungry):
         def refuse(self, _: Any = None) -> None:
@@ -340,6 +350,7 @@ def test_without_it_the_error_is_the_users(tmp_path: Path) -> None:
         trained(tmp_path, room=4, per_device_train_batch_size=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("normalizes", "refused", "few"),
     [
@@ -356,6 +367,7 @@ def test_few_samples_that_do_not_fit_are_an_error(tmp_path: Path, normalizes: bo
     assert model.refused == refused
 
 
+@pytest.mark.slow
 def test_nothing_of_it_outlives_the_training(tmp_path: Path) -> None:
     """Copies of buffers take the device's memory."""
     trainer = trained(tmp_path, 4, **ASKED)
@@ -386,6 +398,7 @@ def evaluated_on_two(folder: str, rooms: tuple[int, int]) -> tuple[int, dict[str
     return model.refused, {"eval_loss": metrics["eval_loss"]}
 
 
+@pytest.mark.distributed
 def test_an_evaluation_that_does_not_fit_begins_anew(tmp_path: Path) -> None:
     whole = on_ranks(2, evaluated_on_two, str(tmp_path / "whole"), (8, 8))
     small = on_ranks(2, evaluated_on_two, str(tmp_path / "small"), (8, 2))
@@ -393,6 +406,7 @@ def test_an_evaluation_that_does_not_fit_begins_anew(tmp_path: Path) -> None:
     assert small[0][1] == small[1][1] == pytest.approx(whole[0][1], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_which_not_one_sample_fits_is_an_error(tmp_path: Path) -> None:
     trainer = make(tmp_path, 0, model=HungryLater(0), **ASKED)
     with pytest.raises(MemoryError, match="not even one sample at a time fits into the devices' memory in an evaluat"):
@@ -424,6 +438,7 @@ def carried_on_two(folder: str, strategy: type[DDP]) -> tuple[int | None, int]:
     return trainer.run.state.micro_batch, trainer.run.state.step
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("strategy", [Tray, Sender])
 def test_a_batch_that_cannot_be_brought_to_the_device_is_cut_too(tmp_path: Path, strategy: type[DDP]) -> None:
     assert on_ranks(2, carried_on_two, str(tmp_path), strategy) == [(4, 4), (4, 4)]
@@ -439,6 +454,7 @@ class Bare(Strategy):
             yield micro
 
 
+@pytest.mark.slow
 def test_what_is_due_is_done_before_an_error_of_the_next_step(tmp_path: Path) -> None:
     with pytest.raises(MemoryError, match="at step 2"):
         trained(tmp_path, 16, strategy=Bare(), save_steps=1, **ASKED)
@@ -461,6 +477,7 @@ class Ticking(Hungry):
         return super().forward(x, labels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_what_a_step_that_begins_anew_took_is_lost(tmp_path: Path, when: str) -> None:
     strategy = OwnTime()

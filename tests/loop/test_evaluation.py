@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from static_shapes import STATIC, Static, WithOperands
+from kit.static_shapes import STATIC, Static, WithOperands
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import IterableDataset
@@ -120,6 +120,7 @@ def test_the_model_is_left_as_it_was(tmp_path: Any) -> None:
     assert not model._forward_hooks
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_dataset(tmp_path: Any) -> None:
     class Watching(MeanMetric):
         """Notes at some batches how much there is."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import on_ranks
+from kit.ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import IterableDataset
@@ -150,6 +150,7 @@ def untimed(metrics: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if not name.endswith(SPEEDS)}
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("processes", [2, 3])
 def test_all_is_as_with_one_process(processes: int) -> None:
     lengths, batch_sizes = range(1, 11), range(1, 5)
@@ -184,6 +185,7 @@ def largest_share(keep: bool) -> int:
     return max(sizes)
 
 
+@pytest.mark.distributed
 def test_what_only_the_main_process_needs_is_sent_to_it_alone() -> None:
     main, other = on_ranks(2, largest_share, keep=False)
     assert main > 2000
@@ -195,6 +197,7 @@ def speeds() -> dict[str, float]:
     return make_trainer(2).evaluate(samples(7))
 
 
+@pytest.mark.distributed
 def test_speeds_are_of_all_processes_and_the_same_on_all() -> None:
     found = on_ranks(2, speeds)
     assert found[0] == found[1]
@@ -236,6 +239,7 @@ def leave(announces: bool) -> tuple[str, int, int]:
     return outcome, dataset.reads, calls - before
 
 
+@pytest.mark.distributed
 def test_where_one_process_is_told_to_leave_all_break_off_the_evaluation() -> None:
     assert on_ranks(3, leave, announces=True) == [("interrupted", 3, 0)] * 3
     found = on_ranks(3, leave, announces=False)  # the others hear of it in the end, before anything is gathered
@@ -261,6 +265,7 @@ def refuse(what: str) -> str:
     return "evaluated"
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("what", "said"),
     [
@@ -297,6 +302,7 @@ def shifted(length: int) -> tuple[float, bool | None]:
     return loss, trainer._loss.shifts
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("length", [1, 5])
 def test_items_are_counted_as_by_one_process(length: int) -> None:
     expected = shifted(length)
@@ -318,5 +324,6 @@ def by_own_loss() -> list[list[float]]:
     return found.tolist()  # type: ignore[no-any-return]
 
 
+@pytest.mark.distributed
 def test_the_model_may_be_called_by_itself() -> None:
     assert on_ranks(2, by_own_loss) == [by_own_loss()] * 2

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from sync_debug import SyncDebug
+from kit.sync_debug import SyncDebug
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -151,6 +151,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", CASES.values(), ids=list(CASES))
 @pytest.mark.parametrize("kind", ["classifier", "gpt2", "pair"])
 def test_no_operator_of_a_step_waits(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:

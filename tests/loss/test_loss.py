@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from loss_cases import (
+from kit.loss_cases import (
     CASES,
     EXACT,
     VOCABULARY,
@@ -44,6 +44,7 @@ rows = st.lists(st.tuples(st.integers(2, VOCABULARY - 1), st.booleans()), min_si
 datasets = st.lists(rows, min_size=1, max_size=14)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @settings(parent=relaxed, max_examples=12)
 @given(datasets, st.integers(1, 6), st.integers(1, 4))

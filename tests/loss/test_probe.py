@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from loss_cases import VOCABULARY, Points, Tokenizer, Tokens, made, make_trainer, points
+from kit.loss_cases import VOCABULARY, Points, Tokenizer, Tokens, made, make_trainer, points
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from sized_models import perceptron, resnet
+from kit.sized_models import perceptron, resnet
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -26,6 +26,7 @@ def model_and_batch() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return perceptron(1024)
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit(model_and_batch: tuple[nn.Module, Any]) -> None:
     model, batch = model_and_batch
     limit = estimate(model, ARGS, batch).peak - 1
@@ -48,6 +49,7 @@ def test_a_step_that_does_not_fit(model_and_batch: tuple[nn.Module, Any]) -> Non
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_text_and_json() -> None:
     model, batch = perceptron(4096)
     found = advise(model, ARGS, batch, device_memory="1MiB", device="cuda")
@@ -62,6 +64,7 @@ def test_text_and_json() -> None:
     assert values["options"][0]["peak"] == found.options[0].peak
 
 
+@pytest.mark.slow
 def test_memory_of_a_device_that_is_not_known() -> None:
     model, batch = perceptron(8)
     found = advise(model, ARGS, batch, device="xpu")
@@ -126,6 +129,7 @@ class Row(IterableDataset[dict[str, torch.Tensor]]):
         self.place = state_dict["place"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["list", "iterable"])
 def test_a_trainer_estimates_and_trains_as_if_it_had_not(kind: str, tmp_path: Path) -> None:
     def trained(estimates: bool) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sized_models import MODELS, bert, freeze_half, gpt2, perceptron, resnet, without_onednn
+from kit.sized_models import MODELS, bert, freeze_half, gpt2, perceptron, resnet, without_onednn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,6 +42,7 @@ def arguments(**given: Any) -> TrainingArguments:
     return TrainingArguments(use_cpu=True, **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_peak_is_that_of_a_real_step(model: str, way: str) -> None:
@@ -159,6 +160,7 @@ def test_values_that_are_known_choose() -> None:
     assert measure(Choosing(False), arguments(), batch).peak > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["real", "meta", "trained"])
 def test_the_callers_model_stays_as_it_is(kind: str) -> None:
     module, batch = bert()
@@ -345,6 +347,7 @@ def measured_with_buckets(module: nn.Module, args: TrainingArguments, batch: Any
     return peak_on_cpu(step) + buckets
 
 
+@pytest.mark.slow
 def test_a_gpu_is_estimated_without_one() -> None:
     module, batch = bert()
     cpu, gpu = (estimate(module, arguments(), batch, device=device) for device in ("cpu", "cuda:0"))
@@ -359,6 +362,7 @@ def test_a_gpu_is_estimated_without_one() -> None:
     assert gpu.nbytes("temporary") > 2 * cpu.nbytes("temporary")  # of all parameters at once
 
 
+@pytest.mark.slow
 def test_a_gpu_with_less() -> None:
     module, batch = bert()
     gpu = estimate(module, arguments(), batch, device="cuda")

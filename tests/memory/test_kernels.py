@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from sized_models import without_onednn
+from kit.sized_models import without_onednn
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

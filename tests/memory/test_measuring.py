@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from sized_models import perceptron
+from kit.sized_models import perceptron
 from torch import nn
 
 from trainer_kit import Precision, SingleDevice, TrainingArguments

@@ -286,6 +286,7 @@ def test_it_says_what_would_fail(tmp_path: Path, case: str) -> None:
     assert "train() would fail" in str(found)
 
 
+@pytest.mark.slow
 def test_samples_that_come_only_once_are_left_alone(tmp_path: Path) -> None:
     rows = iter(samples())
     found = plan(tmp_path, train=rows, max_steps=8, eval_strategy="no", evaluation=None)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import browser
 import pytest
-from run_logs import eventful, finished
+from kit import browser
+from kit.run_logs import eventful, finished
 
 from trainer_kit.report import write_report
 
-pytestmark = pytest.mark.skipif(browser.COMMAND is None, reason="there is no chromium or google-chrome")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(browser.COMMAND is None, reason="there is no chromium or google-chrome"),
+]
 
 # Colours as the browser computes them, and elements that reach beyond the screen.
 GROUND = "getComputedStyle(document.body).backgroundColor"

@@ -8,8 +8,8 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pytest
+from kit.run_logs import eventful, finished
 from matplotlib.image import imread
-from run_logs import eventful, finished
 
 from trainer_kit import report
 from trainer_kit.report import drawing, write_report
@@ -67,6 +67,7 @@ def test_ticks_are_where_they_say() -> None:
     assert words([10, 20], [math.nan, math.inf]) == ["10", "15", "20", "step"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compared", [False, True])
 def test_a_picture(tmp_path: Path, compared: bool) -> None:
     others = [eventful(tmp_path / "日本 $x$")] if compared else []

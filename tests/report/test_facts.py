@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from run_logs import RunLog, eventful, finished
+from kit.run_logs import RunLog, eventful, finished
 
 from trainer_kit.report import facts
 from trainer_kit.report.history import RunHistory

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_logs import RunLog, eventful
+from kit.run_logs import RunLog, eventful
 
 from trainer_kit.report.history import RunHistory
 from trainer_kit.utils.run_log import read_log

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_logs import RunLog, eventful, finished
+from kit.run_logs import RunLog, eventful, finished
 
 from trainer_kit.report import write_report
 from trainer_kit.report.markdown import escaped, sparkline

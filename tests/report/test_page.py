@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from run_logs import RunLog, eventful, finished
+from kit.run_logs import RunLog, eventful, finished
 
 from trainer_kit.report import FORMATS, write_report
 
@@ -167,6 +167,7 @@ def test_a_log_that_was_cut_is_shown_and_told(tmp_path: Path) -> None:
     assert told in Document(write_report(folder).read_text(encoding="utf-8")).texts
 
 
+@pytest.mark.slow
 def test_values_that_are_not_finite_are_marked(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.start()

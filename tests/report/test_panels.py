@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 import numpy as np
-from run_logs import RunLog, finished
+from kit.run_logs import RunLog, finished
 
 from trainer_kit.report import blocks, wording
 from trainer_kit.report.facts import notices

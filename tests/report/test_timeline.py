@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_logs import BEGIN, RunLog, eventful, finished
+from kit.run_logs import BEGIN, RunLog, eventful, finished
 
 from trainer_kit.report.history import RunHistory
 from trainer_kit.report.timeline import Timeline

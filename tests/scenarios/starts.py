@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 import torch._dynamo  # optimizers import it, which takes a second
-from ranks import free_port
+from kit.ranks import free_port
 from scenarios import task
 from scenarios.moments import Death, Read, ReadStateless, ReadStream, Watch
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import torch
-from ranks import free_port, on_ranks, try_on_ranks
+from kit.ranks import free_port, on_ranks, try_on_ranks
 from scenarios import rank_task, task
 
 from trainer_kit import Callback, NonFiniteError, Run

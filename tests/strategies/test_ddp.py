@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import RankFailed, on_ranks, try_on_ranks
+from kit.ranks import RankFailed, on_ranks, try_on_ranks
 from torch import nn
 
 from trainer_kit import Callback, Run, SingleDevice, Strategy, Trainer, TrainingArguments
@@ -103,6 +103,7 @@ def train_tokens(
 
 
 # (samples, samples of a step over all processes per micro-batch, accumulation)
+@pytest.mark.distributed
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kind", ["mean", "pair", "pair on the device"])
 @pytest.mark.parametrize(("samples", "per_rank", "accumulation"), [(13, 1, 1), (13, 2, 2), (7, 2, 3), (5, 3, 1)])
@@ -120,6 +121,7 @@ def test_gradients_are_those_of_one_process(
         torch.testing.assert_close(each["weights"], alone["weights"], rtol=0, atol=1e-12)
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     "options", [{"find_unused_parameters": True}, {"gradient_as_bucket_view": False}, {"bucket_cap_mb": 1}], ids=str
 )
@@ -129,12 +131,14 @@ def test_options_of_torchs_own_change_no_number(tmp_path: Path, options: dict[st
         torch.testing.assert_close(each["weights"], alone["weights"], rtol=0, atol=1e-12)
 
 
+@pytest.mark.distributed
 def test_a_static_graph_changes_no_number(tmp_path: Path) -> None:
     alone = train_tokens(str(tmp_path), 8, 4, 1, "mean")
     for each in on_ranks(2, train_tokens, str(tmp_path), 8, 2, 1, "mean", static_graph=True):
         torch.testing.assert_close(each["weights"], alone["weights"], rtol=0, atol=1e-12)
 
 
+@pytest.mark.distributed
 def test_compressed_gradients_are_sent_in_bfloat16(tmp_path: Path) -> None:
     first, second = on_ranks(2, train_tokens, str(tmp_path), 8, 2, 1, "mean", gradient_compression="bf16")
     torch.testing.assert_close(first["weights"], second["weights"], rtol=0, atol=0)
@@ -197,6 +201,8 @@ def nothing() -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.smoke
+@pytest.mark.distributed
 def test_weights_and_buffers_are_the_main_ones_everywhere(tmp_path: Path) -> None:
     """Models that begin with other weights, and a batch norm that sees other samples."""
     first, second = on_ranks(2, train_branches, str(tmp_path), nothing)
@@ -210,6 +216,7 @@ def frozen() -> dict[str, Any]:
     return {"callbacks": [Freezing("used.*", until_step=2), Freezing("norm.*", from_step=3, until_step=5)]}
 
 
+@pytest.mark.distributed
 def test_freezing_and_unfreezing_keeps_gradients_exchanged(tmp_path: Path) -> None:
     first, second = on_ranks(2, train_branches, str(tmp_path), frozen)
     for name, value in first.items():
@@ -224,6 +231,7 @@ def with_spare_allowed() -> dict[str, Any]:
     return {"strategy": DDP(device="cpu", find_unused_parameters=True)}
 
 
+@pytest.mark.distributed
 def test_parameters_without_a_loss_are_named(tmp_path: Path) -> None:
     for result in try_on_ranks(2, train_branches, str(tmp_path), with_spare):
         assert isinstance(result, RankFailed)
@@ -241,6 +249,7 @@ def with_a_method() -> dict[str, Any]:
     return {"compute_loss": by_a_method}
 
 
+@pytest.mark.distributed
 def test_a_loss_that_goes_round_the_model_is_refused(tmp_path: Path) -> None:
     for result in try_on_ranks(2, train_branches, str(tmp_path), with_a_method):
         assert isinstance(result, RankFailed)
@@ -273,6 +282,7 @@ def train_odd(folder: str) -> tuple[int, dict[str, Any]]:
     return len(trainer.run.model.cache), state  # type: ignore[arg-type]
 
 
+@pytest.mark.distributed
 def test_buffers_of_any_kind_are_the_main_ones_and_caches_are_left_alone(tmp_path: Path) -> None:
     (first_cache, first), (second_cache, second) = on_ranks(2, train_odd, str(tmp_path))
     assert first == second
@@ -296,6 +306,7 @@ def train_growing(folder: str) -> None:
     ).train()  # fmt: skip
 
 
+@pytest.mark.distributed
 def test_a_kept_buffer_that_grows_is_refused(tmp_path: Path) -> None:
     for result in try_on_ranks(2, train_growing, str(tmp_path)):
         assert "the buffer seen had the shape [1] and now has [2]" in str(result.error)
@@ -308,11 +319,13 @@ def train_with_a_strange_parameter(folder: str) -> None:
     Trainer(model, quiet(folder), points(), optimizer=optimizer).train()
 
 
+@pytest.mark.distributed
 def test_parameters_that_are_not_the_models_are_refused(tmp_path: Path) -> None:
     for result in try_on_ranks(2, train_with_a_strange_parameter, str(tmp_path)):
         assert "the optimizer has 1 parameters that are not the model's" in str(result.error)
 
 
+@pytest.mark.distributed
 def test_a_static_graph_accumulates_too(tmp_path: Path) -> None:
     alone = train_tokens(str(tmp_path), 8, 4, 2, "mean")
     for each in on_ranks(2, train_tokens, str(tmp_path), 8, 2, 2, "mean", static_graph=True):
@@ -335,6 +348,7 @@ def train_signed(folder: str) -> float:
     return Trainer(Signed(), quiet(folder, max_steps=4, learning_rate=0.01), data).train().training_loss
 
 
+@pytest.mark.distributed
 def test_a_stand_in_keeps_labels_that_are_no_numbers_of_classes(tmp_path: Path) -> None:
     first, second = on_ranks(2, train_signed, str(tmp_path))
     assert first == second
@@ -353,6 +367,7 @@ def train_shares(folder: str) -> None:
     Trainer(Branches(), quiet(folder, max_steps=20), Share(), strategy=strategy).train()
 
 
+@pytest.mark.distributed
 def test_a_stream_that_divides_itself_by_rank_is_refused(tmp_path: Path) -> None:
     for result in try_on_ranks(2, train_shares, str(tmp_path)):
         assert "train_dataset does not give all processes the same samples" in str(result.error)
@@ -376,6 +391,7 @@ def train_broken(folder: str) -> None:
     Trainer(Branches(), quiet(folder), Broken(), strategy=strategy).train()
 
 
+@pytest.mark.distributed
 def test_data_that_one_rank_cannot_read_ends_all(tmp_path: Path) -> None:
     first, second = try_on_ranks(2, train_broken, str(tmp_path))
     assert "another process of this run could not read its data" in str(first.error)
@@ -411,6 +427,7 @@ def train_again(folder: str) -> list[str]:
     return ends
 
 
+@pytest.mark.distributed
 def test_a_program_that_catches_the_end_of_a_training_can_train_again(tmp_path: Path) -> None:
     expected = ["CallbackError 3", "evaluated", "SystemExit 3", "evaluated", "ended 6", "evaluated"]
     for ends in on_ranks(2, train_again, str(tmp_path)):
@@ -434,6 +451,7 @@ def resume_as_only_the_main_process_asks(folder: str) -> int:
     return steps[0]
 
 
+@pytest.mark.distributed
 def test_the_main_process_says_where_to_resume(tmp_path: Path) -> None:
     assert on_ranks(2, resume_as_only_the_main_process_asks, str(tmp_path)) == [3, 3]
 
@@ -443,6 +461,7 @@ def save_untrained(folder: str) -> bool:
     return (Path(folder) / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.distributed
 def test_a_model_can_be_saved_before_it_is_trained(tmp_path: Path) -> None:
     assert on_ranks(2, save_untrained, str(tmp_path)) == [True, True]
 
@@ -469,6 +488,7 @@ def collectives() -> dict[str, Any]:
     }
 
 
+@pytest.mark.distributed
 def test_collectives_on_three_ranks() -> None:
     results = on_ranks(3, collectives)
     for rank, result in enumerate(results):
@@ -499,6 +519,7 @@ def failing_on_main(portable: bool) -> None:
     strategy.on_main(fail)
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("portable", [True, False])
 def test_what_fails_on_the_main_process_fails_everywhere(portable: bool) -> None:
     first, second = try_on_ranks(2, failing_on_main, portable)
@@ -520,6 +541,7 @@ def forward_without_the_first() -> None:
         model(torch.ones(1, 2))
 
 
+@pytest.mark.distributed
 def test_a_process_that_is_lost_in_a_forward_pass_is_told_as_lost() -> None:
     _, second = try_on_ranks(2, forward_without_the_first)
     assert isinstance(second, RankFailed)
@@ -533,6 +555,7 @@ def different(folder: str, what: str) -> None:
     Trainer(Branches(), args, points(12 + rank if what == "data" else 12)).train()
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("what", "named"),
     [
@@ -553,6 +576,7 @@ def other_models() -> None:
     strategy.prepare(nn.Linear(4, 4 + strategy.rank))
 
 
+@pytest.mark.distributed
 def test_another_model_on_a_rank_is_named() -> None:
     for result in try_on_ranks(2, other_models):
         assert "parameter weight differs: '[5, 4] torch.float32' on rank 1, '[4, 4] torch.float32' on rank 0" in str(
@@ -573,6 +597,7 @@ def test_ddp_with_one_process_is_a_single_device() -> None:
     assert isinstance(strategy, SingleDevice)
 
 
+@pytest.mark.distributed
 def test_sync_batch_norm_on_the_cpu_is_refused() -> None:
     (result, _) = try_on_ranks(2, prepared_with_sync_batch_norm)
     assert "sync_batch_norm=True needs NVIDIA GPUs" in str(result.error)

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from ranks import RankFailed, on_ranks, try_on_ranks
+from kit.ranks import RankFailed, on_ranks, try_on_ranks
 
 from trainer_kit.strategies import multinode
 from trainer_kit.strategies.multinode import MultiNode, _described, route_to
@@ -80,6 +80,7 @@ def copied(folder: Path) -> dict[str, Any]:
         return {"path": str(path), "found": found, "is there": path.exists(), "log": records}
 
 
+@pytest.mark.distributed
 def test_a_checkpoint_is_sent_to_a_machine_that_does_not_see_it(tmp_path: Path) -> None:
     fill(tmp_path / "machine-0" / "checkpoint-3")
     other = tmp_path / "machine-1" / "checkpoint-3"
@@ -107,6 +108,7 @@ def copied_with_gpus(folder: Path) -> dict[str, Any]:
         return copied(folder)
 
 
+@pytest.mark.distributed
 def test_a_checkpoint_goes_from_machine_to_machine_without_a_group_of_some(tmp_path: Path) -> None:
     fill(tmp_path / "machine-0" / "checkpoint-3")
     results = on_ranks(4, copied_with_gpus, tmp_path)
@@ -127,6 +129,7 @@ def seen_by_all(folder: Path, can_mark: bool) -> tuple[str, bool, list[str]]:
         return str(path), whole, records
 
 
+@pytest.mark.distributed
 def test_a_shared_folder_is_read_where_it_is(tmp_path: Path) -> None:
     shared = fill(tmp_path / "shared")
     results = on_ranks(3, seen_by_all, tmp_path, True)
@@ -135,6 +138,7 @@ def test_a_shared_folder_is_read_where_it_is(tmp_path: Path) -> None:
     assert f"{shared} is shared by all machines" in results[0][2]
 
 
+@pytest.mark.distributed
 def test_a_folder_that_cannot_be_written_to_is_sent(tmp_path: Path) -> None:
     """A disk that is read-only for the main process: who sees it cannot be found out."""
     shared = fill(tmp_path / "shared")
@@ -157,6 +161,7 @@ def report(folder: Path) -> tuple[list[str], str]:
     return records, ""
 
 
+@pytest.mark.distributed
 def test_who_runs_where_and_what_is_shared(tmp_path: Path) -> None:
     (tmp_path / "machine-0" / "checkpoint-3").mkdir(parents=True)
     main, *others = on_ranks(3, report, tmp_path)
@@ -213,6 +218,7 @@ def copy_and_fail(folder: Path, what: str) -> None:
             strategy.teardown()
 
 
+@pytest.mark.distributed
 @pytest.mark.skipif(sys.platform == "win32", reason="limits of POSIX")
 @pytest.mark.parametrize(
     ("what", "sentence"),

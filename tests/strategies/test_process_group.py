@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import try_on_ranks
+from kit.ranks import try_on_ranks
 
 from trainer_kit.strategies import process_group as session
 from trainer_kit.strategies.ddp import DDP
@@ -55,6 +55,7 @@ def duplicate_gpu(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError("NCCL error: Duplicate GPU detected")
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("leaves_first", [0, 1])
 def test_processes_that_share_a_gpu_are_refused_before_nccl_meets(leaves_first: int) -> None:
     for result in try_on_ranks(3, join_with_gpus, ["A100 GPU-1a2b", GPU, GPU], leaves_first):
@@ -62,6 +63,7 @@ def test_processes_that_share_a_gpu_are_refused_before_nccl_meets(leaves_first: 
         assert f"ranks 1 and 2 on node1 share one GPU ({GPU})" in str(result.error)
 
 
+@pytest.mark.distributed
 def test_processes_with_gpus_of_their_own_go_on_to_meet() -> None:
     for result in try_on_ranks(2, join_with_gpus, [GPU, "A100 GPU-1a2b"], 0):
         assert "Duplicate GPU" in str(result.error)

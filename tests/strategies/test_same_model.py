@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankFailed, free_port, try_on_ranks
+from kit.ranks import RankFailed, free_port, try_on_ranks
 from torch import nn
 
 from trainer_kit import Accelerator, Trainer, TrainingArguments
@@ -91,6 +91,7 @@ def prepare(folder: str, what: str) -> None:
     Accelerator(cpu=True).prepare(optimizer or torch.optim.SGD(model.parameters()), model)
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("function", [train, prepare])
 @pytest.mark.parametrize("what", CASES)
 def test_what_differs_is_named_before_the_first_step(what: str, function: Any, tmp_path: Path) -> None:
@@ -110,6 +111,7 @@ def prepare_the_same() -> list[float]:
     return [float(parameter.detach().sum()) for model in prepared for parameter in model.parameters()]
 
 
+@pytest.mark.distributed
 def test_the_same_models_are_taken() -> None:
     first, second = try_on_ranks(2, prepare_the_same)
     assert not isinstance(first, RankFailed), first

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sync_debug import SyncDebug
+from kit.sync_debug import SyncDebug
 from torch import nn
 
 from trainer_kit import Callback, Run, SingleDevice, Trainer, TrainingArguments

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from taken_over import Left, written_here
+from kit.taken_over import Left, written_here
 
 from trainer_kit.cli.plan import show_plan
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from taken_over import Left, written_here
+from kit.taken_over import Left, written_here
 
 from trainer_kit import NonFiniteError
 from trainer_kit.checkpoint import CheckpointError, verify

@@ -50,6 +50,7 @@ run_script(sys.argv[1:], take_over)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "code"),
     [(["train.py"], 3), (["-m", "train"], 3), (["train.py", "fails"], 1), (["train.py", "leaves"], 143)],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import ForkedVerification
+from kit.forked import ForkedVerification
 
 from trainer_kit.cli.main import main
 from trainer_kit.errors import ScriptFailed
@@ -38,7 +38,14 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.scenario
 @pytest.mark.parametrize(
     ("way", "seed"),
-    [("", 1), ("", 2), ("stream", 3), ("stream falls back", 3), ("unsaved cache", 4), ("transformers", 5)],
+    [
+        pytest.param("", 1, marks=pytest.mark.smoke),
+        ("", 2),
+        ("stream", 3),
+        ("stream falls back", 3),
+        ("unsaved cache", 4),
+        ("transformers", 5),
+    ],
 )
 def test_an_honest_script_is_equal(way: str, seed: int, tmp_path: Path) -> None:
     result = verified(way, seed)

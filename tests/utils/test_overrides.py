@@ -147,6 +147,7 @@ def test_what_the_trainer_reads_can_be_set(tmp_path: Path) -> None:
     assert trainer.train().training_loss == 3.0
 
 
+@pytest.mark.slow
 def test_refusing_needs_no_transformers() -> None:
     code = (
         "import sys\n"

@@ -101,6 +101,7 @@ trees = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(trees)
 def test_split_and_join_give_the_tree_back(tree: Any) -> None:

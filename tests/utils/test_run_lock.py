@@ -153,6 +153,7 @@ def test_another_machine_is_taken_over_after_the_stated_time(quick: None, tmp_pa
     lock.release()
 
 
+@pytest.mark.slow
 def test_another_machine_that_is_silent_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -239,6 +240,7 @@ def test_of_many_that_find_a_dead_lock_one_takes_it(quick: None, tmp_path: Path)
     assert not (tmp_path / NAME).exists()
 
 
+@pytest.mark.slow
 def test_clocks_decide_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A holder whose file times lag behind lives; one whose times lie ahead may be dead."""
     monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.6)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disks import small_disk
+from kit.disks import small_disk
 
 from trainer_kit.callbacks import read_log
 
@@ -59,6 +59,7 @@ def test_what_is_lost_at_the_end_is_not_lost_in_silence() -> None:
     assert (done.returncode, done.stderr) == (0, lost)
 
 
+@pytest.mark.slow
 def test_what_is_printed_while_the_interpreter_ends() -> None:
     code = """
 import builtins, sys
@@ -215,7 +216,7 @@ def test_an_error_is_shown_where_its_file_has_no_room(tmp_path: Path, rank: int)
     script = tmp_path / "fail.py"
     script.write_text(
         "import os, sys, time\nfrom pathlib import Path\n"
-        f"sys.path.insert(0, {str(Path(__file__).parents[1])!r})\nfrom disks import fill\n"
+        f"sys.path.insert(0, {str(Path(__file__).parents[1])!r})\nfrom kit.disks import fill\n"
         f"if os.environ['RANK'] == '{rank}':\n    fill(Path(os.environ['TMPDIR']))\n    raise ValueError('boom')\n"
         "time.sleep(60)"
     )

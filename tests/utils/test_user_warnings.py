@@ -7,6 +7,7 @@ import threading
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 
 import trainer_kit
@@ -21,6 +22,7 @@ class Net(torch.nn.Linear):
         return {"loss": super().forward(x).mean()}
 
 
+@pytest.mark.slow
 def test_all_warnings_of_the_package_go_this_way() -> None:
     calls = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"

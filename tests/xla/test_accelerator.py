@@ -9,16 +9,16 @@ from unittest import mock
 
 import pytest
 import torch
-import xla_task
-from on_xla import on_cpu, on_xla
-from static_shapes import OnFour
+from kit import xla_task
+from kit.on_xla import on_cpu, on_xla
+from kit.static_shapes import OnFour
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainer_kit.accelerator import Accelerator, DistributedType, ProjectConfiguration, set_seed
 from trainer_kit.accelerator import accelerator as core
 
-pytestmark = pytest.mark.scenario
+pytestmark = pytest.mark.xla
 
 SAMPLES = 50
 TEST_SAMPLES = 21

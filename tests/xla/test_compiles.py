@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xla_task
-from on_xla import on_xla
+from kit import xla_task
+from kit.on_xla import on_xla
 
 from trainer_kit import Callback, Run
 
-pytestmark = pytest.mark.scenario
+pytestmark = pytest.mark.xla
 
 
 class Epochs(Callback):

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import xla_task
-from on_xla import on_cpu, on_xla
+from kit import xla_task
+from kit.on_xla import on_cpu, on_xla
 
 from trainer_kit import EvalPrediction
 
-pytestmark = pytest.mark.scenario
+pytestmark = pytest.mark.xla
 
 SAMPLES = 21  # two batches of 8 and one of 5
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import nbformat
 import pytest
+from kit.on_xla import QUICK, try_on_xla
 from nbclient import NotebookClient
-from on_xla import QUICK, try_on_xla
 
-pytestmark = pytest.mark.scenario
+pytestmark = pytest.mark.xla
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import xla_task
-from on_xla import ChildFailed, on_xla, try_on_xla
+from kit import xla_task
+from kit.on_xla import ChildFailed, on_xla, try_on_xla
 
 from trainer_kit import XLA
 
-pytestmark = pytest.mark.scenario
+pytestmark = pytest.mark.xla
 
 
 class Broken(xla_task.Points):

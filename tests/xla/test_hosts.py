@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-import xla_task
-from on_xla import QUICK, on_cpu, on_xla
+from kit import xla_task
+from kit.on_xla import QUICK, on_cpu, on_xla
 
 from trainer_kit import XLA, Callback, Run
 from trainer_kit.config import environment
 
-pytestmark = pytest.mark.scenario
+pytestmark = pytest.mark.xla
 
 
 class At(Callback):

@@ -15,16 +15,16 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from kit.on_xla import on_xla
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_notebook
-from on_xla import on_xla
 
 from trainer_kit import Trainer, TrainingArguments
 from trainer_kit.errors import ProcessFailed
 from trainer_kit.launch.notebook import notebook_launcher
 
-pytestmark = pytest.mark.scenario
+pytestmark = pytest.mark.xla
 
 ROOT = Path(__file__).parent.parent.parent
 MIB = 2**20

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import xla_task
-from on_xla import on_cpu, on_xla
+from kit import xla_task
+from kit.on_xla import on_cpu, on_xla
 
-pytestmark = pytest.mark.scenario
+pytestmark = pytest.mark.xla
 
 RATES = [1e-3, 2e-3, 0.0, 1e-8, 0.1, 1.0, 1e-6, 5e-7, 0.0, 0.9, 1e-3, 1e-3, 1e-3, 1e-3]
 """Among them all numbers that a step computes with: 0, 1, epsilon, weight decay, beta, what clipping adds."""

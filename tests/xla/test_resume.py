@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-import xla_task
-from on_xla import on_cpu, on_xla, try_on_xla
+from kit import xla_task
+from kit.on_xla import on_cpu, on_xla, try_on_xla
 from safetensors import safe_open
 
 from trainer_kit import Callback, Run, Trainer, TrainingArguments
 from trainer_kit.callbacks import EMA
 
-pytestmark = pytest.mark.scenario
+pytestmark = pytest.mark.xla
 
 STEPS = 8
 

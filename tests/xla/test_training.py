@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import xla_task
-from on_xla import on_cpu, on_xla
+from kit import xla_task
+from kit.on_xla import on_cpu, on_xla
 
-pytestmark = pytest.mark.scenario
+pytestmark = pytest.mark.xla
 
 Weights = dict[str, torch.Tensor]
 

@@ -95,6 +95,7 @@ def test_a_file_that_is_cut_short_anywhere_is_found(whole: Path, name: str) -> N
         assert name == "manifest.json" or f"truncated: {length} bytes instead of {len(content)}" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names())
 def test_a_flipped_bit_is_found(whole: Path, name: str) -> None:
     content = (whole / "checkpoint-2" / name).read_bytes()

@@ -118,6 +118,7 @@ def only_checkpoints(output_dir: Path) -> bool:
     return all(path.name.startswith("checkpoint-") for path in output_dir.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "lasts"),
     [(errno.ENOSPC, False), (errno.ENOSPC, True), (errno.EIO, False), (errno.EACCES, False)],
@@ -214,6 +215,7 @@ class States:
         return copy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [OLD, 7], ids=["replaces", "new"])
 def test_a_kill_or_a_power_cut_at_any_step(tmp_path: Path, step: int) -> None:
     output_dir = tmp_path / "run"
@@ -265,6 +267,7 @@ print(errors, committed)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs a file system in memory")
 @pytest.mark.parametrize("limit", ["size=2m", "size=8m,nr_inodes=30"])
 def test_a_disk_that_is_really_full(tmp_path: Path, limit: str) -> None:

@@ -349,6 +349,7 @@ def main(examples: int = _EXAMPLES, is_random: bool = False) -> None:
             each(whole, examples, is_random)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs a limit of memory")
 def test_hostile_files_are_refused_with_a_sentence_in_bounded_memory_and_time() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -248,6 +248,7 @@ def test_weights_that_the_manifest_does_not_list_are_not_loaded(tmp_path: Path) 
         load_weights(Tied(), checkpoint, is_verified=True)
 
 
+@pytest.mark.slow
 def test_a_device_map_moves_the_model(tmp_path: Path) -> None:
     """As scripts of accelerate's users give it; `meta` stands for a device that is not here."""
     accelerate = pytest.importorskip("accelerate")

@@ -46,6 +46,7 @@ def test_a_manifest_comes_back_and_describes_every_file(tmp_path: Path) -> None:
     manifest.check(tmp_path)
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
     make(tmp_path)
     content = (tmp_path / "manifest.json").read_bytes()

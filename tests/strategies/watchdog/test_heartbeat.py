@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-import watched
-from forked import fork_server
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import free_port
+from kit import watched
+from kit.forked import fork_server
+from kit.ranks import free_port
 
 from trainer_kit.strategies.ddp import DDP
 from trainer_kit.strategies.watchdog import heartbeat as module
@@ -113,7 +113,7 @@ def test_a_frozen_process_is_named_by_all_others(run: Run, frozen: int) -> None:
         assert run.name(frozen) in sentence
         assert "stopped" in sentence
         assert f"rank {rank} (this process) waited in " in sentence
-        assert "(tests/watched.py:" in sentence
+        assert "(kit/watched.py:" in sentence
         left = (
             json.loads((run.folder / f"error-{rank}.json").read_text()) if "Traceback" not in run.errors(rank) else {}
         )
@@ -128,7 +128,7 @@ def test_a_frozen_process_on_another_machine_is_named(run: Run) -> None:
     assert run.exit_code(0) == 1
     sentence = last_line(run.errors(0))
     assert sentence.startswith(f"rank 1 (south, {run.name(1)} has not answered for "), run.errors(0)
-    assert "; rank 0 (this process) waited in all_reduce, called in reduce (tests/watched.py:" in sentence
+    assert "; rank 0 (this process) waited in all_reduce, called in reduce (kit/watched.py:" in sentence
     left = json.loads((run.folder / "error-0.json").read_text())["message"]  # what torchrun's agent prints
     assert left["message"] == left["extraInfo"]["py_callstack"] == f"LostProcessError: {sentence}"
 
@@ -172,7 +172,7 @@ def test_a_killed_process_is_named_in_an_exception(run: Run) -> None:
     run.signal(1, signal.SIGKILL)
     assert run.exit_code(0) == 1
     sentence = last_line(run.errors(0))
-    assert sentence.startswith("trainer_kit.strategies.watchdog.heartbeat.LostProcessError: rank 1 (")
+    assert sentence.startswith("trainer_kit.errors.LostProcessError: rank 1 (")
     assert f"{run.name(1)} has ended without a message; rank 0 (this process) waited in " in sentence
 
 
@@ -223,13 +223,13 @@ def test_one_that_sleeps_is_named_in_a_warning_and_when_the_collective_ends(run:
         sentence = last_line(run.errors(rank))
         # The second one to end may have heard by then that the first one did, and why.
         assert re.search(rf"LostProcessError: (rank {2 - rank} \([^)]*\) ended: )?rank 1 \(", sentence), sentence
-        assert " s in sleep_for_ever (tests/watched.py:" in sentence
+        assert " s in sleep_for_ever (kit/watched.py:" in sentence
         assert f"{run.name(2 - rank)} has" not in sentence
     warnings = [line for line in run.errors(0).splitlines() if line.startswith("WARNING rank 1 (")]
     assert 1 <= len(warnings) <= 4
-    assert " s in sleep_for_ever (tests/watched.py:" in warnings[0]
+    assert " s in sleep_for_ever (kit/watched.py:" in warnings[0]
     assert ", while rank " in warnings[0]
-    assert " in all_reduce, called in reduce (tests/watched.py:" in warnings[0]
+    assert " in all_reduce, called in reduce (kit/watched.py:" in warnings[0]
     assert "WARNING" not in run.errors(2)
 
 
@@ -381,7 +381,7 @@ def test_an_uncaught_error_of_the_process_that_serves_the_store_is_heard(tmp_pat
     script.write_text(
         "import os, sys, atexit\n"
         "from pathlib import Path\n"
-        "import watched\n"
+        "from kit import watched\n"
         "rank, port = int(sys.argv[1]), int(sys.argv[2])\n"
         "member = watched.Member(rank, 2, port, Path(sys.argv[0]).parent, rank == 0, interval=3, patience=12)\n"
         "if rank == 0:\n"

@@ -26,7 +26,7 @@ class Guide:
     """
 
     def __init__(self, path: str) -> None:
-        self.text = (Path(__file__).parent.parent / path).read_text(encoding="utf-8")
+        self.text = (Path(__file__).parents[2] / path).read_text(encoding="utf-8")
         self.shell, self.python = (
             re.findall(rf"```{kind}\n(.*?)```", self.text, re.DOTALL) for kind in ("sh", "python")
         )

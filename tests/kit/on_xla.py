@@ -1,6 +1,6 @@
 """Functions run in processes of their own, forked from this one: torch_xla begins once in a process, and then stays.
 
-    from on_xla import on_cpu, on_xla
+    from kit.on_xla import on_cpu, on_xla
 
     def weights(strategy: str) -> dict[str, torch.Tensor]: ...
 

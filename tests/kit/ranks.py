@@ -1,6 +1,6 @@
 """Functions run on several processes of this machine, which stay alive between tests (importing torch takes seconds).
 
-    from ranks import on_ranks
+    from kit.ranks import on_ranks
 
     def gradients(rows: int) -> list[float]:      # of a module that children can import: a test module or its helper
         strategy = DDP()
@@ -29,10 +29,10 @@ import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
-from pathlib import Path
 from typing import Any
 
-_pools: dict[int, _Pool] = {}
+_pool: list[_Rank] = []
+"""The processes, by rank; a call on more of them starts those that are missing."""
 
 
 class RankFailed(AssertionError):
@@ -55,13 +55,14 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout:
 
 def try_on_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any) -> Any:
     """The same, with a `RankFailed` in place of what a rank that raised did not return."""
-    pool = _pools.get(world_size)
-    if pool is None:
-        pool = _pools[world_size] = _Pool(world_size)
     try:
-        return pool(function, args, kwargs, timeout)
+        _start(world_size - len(_pool))
+        port = free_port()
+        for rank, process in enumerate(_pool[:world_size]):
+            process.begin(rank, world_size, port, function, args, kwargs)
+        return [process.end(rank, world_size, timeout) for rank, process in enumerate(_pool[:world_size])]
     except BaseException:
-        _pools.pop(world_size).end()
+        _end()
         raise
 
 
@@ -72,45 +73,58 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class _Pool:
-    """Processes that wait for work."""
+class _Rank:
+    """A process that waits for work."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        with Listener(("127.0.0.1", 0), authkey=b"ranks") as listener:
-            environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-            command = [sys.executable, "-W", "error", __file__, str(listener.address[1])]
-            self.processes = [subprocess.Popen(command, env=environment) for _ in range(world_size)]
-            atexit.register(self.end)
-            listener._listener._socket.settimeout(60)  # type: ignore[attr-defined]  # accept() has no limit of its own
-            self.connections: list[Connection] = [listener.accept() for _ in range(world_size)]
+    def __init__(self, process: subprocess.Popen[bytes], connection: Connection) -> None:
+        self.process, self.connection = process, connection
 
-    def __call__(self, function: Callable[..., Any], args: Any, kwargs: Any, timeout: float) -> list[Any]:
-        port = free_port()
-        home = Path(sys.modules[function.__module__].__file__ or "")
-        for rank, connection in enumerate(self.connections):
-            place = {
-                "RANK": rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.world_size,
-                "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-            }  # fmt: skip
-            environment = {name: str(value) for name, value in place.items()}
-            # Pickled here: a Connection's own way would share tensors by file descriptors.
-            work = (environment, function.__module__, str(home), function.__qualname__, args, kwargs)
-            connection.send_bytes(pickle.dumps(work))
-        results = []
-        for rank, connection in enumerate(self.connections):
-            if not connection.poll(timeout):
-                raise AssertionError(f"rank {rank} of {self.world_size} does not end within {timeout} s")
-            result = pickle.loads(connection.recv_bytes())
-            results.append(RankFailed(rank, *result[1:]) if result[0] == "raised" else result[1])
-        return results
+    def begin(self, rank: int, world_size: int, port: int, function: Callable[..., Any], *given: Any) -> None:
+        place = {
+            "RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size,
+            "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        }  # fmt: skip
+        environment = {name: str(value) for name, value in place.items()}
+        home = str(sys.modules[function.__module__].__file__ or "")
+        # Pickled here: a Connection's own way would share tensors by file descriptors.
+        work = (environment, function.__module__, home, function.__qualname__, *given)
+        self.connection.send_bytes(pickle.dumps(work))
 
-    def end(self) -> None:
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait()
-        atexit.unregister(self.end)
+    def end(self, rank: int, world_size: int, timeout: float) -> Any:
+        if not self.connection.poll(timeout):
+            raise AssertionError(f"rank {rank} of {world_size} does not end within {timeout} s")
+        result = pickle.loads(self.connection.recv_bytes())
+        return RankFailed(rank, *result[1:]) if result[0] == "raised" else result[1]
+
+
+def _start(count: int) -> None:
+    """Start more processes."""
+    if count <= 0:
+        return
+    with Listener(("127.0.0.1", 0), authkey=b"ranks") as listener:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-W", "error", "-m", "kit.ranks", str(listener.address[1])]
+        processes = {
+            process.pid: process for process in (subprocess.Popen(command, env=environment) for _ in range(count))
+        }
+        listener._listener._socket.settimeout(60)  # type: ignore[attr-defined]  # accept() has no limit of its own
+        try:
+            for _ in range(count):
+                connection = listener.accept()
+                _pool.append(_Rank(processes.pop(connection.recv()), connection))
+        finally:
+            for process in processes.values():  # those that did not come
+                process.kill()
+                process.wait()
+
+
+@atexit.register
+def _end() -> None:
+    for rank in _pool:
+        rank.process.kill()
+    for rank in _pool:
+        rank.process.wait()
+    _pool.clear()
 
 
 def _function(module: str, home: str, name: str) -> Callable[..., Any]:
@@ -137,6 +151,7 @@ def _serve(port: int) -> None:
 
     dist.set_debug_level(dist.DebugLevel.OFF)
     connection = Client(("127.0.0.1", port), authkey=b"ranks")
+    connection.send(os.getpid())
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     while True:
         try:
