@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from trainer_kit.data.collate import stack
-from trainer_kit.data.map_loader import Reading, TrainLoader
+from trainer_kit.data.map_loader import LoaderConfig, TrainLoader
 from trainer_kit.data.sampling import Layout
 
 
@@ -35,9 +35,9 @@ class Counted(Dataset[Any]):
 def first_batch(step: int, length: int) -> tuple[float, int]:
     """Seconds until the batch of step `step` + 1 is there, and samples fetched beside its own."""
     dataset, layout = Counted(length), Layout(batch_size=8)
-    loader = TrainLoader(dataset, layout, Reading(stack, seed=0))
+    loader = TrainLoader(dataset, layout, LoaderConfig(stack, seed=0))
     begin = time.perf_counter()
-    batch = next(loader.micro_batches(epoch=0, position=step * layout.window, steps=1))
+    batch = next(loader.micro_batches(epoch=0, position=step * layout.global_batch_size, steps=1))
     seconds = time.perf_counter() - begin
     assert dataset.fetched[-len(batch.indices) :] == batch.indices
     return seconds, len(dataset.fetched) - len(batch.indices)

@@ -18,7 +18,7 @@ _COMPILED_STEPS = 10
 """Steps that may compile in the warm-up: a few lengths of text take less, a length for each batch takes more."""
 
 
-class _Mark(NamedTuple):
+class _Snapshot(NamedTuple):
     """What was compiled, and the newest shape of a batch (None before the first), at some point of the run."""
 
     compiles: int
@@ -38,7 +38,7 @@ class Compilation(Callback):
     """
 
     def __init__(self) -> None:
-        self._began = self._mark = _Mark(0, 0.0, None)
+        self._began = self._mark = _Snapshot(0, 0.0, None)
         self._training = self._warned = False
         self._is_warm = False
         self._warm_up_steps = self._last_warm_up_epoch = 0
@@ -93,7 +93,7 @@ class Compilation(Callback):
         prefix = "xla" if run.strategy.static_shapes else "compile"
         return {f"{prefix}/compiles": count, f"{prefix}/compile_seconds": seconds}
 
-    def _warn(self, run: Run, what: str, now: _Mark) -> None:
+    def _warn(self, run: Run, what: str, now: _Snapshot) -> None:
         self._warned = True
         shape = now.newest if now.newest is not self._mark.newest else None
         against = run.strategy.shapes.against_usual(shape) if shape is not None else None
@@ -108,8 +108,8 @@ class Compilation(Callback):
             )
 
 
-def _measure(run: Run) -> _Mark:
-    return _Mark(*run.strategy.device_info.compilations(), run.strategy.shapes.newest)
+def _measure(run: Run) -> _Snapshot:
+    return _Snapshot(*run.strategy.device_info.compilations(), run.strategy.shapes.newest)
 
 
 def _cause_without_shape(run: Run) -> tuple[str, str]:

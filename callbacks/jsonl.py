@@ -59,7 +59,7 @@ class JsonLines(Callback):
         self._state: TrainState | None = None  # of the training that is written down
         self._wrote = False
         self._failed = False
-        self._listener: _Listener | None = None
+        self._listener: _WarningListener | None = None
 
     def on_train_begin(self, run: Run) -> None:
         self._state = run.state
@@ -78,7 +78,7 @@ class JsonLines(Callback):
         )
         self._stop_listening()
         if run.strategy.is_main:
-            self._listener = _Listener(lambda source, message: self._warn(run, source, message))
+            self._listener = _WarningListener(lambda source, message: self._warn(run, source, message))
             self._listener.attach()
 
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
@@ -138,7 +138,7 @@ class JsonLines(Callback):
         self._failed = False
 
 
-class _Listener(logging.Handler):
+class _WarningListener(logging.Handler):
     """Hands on the warnings of Python and of trainer_kit's logger while it is attached.
 
     Args:

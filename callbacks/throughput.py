@@ -23,7 +23,7 @@ _LARGE = 2**40
 """Operations are summed over processes in multiples of this and the rest: 63 bits would not do for all in one."""
 
 
-class _Mark(NamedTuple):
+class _Interval(NamedTuple):
     """What was done until a moment; seconds are those of training, operations those of this process."""
 
     seconds: float
@@ -62,9 +62,9 @@ class Throughput(Callback):
     def __init__(self) -> None:
         self._operations = Operations()
         self._seconds: dict[str, float] = {}  # of the ledger, when the last record was made
-        self._recorded: _Mark | None = None  # when the last record was made
-        self._since: _Mark | None = None  # the same, or the end of a step that was counted since
-        self._counting_since: _Mark | None = None
+        self._recorded: _Interval | None = None  # when the last record was made
+        self._since: _Interval | None = None  # the same, or the end of a step that was counted since
+        self._counting_since: _Interval | None = None
         self._in_all = [0.0, 0.0, 0.0]  # of this start: seconds, operations of the model, of the hardware
         self._peak: float | None = None
         self._told: set[str] = set()
@@ -92,7 +92,7 @@ class Throughput(Callback):
             began, self._counting_since = self._counting_since, None
             assert self._since is not None
             step = (after - before for after, before in zip(self._measure(run)[1], began, strict=True))
-            self._since = _Mark(*(before + own for before, own in zip(self._since, step, strict=True)))
+            self._since = _Interval(*(before + own for before, own in zip(self._since, step, strict=True)))
 
     def on_rollback(self, run: Run, directory: Path) -> None:
         self._seconds, self._recorded = self._measure(run)
@@ -130,11 +130,11 @@ class Throughput(Callback):
         figures = self._use(run, *self._in_all) if self._in_all[1] else {}
         return figures | {"wall_seconds": sum(seconds.values())} | _by_activity(seconds)
 
-    def _measure(self, run: Run) -> tuple[dict[str, float], _Mark]:
+    def _measure(self, run: Run) -> tuple[dict[str, float], _Interval]:
         seconds, state, flops = run.ledger.seconds(), run.state, self._operations.so_far(run)
         training = sum(value for name, value in seconds.items() if name not in _NO_TRAINING)
         data = seconds.get("data", 0.0)
-        return seconds, _Mark(training, data, state.step, state.samples, state.tokens, flops.model, flops.hardware)
+        return seconds, _Interval(training, data, state.step, state.samples, state.tokens, flops.model, flops.hardware)
 
     def _flops(self, run: Run, model: float, hardware: float) -> tuple[float, float] | None:
         """The operations of all processes, which all take part; None where one does not know its own."""

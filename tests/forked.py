@@ -9,7 +9,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from trainer_kit.tools.verify.child import main
-from trainer_kit.tools.verify.recorder import Start
+from trainer_kit.tools.verify.recorder import RecordedStart
 from trainer_kit.tools.verify.verification import Verification
 
 # For all tests, since there is one server. Python before 3.13 looks for them without what pytest adds to sys.path, and
@@ -27,7 +27,7 @@ def fork_server() -> ForkServerContext:
 class ForkedVerification(Verification):
     """Its starts are children of a server that has imported everything but the script."""
 
-    def _execute(self, start: Start, log: Path) -> int:
+    def _execute(self, start: RecordedStart, log: Path) -> int:
         process = fork_server().Process(target=_run, args=(start.dumps(), self.words, str(log)))
         process.start()
         try:

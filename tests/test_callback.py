@@ -12,7 +12,7 @@ import torch
 from transformers import PrinterCallback
 
 from trainer_kit import Trainer
-from trainer_kit.callback import HOOKS, Callback, Events
+from trainer_kit.callback import HOOKS, Callback, CallbackList
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.errors import CallbackError
 from trainer_kit.run import Run
@@ -41,11 +41,13 @@ def arguments_of(hook: str) -> tuple[Any, ...]:
 @pytest.mark.parametrize("hook", HOOKS)
 def test_every_hook_reaches_those_who_override_it_and_only_them(run: Run, hook: str) -> None:
     heard: list[str] = []
-    events = Events([listener("Here", heard, hook), Callback(), *(listener(h, heard, h) for h in HOOKS if h != hook)])
+    events = CallbackList(
+        [listener("Here", heard, hook), Callback(), *(listener(h, heard, h) for h in HOOKS if h != hook)]
+    )
     if hook == "on_exception":
-        events.emit_exception(run, ValueError())
+        events.call_exception(run, ValueError())
     else:
-        events.emit(hook, run, *arguments_of(hook))
+        events.call(hook, run, *arguments_of(hook))
     assert heard == ["Here"]
 
 
@@ -59,23 +61,23 @@ def test_every_hook_of_the_base_can_be_called(run: Run) -> None:
 
 def test_an_unused_hook_costs_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
-    events = Events([listener("Other", [], "on_log"), Callback()])
+    events = CallbackList([listener("Other", [], "on_log"), Callback()])
     monkeypatch.setattr(Callback, "on_step_end", lambda self, run: called.append("base"))
-    events.emit("on_step_end", run)
+    events.call("on_step_end", run)
     assert called == []
 
 
 def test_a_hook_set_on_the_instance_is_heard_too(run: Run) -> None:
     callback, heard = Callback(), []
     callback.on_step_end = lambda run: heard.append(run)  # type: ignore[method-assign]
-    Events([callback]).emit("on_step_end", run)
+    CallbackList([callback]).call("on_step_end", run)
     assert heard == [run]
 
 
 def test_order_is_by_priority_then_as_given(run: Run) -> None:
     heard: list[str] = []
     given = [("a", 5), ("b", 0), ("c", -1), ("d", 0), ("e", 5)]
-    Events([listener(name, heard, priority=priority) for name, priority in given]).emit("on_step_end", run)
+    CallbackList([listener(name, heard, priority=priority) for name, priority in given]).call("on_step_end", run)
     assert "".join(heard) == "cbdae"
 
 
@@ -95,9 +97,9 @@ class Raising(Callback):
 
 def test_one_that_raises_is_named_with_the_hook(run: Run) -> None:
     error, heard = KeyError("x"), list[str]()
-    events = Events([Raising(error), listener("After", heard)])
+    events = CallbackList([Raising(error), listener("After", heard)])
     with pytest.raises(CallbackError, match="callback Raising raised in on_step_end: KeyError: 'x'") as caught:
-        events.emit("on_step_end", run)
+        events.call("on_step_end", run)
     assert caught.value.__cause__ is error
     assert heard == []
     with pytest.raises(CallbackError, match="callback Raising raised in metrics: KeyError") as caught:
@@ -108,13 +110,13 @@ def test_one_that_raises_is_named_with_the_hook(run: Run) -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
 def test_leaving_is_no_error_of_the_callback(run: Run, error: BaseException) -> None:
     with pytest.raises(type(error)):
-        Events([Raising(error)]).emit("on_step_end", run)
+        CallbackList([Raising(error)]).call("on_step_end", run)
 
 
 def test_all_are_told_of_an_exception_though_one_raises(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     heard: list[str] = []
-    events = Events([Raising(ValueError("second")), listener("After", heard, "on_exception")])
-    events.emit_exception(run, KeyError("first"))
+    events = CallbackList([Raising(ValueError("second")), listener("After", heard, "on_exception")])
+    events.call_exception(run, KeyError("first"))
     assert heard == ["After"]
     assert "callback Raising raised in on_exception: ValueError: second" in caplog.text
 
@@ -128,7 +130,7 @@ def test_numbers_are_merged_in_order(run: Run) -> None:
         def metrics(self, run: Run) -> dict[str, Any]:
             return {"b": 2}
 
-    assert Events([One(), Callback(), Two()]).metrics(run) == {"a": 1, "b": 2}
+    assert CallbackList([One(), Callback(), Two()]).metrics(run) == {"a": 1, "b": 2}
 
 
 class Counter(Callback):
@@ -147,17 +149,17 @@ class Other(Counter):
 
 
 def test_states_come_back_by_class_and_number() -> None:
-    saved = Events([Counter(1), Other(2), Counter(3), Callback(), Counter()]).state_dict()
+    saved = CallbackList([Counter(1), Other(2), Counter(3), Callback(), Counter()]).state_dict()
     assert saved == {"Counter": {"count": 1}, "Other": {"count": 2}, "Counter#2": {"count": 3}}
     callbacks = [Other(), Counter(), Counter(), Counter(9)]
-    Events(callbacks).load_state_dict(saved)
+    CallbackList(callbacks).load_state_dict(saved)
     assert [callback.count for callback in callbacks] == [2, 1, 3, 9]
 
 
 def test_a_state_whose_callback_is_gone_is_told_of() -> None:
     callback = Other()
     with pytest.warns(UserWarning, match="state of callback Counter, which this run does not have"):
-        Events([callback]).load_state_dict({"Counter": {"count": 1}, "Other": {"count": 2}})
+        CallbackList([callback]).load_state_dict({"Counter": {"count": 1}, "Other": {"count": 2}})
     assert callback.count == 2
 
 
@@ -212,11 +214,11 @@ class Gives(Callback):
     ],
 )
 def test_what_callbacks_give_is_plain_numbers_for_all(run: Run, value: Any, plain: float) -> None:
-    events = Events([Gives(mine=value)])
+    events = CallbackList([Gives(mine=value)])
     found: list[Any] = [events.metrics(run)["mine"], events.summary(run)["mine"]]
     for hook in ("on_log", "on_evaluate", "on_predict"):
         values: dict[str, Any] = {"step": 1}
-        events.emit(hook, run, values)
+        events.call(hook, run, values)
         found.append(values["mine"])
     assert [(type(each), each) for each in found] == [(type(plain), plain)] * 5
 
@@ -224,17 +226,17 @@ def test_what_callbacks_give_is_plain_numbers_for_all(run: Run, value: Any, plai
 @pytest.mark.parametrize("value", [torch.ones(2), np.ones(3), "warm", None, [1.0], 1j, torch.tensor(1j), object()])
 @pytest.mark.parametrize("hook", ["metrics", "on_evaluate"])
 def test_what_is_no_number_is_refused_by_name(run: Run, value: Any, hook: str) -> None:
-    events = Events([Gives(fine=1, mine=value)])
+    events = CallbackList([Gives(fine=1, mine=value)])
     with pytest.raises(
         CallbackError, match=rf"callback Gives raised in {hook}: TypeError: 'mine' is .*; give a number"
     ):
-        events.metrics(run) if hook == "metrics" else events.emit(hook, run, {})
+        events.metrics(run) if hook == "metrics" else events.call(hook, run, {})
 
 
 def test_what_compute_metrics_gave_stays_as_it_is(run: Run) -> None:
     matrix, metrics = np.ones((2, 2)), {"eval_loss": 1.0}
     metrics["eval_matrix"] = matrix  # type: ignore[assignment]
-    Events([Gives(mine=torch.tensor(2.0))]).emit("on_evaluate", run, metrics)
+    CallbackList([Gives(mine=torch.tensor(2.0))]).call("on_evaluate", run, metrics)
     assert metrics["eval_matrix"] is matrix
     assert metrics["mine"] == 2.0
 
@@ -249,7 +251,9 @@ def test_numbers_on_the_device_are_read_in_one_go(run: Run, monkeypatch: pytest.
 
     monkeypatch.setattr(run.strategy.collectives, "read_scalars", read)
     on_device = torch.empty((), device="meta")
-    events = Events([Gives(a=on_device, b=1), Gives(c=torch.empty(1, 1, device="meta")), Gives(d=torch.tensor(7.0))])
+    events = CallbackList(
+        [Gives(a=on_device, b=1), Gives(c=torch.empty(1, 1, device="meta")), Gives(d=torch.tensor(7.0))]
+    )
     assert events.metrics(run) == {"a": 0.0, "b": 1, "c": 1.0, "d": 7.0}
     assert reads == [2]
 
@@ -266,10 +270,10 @@ class Broken(Callback):
 
 def test_what_only_reports_ends_nothing(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     records: list[str] = []
-    events = Events([Broken(), listener("After", records, "on_log")])
+    events = CallbackList([Broken(), listener("After", records, "on_log")])
     with caplog.at_level(logging.WARNING, logger="trainer_kit"):
         for _ in range(3):
-            events.emit("on_log", run, {})
+            events.call("on_log", run, {})
             events.metrics(run)
     assert len(records) == 3
     (sentence,) = caplog.messages
@@ -277,9 +281,9 @@ def test_what_only_reports_ends_nothing(run: Run, caplog: pytest.LogCaptureFixtu
         "callback Broken raised in on_log: BrokenPipeError: [Errno 32] Broken pipe; training continues without what it "
         "reports"
     )
-    events.emit("on_train_begin", run)
+    events.call("on_train_begin", run)
     with caplog.at_level(logging.WARNING, logger="trainer_kit"):
-        events.emit("on_log", run, {})
+        events.call("on_log", run, {})
     assert caplog.messages == [sentence, sentence]
 
 
@@ -293,7 +297,7 @@ def test_only_its_own_callback_is_blamed_for_what_is_no_number(run: Run, caplog:
     records: list[str] = []
     record = {"loss": 1.0, "event": "kept"}
     with caplog.at_level(logging.WARNING, logger="trainer_kit"):
-        Events([Wrong(), listener("After", records, "on_log")]).emit("on_log", run, record)
+        CallbackList([Wrong(), listener("After", records, "on_log")]).call("on_log", run, record)
     (sentence,) = caplog.messages
     assert sentence.startswith("callback Wrong raised in on_log: TypeError: 'text' is 'fine', a str; ")
     assert (len(records), record) == (1, {"loss": 1.0, "event": "kept"})

@@ -71,7 +71,7 @@ def go_on(folder: Path, batch_size: int, accumulation: int, until: int) -> Left:
     assert isinstance(schedule, Schedule)
     vector = torch.nn.utils.parameters_to_vector(trainer.run.model.parameters())
     plan = trainer._checkpoints.plan
-    return Left(notes.steps, vector.tolist(), plan.place, plan.length, schedule.get_last_lr()[0])
+    return Left(notes.steps, vector.tolist(), plan.schedule_step, plan.schedule_length, schedule.get_last_lr()[0])
 
 
 def exact_trainer(folder: Path, *callbacks: Callback, batch_size: int, accumulation: int) -> Trainer:

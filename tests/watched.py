@@ -129,7 +129,12 @@ def waits_for_a_gpu(member: Member) -> None:
     member.train(5)
     member.is_ready()
     names: dict[str, Any] = {"sleep": time.sleep}
-    exec(compile("def item():\n    sleep(60)", str(Path(trainer_kit.__file__).with_name("figures.py")), "exec"), names)
+    exec(
+        compile(
+            "def item():\n    sleep(60)", str(Path(trainer_kit.__file__).parent / "loop" / "step_metrics.py"), "exec"
+        ),
+        names,
+    )
     names["item"]()
 
 

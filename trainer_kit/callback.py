@@ -1,4 +1,4 @@
-"""`Callback`, the hooks of a run, and `Events`, which calls them."""
+"""`Callback`, the hooks of a run, and `CallbackList`, which calls them."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ _Listener = tuple[Callback, str, Any]
 """A callback, its activity in the ledger, and its method for a hook."""
 
 
-class Events:
+class CallbackList:
     """Calls the callbacks' hooks in order and keeps their states.
 
     Args:
@@ -154,7 +154,7 @@ class Events:
         heard = [each for hook in ("on_evaluate", "metrics") for each, _, _ in self._listeners[hook]]
         return any(not type(each).__module__.startswith("trainer_kit.") for each in heard)
 
-    def emit_evaluation(self, run: Run, metrics: dict[str, Any], judge: Callable[[], None]) -> None:
+    def call_evaluation(self, run: Run, metrics: dict[str, Any], judge: Callable[[], None]) -> None:
         """Calls `on_evaluate`, and `judge` once those are called that may add to `metrics` (see `JUDGED`)."""
         listeners = self._listeners["on_evaluate"]
         adding = sum(callback.priority < JUDGED for callback, _, _ in listeners)
@@ -162,7 +162,7 @@ class Events:
         judge()
         self._call(listeners[adding:], "on_evaluate", run, metrics)
 
-    def emit(self, hook: str, run: Run, *arguments: Any) -> None:
+    def call(self, hook: str, run: Run, *arguments: Any) -> None:
         """Calls one hook of every callback that overrides it.
 
         Raises:
@@ -196,7 +196,7 @@ class Events:
             self._warned.add(callback)
             logger.warning("%s; training continues without what it reports", _named(callback, hook, error))
 
-    def emit_exception(self, run: Run, error: BaseException) -> None:
+    def call_exception(self, run: Run, error: BaseException) -> None:
         """Tells every listener of `error`; what one raises itself is logged, so that all are told."""
         for callback, _, method in self._listeners["on_exception"]:
             try:

@@ -61,14 +61,14 @@ class NonFiniteError(TrainerKitError, ArithmeticError):
     """The loss or a gradient was not finite, with `nonfinite="stop"` or "rollback".
 
     Attributes:
-        taken: The step; None in an error that came from another process.
+        span: The step; None in an error that came from another process.
         parameter: Name of the first parameter with a gradient that is not finite; None where all are.
         held: Whether the model's weights are those from before the step.
     """
 
-    def __init__(self, message: str, taken: Any = None, parameter: str | None = None, held: bool = False) -> None:
+    def __init__(self, message: str, span: Any = None, parameter: str | None = None, held: bool = False) -> None:
         super().__init__(message)
-        self.taken = taken
+        self.span = span
         self.parameter = parameter
         self.held = held
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from trainer_kit.callback import Callback, Events, checked_callbacks
+from trainer_kit.callback import Callback, CallbackList, checked_callbacks
 from trainer_kit.callbacks import default_callbacks
 from trainer_kit.checkpoint.format.export import save_model_folder
-from trainer_kit.checkpoint.manager import Checkpoints, check_stateful, check_storable
+from trainer_kit.checkpoint.manager import CheckpointManager, check_stateful, check_storable
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.build import (
     make_evaluation_batches,
@@ -23,18 +23,18 @@ from trainer_kit.data.build import (
     make_train_loader,
 )
 from trainer_kit.data.collate import Collator, default_collator
-from trainer_kit.data.map_loader import Window
+from trainer_kit.data.map_loader import GlobalBatch
 from trainer_kit.data.peek import first_batch
-from trainer_kit.debugging.crash_dump import Postmortem
+from trainer_kit.debugging.crash_dump import CrashDump
 from trainer_kit.errors import DoesNotFitError, EvaluationInterrupted, NonFiniteError
-from trainer_kit.loop.batch_size_finder import Fitting, evaluation_batch_size, halve_evaluation_batch
+from trainer_kit.loop.batch_size_finder import BatchSizeFinder, evaluation_batch_size, halve_evaluation_batch
 from trainer_kit.loop.evaluation import EvalPrediction, Evaluator, PredictionOutput
 from trainer_kit.loop.metrics import Metric, metrics_by_name
-from trainer_kit.loop.rank_sync import Agreement, check_same_start
-from trainer_kit.loop.step_metrics import Figures, Taken
+from trainer_kit.loop.rank_sync import RankSync, check_same_start
+from trainer_kit.loop.step_metrics import StepMetrics, StepSpan
 from trainer_kit.loop.train_step import Steps
 from trainer_kit.loss.loss import ComputeLoss, Loss, takes_column
-from trainer_kit.loss.probe import Inspection
+from trainer_kit.loss.probe import LossProbe
 from trainer_kit.optim import check_optimizer, make_optimizer, make_scheduler, own_scheduler
 from trainer_kit.profiling.time_ledger import Ledger
 from trainer_kit.run import Run, TrainOutput
@@ -169,7 +169,7 @@ class Trainer:
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         own = checked_callbacks(callbacks)
-        self.events = Events([*default_callbacks(args, own), *own])
+        self.events = CallbackList([*default_callbacks(args, own), *own])
         self.run = Run(
             args=args,
             strategy=strategy,
@@ -178,14 +178,14 @@ class Trainer:
             eval_dataset=eval_dataset,
             processing_class=processing_class,
         )
-        self._agreement = Agreement(self.run)
+        self._agreement = RankSync(self.run)
         self._began = False
         self._saved_step: int | None = None  # of the newest checkpoint of this start
-        self._postmortem: Postmortem | None = None  # while it trains
+        self._postmortem: CrashDump | None = None  # while it trains
         self._loss: Loss = None  # type: ignore[assignment]  # made by _prepare()
         self._steps: Steps = None  # type: ignore[assignment]  # made by _begin()
-        self._checkpoints: Checkpoints = None  # type: ignore[assignment]  # made by _begin()
-        self.events.emit("on_init_end", self.run)
+        self._checkpoints: CheckpointManager = None  # type: ignore[assignment]  # made by _begin()
+        self.events.call("on_init_end", self.run)
 
     @property
     def args(self) -> TrainingArguments:
@@ -216,7 +216,7 @@ class Trainer:
         run = self.run
         try:
             self._begin(resume_from_checkpoint)
-            self.events.emit("on_train_begin", run)
+            self.events.call("on_train_begin", run)
             first = (run.state.step, run.state.samples)
             begin = time.perf_counter()
             run.ledger.enter("loop")
@@ -230,27 +230,27 @@ class Trainer:
             seconds = time.perf_counter() - begin
             self._finish_save()  # the record at the end tells of it
             output = self._summary(seconds, *first)
-            if self._agreement.due.exit_code is None:
-                self.events.emit("on_log", run, output.metrics)
-            self.events.emit("on_train_end", run)
-            self._agreement.reach()
+            if self._agreement.pending.exit_code is None:
+                self.events.call("on_log", run, output.metrics)
+            self.events.call("on_train_end", run)
+            self._agreement.sync()
             self._serve()
             self._finish_save()
-            if self.args.load_best_model_at_end and self._agreement.due.exit_code is None:
+            if self.args.load_best_model_at_end and self._agreement.pending.exit_code is None:
                 self._checkpoints.load_best()
-            self._agreement.reach()  # a signal that came meanwhile
+            self._agreement.sync()  # a signal that came meanwhile
             self._checkpoints.saver.close()
-            if self._checkpoints.saver.failed and self._agreement.due.exit_code is None:
+            if self._checkpoints.saver.failed and self._agreement.pending.exit_code is None:
                 raise self._checkpoints.saver.error()
             warn_of_failed_streams()
-            self.events.emit("on_exit", run)
-            self._agreement.reach()
-            exit_code = self._agreement.due.exit_code
+            self.events.call("on_exit", run)
+            self._agreement.sync()
+            exit_code = self._agreement.pending.exit_code
         except BaseException as error:
             try:
                 self._keep_what_there_is(error)
             finally:
-                self.events.emit_exception(run, error)
+                self.events.call_exception(run, error)
                 run.strategy.teardown(error)
             raise
         finally:
@@ -276,7 +276,7 @@ class Trainer:
 
     def _keep_what_there_is(self, error: BaseException) -> None:
         if self._checkpoints is not None:
-            self._checkpoints.saver.settle()
+            self._checkpoints.saver.drain()
             self._checkpoints.saver.close()
         if self._postmortem is not None:
             self._postmortem.write(error, self._checkpoints.newest, self._steps.micro, self._steps.fetching)
@@ -287,8 +287,8 @@ class Trainer:
         if run.state.step and hasattr(self.lr_scheduler, "state_dict"):
             raise ValueError("train() is called again, but lr_scheduler has run its course; give a function instead")
         run.state, run.requests, run.ledger = TrainState(), Requests(), Ledger()
-        self._checkpoints, self._figures, self._stopping = Checkpoints(run, self.events), Figures(run), False
-        self._agreement, self._saved_step, self._space_checked = Agreement(run), None, False
+        self._checkpoints, self._figures, self._stopping = CheckpointManager(run, self.events), StepMetrics(run), False
+        self._agreement, self._saved_step, self._space_checked = RankSync(run), None, False
         self._record: dict[str, Any] = {}  # the newest one
         self._records_metric: bool | None = None  # whether records hold metric_for_best_model; None before one is asked
         run.strategy.defer_gradient_sync(args.auto_find_batch_size)
@@ -308,7 +308,7 @@ class Trainer:
         self._checkpoints.find(run.strategy.collectives.broadcast(resume))
         fitting = None
         if args.auto_find_batch_size:
-            fitting = Fitting(run, self._loader)
+            fitting = BatchSizeFinder(run, self._loader)
             fitting.begin(self.compute_loss, self.optimizer)
         self._checkpoints.lay_out(self._loader)
         run.lr_scheduler = self._make_scheduler(run.optimizer)
@@ -323,7 +323,7 @@ class Trainer:
         self._steps = Steps(
             run, self.events, self._inspection, self._loader, self._checkpoints, self._agreement, fitting
         )
-        self._postmortem = Postmortem(run, self._loss, self._loader)
+        self._postmortem = CrashDump(run, self._loss, self._loader)
 
     def _prepare(self) -> None:
         """Brings strategy, model and loss together."""
@@ -332,14 +332,14 @@ class Trainer:
         run.ledger.keep_time_by(run.strategy.device_info.clock())
         check_same_start(run)
         self._loss = Loss(run.strategy.prepare(run.model), run.model, self.compute_loss)
-        self._inspection = Inspection(self._loss, run.strategy)
+        self._inspection = LossProbe(self._loss, run.strategy)
         self._reading = make_reading(self.args, run.strategy, self.collate)
 
     def _make_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
         run = self.run
         if self.lr_scheduler is None:
             plan = self._checkpoints.plan
-            return make_scheduler(optimizer, plan.scheduled(self.args), plan.length, plan.place)
+            return make_scheduler(optimizer, plan.scheduled(self.args), plan.schedule_length, plan.schedule_step)
         scheduler = own_scheduler(self.lr_scheduler, optimizer)
         if isinstance(scheduler, ReduceLROnPlateau) and (self.args.eval_strategy == "no" or run.eval_dataset is None):
             raise ValueError("ReduceLROnPlateau steps at evaluations; set eval_strategy and give eval_dataset")
@@ -349,11 +349,11 @@ class Trainer:
         """Goes back to the newest checkpoint; the samples of the bad step are passed over when it comes there again."""
         run = self.run
         self._finish_save()
-        if run.args.nonfinite != "rollback" or run.state.rollbacks >= run.args.max_rollbacks or error.taken is None:
+        if run.args.nonfinite != "rollback" or run.state.rollbacks >= run.args.max_rollbacks or error.span is None:
             raise error
-        bad, done, passed_over = error.taken, run.state.rollbacks, run.state.passed_over
+        bad, done, passed_over = error.span, run.state.rollbacks, run.state.passed_over
         found = run.state.micro_batch, run.state.eval_batch
-        directory = self._checkpoints.go_back()
+        directory = self._checkpoints.rollback()
         if directory is None:
             raise error
         run.state.rollbacks, (run.state.micro_batch, run.state.eval_batch) = done + 1, found
@@ -363,23 +363,23 @@ class Trainer:
             assert run.optimizer is not None
             run.lr_scheduler = self._make_scheduler(run.optimizer)
         self._figures.forget()
-        due = self._agreement.due
+        due = self._agreement.pending
         due.log = due.evaluate = due.save = False
         self._steps.open_data()
         logger.warning(
             "went back to %s (%d of %d times): %s", directory, run.state.rollbacks, run.args.max_rollbacks, error
         )
-        self.events.emit("on_rollback", run, directory)
+        self.events.call("on_rollback", run, directory)
         epoch, position = run.state.epoch, run.state.position
         if position and self._loader.epoch_length and not self._loader.steps_left(epoch, position):
             self._steps.leave_epoch()
-            self.events.emit("on_epoch_end", run)
+            self.events.call("on_epoch_end", run)
             self._ask_by_epoch()
 
     def _train_on(self) -> None:
-        run, args, steps, state, emit = self.run, self.args, self._steps, self.run.state, self.events.emit
+        run, args, steps, state, emit = self.run, self.args, self._steps, self.run.state, self.events.call
         # An evaluation that was broken off before the checkpoint, or a callback that has seen enough by then.
-        if self._agreement.reach():
+        if self._agreement.sync():
             self._serve()
         epoch_open = False
         while state.step < run.total_steps and not self._stopping:
@@ -403,17 +403,17 @@ class Trainer:
             if ends and args.logging_strategy != "no":
                 run.requests.log = True
             # An epoch's first window is fetched after on_epoch_begin, which may change the dataset.
-            if steps.look_ahead() if epoch_open and not ends else self._agreement.reach():
+            if steps.look_ahead() if epoch_open and not ends else self._agreement.sync():
                 self._serve()
             elif len(self._figures) >= _UNREAD:
                 self._read_figures()
 
-    def _note(self, window: Window) -> None:
+    def _note(self, window: GlobalBatch) -> None:
         """Keeps the figures of the step that is over, for a record."""
         # A step in which no label counts has no loss, not one of zero (labels on a device are not waited for).
         items = self._loss.items(window)
         has_items = not isinstance(items, int) or items > 0
-        self._figures.append(Taken(self.run.state.step, window.epoch, window.start, window.stop), has_items)
+        self._figures.append(StepSpan(self.run.state.step, window.epoch, window.start, window.stop), has_items)
 
     def _ask_by_step(self) -> None:
         args, requests, step = self.args, self.run.requests, self.run.state.step
@@ -428,7 +428,7 @@ class Trainer:
     def _serve(self) -> None:
         """Does what was asked for, in a fixed order: a checkpoint knows its evaluation."""
         self._checkpoints.lock.check()
-        run, due, reach = self.run, self._agreement.due, self._agreement.reach
+        run, due, reach = self.run, self._agreement.pending, self._agreement.sync
         if due.written:
             self._finish_save()
             if not (due.log or due.evaluate or due.save or due.stop):
@@ -466,7 +466,7 @@ class Trainer:
         with self.run.ledger.during("logging"):
             warn_of_failed_streams()
             self._record = self._figures.record() | self.events.metrics(self.run)
-            self.events.emit("on_log", self.run, self._record)
+            self.events.call("on_log", self.run, self._record)
 
     def _summary(self, seconds: float, first_step: int, first_sample: int) -> TrainOutput:
         state = self.run.state
@@ -507,7 +507,7 @@ class Trainer:
             self._prepare()
         with generators_kept(self.run.strategy.device):
             metrics = self._evaluated(dataset, metric_key_prefix)
-        self.events.emit("on_evaluate", self.run, metrics)
+        self.events.call("on_evaluate", self.run, metrics)
         return metrics
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
@@ -527,7 +527,7 @@ class Trainer:
             self._prepare()
         with generators_kept(self.run.strategy.device):
             output = self._run_evaluator(test_dataset, metric_key_prefix, keep=True)
-        self.events.emit("on_predict", self.run, output.metrics)
+        self.events.call("on_predict", self.run, output.metrics)
         return output
 
     def estimate(self, device_memory: int | str | None = None) -> Estimate:
@@ -565,9 +565,9 @@ class Trainer:
         Raises:
             ValueError: If there is no dataset or an empty one, or no checkpoint where one is asked for.
         """
-        from trainer_kit.planning import Subject, make_training_plan  # takes its time
+        from trainer_kit.planning import PlannedTraining, make_training_plan  # takes its time
 
-        subject = Subject(
+        subject = PlannedTraining(
             run=self.run,
             events=self.events,
             collate=self.collate,
@@ -586,7 +586,7 @@ class Trainer:
         name = self.args.metric_for_best_model or "eval_loss"
         if name not in metrics and self.args.metric_for_best_model is not None:
             self._add_callbacks_number(metrics, name)
-        self.events.emit_evaluation(run, metrics, lambda: self._judge(metrics, name))
+        self.events.call_evaluation(run, metrics, lambda: self._judge(metrics, name))
 
     def _judge(self, metrics: Mapping[str, Any], name: str) -> None:
         """Lets what an evaluation gave decide on the best checkpoint and on the learning rate."""
@@ -602,7 +602,7 @@ class Trainer:
                 f"{', '.join(metrics)}"
             )
         if self.args.metric_for_best_model is not None:
-            self._checkpoints.judge(float(value))
+            self._checkpoints.record_metric(float(value))
         if by_metric:
             run.lr_scheduler.step(value)
 
@@ -628,7 +628,7 @@ class Trainer:
         evaluator = Evaluator(run, self._inspection, self.metrics, self.compute_metrics)
         with run.ledger.during("evaluation"):
             try:
-                self.events.emit("on_evaluate_begin", run)
+                self.events.call("on_evaluate_begin", run)
                 while True:
                     batches = make_evaluation_batches(run, dataset, self._reading, evaluation_batch_size(run))
                     try:
@@ -636,7 +636,7 @@ class Trainer:
                     except DoesNotFitError as error:
                         halve_evaluation_batch(run, error)
             finally:
-                self.events.emit("on_evaluate_end", run)
+                self.events.call("on_evaluate_end", run)
 
     # Saving
 
@@ -672,20 +672,20 @@ class Trainer:
         self._finish_save()  # one at a time
         with self.run.ledger.during("saving"):
             state = self.run.strategy.model_state(self._loss.model)
-            self._checkpoints.begin_save(state, evaluation_is_due=self._agreement.due.evaluate)
+            self._checkpoints.begin_save(state, evaluation_is_due=self._agreement.pending.evaluate)
         self._saved_step = self.run.state.step
         if not self.args.async_save:
             self._finish_save()
 
     def _finish_save(self) -> None:
         """Waits for the checkpoint that is being written, if there is one."""
-        self._agreement.due.written = False
+        self._agreement.pending.written = False
         if not self._checkpoints.saver.is_busy:
             return
         with self.run.ledger.during("saving"):
             directory = self._checkpoints.saver.finish()
             if directory is not None:
-                self.events.emit("on_save", self.run, directory)
+                self.events.call("on_save", self.run, directory)
             else:
                 self._saved_step = None
 

@@ -16,7 +16,7 @@ from trainer_kit import SingleDevice, Strategy
 from trainer_kit.accelerator import Accelerator, PreparedLoader, set_seed
 from trainer_kit.accelerator import accelerator as core
 from trainer_kit.accelerator.concat import joined
-from trainer_kit.accelerator.wrappers import Flow
+from trainer_kit.accelerator.wrappers import AccumulationState
 from trainer_kit.strategies.collectives import Collectives
 from trainer_kit.strategies.device_info import DeviceInfo
 
@@ -62,7 +62,7 @@ def batches(strategy: Strategy, loader: DataLoader[Any], splits: bool) -> tuple[
 
     Names come with the rows.
     """
-    prepared = PreparedLoader(loader, strategy, Flow(strategy), 7, splits)
+    prepared = PreparedLoader(loader, strategy, AccumulationState(strategy), 7, splits)
     found = []
     for batch in chain(prepared, prepared):
         rows = batch["row"].flatten().tolist()
@@ -121,7 +121,7 @@ def test_batches_that_cannot_be_joined() -> None:
 def test_split_batches_names_the_devices() -> None:
     strategy = OnFour()
     with pytest.raises(ValueError, match="cannot split batches of 6 over 4 devices"):
-        PreparedLoader(DataLoader(Rows(8), batch_size=6), strategy, Flow(strategy), 0, split_batches=True)
+        PreparedLoader(DataLoader(Rows(8), batch_size=6), strategy, AccumulationState(strategy), 0, split_batches=True)
 
 
 def test_gather_for_metrics_leaves_out_the_repeats(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,35 +6,35 @@ from typing import Any
 
 import pytest
 
-from trainer_kit.callback import Events
+from trainer_kit.callback import CallbackList
 from trainer_kit.callbacks import Checkpointing
 from trainer_kit.run import Run
 
 
 def saved_steps(run: Run, take_step: Callable[[Run], None], metrics: dict[int, float], steps: int = 10) -> list[int]:
     """Goes through a run as the loop does, with an evaluation after each step in `metrics`; greater is better."""
-    events, saved = Events([Checkpointing()]), []
+    events, saved = CallbackList([Checkpointing()]), []
 
     def serve() -> None:
         if run.state.step in metrics and run.requests.evaluate:
             value = metrics[run.state.step]
             if run.state.best_metric is None or value > run.state.best_metric:
                 run.state.best_metric, run.state.best_step = value, run.state.step
-            events.emit("on_evaluate", run, {"eval_x": value})
+            events.call("on_evaluate", run, {"eval_x": value})
         if run.requests.save:
             saved.append(run.state.step)
-            events.emit("on_save", run, Path(f"checkpoint-{run.state.step}"))
+            events.call("on_save", run, Path(f"checkpoint-{run.state.step}"))
         run.requests.save = run.requests.evaluate = False
 
-    events.emit("on_train_begin", run)
+    events.call("on_train_begin", run)
     while run.state.step < steps:
         take_step(run)
-        events.emit("on_step_end", run)
+        events.call("on_step_end", run)
         if run.state.position == 0:
-            events.emit("on_epoch_end", run)
+            events.call("on_epoch_end", run)
         run.requests.evaluate = run.state.step in metrics
         serve()
-    events.emit("on_train_end", run)
+    events.call("on_train_end", run)
     serve()
     return saved
 

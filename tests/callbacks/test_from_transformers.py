@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerCallback
 
-from trainer_kit.callback import Events
+from trainer_kit.callback import CallbackList
 from trainer_kit.callbacks import from_transformers
 from trainer_kit.errors import CallbackError
 from trainer_kit.run import Run
@@ -32,42 +32,42 @@ for hook in [name for name in vars(TrainerCallback) if name.startswith("on_")]:
     setattr(Recorder, hook, listen)
 
 
-def train(run: Run, events: Events, take_step: Any, evaluations: Mapping[int, float], steps: int = 10) -> None:
+def train(run: Run, events: CallbackList, take_step: Any, evaluations: Mapping[int, float], steps: int = 10) -> None:
     """Goes through a run as the loop does, with an evaluation of a loss after the steps in `evaluations`."""
     requests = run.requests
-    events.emit("on_init_end", run)
-    events.emit("on_train_begin", run)
+    events.call("on_init_end", run)
+    events.call("on_train_begin", run)
     while run.state.step < steps and not requests.stop:
         if run.state.position == 0:
-            events.emit("on_epoch_begin", run)
-        events.emit("on_step_begin", run)
-        events.emit("on_substep_end", run)
-        events.emit("on_pre_optimizer_step", run)
-        events.emit("on_optimizer_step", run)
+            events.call("on_epoch_begin", run)
+        events.call("on_step_begin", run)
+        events.call("on_substep_end", run)
+        events.call("on_pre_optimizer_step", run)
+        events.call("on_optimizer_step", run)
         take_step(run)
-        events.emit("on_step_end", run)
+        events.call("on_step_end", run)
         if run.state.position == 0:
-            events.emit("on_epoch_end", run)
+            events.call("on_epoch_end", run)
         if requests.log or run.state.step % 5 == 0:
             record = {"step": run.state.step, "epoch": run.state.epochs, "loss": 0.5, "learning_rate": 0.1}
-            events.emit("on_log", run, record)
+            events.call("on_log", run, record)
         if requests.evaluate or run.state.step in evaluations:
             value = evaluations.get(run.state.step, 9.0)
             if run.state.best_metric is None or value < run.state.best_metric:
                 run.state.best_metric, run.state.best_step = value, run.state.step
-            events.emit("on_evaluate", run, {"eval_loss": value})
+            events.call("on_evaluate", run, {"eval_loss": value})
         if requests.save:
-            events.emit("on_save", run, Path(f"checkpoint-{run.state.step}"))
+            events.call("on_save", run, Path(f"checkpoint-{run.state.step}"))
         requests.log = requests.evaluate = requests.save = False
-    events.emit("on_train_end", run)
+    events.call("on_train_end", run)
 
 
 def test_all_hooks_and_what_they_are_given(make_run: Callable[..., Run], take_step: Any) -> None:
     run, callback = make_run(num_train_epochs=2), Recorder()
     run.processing_class, run.lr_scheduler = object(), object()
-    events = Events([from_transformers(callback)])
+    events = CallbackList([from_transformers(callback)])
     train(run, events, take_step, {3: 0.5}, steps=3)
-    events.emit("on_predict", run, {"test_loss": 0.25})
+    events.call("on_predict", run, {"test_loss": 0.25})
     step = ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"]
     assert [call[0] for call in callback.calls] == [
         *("on_init_end", "on_train_begin", "on_epoch_begin"),
@@ -95,7 +95,7 @@ def test_a_hook_that_is_not_overridden_costs_nothing() -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
 
     adapter = from_transformers(Quiet)
-    listeners = Events([adapter])._listeners
+    listeners = CallbackList([adapter])._listeners
     assert [callback for callback, _, _ in listeners["on_step_end"]] == [adapter]
     for hook in ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "metrics"):
         assert listeners[hook] == []
@@ -118,7 +118,7 @@ def test_control_becomes_requests(make_run: Callable[..., Run], take_step: Any, 
             return control
 
     run, recorder = make_run(), Recorder()
-    train(run, Events([from_transformers(Asks()), from_transformers(recorder)]), take_step, {})
+    train(run, CallbackList([from_transformers(Asks()), from_transformers(recorder)]), take_step, {})
     events = [(event, step) for event, step, _ in recorder.calls]
     if request_name == "stop":
         assert max(step for _, step in events) == 4
@@ -145,7 +145,7 @@ def test_leaving_an_epoch_is_refused(make_run: Callable[..., Run]) -> None:
             control.should_epoch_stop = True
 
     with pytest.raises(CallbackError, match=r"callback Skips raised in on_step_end.*should_epoch_stop"):
-        Events([from_transformers(Skips())]).emit("on_step_end", make_run())
+        CallbackList([from_transformers(Skips())]).call("on_step_end", make_run())
 
 
 EVALUATING = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
@@ -164,18 +164,18 @@ def test_early_stopping_of_transformers(
 ) -> None:
     run = make_run(**EVALUATING)
     callback = EarlyStoppingCallback(early_stopping_patience=2)
-    train(run, Events([from_transformers(callback)]), take_step, dict(enumerate(losses, start=1)))
+    train(run, CallbackList([from_transformers(callback)]), take_step, dict(enumerate(losses, start=1)))
     assert run.state.step == last_step
 
 
 def test_its_count_is_kept_over_a_resume(make_run: Callable[..., Run], take_step: Any) -> None:
     losses = dict(enumerate([5, 6, 7, 8, 9, 9, 9, 9, 9, 9], start=1))
     run = make_run(**EVALUATING)
-    events = Events([from_transformers(EarlyStoppingCallback(4))])
+    events = CallbackList([from_transformers(EarlyStoppingCallback(4))])
     train(run, events, take_step, losses, steps=3)
     resumed = make_run(**EVALUATING)
     resumed.state.load_state_dict(run.state.state_dict())
-    again = Events([from_transformers(EarlyStoppingCallback(4))])
+    again = CallbackList([from_transformers(EarlyStoppingCallback(4))])
     again.load_state_dict(events.state_dict())
     train(resumed, again, take_step, losses)
     assert resumed.state.step == 5
@@ -185,7 +185,7 @@ def test_the_printer_of_transformers(
     make_run: Callable[..., Run], take_step: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run()
-    train(run, Events([from_transformers(PrinterCallback)]), take_step, {7: 0.25})
+    train(run, CallbackList([from_transformers(PrinterCallback)]), take_step, {7: 0.25})
     assert capsys.readouterr().out.splitlines() == [
         "{'epoch': '1', 'loss': '0.5', 'learning_rate': '0.1'}",
         "{'eval_loss': '0.25', 'epoch': '1.4'}",
@@ -196,7 +196,7 @@ def test_the_printer_of_transformers(
 def test_the_bar_of_transformers(
     make_run: Callable[..., Run], take_step: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(make_run(), Events([from_transformers(ProgressCallback())]), take_step, {})
+    train(make_run(), CallbackList([from_transformers(ProgressCallback())]), take_step, {})
     captured = capsys.readouterr()
     assert "10/10" in captured.err
     assert "{'epoch': '1', 'loss': '0.5', 'learning_rate': '0.1'}" in captured.out
@@ -204,7 +204,7 @@ def test_the_bar_of_transformers(
 
 def test_the_log_history_is_complete_and_kept(make_run: Callable[..., Run], take_step: Any) -> None:
     run, callback = make_run(), Recorder()
-    events = Events([from_transformers(callback)])
+    events = CallbackList([from_transformers(callback)])
     train(run, events, take_step, {7: 0.25})
     expected = [
         {"epoch": 1.0, "loss": 0.5, "learning_rate": 0.1, "step": 5},

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from scenarios.task import Noisy, StopAt, Stream, digest, make_trainer
 
 from trainer_kit import Callback, Run, Trainer
-from trainer_kit.callback import Events
+from trainer_kit.callback import CallbackList
 from trainer_kit.callbacks import EarlyStopping, from_transformers
 from trainer_kit.checkpoint import CheckpointError, Committed, Manifest
-from trainer_kit.checkpoint.async_saver import Saver
+from trainer_kit.checkpoint.async_saver import AsyncSaver
 from trainer_kit.checkpoint.format.json_files import checksum
 from trainer_kit.checkpoint.format.manifest import FileEntry
 from trainer_kit.checkpoint.format.trainer_state import CheckedFile, _check_committed
@@ -375,7 +375,7 @@ def test_another_growth_interval_is_no_damage(tmp_path: Path, caplog: pytest.Log
 
 def test_a_checkpoint_that_is_saved_again_keeps_all_resumable(tmp_path: Path) -> None:
     """After a rollback that went back by more than one."""
-    saver = Saver(make_trainer(tmp_path).run, lambda directory: True, lambda: None)
+    saver = AsyncSaver(make_trainer(tmp_path).run, lambda directory: True, lambda: None)
     saver.committed = [Committed("checkpoint-2", 1), Committed("checkpoint-6", 3), Committed("checkpoint-4", 2)]
     again = saver._with(Committed("checkpoint-8", 0))
     assert [each.number for each in again] == [1, 3, 2, 4]
@@ -385,7 +385,7 @@ def test_a_checkpoint_that_is_saved_again_keeps_all_resumable(tmp_path: Path) ->
 def test_a_trial_changes_no_callback(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     inner = transformers.EarlyStoppingCallback(3)
-    events = Events([from_transformers(inner)])
+    events = CallbackList([from_transformers(inner)])
     [(name, state)] = events.state_dict().items()
     state["attributes"]["early_stopping_patience_counter"] = 2
     events.check_state_dict({name: state}, tmp_path)

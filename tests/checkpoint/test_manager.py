@@ -14,7 +14,7 @@ from scenarios.task import SAMPLES, Formats, Net, Noisy, StatelessStream, StopAt
 from trainer_kit import Callback, Run, load_checkpoint_in_model
 from trainer_kit.callbacks import read_log
 from trainer_kit.data.sampling import permutation
-from trainer_kit.report.history import History
+from trainer_kit.report.history import RunHistory
 
 STEPS = 24  # 62 samples in windows of 8: 8 steps an epoch, 3 epochs
 
@@ -268,11 +268,11 @@ def test_the_records_of_another_run_go_with_its_checkpoints(tmp_path: Path) -> N
     assert (earlier / "report.html").read_text() == "of the first run"
     assert len(tags(earlier)) == 1
     assert len(tags(tmp_path / "logs")) == 3  # of two evaluations, each before its training, and of this run
-    assert len(History(tmp_path).starts) == 1
+    assert len(RunHistory(tmp_path).starts) == 1
 
     train(resume=True)  # there is no checkpoint, but it is the same run
     assert not (tmp_path / "earlier-2").exists()
-    assert len(History(tmp_path).starts) == 2
+    assert len(RunHistory(tmp_path).starts) == 2
 
 
 def test_the_records_of_another_run_go_where_a_run_of_another_folder_goes_on(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ from trainer_kit.data.build import (
 )
 from trainer_kit.data.collate import stack
 from trainer_kit.data.iterable_loader import StreamLoader
-from trainer_kit.data.map_loader import Reading, TrainLoader
+from trainer_kit.data.map_loader import LoaderConfig, TrainLoader
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.device_info import DeviceInfo
 
-READING = Reading(stack, 0)
+READING = LoaderConfig(stack, 0)
 
 
 def make_run(dataset: Any, **arguments: Any) -> Run:
@@ -70,7 +70,7 @@ def test_reading_follows_the_arguments() -> None:
             self.device_info = PinningInfo(self.device)
 
     args = TrainingArguments(seed=7, dataloader_num_workers=3)
-    assert make_reading(args, Strategy(), stack) == Reading(stack, 7, 3, pin_memory=False)
+    assert make_reading(args, Strategy(), stack) == LoaderConfig(stack, 7, 3, pin_memory=False)
     assert make_reading(args, Pinning(), stack).pin_memory
     assert not make_reading(TrainingArguments(dataloader_pin_memory=False), Pinning(), stack).pin_memory
 

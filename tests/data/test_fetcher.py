@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trainer_kit.data.collate import stack
 from trainer_kit.data.fetcher import Fetcher
-from trainer_kit.data.sampling import Layout, Slot, evaluation_slots, mix, permutation, slots
+from trainer_kit.data.sampling import BatchIndices, Layout, evaluation_slots, mix, permutation, slots
 from trainer_kit.errors import DataError
 from trainer_kit.utils.rng import seed_generators
 
@@ -52,7 +52,7 @@ class Drawing:
         return 0.0
 
 
-def noises(dataset: Any, plan: list[Slot], seed: int = 1) -> dict[int, float]:
+def noises(dataset: Any, plan: list[BatchIndices], seed: int = 1) -> dict[int, float]:
     fetcher = Fetcher(dataset, stack, seed)
     found = {}
     for slot in plan:
@@ -62,7 +62,7 @@ def noises(dataset: Any, plan: list[Slot], seed: int = 1) -> dict[int, float]:
     return found
 
 
-def plan_of(layout: Layout, epoch: int = 0, position: int = 0, seed: int = 1) -> list[Slot]:
+def plan_of(layout: Layout, epoch: int = 0, position: int = 0, seed: int = 1) -> list[BatchIndices]:
     ranks = [layout._replace(rank=rank) for rank in range(layout.world_size)]
     order = permutation(LENGTH, seed, epoch)
     return [slot for rank in ranks for slot in slots(order, epoch, position, rank)]
@@ -211,8 +211,8 @@ class Table:
         return {"x": torch.full((2,), float(index)) + (torch.rand(2) if self.noisy else 0)}
 
 
-def _slot(indices: list[int]) -> Slot:
-    return Slot(0, 0, indices, True, 0, True, 0, len(indices), False)
+def _slot(indices: list[int]) -> BatchIndices:
+    return BatchIndices(0, 0, indices, True, 0, True, 0, len(indices), False)
 
 
 def test_a_table_is_read_many_rows_at_once() -> None:

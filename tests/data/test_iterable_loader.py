@@ -16,7 +16,7 @@ from xxhash import xxh3_64
 
 from trainer_kit.data.collate import stack
 from trainer_kit.data.iterable_loader import StreamLoader, stream_evaluation_batches
-from trainer_kit.data.map_loader import MicroBatch, Reading
+from trainer_kit.data.map_loader import LoaderConfig, MicroBatch
 from trainer_kit.data.sampling import Layout
 from trainer_kit.errors import DataError
 
@@ -74,7 +74,7 @@ class Stateful(Plain):
 
 
 def loader(dataset: Any, layout: Layout, workers: int = 0, **options: Any) -> StreamLoader:
-    return StreamLoader(dataset, layout, Reading(stack, SEED, workers), **options)
+    return StreamLoader(dataset, layout, LoaderConfig(stack, SEED, workers), **options)
 
 
 def state_at(place: int) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def samples(micro_batches: list[MicroBatch]) -> list[int]:
 
 def resumed_at(dataset: Any, layout: Layout, workers: int, steps: int, stop: MicroBatch) -> list[MicroBatch]:
     """The rest, as a new process would read it after the step that `stop` ends."""
-    window = stop.window
+    window = stop.global_batch
     epoch, position, state = window.epoch, window.stop, window.data_state
     if window.closes_epoch:
         epoch, position, state = epoch + 1, 0, None
@@ -108,7 +108,7 @@ def resumed_at(dataset: Any, layout: Layout, workers: int, steps: int, stop: Mic
 def test_resumed_at_any_step_it_gives_the_same_batches(kind: type[Plain], workers: int) -> None:
     layout, steps = Layout(3, 2), 8  # 19 samples: steps of 6, 6, 6, 1, and with two workers of 10 and 9
     whole = list(loader(kind(19), layout, workers).micro_batches(0, 0, steps))
-    ends = [place for place, micro in enumerate(whole) if micro.last]
+    ends = [place for place, micro in enumerate(whole) if micro.is_last]
     assert len(ends) == steps
     for taken, place in enumerate(ends, start=1):
         if workers and taken not in (1, 3, 4, 6):
@@ -116,9 +116,11 @@ def test_resumed_at_any_step_it_gives_the_same_batches(kind: type[Plain], worker
         torch.manual_seed(taken)
         rest = resumed_at(kind(19), layout, workers, steps - taken, whole[place])
         assert rows(rest) == rows(whole[place + 1 :])
-        assert [micro.window.data_state for micro in rest] == [micro.window.data_state for micro in whole[place + 1 :]]
-        assert [(m.number, m.last, m.window.stop) for m in rest] == [
-            (m.number, m.last, m.window.stop) for m in whole[place + 1 :]
+        assert [micro.global_batch.data_state for micro in rest] == [
+            micro.global_batch.data_state for micro in whole[place + 1 :]
+        ]
+        assert [(m.index, m.is_last, m.global_batch.stop) for m in rest] == [
+            (m.index, m.is_last, m.global_batch.stop) for m in whole[place + 1 :]
         ]
 
 
@@ -127,7 +129,7 @@ def test_resumed_at_any_step_it_gives_the_same_batches(kind: type[Plain], worker
 def test_workers_with_shards_of_different_sizes_are_resumed(shards: tuple[int, int], taken: int) -> None:
     dataset, layout = Stateful(sum(shards), shards), Layout(3)
     whole = list(loader(dataset, layout, 2).micro_batches(0, 0, 5))
-    first = sorted(samples([micro for micro in whole if micro.window.epoch == 0]))
+    first = sorted(samples([micro for micro in whole if micro.global_batch.epoch == 0]))
     assert first == list(range(len(first)))
     rest = resumed_at(Stateful(sum(shards), shards), layout, 2, 5 - taken, whole[taken - 1])
     assert rows(rest) == rows(whole[taken:])
@@ -152,7 +154,7 @@ def test_without_a_state_it_is_passed_over_with_a_warning(workers: int) -> None:
     one = loader(Plain(20), Layout(4), workers)
     whole = list(one.micro_batches(1, 0, 5))
     taken, said = (2, "8 samples") if workers == 0 else (3, "12 samples")
-    end = whole[taken - 1].window
+    end = whole[taken - 1].global_batch
     with pytest.warns(UserWarning, match=f"no state_dict: {said} of epoch 1 are read again and skipped") as caught:
         rest = list(one.micro_batches(1, end.stop, 5 - taken, end.data_state))
     assert len(caught) == 1
@@ -161,7 +163,7 @@ def test_without_a_state_it_is_passed_over_with_a_warning(workers: int) -> None:
 
 
 def test_reading_again_leaves_no_bar_in_a_log_file(capsys: pytest.CaptureFixture[str]) -> None:
-    first = list(loader(Plain(20), Layout(4)).micro_batches(0, 0, 2))[-1].window
+    first = list(loader(Plain(20), Layout(4)).micro_batches(0, 0, 2))[-1].global_batch
     with pytest.warns(UserWarning, match="no state_dict"):
         list(loader(Plain(20), Layout(4)).micro_batches(0, 8, 3, first.data_state))
     assert capsys.readouterr().err == ""
@@ -173,7 +175,7 @@ def test_with_another_batch_size_the_rest_of_the_samples_comes(kind: type[Plain]
     whole = list(loader(kind(64), Layout(4), workers).micro_batches(0, 0, 16))
     for taken in (1, 3, 15):
         rest = resumed_at(kind(64), Layout(5), workers, 30, whole[taken - 1])
-        here = [micro for micro in rest if micro.window.epoch == 0]
+        here = [micro for micro in rest if micro.global_batch.epoch == 0]
         assert here[0].start == 4 * taken
         assert sorted(samples(here)) == sorted(samples(whole[taken:]))
         if workers == 0:
@@ -199,18 +201,18 @@ def test_each_sample_once_an_epoch_in_counted_steps(
     steps = -(-used // (batch_size * accumulation))
     micro_batches = list(one.micro_batches(0, 0, 2 * steps))
     assert samples(micro_batches) == list(range(used)) * 2
-    windows = [micro.window for micro in micro_batches if micro.last]
+    windows = [micro.global_batch for micro in micro_batches if micro.is_last]
     assert [window.closes_epoch for window in windows] == ([False] * (steps - 1) + [True]) * 2
     assert sum(window.samples for window in windows) == 2 * used
     assert windows[-1].stop == used
     for micro in micro_batches:
-        assert micro.batch["x"][:, 2].eq(micro.window.epoch).all()  # told by set_epoch
+        assert micro.batch["x"][:, 2].eq(micro.global_batch.epoch).all()  # told by set_epoch
 
 
 def test_with_workers_each_sample_comes_once_where_the_dataset_divides_itself() -> None:
     micro_batches = list(loader(Plain(23), Layout(4), 2).micro_batches(0, 0, 6))
     assert sorted(samples(micro_batches)) == list(range(23))
-    assert [micro.window.closes_epoch for micro in micro_batches] == [False] * 5 + [True]
+    assert [micro.global_batch.closes_epoch for micro in micro_batches] == [False] * 5 + [True]
     noise = [row[1] for batch in rows(micro_batches) for row in batch]
     assert len(set(noise)) == 23
 
@@ -230,8 +232,8 @@ def test_a_length_tells_the_steps_of_an_epoch(length: int, layout: Layout, drop_
     micro_batches = one.micro_batches(0, 0, 100)
     taken = 0
     for micro in micro_batches:
-        taken += micro.last
-        if micro.window.closes_epoch and micro.last:
+        taken += micro.is_last
+        if micro.global_batch.closes_epoch and micro.is_last:
             break
     assert one.steps_left(0, 0) == taken
 
@@ -308,7 +310,7 @@ def test_a_dataset_that_raises_is_named_with_the_batch(workers: int) -> None:
 def test_another_number_of_workers_is_refused() -> None:
     first = next(loader(Stateful(20), Layout(2), 2).micro_batches(0, 0, 9))
     with pytest.raises(ValueError, match="states of 2 workers of an iterable dataset, but dataloader_num_workers=0"):
-        list(loader(Stateful(20), Layout(2)).micro_batches(0, 2, 5, first.window.data_state))
+        list(loader(Stateful(20), Layout(2)).micro_batches(0, 2, 5, first.global_batch.data_state))
 
 
 def test_a_state_that_cannot_be_loaded_is_no_state() -> None:
@@ -316,7 +318,7 @@ def test_a_state_that_cannot_be_loaded_is_no_state() -> None:
         def state_dict(self) -> dict[str, Any]:
             return {}
 
-    state = next(loader(HalfStateful(40), Layout(20)).micro_batches(0, 0, 2)).window.data_state
+    state = next(loader(HalfStateful(40), Layout(20)).micro_batches(0, 0, 2)).global_batch.data_state
     assert state is not None
     assert state["workers"][0]["mark"]["dataset"] is None
 
@@ -334,7 +336,7 @@ def test_a_state_is_a_copy() -> None:
         def state_dict(self) -> dict[str, Any]:
             return {"place": self.place, "seen": self.seen}
 
-    windows = [micro.window for micro in loader(Listed(160), Layout(32)).micro_batches(0, 0, 5)]
+    windows = [micro.global_batch for micro in loader(Listed(160), Layout(32)).micro_batches(0, 0, 5)]
     marks = [window.data_state["workers"][0]["mark"] for window in windows if window.data_state]
     assert [mark["dataset"] and len(mark["dataset"]["seen"]) for mark in marks] == [None, 32, 64, 96, 128]
 
@@ -342,7 +344,7 @@ def test_a_state_is_a_copy() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_evaluation_reads_each_sample_once_and_always_the_same(workers: int) -> None:
     def evaluated() -> list[list[list[float]]]:
-        reading = Reading(stack, SEED, workers)
+        reading = LoaderConfig(stack, SEED, workers)
         found = list(stream_evaluation_batches(Plain(11), Layout(4), reading))
         assert sum(counts.samples for _, counts in found) == 11
         return [batch["x"].tolist() for batch, _ in found]
@@ -359,7 +361,7 @@ def windows_of(ranks: list[list[MicroBatch]]) -> list[list[list[MicroBatch]]]:
     """The micro-batches by step, row and rank."""
     steps: list[list[list[MicroBatch]]] = []
     for row in zip(*ranks, strict=True):
-        if row[0].number == 0:
+        if row[0].index == 0:
             steps.append([])
         steps[-1].append(list(row))
     return steps
@@ -376,20 +378,25 @@ def check_dealt(ranks: list[list[MicroBatch]], alone: list[MicroBatch]) -> None:
             one = next(expected)
             assert micro.batch["x"].tolist() == one.batch["x"].tolist()
             assert (micro.counts, micro.start) == (one.counts, one.start)
-        assert one.last
+        assert one.is_last
         for micro in dealt[len(counted) :]:
             assert micro.counts == (0, 0, 0, 0)
             assert len(micro.batch["x"]) > 0
         for micro in dealt:
-            window = micro.window
+            window = micro.global_batch
             assert (window.epoch, window.stop, window.closes_epoch, window.data_state) == (
-                one.window.epoch, one.window.stop, one.window.closes_epoch, one.window.data_state,
-            )  # fmt: skip
+                one.global_batch.epoch,
+                one.global_batch.stop,
+                one.global_batch.closes_epoch,
+                one.global_batch.data_state,
+            )
         for rank in range(len(ranks)):
             own = [row[rank] for row in rows_of_step]
-            assert [micro.number for micro in own] == list(range(len(own)))
-            assert [micro.last for micro in own] == [False] * (len(own) - 1) + [True]
-            assert own[0].window.samples == own[0].window.labels == sum(micro.counts.samples for micro in own)
+            assert [micro.index for micro in own] == list(range(len(own)))
+            assert [micro.is_last for micro in own] == [False] * (len(own) - 1) + [True]
+            assert (
+                own[0].global_batch.samples == own[0].global_batch.labels == sum(micro.counts.samples for micro in own)
+            )
     assert next(expected, None) is None
 
 
@@ -416,7 +423,7 @@ def test_a_limit_only_cuts_what_a_process_has(
 ) -> None:
     """Samples, steps, positions and states are those without it; all processes have as many parts."""
     layout = Layout(*shape)
-    assume(not drop_last or length >= layout.row)
+    assume(not drop_last or length >= layout.global_micro_batch_size)
     numbers = []
     for rank in range(layout.world_size):
         own = layout._replace(rank=rank)
@@ -424,12 +431,15 @@ def test_a_limit_only_cuts_what_a_process_has(
         cut = [*loader(kind(length), own._replace(limit=limit), drop_last=drop_last).micro_batches(0, 0, 5)]
         counted = [[micro for micro in each if micro.counts.samples] for each in (whole, cut)]
         assert samples(counted[0]) == samples(counted[1])
-        ends = [[(micro.window.stop, micro.window.data_state) for micro in each if micro.last] for each in (whole, cut)]
+        ends = [
+            [(micro.global_batch.stop, micro.global_batch.data_state) for micro in each if micro.is_last]
+            for each in (whole, cut)
+        ]
         assert ends[0] == ends[1]
         places = {int(row[0]): micro.start for micro in counted[1] for row in micro.batch["x"].tolist()[:1]}
         assert all(place == sample for sample, place in places.items())
         assert all(1 <= len(micro.batch["x"]) <= limit for micro in cut)
-        numbers.append([(micro.number, micro.last) for micro in cut])
+        numbers.append([(micro.index, micro.is_last) for micro in cut])
     assert all(each == numbers[0] for each in numbers)
 
 
@@ -446,7 +456,9 @@ def test_another_number_of_processes_goes_on_exactly(kind: type[Plain], before: 
     first = list(loader(kind(41), Layout(3, 1, before, before - 1)).micro_batches(0, 0, taken))
     ranks = [resumed_at(kind(41), Layout(3, 2, after, rank), 0, 6, first[-1]) for rank in range(after)]
     check_dealt(ranks, resumed_at(kind(41), Layout(3, 2 * after), 0, 6, first[-1]))
-    seen = [row for step in windows_of(ranks) for row in step if row[0].window.epoch == first[-1].window.epoch]
+    seen = [
+        row for step in windows_of(ranks) for row in step if row[0].global_batch.epoch == first[-1].global_batch.epoch
+    ]
     rest = [sample for row in seen for micro in row if micro.counts.samples for sample in samples([micro])]
     assert rest == list(range(3 * before * taken, 41))
 
@@ -463,12 +475,14 @@ def test_without_the_last_only_whole_rows_are_trained_on(
         with pytest.raises(ValueError, match="train_dataset gave no sample"):
             list(loaders[0].micro_batches(0, 0, 1))
         return
-    steps = -(-used // layout.window)
+    steps = -(-used // layout.global_batch_size)
     ranks = [list(each.micro_batches(0, 0, 2 * steps)) for each in loaders]
     assert all(micro.counts.samples == size for rank in ranks for micro in rank)
     dealt = [micro for step in windows_of(ranks) for row in step for micro in row]
     assert samples(dealt) == list(range(used)) * 2
-    assert [micro.window.closes_epoch for micro in ranks[0] if micro.last] == ([False] * (steps - 1) + [True]) * 2
+    assert [micro.global_batch.closes_epoch for micro in ranks[0] if micro.is_last] == (
+        [False] * (steps - 1) + [True]
+    ) * 2
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -481,7 +495,7 @@ def test_the_steps_left_are_known_from_any_position(layout: Layout, position: in
         pass
 
     one = loader(SizedStateful(20), layout, drop_last=drop_last)
-    windows = [micro.window for micro in one.micro_batches(3, position, 20, state_at(position)) if micro.last]
+    windows = [micro.global_batch for micro in one.micro_batches(3, position, 20, state_at(position)) if micro.is_last]
     assert one.steps_left(3, position) == sum(window.epoch == 3 for window in windows)
 
 
@@ -493,7 +507,7 @@ def test_batches_of_other_processes_are_let_go() -> None:
         made.append(weakref.ref(batch["x"]))
         return batch
 
-    one = StreamLoader(Plain(40), Layout(1, 2, 4, 1), Reading(collate, SEED))
+    one = StreamLoader(Plain(40), Layout(1, 2, 4, 1), LoaderConfig(collate, SEED))
     micro_batches = one.micro_batches(0, 0, 4)
     assert next(micro_batches).batch["x"] is made[1]()
     assert len(made) == 12  # one row ahead
@@ -509,16 +523,16 @@ def test_a_stand_in_is_counted_as_other_batches_are() -> None:
             "labels": torch.zeros(len(rows), dtype=torch.int64, device="meta"),
         }
 
-    (micro,) = StreamLoader(Plain(2), Layout(2, 1, 2, 1), Reading(collate, SEED)).micro_batches(0, 0, 1)
-    assert micro.counts.samples == micro.window.samples == 0
-    assert micro.counts.labels.device == micro.window.shifted.device == torch.device("meta")
+    (micro,) = StreamLoader(Plain(2), Layout(2, 1, 2, 1), LoaderConfig(collate, SEED)).micro_batches(0, 0, 1)
+    assert micro.counts.samples == micro.global_batch.samples == 0
+    assert micro.counts.labels.device == micro.global_batch.shifted.device == torch.device("meta")
 
 
 @settings(max_examples=50)
 @given(st.integers(0, 20), st.integers(1, 4), st.integers(2, 3))
 def test_evaluation_is_dealt_in_turn(length: int, size: int, processes: int) -> None:
     def evaluated(layout: Layout) -> list[Any]:
-        found = list(stream_evaluation_batches(Plain(length), layout, Reading(stack, SEED)))
+        found = list(stream_evaluation_batches(Plain(length), layout, LoaderConfig(stack, SEED)))
         assert [len(batch["x"]) for batch, _ in found] == [counts.samples for _, counts in found]
         return [batch["x"].tolist() for batch, _ in found]
 
@@ -565,13 +579,15 @@ def test_what_is_not_passed_over_comes_exactly_once_however_the_layout_changes(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of passing over
             ranks = [list(each.micro_batches(0, position, 100, state)) for each in loaders]
-        steps = windows_of([[micro for micro in rank if micro.window.epoch == 0] for rank in ranks])
+        steps = windows_of([[micro for micro in rank if micro.global_batch.epoch == 0] for rank in ranks])
         assert len(steps) == loaders[0].steps_left(0, position)
-        assert [step[0][0].window.closes_epoch for step in steps] == [False] * (len(steps) - 1) + [True] * bool(steps)
+        assert [step[0][0].global_batch.closes_epoch for step in steps] == [False] * (len(steps) - 1) + [True] * bool(
+            steps
+        )
         taken = data.draw(st.integers(0, len(steps))) if number < len(chain) - 1 else len(steps)
         for step in steps[:taken]:
             counted = [micro for row in step for micro in row if micro.counts.samples]
-            window = step[0][0].window
+            window = step[0][0].global_batch
             assert position <= window.start == counted[0].start
             assert samples(counted) == list(range(window.start, window.stop))
             assert [micro.start for micro in counted] == [samples([micro])[0] for micro in counted]
@@ -589,11 +605,11 @@ def test_what_one_step_read_is_passed_over_with_workers_too(kind: type[Plain], d
 
     layout = Layout(3, 2, 2)
     whole = list(loader(Known(45), layout, 2, drop_last=drop_last).micro_batches(0, 0, 4))
-    bad = whole[2].window  # the second step
+    bad = whole[2].global_batch  # the second step
     one = loader(Known(45), layout, 2, drop_last=drop_last)
     one.passed_over = [(0, bad.start, bad.stop)]
-    assert one.steps_left(0, 0) == sum(micro.last and micro.window.epoch == 0 for micro in whole) - 1
-    after = [micro for micro in whole if micro.window.epoch == 0 and micro.window is not bad]
+    assert one.steps_left(0, 0) == sum(micro.is_last and micro.global_batch.epoch == 0 for micro in whole) - 1
+    after = [micro for micro in whole if micro.global_batch.epoch == 0 and micro.global_batch is not bad]
     rest = list(one.micro_batches(0, 0, one.steps_left(0, 0)))
     assert rows(rest) == rows(after)
     assert [micro.start for micro in rest] == [micro.start for micro in after]
@@ -612,7 +628,7 @@ def test_only_the_end_of_an_epoch_is_left_out_where_something_is_passed_over() -
 def test_an_epoch_that_is_passed_over_whole_is_no_empty_dataset() -> None:
     one = loader(Plain(6), Layout(2))
     one.passed_over = [(0, 0, 6)]
-    assert [micro.window.epoch for micro in one.micro_batches(0, 0, 2)] == [1, 1]
+    assert [micro.global_batch.epoch for micro in one.micro_batches(0, 0, 2)] == [1, 1]
 
 
 @pytest.mark.parametrize("kind", [Plain, Stateful])

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from trainer_kit.data.collate import stack
 from trainer_kit.data.map_loader import (
+    LoaderConfig,
     MicroBatch,
-    Reading,
     TrainLoader,
     evaluation_batches,
     is_iterable,
@@ -48,8 +48,8 @@ class Counting(torch.utils.data.Dataset[Any]):
         return {"x": torch.tensor([index, float(noise)], dtype=torch.float64), "labels": torch.tensor(index % 3)}
 
 
-def reading(workers: int = 0, collate: Any = stack) -> Reading:
-    return Reading(collate, SEED, workers)
+def reading(workers: int = 0, collate: Any = stack) -> LoaderConfig:
+    return LoaderConfig(collate, SEED, workers)
 
 
 def loader(dataset: Any, layout: Layout, workers: int = 0, **options: Any) -> TrainLoader:
@@ -81,11 +81,11 @@ def test_resuming_late_reads_no_more_than_resuming_early(workers: int) -> None:
     reads = []
     for step in (10, 10_000):
         dataset = Counting(50_000)
-        micro_batches = loader(dataset, layout, workers).micro_batches(0, step * layout.window, 3)
+        micro_batches = loader(dataset, layout, workers).micro_batches(0, step * layout.global_batch_size, 3)
         first = next(micro_batches)
-        assert first.start == step * layout.window
+        assert first.start == step * layout.global_batch_size
         if workers == 0:
-            assert dataset.reads.sum() == layout.window  # one step's, to be counted
+            assert dataset.reads.sum() == layout.global_batch_size  # one step's, to be counted
         list(micro_batches)
         reads.append(int(dataset.reads.sum()))
     assert reads == [12, 12]
@@ -106,10 +106,10 @@ def test_batches_are_the_same_for_any_workers_and_after_a_resume(workers: int) -
         torch.manual_seed(skipped)
         rest = list(loader(Counting(32, noisy=True), layout, workers).micro_batches(epoch, position, 14 - skipped))
         wanted = expected[-len(rest) :]
-        assert [each.window.stop for each in rest] == [each.window.stop for each in wanted]
+        assert [each.global_batch.stop for each in rest] == [each.global_batch.stop for each in wanted]
         for one, other in zip(rest, wanted, strict=True):
-            assert (one.indices, one.start, one.number, one.last) == (
-                other.indices, other.start, other.number, other.last
+            assert (one.indices, one.start, one.index, one.is_last) == (
+                other.indices, other.start, other.index, other.is_last
             )  # fmt: skip
             assert torch.equal(one.batch["x"], other.batch["x"])
             assert torch.equal(one.batch["labels"], other.batch["labels"])
@@ -211,14 +211,18 @@ def test_a_step_is_counted_whole_before_its_first_batch_is_worked_on(length: int
         micro_batches = list(one.micro_batches(0, 0, one.steps_left(0, 0)))
         per_step: dict[int, list[MicroBatch]] = {}
         for micro in micro_batches:
-            per_step.setdefault(micro.window.stop, []).append(micro)
+            per_step.setdefault(micro.global_batch.stop, []).append(micro)
         for step in per_step.values():
-            assert all(micro.window is step[0].window for micro in step)
-            assert [micro.number for micro in step] == list(range(len(step)))
-            assert [micro.last for micro in step] == [False] * (len(step) - 1) + [True]
-            assert sum(micro.counts.samples for micro in step) == step[0].window.samples == step[0].window.labels
+            assert all(micro.global_batch is step[0].global_batch for micro in step)
+            assert [micro.index for micro in step] == list(range(len(step)))
+            assert [micro.is_last for micro in step] == [False] * (len(step) - 1) + [True]
+            assert (
+                sum(micro.counts.samples for micro in step)
+                == step[0].global_batch.samples
+                == step[0].global_batch.labels
+            )
             assert all(micro.counts.samples in (0, len(micro.indices)) for micro in step)
-        windows.append([step[0].window for step in per_step.values()])
+        windows.append([step[0].global_batch for step in per_step.values()])
     assert sum(window.samples for rank in windows for window in rank) == length
     assert [window.closes_epoch for window in windows[0]] == [False] * (len(windows[0]) - 1) + [True]
 
@@ -237,14 +241,14 @@ def test_tokens_and_labels_are_counted() -> None:
         return {"input_ids": rows, "attention_mask": (rows > 0).long(), "labels": rows.where(rows > 0, -100)}
 
     one = TrainLoader(Counting(4), Layout(2, 2), reading(0, collate))
-    window = next(one.micro_batches(0, 0, 1)).window
+    window = next(one.micro_batches(0, 0, 1)).global_batch
     assert (window.samples, window.tokens, window.labels, window.shifted) == (4, 8, 8, 4)
 
 
 def test_steps_stop_where_they_should_though_the_epoch_goes_on() -> None:
     dataset = Counting(20)
     micro_batches = list(loader(dataset, Layout(3, 2)).micro_batches(0, 0, 5))  # 6, 6, 6, 2 and 6 of the next epoch
-    assert [(micro.window.epoch, micro.window.stop) for micro in micro_batches if micro.last] == [
+    assert [(micro.global_batch.epoch, micro.global_batch.stop) for micro in micro_batches if micro.is_last] == [
         (0, 6), (0, 12), (0, 18), (0, 20), (1, 6),
     ]  # fmt: skip
     assert dataset.reads.sum() == 26
@@ -296,7 +300,7 @@ def test_drop_last_leaves_the_last_batch_out() -> None:
     assert one.steps_left(0, 0) == 2
     micro_batches = list(one.micro_batches(0, 0, 3))
     assert [len(micro.indices) for micro in micro_batches] == [4, 4, 4]
-    assert [micro.window.closes_epoch for micro in micro_batches] == [False, True, False]
+    assert [micro.global_batch.closes_epoch for micro in micro_batches] == [False, True, False]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -312,7 +316,7 @@ def test_every_copy_of_the_dataset_is_told_of_the_epoch(workers: int) -> None:
 
     micro_batches = list(loader(Told(12), Layout(4), workers).micro_batches(2, 8, 5))
     told = [micro.batch["epoch"].unique().tolist() for micro in micro_batches]
-    assert told == [[micro.window.epoch] for micro in micro_batches] == [[2], [3], [3], [3], [4]]
+    assert told == [[micro.global_batch.epoch] for micro in micro_batches] == [[2], [3], [3], [3], [4]]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -392,8 +396,8 @@ def test_what_is_passed_over_is_not_even_read(layout: Layout, ranges: list[tuple
         one.passed_over = passed_over
         steps = one.steps_left(0, 0) + one.steps_left(1, 0)
         micro_batches = list(one.micro_batches(0, 0, steps))
-        assert all(micro.window.epoch < 2 for micro in micro_batches)
-        assert all(micro.window.start <= micro.start < micro.window.stop for micro in micro_batches)
+        assert all(micro.global_batch.epoch < 2 for micro in micro_batches)
+        assert all(micro.global_batch.start <= micro.start < micro.global_batch.stop for micro in micro_batches)
         found += indices([micro for micro in micro_batches if micro.counts.samples])
     expected = [
         index

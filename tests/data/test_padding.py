@@ -19,11 +19,11 @@ from torch.utils.data import IterableDataset
 from transformers import BatchEncoding
 
 from trainer_kit import SingleDevice
-from trainer_kit.data.map_loader import MicroBatch, Window
+from trainer_kit.data.map_loader import GlobalBatch, MicroBatch
 from trainer_kit.data.padding import Padding, pad_rows, trim_rows
 from trainer_kit.loss.batch import count
 from trainer_kit.loss.loss import Loss
-from trainer_kit.loss.probe import Inspection
+from trainer_kit.loss.probe import LossProbe
 
 relaxed = settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 lengths = st.integers(1, 20)
@@ -236,7 +236,7 @@ def test_layers_that_keep_their_statistics_are_no_reason() -> None:
 def padding(model: nn.Module) -> Padding:
     strategy = Static()
     strategy.setup()
-    return Padding(Inspection(Loss(model, model, None), strategy), strategy, 4, training=True)
+    return Padding(LossProbe(Loss(model, model, None), strategy), strategy, 4, training=True)
 
 
 def test_a_batch_that_was_filled_up_during_an_evaluation_is_cut_again() -> None:
@@ -322,7 +322,7 @@ def test_a_collator_that_packs_is_left_alone() -> None:
     def micro(samples: int, rows: int) -> MicroBatch:
         batch = {"x": torch.ones(rows, 4, dtype=torch.float64), "labels": torch.zeros(rows, dtype=torch.int64)}
         return MicroBatch(
-            batch, count(batch, samples), Window(0, 0, 0, False), 0, True, 0, list(range(samples)), samples
+            batch, count(batch, samples), GlobalBatch(0, 0, 0, False), 0, True, 0, list(range(samples)), samples
         )
 
     packed, short, ragged, full = micro(4, 1), micro(3, 2), micro(3, 3), micro(4, 4)

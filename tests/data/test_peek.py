@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from trainer_kit import Run, SingleDevice, TrainingArguments
 from trainer_kit.data.collate import default_collator
-from trainer_kit.data.map_loader import Reading
+from trainer_kit.data.map_loader import LoaderConfig
 from trainer_kit.data.peek import first_batch
 
 
@@ -23,7 +23,7 @@ def read(dataset: Any, workers: int = 0, **given: Any) -> Any:
         use_cpu=True, per_device_train_batch_size=4, gradient_accumulation_steps=3, max_steps=5, **given
     )
     run = Run(args, SingleDevice("cpu"), torch.nn.Identity(), train_dataset=dataset)
-    return first_batch(run, Reading(default_collator(), args.seed, workers)).batch
+    return first_batch(run, LoaderConfig(default_collator(), args.seed, workers)).batch
 
 
 class Counted(IterableDataset[torch.Tensor]):
@@ -122,7 +122,7 @@ def test_what_no_other_process_can_read_is_read_here(state: bool) -> None:
 def test_a_batch_that_no_worker_could_hand_over_is_read_here() -> None:
     args = TrainingArguments(use_cpu=True, per_device_train_batch_size=4, max_steps=5)
     run = Run(args, SingleDevice("cpu"), torch.nn.Identity(), train_dataset=Rows())
-    reading = Reading(lambda samples: {"x": torch.stack(samples), "own": lambda: 3}, args.seed, 0)
+    reading = LoaderConfig(lambda samples: {"x": torch.stack(samples), "own": lambda: 3}, args.seed, 0)
     assert first_batch(run, reading).batch["own"]() == 3
 
 

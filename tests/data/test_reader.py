@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from trainer_kit.data.digest import digest
 from trainer_kit.data.iterable_loader import StreamLoader
-from trainer_kit.data.map_loader import MicroBatch, Reading
+from trainer_kit.data.map_loader import LoaderConfig, MicroBatch
 from trainer_kit.data.reader import COMPARED
 from trainer_kit.data.sampling import Layout
 
@@ -119,8 +119,8 @@ def steps_of(
 ) -> list[MicroBatch]:
     epoch, position, state = 0, 0, None
     if after is not None:
-        epoch, position, state = after.window.epoch, after.window.stop, after.window.data_state
-    loader = StreamLoader(dataset, layout, Reading(collated, 5, workers))
+        epoch, position, state = after.global_batch.epoch, after.global_batch.stop, after.global_batch.data_state
+    loader = StreamLoader(dataset, layout, LoaderConfig(collated, 5, workers))
     return list(loader.micro_batches(epoch, position, steps, state))
 
 
@@ -138,7 +138,7 @@ def test_a_state_that_loses_samples_is_found_out_and_they_are_read_again(
         with pytest.warns(UserWarning, match=f"samples of epoch {taken // 50} are read again and skipped") as caught:
             rest = steps_of(kind(), Layout(4), workers, 80 - taken, whole[taken - 1])
         assert numbers_in(rest) == numbers_in(whole[taken:])
-        assert [micro.window.stop for micro in rest] == [micro.window.stop for micro in whole[taken:]]
+        assert [micro.global_batch.stop for micro in rest] == [micro.global_batch.stop for micro in whole[taken:]]
         assert len(caught) == 1
 
 
@@ -181,11 +181,11 @@ def test_however_often_it_is_resumed_with_other_batch_sizes_each_sample_comes_in
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             taken = steps_of(kind(length), Layout(size), 0, steps, after)
-        here = [micro for micro in taken if micro.window.epoch == 0]
+        here = [micro for micro in taken if micro.global_batch.epoch == 0]
         found += [number for batch in numbers_in(here) for number in batch]
         assert found == expected[: len(found)]
         after = here[-1]
-        if after.window.closes_epoch:
+        if after.global_batch.closes_epoch:
             assert found == expected
             return
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.build import make_train_loader
 from trainer_kit.data.collate import stack
-from trainer_kit.data.map_loader import Reading
-from trainer_kit.data.run_length import Plan, make_plan
+from trainer_kit.data.map_loader import LoaderConfig
+from trainer_kit.data.run_length import RunLength, make_plan
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.collectives import Collectives
 
-READING = Reading(stack, 0)
+READING = LoaderConfig(stack, 0)
 relaxed = settings(max_examples=200)
 
 
@@ -37,7 +37,7 @@ def make_run(length: int, batch_size: int = 8, accumulation: int = 1, processes:
     return Run(args, Ranks(processes), torch.nn.Linear(1, 1), train_dataset=[torch.ones(1)] * length)
 
 
-def plan_of(run: Run, before: tuple[Run, Plan] | None = None, passed_over: Any = ()) -> Plan:
+def plan_of(run: Run, before: tuple[Run, RunLength] | None = None, passed_over: Any = ()) -> RunLength:
     loader = make_train_loader(run, READING)
     loader.passed_over = passed_over
     return make_plan(run, loader, None if before is None else (before[1].state_dict(), before[0].args.to_dict()))
@@ -47,11 +47,11 @@ def advance(run: Run, steps: int, passed_over: Any = ()) -> int:
     """Counts as the loop does, at most so many steps; returns how many were taken."""
     loader, state = make_train_loader(run, READING), run.state
     loader.passed_over = passed_over
-    steps = min(steps, plan_of(run, passed_over=passed_over).end - state.step)
+    steps = min(steps, plan_of(run, passed_over=passed_over).last_step - state.step)
     for micro in loader.micro_batches(state.epoch, state.position, steps):
-        if micro.last:
-            state.step, state.epoch, state.position = state.step + 1, micro.window.epoch, micro.window.stop
-            if micro.window.closes_epoch:
+        if micro.is_last:
+            state.step, state.epoch, state.position = state.step + 1, micro.global_batch.epoch, micro.global_batch.stop
+            if micro.global_batch.closes_epoch:
                 state.epoch, state.position = state.epoch + 1, 0
     return steps
 
@@ -67,10 +67,10 @@ def test_fractions_of_epochs_are_counted_as_written_and_a_resume_changes_nothing
     expected = math.ceil(Fraction(tenths, 10) * per_epoch)
     first = plan = plan_of(run)
     while run.state.step < expected:
-        assert (plan.end, plan.length, plan.place) == (expected, expected, run.state.step)
+        assert (plan.last_step, plan.schedule_length, plan.schedule_step) == (expected, expected, run.state.step)
         assert advance(run, 1) == 1
         plan = plan_of(run, (run, first))
-    assert (plan.end, plan.length, plan.place) == (expected, expected, expected)
+    assert (plan.last_step, plan.schedule_length, plan.schedule_step) == (expected, expected, expected)
 
 
 layouts = st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(1, 4))
@@ -89,35 +89,42 @@ def test_through_any_chain_of_layouts_the_schedule_ends_with_the_run(
         run = make_run(length, *layout, num_train_epochs=tenths / 10)
         run.state = state = state or run.state
         plan = plan_of(run, before, passed_over)
-        assert 0 <= plan.place <= plan.length
+        assert 0 <= plan.schedule_step <= plan.schedule_length
         # A run that always had this layout is there too, but for the steps that the changes cut in two.
         alone = make_run(length, *layout, num_train_epochs=tenths / 10)
-        advance(alone, plan.place - 1, passed_over)
+        advance(alone, plan.schedule_step - 1, passed_over)
         assert (alone.state.epoch, alone.state.position) <= (state.epoch, state.position)
-        if plan.place < plan.length:
+        if plan.schedule_step < plan.schedule_length:
             advance(alone, 2, passed_over)
             assert (alone.state.epoch, alone.state.position) >= (state.epoch, state.position)
         taken = data.draw(st.integers(0, 10)) if number < len(chain) - 1 else 10_000
         steps = advance(run, taken, passed_over)
         again = plan_of(run, (run, plan), passed_over)
-        assert (again.end, again.length, again.place) == (plan.end, plan.length, plan.place + steps)
+        assert (again.last_step, again.schedule_length, again.schedule_step) == (
+            plan.last_step,
+            plan.schedule_length,
+            plan.schedule_step + steps,
+        )
         before = (run, plan)
-    assert again.place == again.length
+    assert again.schedule_step == again.schedule_length
     assert state is not None
-    assert state.step == again.end
+    assert state.step == again.last_step
 
 
 def test_another_layout_after_a_resume_changes_only_the_steps_left() -> None:
     run = make_run(64, 8, num_train_epochs=2)
     run.state.step, run.state.position = 8, 32  # with a batch of 4
     plan = plan_of(run)
-    assert (plan.end, plan.length, plan.place) == (8 + 4 + 8, 16, 4)
+    assert (plan.last_step, plan.schedule_length, plan.schedule_step) == (8 + 4 + 8, 16, 4)
 
 
 def test_steps_passed_over_are_none() -> None:
     run = make_run(64, 8, num_train_epochs=2.5)
     plan = plan_of(run, passed_over=[(0, 8, 24), (2, 0, 32), (7, 0, 8)])
-    assert (plan.end, plan.length) == (6 + 8 + 2, 16)  # two steps are half of what the third epoch has left
+    assert (plan.last_step, plan.schedule_length) == (
+        6 + 8 + 2,
+        16,
+    )  # two steps are half of what the third epoch has left
 
 
 def test_max_steps_comes_first_and_counts_steps_of_any_layout() -> None:
@@ -126,7 +133,7 @@ def test_max_steps_comes_first_and_counts_steps_of_any_layout() -> None:
     half = make_run(64, 4, max_steps=30, warmup_steps=10)
     half.state.step, half.state.epoch, half.state.position = 10, 1, 16
     plan = plan_of(half, before)
-    assert (plan.end, plan.length, plan.place) == (30, 30, 10)
+    assert (plan.last_step, plan.schedule_length, plan.schedule_step) == (30, 30, 10)
     assert plan.scheduled(half.args) is half.args
 
 
@@ -134,11 +141,11 @@ def test_more_epochs_than_asked_for_need_no_more_steps() -> None:
     run = make_run(64, num_train_epochs=1)
     run.state.step, run.state.epoch = 24, 3
     plan = plan_of(run)
-    assert (plan.end, plan.length, plan.place) == (24, 8, 8)
+    assert (plan.last_step, plan.schedule_length, plan.schedule_step) == (24, 8, 8)
 
 
 def test_many_epochs_are_counted_at_once() -> None:
-    assert plan_of(make_run(64, num_train_epochs=1e12)).end == 8 * 10**12
+    assert plan_of(make_run(64, num_train_epochs=1e12)).last_step == 8 * 10**12
 
 
 SCHEDULE: dict[str, Any] = {"lr_scheduler_type": "warmup_stable_decay"}

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from trainer_kit.data.sampling import (
     GROUP,
+    BatchIndices,
     Layout,
-    Slot,
     epoch_length,
     evaluation_slots,
     mix,
@@ -38,13 +38,13 @@ def ranks(layout: Layout) -> list[Layout]:
     return [layout._replace(rank=rank) for rank in range(layout.world_size)]
 
 
-def plans(order: torch.Tensor, position: int, layout: Layout) -> list[list[Slot]]:
+def plans(order: torch.Tensor, position: int, layout: Layout) -> list[list[BatchIndices]]:
     """The slots of every rank."""
     return [list(slots(order, 0, position, each)) for each in ranks(layout)]
 
 
-def seen(plan: list[list[Slot]]) -> list[int]:
-    return [index for rank in plan for slot in rank if slot.counted for index in slot.indices]
+def seen(plan: list[list[BatchIndices]]) -> list[int]:
+    return [index for rank in plan for slot in rank if not slot.is_dummy for index in slot.indices]
 
 
 @dataclasses.dataclass
@@ -56,12 +56,12 @@ class Step:
     indices: set[int]
 
 
-def steps_of(plan: list[list[Slot]]) -> list[Step]:
+def steps_of(plan: list[list[BatchIndices]]) -> list[Step]:
     found: dict[int, Step] = {}
     for rank in plan:
         for slot in rank:
             step = found.setdefault(slot.window_stop, Step(slot.start, slot.window_stop, set()))
-            if slot.counted:
+            if not slot.is_dummy:
                 step.start = min(step.start, slot.start)
                 step.indices |= set(slot.indices)
     return list(found.values())
@@ -83,7 +83,7 @@ def test_resuming_at_any_step_gives_exactly_the_remaining_slots(
     length: int, layout: Layout, data: st.DataObject
 ) -> None:
     order = permutation(length, 3, 1)
-    boundaries = [0, *range(layout.window, length, layout.window)]
+    boundaries = [0, *range(layout.global_batch_size, length, layout.global_batch_size)]
     position = data.draw(st.sampled_from(boundaries))
     for whole, rest in zip(plans(order, 0, layout), plans(order, position, layout), strict=True):
         assert rest == [slot for slot in whole if slot.window_stop > position]
@@ -95,7 +95,7 @@ def test_a_step_holds_the_same_samples_under_any_layout_with_the_same_global_bat
     length: int, one: Layout, other: Layout
 ) -> None:
     other = other._replace(batch_size=one.batch_size * one.accumulation * one.world_size, accumulation=1, world_size=1)
-    assert one.window == other.window
+    assert one.global_batch_size == other.global_batch_size
     order = permutation(length, 7, 2)
     assert steps_of(plans(order, 0, one)) == steps_of(plans(order, 0, other))
 
@@ -103,17 +103,17 @@ def test_a_step_holds_the_same_samples_under_any_layout_with_the_same_global_bat
 @relaxed
 @given(lengths, layouts)
 def test_ranks_take_the_same_number_of_batches_and_agree_on_the_step(length: int, layout: Layout) -> None:
-    def shape(slot: Slot) -> tuple[object, ...]:
-        return slot.number, slot.last, slot.window_stop, slot.closes_epoch, slot.epoch
+    def shape(slot: BatchIndices) -> tuple[object, ...]:
+        return slot.micro_batch_index, slot.is_last, slot.window_stop, slot.closes_epoch, slot.epoch
 
     plan = plans(permutation(length, 1, 0), 0, layout)
     assert all([shape(slot) for slot in rank] == [shape(slot) for slot in plan[0]] for rank in plan)
     for rank in plan:
         assert all(1 <= len(slot.indices) <= layout.at_once for slot in rank)
         for slot, after in pairwise(rank):
-            assert after.number == (0 if slot.last else slot.number + 1)
-        assert not rank or (rank[0].number == 0 and rank[-1].last)
-    assert sum(slot.last for slot in plan[0]) == steps_between(0, length, layout)
+            assert after.micro_batch_index == (0 if slot.is_last else slot.micro_batch_index + 1)
+        assert not rank or (rank[0].micro_batch_index == 0 and rank[-1].is_last)
+    assert sum(slot.is_last for slot in plan[0]) == steps_between(0, length, layout)
     assert [slot.closes_epoch for slot in plan[0]] == [slot.window_stop == length for slot in plan[0]]
 
 
@@ -124,7 +124,7 @@ def test_a_stand_in_counts_nothing_and_holds_real_samples(length: int, layout: L
     for rank in plans(order, 0, layout):
         for slot in rank:
             most = min(2, layout.at_once, slot.window_stop - slot.start)
-            assert slot.counted or len(slot.indices) == most
+            assert not slot.is_dummy or len(slot.indices) == most
             assert slot.indices == order[slot.start : slot.start + len(slot.indices)].tolist()
 
 
@@ -135,8 +135,8 @@ def test_a_limit_only_cuts_what_a_rank_has(length: int, layout: Layout) -> None:
     order = permutation(length, 1, 0)
     for cut, whole in zip(plans(order, 0, layout), plans(order, 0, layout._replace(limit=None)), strict=True):
         for stop in {slot.window_stop for slot in whole}:
-            parts = [slot.indices for slot in cut if slot.counted and slot.window_stop == stop]
-            micro_batches = [slot.indices for slot in whole if slot.counted and slot.window_stop == stop]
+            parts = [slot.indices for slot in cut if not slot.is_dummy and slot.window_stop == stop]
+            micro_batches = [slot.indices for slot in whole if not slot.is_dummy and slot.window_stop == stop]
             assert [*itertools.chain(*parts)] == [*itertools.chain(*micro_batches)]
             for micro_batch in micro_batches:
                 own = [part for part in parts if part[0] in micro_batch]
@@ -147,7 +147,7 @@ def test_a_limit_only_cuts_what_a_rank_has(length: int, layout: Layout) -> None:
 def test_a_short_last_step_is_spread_with_stand_ins() -> None:
     layout = Layout(batch_size=2, accumulation=2, world_size=3)  # 12 a step, 6 a row
     plan = plans(torch.arange(15), 0, layout)
-    last = [[(slot.indices, slot.counted) for slot in rank if slot.window_stop == 15] for rank in plan]
+    last = [[(slot.indices, not slot.is_dummy) for slot in rank if slot.window_stop == 15] for rank in plan]
     assert last == [[([12, 13], True)], [([14], True)], [([12, 13], False)]]
 
 
@@ -160,7 +160,7 @@ def test_changing_the_layout_in_mid_epoch_keeps_each_sample_exactly_once(
     position, found = 0, []
     for layout in (first, second):
         taken = data.draw(st.integers(0, steps_between(position, length, layout)))
-        stop = min(position + taken * layout.window, length)
+        stop = min(position + taken * layout.global_batch_size, length)
         found += [i for step in steps_of(plans(order, position, layout)) if step.stop <= stop for i in step.indices]
         position = stop
     found += seen(plans(order, position, third))
@@ -185,14 +185,16 @@ def test_what_is_not_passed_over_comes_exactly_once_however_the_layout_changes(
         steps = steps_of(plans)
         assert len(steps) == steps_between(position, length, layout, ranges)
         assert len(steps) <= steps_between(position, length, layout) + len(ranges)
-        closing = [slot.closes_epoch for slot in plans[0] if slot.last]
+        closing = [slot.closes_epoch for slot in plans[0] if slot.is_last]
         assert closing == [False] * (len(steps) - 1) + [True] * bool(steps)
         taken = data.draw(st.integers(0, len(steps))) if number < len(chain) - 1 else len(steps)
-        for slot in (slot for plan in plans for slot in plan if slot.counted):
+        for slot in (slot for plan in plans for slot in plan if not slot.is_dummy):
             assert slot.window_start <= slot.start < slot.window_stop
         for step in steps[:taken]:
             assert step.start >= position
-            assert len(step.indices) == step.stop - step.start <= layout.window  # nothing is left out inside a step
+            assert (
+                len(step.indices) == step.stop - step.start <= layout.global_batch_size
+            )  # nothing is left out inside a step
             found += step.indices
             position = step.stop
     assert sorted(found) == sorted(order[expected].tolist())
@@ -200,8 +202,8 @@ def test_what_is_not_passed_over_comes_exactly_once_however_the_layout_changes(
 
 def test_a_range_that_steps_took_is_passed_over_by_the_same_steps() -> None:
     layout = Layout(2, 2)
-    whole = [slot for slot in slots(torch.arange(30), 0, 0, layout) if slot.last]
-    rest = [slot for slot in slots(torch.arange(30), 0, 0, layout, [(8, 16)]) if slot.last]
+    whole = [slot for slot in slots(torch.arange(30), 0, 0, layout) if slot.is_last]
+    rest = [slot for slot in slots(torch.arange(30), 0, 0, layout, [(8, 16)]) if slot.is_last]
     assert [slot.window_stop for slot in whole] == [4, 8, 12, 16, 20, 24, 28, 30]
     assert [slot.window_stop for slot in rest] == [4, 8, 20, 24, 28, 30]
     assert rest[2].window_start == 16
@@ -211,10 +213,10 @@ def test_a_range_that_steps_took_is_passed_over_by_the_same_steps() -> None:
 @given(lengths, uncut)
 def test_drop_last_leaves_full_batches_on_every_rank(length: int, layout: Layout) -> None:
     used = epoch_length(length, layout, drop_last=True)
-    assert length - layout.row < used <= length
+    assert length - layout.global_micro_batch_size < used <= length
     assert epoch_length(length, layout, drop_last=False) == length
     for rank in plans(permutation(length, 1, 0)[:used], 0, layout):
-        assert all(slot.counted and len(slot.indices) == layout.batch_size for slot in rank)
+        assert all(not slot.is_dummy and len(slot.indices) == layout.batch_size for slot in rank)
 
 
 @relaxed
@@ -222,7 +224,7 @@ def test_drop_last_leaves_full_batches_on_every_rank(length: int, layout: Layout
 def test_steps_between_counts_what_slots_gives(length: int, layout: Layout, data: st.DataObject) -> None:
     position = data.draw(st.integers(0, length))
     plan = list(slots(torch.arange(length), 0, position, layout))
-    assert steps_between(position, length, layout) == sum(slot.last for slot in plan)
+    assert steps_between(position, length, layout) == sum(slot.is_last for slot in plan)
 
 
 @relaxed
@@ -231,7 +233,7 @@ def test_evaluation_goes_through_the_dataset_once_in_its_order(length: int, layo
     plan = [list(evaluation_slots(length, each)) for each in ranks(layout)]
     rows = zip_longest(*plan)
     assert [i for row in rows for slot in row if slot is not None for i in slot.indices] == list(range(length))
-    assert all(slot.counted for rank in plan for slot in rank)
+    assert all(not slot.is_dummy for rank in plan for slot in rank)
 
 
 @relaxed

@@ -18,9 +18,9 @@ from torch.utils.data import IterableDataset
 from trainer_kit import Callback, NonFiniteError, Run, SingleDevice, Trainer, TrainingArguments
 from trainer_kit.checkpoint import load_tensors, read_arguments, read_state, verify
 from trainer_kit.data.sampling import mix, permutation
-from trainer_kit.debugging.crash_dump import SPOILED, Postmortem
+from trainer_kit.debugging.crash_dump import SPOILED, CrashDump
 from trainer_kit.errors import CallbackError, DataError
-from trainer_kit.loop.step_metrics import Taken
+from trainer_kit.loop.step_metrics import StepSpan
 
 SAMPLES = 64
 BAD = 33
@@ -398,14 +398,14 @@ def test_an_earlier_folder_is_replaced_and_retention_leaves_it(tmp_path: Path) -
 def test_other_processes_write_what_is_their_own(tmp_path: Path) -> None:
     trainer = make(tmp_path, points(), max_steps=1)
     trainer.train()
-    postmortem = Postmortem(trainer.run, trainer._loss, trainer._loader)
+    postmortem = CrashDump(trainer.run, trainer._loss, trainer._loader)
     trainer.run.strategy.collectives.rank = 1
     start = 4 * step_of(BAD) - 4
     assert start > 0
-    assert postmortem.write(NonFiniteError("the loss is nan", Taken(1, 0, 0, 4))) is None
+    assert postmortem.write(NonFiniteError("the loss is nan", StepSpan(1, 0, 0, 4))) is None
     assert postmortem.write(LookupError("of the main process, in a save")) is None
     assert postmortem.write(LookupError("of the dataset"), fetching=True) is not None
-    written = postmortem.write(NonFiniteError("the loss is nan", Taken(9, 0, start, start + 4)))
+    written = postmortem.write(NonFiniteError("the loss is nan", StepSpan(9, 0, start, start + 4)))
     assert written == tmp_path / "crash-9-rank-1"
     report = read_state(written, "report")
     assert report is not None

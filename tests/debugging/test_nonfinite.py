@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer_kit import SingleDevice
-from trainer_kit.debugging.nonfinite import BadColumn, Birth, Diagnosis, Work, cause, diagnose, kind_of
+from trainer_kit.debugging.nonfinite import BadColumn, Diagnosis, NonFiniteOrigin, Work, cause, diagnose, kind_of
 from trainer_kit.loss.batch import samples_of
 from trainer_kit.loss.loss import Loss
 
@@ -102,7 +102,7 @@ def test_the_loss_is_the_mean_over_all_samples() -> None:
 
 def test_the_module_that_overflows() -> None:
     found = diagnosed(Net(scale=1e4), batch(), batch())
-    assert found.module == Birth("exp (Exp)", "inf", from_inf=False)
+    assert found.module == NonFiniteOrigin("exp (Exp)", "inf", from_inf=False)
     assert not found.is_finite
     assert found.micro_batch == 0
     assert found.columns == found.weights == []
@@ -208,13 +208,13 @@ def test_a_compiled_model_is_looked_into() -> None:
     ("births", "loss", "place"),
     [
         ([], NAN, None),
-        ([Birth("a", "inf", False), Birth("b", "nan", False)], NAN, "b"),
-        ([Birth("a", "inf", False), Birth("b", "nan", True)], NAN, "a"),
-        ([Birth("b", "nan", True)], NAN, "b"),
-        ([Birth("a", "inf", False), Birth("b", "nan", True)], INF, "a"),
+        ([NonFiniteOrigin("a", "inf", False), NonFiniteOrigin("b", "nan", False)], NAN, "b"),
+        ([NonFiniteOrigin("a", "inf", False), NonFiniteOrigin("b", "nan", True)], NAN, "a"),
+        ([NonFiniteOrigin("b", "nan", True)], NAN, "b"),
+        ([NonFiniteOrigin("a", "inf", False), NonFiniteOrigin("b", "nan", True)], INF, "a"),
     ],
 )
-def test_cause(births: list[Birth], loss: float, place: str | None) -> None:
+def test_cause(births: list[NonFiniteOrigin], loss: float, place: str | None) -> None:
     found = cause(births, loss)
     assert (found.place if found else None) == place
 

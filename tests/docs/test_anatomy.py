@@ -110,13 +110,13 @@ def test_the_names_are_those_of_the_records(tmp_path: Path) -> None:
     )  # fmt: skip
     trainer = Trainer(model, args, samples, samples, compute_loss=loss)
     names: set[str] = set()
-    emit = trainer.events.emit
+    emit = trainer.events.call
 
     def listen(hook: str, run: Any, *given: Any) -> None:
         names.update(given[0] if hook == "on_log" else ())
         emit(hook, run, *given)
 
-    trainer.events.emit = listen  # type: ignore[method-assign]
+    trainer.events.call = listen  # type: ignore[method-assign]
     trainer.train()
     activities = {name.partition("/")[2] for name in names if name.startswith("seconds/")}
     known = set(re.findall(r"`([\w/]+)`", " ".join(row[0] for row in rows("What the time is made of"))))

@@ -15,7 +15,7 @@ from scenarios.task import StopAt
 from torch.utils.data import IterableDataset, get_worker_info
 
 from trainer_kit import Callback, Run, Strategy, Trainer, TrainingArguments
-from trainer_kit.loop.batch_size_finder import Fitting
+from trainer_kit.loop.batch_size_finder import BatchSizeFinder
 from trainer_kit.profiling.time_ledger import HostClock
 from trainer_kit.strategies.ddp import DDP
 from trainer_kit.strategies.device_info import DeviceInfo
@@ -375,7 +375,7 @@ def test_nothing_of_it_outlives_the_training(tmp_path: Path) -> None:
     trainer = trained(tmp_path, 4, **ASKED)
     gc.collect()
     assert trainer.run.state.micro_batch == 4
-    assert not [each for each in gc.get_objects() if type(each) is Fitting]
+    assert not [each for each in gc.get_objects() if type(each) is BatchSizeFinder]
 
 
 def test_where_all_fits_nothing_is_found(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ class Waits(TorchDispatchMode):
         return watched
 
 
-class Window(Callback):
+class GlobalBatch(Callback):
     """Watches every step from the second on; the first looks at how the model counts its labels."""
 
     priority = -1000
@@ -118,7 +118,7 @@ class WindowEnd(Callback):
 
     priority = 1000
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: GlobalBatch) -> None:
         self.window = window
 
     def on_step_end(self, run: Run) -> None:
@@ -164,7 +164,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", ["classifier", "gpt2", "pair"])
 def test_no_operator_of_a_step_waits(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
     model, dataset = (gpt2(), texts()) if kind == "gpt2" else (Classifier(), points())
-    window = Window(Waits())
+    window = GlobalBatch(Waits())
     trainer = Trainer(
         model, arguments(tmp_path, use_cpu=True, **changes), dataset, callbacks=[window, WindowEnd(window)],
         compute_loss=pair if kind == "pair" else None, strategy=LikeAnAccelerator("cpu"),
@@ -175,7 +175,7 @@ def test_no_operator_of_a_step_waits(tmp_path: Path, kind: str, changes: dict[st
 
 
 def test_the_counter_sees_what_waits(tmp_path: Path) -> None:
-    class Reading(Callback):
+    class LoaderConfig(Callback):
         def on_step_end(self, run: Run) -> None:
             assert run.last_loss is not None
             if run.state.step == 3:
@@ -186,9 +186,9 @@ def test_the_counter_sees_what_waits(tmp_path: Path) -> None:
                 losses = run.last_loss.reshape(1)
                 losses[losses > 0]
 
-    window = Window(Waits())
+    window = GlobalBatch(Waits())
     args = arguments(tmp_path, use_cpu=True)
-    Trainer(Classifier(), args, points(), callbacks=[window, Reading(), WindowEnd(window)]).train()
+    Trainer(Classifier(), args, points(), callbacks=[window, LoaderConfig(), WindowEnd(window)]).train()
     assert {"item", "aten._local_scalar_dense.default", "tolist", "__bool__", "aten.index.Tensor"} <= set(
         window.waits.seen
     )
@@ -196,7 +196,7 @@ def test_the_counter_sees_what_waits(tmp_path: Path) -> None:
 
 def test_skipping_with_an_optimizer_that_is_not_fused_has_to_wait(tmp_path: Path) -> None:
     """Known and documented: the host decides whether such an optimizer steps."""
-    window = Window(Waits())
+    window = GlobalBatch(Waits())
     args = arguments(tmp_path, use_cpu=True, nonfinite="skip", optim="sgd")
     strategy = LikeAnAccelerator("cpu")
     Trainer(Classifier(), args, points(), callbacks=[window, WindowEnd(window)], strategy=strategy).train()
@@ -264,7 +264,7 @@ def test_cuda_sees_no_wait(tmp_path: Path, kind: str, changes: dict[str, Any]) -
     model, dataset = (gpt2(), texts()) if kind == "gpt2" else (Classifier(), points())
     if kind == "labels on the device":
         dataset = [{name: value.cuda() for name, value in sample.items()} for sample in dataset]
-    window = Window(SyncDebug())
+    window = GlobalBatch(SyncDebug())
     trainer = Trainer(
         model, arguments(tmp_path, **changes), dataset, callbacks=[window, WindowEnd(window)],
         compute_loss=pair if kind == "pair" else None, strategy=SingleDevice("cuda"),

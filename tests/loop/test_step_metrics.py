@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer_kit import NonFiniteError, Run, SingleDevice, TrainingArguments
-from trainer_kit.loop.step_metrics import Figures, History, Taken
+from trainer_kit.loop.step_metrics import MetricBuffer, StepMetrics, StepSpan
 from trainer_kit.strategies.grad_norms import GradientNorms, gradient_norms
 
 
@@ -16,14 +16,14 @@ def norms(*values: float) -> GradientNorms:
     return gradient_norms(gradients, gradients)
 
 
-def make_figures(nonfinite: str = "stop") -> Figures:
+def make_figures(nonfinite: str = "stop") -> StepMetrics:
     model = torch.nn.Linear(2, 1)
     args = TrainingArguments(use_cpu=True, nonfinite=nonfinite)  # type: ignore[arg-type]
     run = Run(args, SingleDevice("cpu"), model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5))
-    return Figures(run)
+    return StepMetrics(run)
 
 
-def take_step(figures: Figures, loss: float, *gradients: float) -> None:
+def take_step(figures: StepMetrics, loss: float, *gradients: float) -> None:
     run = figures.run
     run.state.step += 1
     run.last_loss = torch.tensor(loss)
@@ -31,23 +31,23 @@ def take_step(figures: Figures, loss: float, *gradients: float) -> None:
     figures.append(taken(run.state.step))
 
 
-def taken(step: int) -> Taken:
-    return Taken(step, 0, 4 * step - 4, 4 * step)
+def taken(step: int) -> StepSpan:
+    return StepSpan(step, 0, 4 * step - 4, 4 * step)
 
 
 def test_history_gives_each_step_once() -> None:
-    history = History()
+    history = MetricBuffer()
     history.append(taken(1), torch.tensor(0.5), norms(3.0, 4.0))
     history.append(taken(2), torch.tensor(0.25), None)
     first, second = history.read(SingleDevice("cpu"))
-    assert (first.taken.step, first.loss, first.norm, first.bad_parameter) == (1, 0.5, 5.0, None)
-    assert (second.taken.step, second.loss, second.norm) == (2, 0.25, None)
+    assert (first.span.step, first.loss, first.norm, first.bad_parameter) == (1, 0.5, 5.0, None)
+    assert (second.span.step, second.loss, second.norm) == (2, 0.25, None)
     assert second.has_finite_gradient
     assert history.read(SingleDevice("cpu")) == []
 
 
 def test_the_first_bad_parameter_is_found() -> None:
-    history, bad = History(), norms(1.0, float("inf"), float("nan"))
+    history, bad = MetricBuffer(), norms(1.0, float("inf"), float("nan"))
     history.append(taken(1), torch.tensor(0.5), bad)
     (step,) = history.read(SingleDevice("cpu"))
     assert step.bad_parameter is bad.parameters[1]
@@ -76,7 +76,7 @@ def test_stop_names_step_loss_and_the_checkpoint_before(loss: float, gradient: f
         NonFiniteError, match=rf"step 2 is not finite: loss {loss}, .*checkpoint-1, is from before"
     ) as raised:
         figures.read(lambda: Path("checkpoint-1"))
-    assert raised.value.taken == (2, 0, 4, 8)
+    assert raised.value.span == (2, 0, 4, 8)
 
 
 def test_skip_counts_steps_and_leaves_their_losses_out() -> None:

@@ -426,6 +426,6 @@ def test_counts_as_operands_weigh_as_numbers_do(items: int, others: int, value: 
 def test_a_batch_without_labels_takes_the_way_of_all_where_counts_are_operands() -> None:
     model, labels = Points(), torch.tensor([-100, 1, -100])
     loss, batch = Loss(model, model, None), {"x": torch.ones(3, 4, dtype=torch.float64), "labels": labels}
-    assert loss.weightless(batch, torch.tensor(1), nullcontext)["labels"].tolist() == [-100, 1, -100]
-    assert loss.weightless(batch, torch.tensor(0), nullcontext)["labels"].tolist() == [0, 1, 0]
+    assert loss.with_valid_labels(batch, torch.tensor(1), nullcontext)["labels"].tolist() == [-100, 1, -100]
+    assert loss.with_valid_labels(batch, torch.tensor(0), nullcontext)["labels"].tolist() == [0, 1, 0]
     assert labels.tolist() == [-100, 1, -100]

@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from trainer_kit import SingleDevice
 from trainer_kit.loss.loss import Loss
-from trainer_kit.loss.probe import Inspection
+from trainer_kit.loss.probe import LossProbe
 
 
 def cpu() -> SingleDevice:
@@ -21,15 +21,15 @@ def cpu() -> SingleDevice:
     return strategy
 
 
-def inspection(model: nn.Module) -> Inspection:
-    return Inspection(Loss(model, model, None), cpu())
+def inspection(model: nn.Module) -> LossProbe:
+    return LossProbe(Loss(model, model, None), cpu())
 
 
 # Learning whether a model shifts its labels
 
 
 def inspected(model: nn.Module, batch: Any) -> bool | None:
-    return inspection(model).shift(batch)
+    return inspection(model).detect_label_shift(batch)
 
 
 @pytest.mark.parametrize(("case", "shifts"), [
@@ -157,20 +157,20 @@ def test_that_filler_is_ignored_is_seen_in_any_batch(labels: list[int]) -> None:
     batch = batch_of(labels)
     kept = {name: column.clone() for name, column in batch.items()}
     model = Own().train()
-    assert inspection(model).filler(batch) is True
+    assert inspection(model).detect_padding_invariance(batch) is True
     assert model.training
     assert all(torch.equal(column, kept[name]) for name, column in batch.items())
 
 
 def test_a_model_that_fails_with_filler_takes_none() -> None:
-    assert inspection(KnowsNo100(shift=False)).filler({"input_ids": torch.tensor([[1, 2], [2, 3]]),
+    assert inspection(KnowsNo100(shift=False)).detect_padding_invariance({"input_ids": torch.tensor([[1, 2], [2, 3]]),
                                                        "labels": torch.tensor([[1, 2], [2, 3]])}) is False  # fmt: skip
 
 
 def test_a_loss_of_bfloat16_is_rounded_and_still_a_mean() -> None:
     model = Own().bfloat16()
     batch = batch_of([0, 1, 2, 0, 1, 2, 1])
-    assert inspection(model).filler({"x": batch["x"].bfloat16(), "labels": batch["labels"]}) is True
+    assert inspection(model).detect_padding_invariance({"x": batch["x"].bfloat16(), "labels": batch["labels"]}) is True
 
 
 def test_other_ways_to_compute_the_same_are_not_provoked() -> None:
@@ -183,7 +183,7 @@ def test_other_ways_to_compute_the_same_are_not_provoked() -> None:
 
     tokens = torch.tensor([[2, 3, 4], [5, 6, 0], [7, 8, 9]])
     batch = {"input_ids": tokens, "attention_mask": tokens.ne(0).long(), "labels": tokens}
-    assert inspection(Choosing()).filler(batch) is True
+    assert inspection(Choosing()).detect_padding_invariance(batch) is True
 
 
 def test_a_batch_that_cannot_tell_is_no_answer_and_the_tenth_is_no() -> None:
@@ -196,12 +196,12 @@ def test_a_batch_that_cannot_tell_is_no_answer_and_the_tenth_is_no() -> None:
         (Tokens(), {name: torch.full((2, 3), 4) for name in ("input_ids", "attention_mask", "labels")}),
     ):
         looks = inspection(model)
-        assert [looks.filler(batch) for _ in range(10)] == [None] * 9 + [False]
+        assert [looks.detect_padding_invariance(batch) for _ in range(10)] == [None] * 9 + [False]
 
 
 def test_compute_loss_is_not_looked_at() -> None:
     model = Own()
-    looks = Inspection(Loss(model, model, lambda model, batch: model(**batch)), cpu())
+    looks = LossProbe(Loss(model, model, lambda model, batch: model(**batch)), cpu())
     assert looks.ignores_filler == {False: False, True: False}
 
 
@@ -221,9 +221,9 @@ def test_a_term_of_the_whole_batch_that_is_there_in_training_alone_is_seen() -> 
 
     model, batch = Balancing().train(), batch_of([0, 1, 2])
     looks = inspection(model)
-    assert looks.filler(batch) is True
-    assert looks.filler(batch, training=True) is False
+    assert looks.detect_padding_invariance(batch) is True
+    assert looks.detect_padding_invariance(batch, training=True) is False
     model.balance = 0.0
     before = float(model.seen)
-    assert inspection(model).filler(batch, training=True) is True
+    assert inspection(model).detect_padding_invariance(batch, training=True) is True
     assert float(model.seen) == before + 3  # those in evaluation mode

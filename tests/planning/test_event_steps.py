@@ -12,7 +12,7 @@ from scenarios.task import Net, Noisy, Stream, make_trainer
 from torch.optim import lr_scheduler
 
 from trainer_kit import Callback, Run, Trainer
-from trainer_kit.callback import Events
+from trainer_kit.callback import CallbackList
 from trainer_kit.planning import TrainingPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -47,7 +47,7 @@ class Watcher(Callback):
 
 def watched(trainer: Trainer, resume: bool | None = None) -> Watcher:
     watcher = Watcher()
-    trainer.events = Events([*trainer.events.callbacks, watcher])
+    trainer.events = CallbackList([*trainer.events.callbacks, watcher])
     trainer.train(resume)
     return watcher
 

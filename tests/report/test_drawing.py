@@ -13,7 +13,7 @@ from run_logs import eventful, finished
 
 from trainer_kit import report
 from trainer_kit.report import drawing, write_report
-from trainer_kit.report.history import History
+from trainer_kit.report.history import RunHistory
 from trainer_kit.report.panels import Panel, Series
 
 
@@ -81,7 +81,7 @@ def test_a_picture(tmp_path: Path, compared: bool) -> None:
 
 def test_a_picture_names_its_marks(tmp_path: Path) -> None:
     with drawing.settings():
-        figure = drawing._picture([History(eventful(tmp_path))])
+        figure = drawing._picture([RunHistory(eventful(tmp_path))])
     legends = [axes.get_legend() for axes in figure.axes]
     named = [text.get_text() for legend in legends if legend is not None for text in legend.get_texts()]
     assert named.count("restart") == 1

@@ -9,7 +9,7 @@ from run_logs import RunLog, finished
 
 from trainer_kit.report import blocks, wording
 from trainer_kit.report.facts import notices
-from trainer_kit.report.history import History
+from trainer_kit.report.history import RunHistory
 from trainer_kit.report.panels import Panel, Series, names_of, own_metrics, panels, thin
 
 
@@ -69,7 +69,7 @@ def test_a_table_has_some_rows_of_each_line() -> None:
 
 
 def test_the_plots_of_a_run(tmp_path: Path) -> None:
-    found = {panel.key: panel for panel in panels([History(finished(tmp_path))])}
+    found = {panel.key: panel for panel in panels([RunHistory(finished(tmp_path))])}
     assert list(found) == [
         "loss", "eval_accuracy", "learning_rate", "grad_norm", "tokens_per_second", "efficiency", "memory",
     ]  # fmt: skip
@@ -82,7 +82,7 @@ def test_the_plots_of_a_run(tmp_path: Path) -> None:
 
 
 def test_the_plots_of_several_runs_have_a_line_for_each(tmp_path: Path) -> None:
-    histories = [History(finished(tmp_path / name)) for name in ("a", "b")]
+    histories = [RunHistory(finished(tmp_path / name)) for name in ("a", "b")]
     for panel in panels(histories):
         assert [series.label for series in panel.series] == ["a", "b"]
         assert [series.style for series in panel.series] == [0, 1]
@@ -91,17 +91,17 @@ def test_the_plots_of_several_runs_have_a_line_for_each(tmp_path: Path) -> None:
 def test_a_run_that_logged_little(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.start()
-    assert panels([History(tmp_path)]) == []
+    assert panels([RunHistory(tmp_path)]) == []
     log.step = 5
     log.write("log", loss=1.0)
-    (panel,) = panels([History(tmp_path)])
+    (panel,) = panels([RunHistory(tmp_path)])
     assert panel.key == "loss"
 
 
 def test_names_tell_runs_apart(tmp_path: Path) -> None:
     paths = [tmp_path / "x" / "run", tmp_path / "y" / "run", tmp_path / "y" / "other"]
-    assert names_of([History(finished(path)) for path in paths]) == ["x/run", "y/run", "y/other"]
-    assert names_of([History(paths[0]), History(paths[2])]) == ["run", "other"]
+    assert names_of([RunHistory(finished(path)) for path in paths]) == ["x/run", "y/run", "y/other"]
+    assert names_of([RunHistory(paths[0]), RunHistory(paths[2])]) == ["run", "other"]
 
 
 def test_notes_say_how_to_read_a_plot() -> None:
@@ -116,15 +116,15 @@ def test_callbacks_own_numbers_have_curves(tmp_path: Path) -> None:
     log.start()
     for number in range(5):
         log.log(**{"gan/g_loss": 1.0 / (number + 1), "temperature": 0.5, **{f"more_{each}": 1.0 for each in range(12)}})
-    history = History(tmp_path / "own")
+    history = RunHistory(tmp_path / "own")
     found = {panel.key: panel for panel in panels([history])}
     assert [*found][1:3] == ["gan/g_loss", "temperature"]
     assert found["gan/g_loss"].title == "gan/g_loss"
     assert len(own_metrics(history)) == 14
     assert "more_10" not in found
     assert "2 more numbers of callbacks, from more_10 on, only in log.jsonl." in notices(history)
-    assert own_metrics(History(finished(tmp_path / "usual"))) == []
-    both = {panel.key: panel for panel in panels([history, History(tmp_path / "usual")])}
+    assert own_metrics(RunHistory(finished(tmp_path / "usual"))) == []
+    both = {panel.key: panel for panel in panels([history, RunHistory(tmp_path / "usual")])}
     assert [series.label for series in both["temperature"].series] == ["own"]
 
 
@@ -134,7 +134,7 @@ def test_the_best_evaluation_is_marked(tmp_path: Path) -> None:
     for loss in (0.5, 0.25, 0.75):
         log.log()
         log.evaluate(eval_loss=loss)
-    loss, accuracy = panels([History(tmp_path)])[:2]
+    loss, accuracy = panels([RunHistory(tmp_path)])[:2]
     assert [series.best for series in loss.series] == [None, 20]
     assert accuracy.series[0].best is None
     assert "best 0.25 at step 20" in loss.description()

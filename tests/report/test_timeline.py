@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from run_logs import BEGIN, RunLog, eventful, finished
 
-from trainer_kit.report.history import History
+from trainer_kit.report.history import RunHistory
 from trainer_kit.report.timeline import Timeline
 
 
@@ -30,7 +30,7 @@ def made_by_hand(folder: Path) -> Timeline:
     totals |= {"setup": 150.0, "lost": 100.0, "down": 300.0, "loop": 20.0}
     log.write("log", train_runtime=170.0, **{f"seconds/{name}": value for name, value in totals.items()})
     log.write("end")
-    return Timeline(History(folder))
+    return Timeline(RunHistory(folder))
 
 
 def test_every_second_is_in_its_place(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_what_is_said_of_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", [finished, eventful])
 @pytest.mark.parametrize("columns", [7, 215])
 def test_shares_fill_the_time_and_no_more(tmp_path: Path, make: object, columns: int) -> None:
-    timeline = Timeline(History(make(tmp_path)))  # type: ignore[operator]
+    timeline = Timeline(RunHistory(make(tmp_path)))  # type: ignore[operator]
     _, shares = timeline.shares(columns)
     np.testing.assert_allclose(np.sum([*shares.values()], axis=0), 1.0, atol=0.01)
     assert min(share.min() for share in shares.values()) >= 0
@@ -90,7 +90,7 @@ def test_a_run_that_was_killed_is_counted_by_its_records(tmp_path: Path) -> None
     log = RunLog(tmp_path)
     log.start()
     log.train(100)
-    timeline = Timeline(History(tmp_path))
+    timeline = Timeline(RunHistory(tmp_path))
     assert timeline.totals["setup"] == pytest.approx(12)
     assert timeline.wall == pytest.approx(timeline.length)
     for name in ("forward", "callback/TensorBoard"):
@@ -108,7 +108,7 @@ def test_a_rollback_is_marked_and_what_it_took_is_lost(tmp_path: Path) -> None:
     log.write("rollback")
     log.train(150)
     log.write("end")
-    timeline = Timeline(History(tmp_path))
+    timeline = Timeline(RunHistory(tmp_path))
     assert [mark.kind for mark in timeline.marks] == ["rollback"]
     assert timeline.totals["lost"] == pytest.approx(lost)
 
@@ -117,14 +117,14 @@ def test_logs_without_a_ledger_have_none(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.start()
     log.write("log", loss=1.0)
-    assert not Timeline.exists(History(tmp_path))
+    assert not Timeline.exists(RunHistory(tmp_path))
     log.write("log", loss=1.0, **{"seconds/forward": 1.0})
-    assert Timeline.exists(History(tmp_path))
+    assert Timeline.exists(RunHistory(tmp_path))
     written = log.path.read_text()
     log.write("log", time="nan", **{"seconds/forward": 1.0})
-    assert not Timeline.exists(History(tmp_path))
+    assert not Timeline.exists(RunHistory(tmp_path))
     log.path.write_text(written.replace(f'"time": {log.time}', '"time": "nan"', 1))  # of the start
-    assert not Timeline.exists(History(tmp_path))
+    assert not Timeline.exists(RunHistory(tmp_path))
 
 
 def test_a_clock_that_was_set_back_breaks_nothing(tmp_path: Path) -> None:
@@ -136,5 +136,5 @@ def test_a_clock_that_was_set_back_breaks_nothing(tmp_path: Path) -> None:
     log.start()
     log.train(120)
     log.end()
-    _, shares = Timeline(History(tmp_path)).shares(50)
+    _, shares = Timeline(RunHistory(tmp_path)).shares(50)
     assert min(share.min() for share in shares.values()) >= 0

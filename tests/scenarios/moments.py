@@ -25,7 +25,7 @@ from trainer_kit.callbacks import jsonl
 from trainer_kit.checkpoint import async_saver as saving
 from trainer_kit.checkpoint import manager as resume
 from trainer_kit.checkpoint.format.manifest import REPLACED_PREFIX, STAGING_PREFIX
-from trainer_kit.checkpoint.staging import HostCopies
+from trainer_kit.checkpoint.staging import HostStaging
 from trainer_kit.loop.train_step import Steps
 
 ON_ANY_RANK = ("training", "evaluation", "fetching", "a data worker", "a snapshot", "leaving", "reading a checkpoint")
@@ -135,9 +135,9 @@ class Watch(Callback):
         _before(resume, "read_state", lambda *_, **__: passes("reading a checkpoint"))
         _before(resume, "load_weights", lambda *_, **__: passes("reading a checkpoint"))
         _before(Steps, "_fetch", lambda *_, **__: passes("fetching"))
-        _before(saving.Saver, "begin", lambda *_, **__: (self.note(f"begins {self.step}"), passes("a snapshot")))
-        _before(saving.Saver, "_copies", lambda *_, **__: passes("a snapshot"))
-        _before(HostCopies, "complete", lambda *_, **__: passes("copying the rest"))
+        _before(saving.AsyncSaver, "begin", lambda *_, **__: (self.note(f"begins {self.step}"), passes("a snapshot")))
+        _before(saving.AsyncSaver, "_copies", lambda *_, **__: passes("a snapshot"))
+        _before(HostStaging, "complete", lambda *_, **__: passes("copying the rest"))
         _before(saving, "take_snapshot", lambda *_, **__: passes("a snapshot"))
         _before(jsonl, "append_record", self._log_record)
         _Calls(self).install()
@@ -198,7 +198,7 @@ class _Calls:
     def install(self) -> None:
         self._during(saving, "write_checkpoint", "write")
         self._during(saving, "prune", "prune")
-        self._during(resume.Checkpoints, "_take_folder", "clear")
+        self._during(resume.CheckpointManager, "_take_folder", "clear")
         for module_call in ("mkdir", "write", "fsync", "rename", "replace", "unlink", "rmdir"):
             _before(os, module_call, getattr(self, f"_{module_call}"), when=self._is_at_work)
         original = os.open

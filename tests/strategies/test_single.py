@@ -185,13 +185,13 @@ def test_cuda_trains_as_the_cpu_does(tmp_path: Any) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_cuda_copies_ahead_without_mixing_batches_up(workers: int) -> None:
     from trainer_kit.data.collate import stack
-    from trainer_kit.data.map_loader import Reading, TrainLoader
+    from trainer_kit.data.map_loader import LoaderConfig, TrainLoader
     from trainer_kit.data.sampling import Layout
 
     rows = [torch.full((1 << 16,), float(index)) for index in range(64)]
     strategy = SingleDevice("cuda")
     strategy.setup()
-    loader = TrainLoader(rows, Layout(4), Reading(stack, 0, workers, pin_memory=True))
+    loader = TrainLoader(rows, Layout(4), LoaderConfig(stack, 0, workers, pin_memory=True))
     seen = []
     for micro in strategy.prepare_loader(loader.micro_batches(0, 0, 16)):
         batch = strategy.to_device(micro.batch)

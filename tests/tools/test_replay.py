@@ -13,10 +13,10 @@ from taken_over import Left, written_here
 
 from trainer_kit import NonFiniteError
 from trainer_kit.checkpoint import CheckpointError, verify
-from trainer_kit.debugging.crash_dump import Postmortem
+from trainer_kit.debugging.crash_dump import CrashDump
 from trainer_kit.errors import DataError
 from trainer_kit.launch.script import run_as_main
-from trainer_kit.loop.step_metrics import Taken
+from trainer_kit.loop.step_metrics import StepSpan
 from trainer_kit.tools.replay import replay
 
 SCRIPT = """
@@ -131,9 +131,9 @@ def line_of(text: str) -> int:
     return next(number for number, line in enumerate(SCRIPT.splitlines(), start=1) if text in line)
 
 
-def postmortem_of_the_script() -> Postmortem:
+def postmortem_of_the_script() -> CrashDump:
     trainer = vars(sys.modules["__main__"])["trainer"]
-    return Postmortem(trainer.run, trainer._loss, trainer._loader)
+    return CrashDump(trainer.run, trainer._loss, trainer._loader)
 
 
 Broken = Callable[[str, type[Exception]], Path]
@@ -164,7 +164,7 @@ def test_weights_that_lie_with_another_process(script: str, broken_off: Broken, 
     postmortem = postmortem_of_the_script()
     postmortem.run.strategy.collectives.rank = 1
     step = int(folder.name.removeprefix("crash-"))
-    own = postmortem.write(NonFiniteError("the loss is inf", Taken(step, 0, 4 * step - 4, 4 * step), held=True))
+    own = postmortem.write(NonFiniteError("the loss is inf", StepSpan(step, 0, 4 * step - 4, 4 * step), held=True))
     assert own == tmp_path / "run" / f"{folder.name}-rank-1"
     reproduced, shown = replayed(own, script, "grows")
     assert reproduced, shown
@@ -174,7 +174,7 @@ def test_weights_that_lie_with_another_process(script: str, broken_off: Broken, 
 def test_weights_that_are_spoiled_are_not_taken(script: str, broken_off: Broken) -> None:
     folder = broken_off("grows", NonFiniteError)
     step = int(folder.name.removeprefix("crash-"))
-    error = NonFiniteError("the loss is inf", Taken(step, 0, 4 * step - 4, 4 * step), held=False)
+    error = NonFiniteError("the loss is inf", StepSpan(step, 0, 4 * step - 4, 4 * step), held=False)
     assert postmortem_of_the_script().write(error) == folder
     reproduced, shown = replayed(folder, script, "grows")
     assert not reproduced

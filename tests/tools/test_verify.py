@@ -20,7 +20,7 @@ from trainer_kit.tools.verify.fingerprints import attributes, mark_of, marks, sa
 from trainer_kit.tools.verify.kill_plan import checkpoint_step, choose_kill
 from trainer_kit.tools.verify.report import describe
 from trainer_kit.tools.verify.verification import Result, describe_difference
-from trainer_kit.utils.pytree import split
+from trainer_kit.utils.pytree import flatten_state
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="starts are forked, and killed by SIGKILL")
 TASK = Path(__file__).with_name("task.py")
@@ -249,12 +249,12 @@ def test_marks_of_a_tree_are_named_by_their_place() -> None:
     ],
 )
 def test_marks_of_a_state_differ_where_a_checkpoint_does(one: object, other: object) -> None:
-    assert state_marks(*split(one), "state") != state_marks(*split(other), "state")
-    assert state_marks(*split(one), "state") == state_marks(*split(one), "state")
+    assert state_marks(*flatten_state(one), "state") != state_marks(*flatten_state(other), "state")
+    assert state_marks(*flatten_state(one), "state") == state_marks(*flatten_state(one), "state")
 
 
 def test_marks_of_a_state_are_named_by_its_entries() -> None:
-    found = state_marks(*split({"seen": 8, "w": torch.zeros(2)}), "callback EMA")
+    found = state_marks(*flatten_state({"seen": 8, "w": torch.zeros(2)}), "callback EMA")
     assert found["callback EMA.seen"] == "8"
     assert found["callback EMA.w"].endswith(str(mark_of(torch.zeros(2))))
 

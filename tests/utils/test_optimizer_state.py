@@ -23,7 +23,7 @@ from trainer_kit.utils.optimizer_state import (
     optimizer_state,
     optimizers_in,
 )
-from trainer_kit.utils.pytree import join, split
+from trainer_kit.utils.pytree import flatten_state, unflatten_state
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -86,8 +86,10 @@ def steps(optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
 
 def through_a_file(state: Any) -> Any:
     """The state as a checkpoint brings it back: text, and tensors that are row-major."""
-    tree, found = split(state)
-    return join(json.loads(json.dumps(tree)), {name: each.clone().contiguous() for name, each in found.items()})
+    tree, found = flatten_state(state)
+    return unflatten_state(
+        json.loads(json.dumps(tree)), {name: each.clone().contiguous() for name, each in found.items()}
+    )
 
 
 def resumed(make: Make, values: list[nn.Parameter], saved: Any) -> torch.optim.Optimizer:

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer_kit.utils.pytree import join, map_tensors, plain_values, split, tensors
+from trainer_kit.utils.pytree import flatten_state, map_tensors, plain_values, tensors, unflatten_state
 
 Point = namedtuple("Point", "x y")
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.uint16]
@@ -46,8 +46,8 @@ def same(left: Any, right: Any) -> bool:
 
 
 def through_json(tree: Any) -> Any:
-    json_tree, found = split(tree)
-    return join(json.loads(json.dumps(json_tree, allow_nan=False)), found)
+    json_tree, found = flatten_state(tree)
+    return unflatten_state(json.loads(json.dumps(json_tree, allow_nan=False)), found)
 
 
 def raw_tensors() -> st.SearchStrategy[torch.Tensor]:
@@ -115,11 +115,11 @@ def test_a_users_dict_that_looks_like_a_tag_stays_a_dict(kind: str) -> None:
 
 def test_tensors_are_named_by_their_place_and_never_collide() -> None:
     tree = {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1), "a.b#1": torch.ones(2), "__metadata__": torch.ones(3)}
-    json_tree, found = split(tree)
+    json_tree, found = flatten_state(tree)
     assert len(found) == 4
     assert "a.b" in found
     assert "__metadata__" not in found
-    assert same(join(json_tree, found), tree)
+    assert same(unflatten_state(json_tree, found), tree)
 
 
 def test_named_tuples_come_back_as_tuples_and_parameters_as_tensors() -> None:
@@ -132,7 +132,7 @@ def test_named_tuples_come_back_as_tuples_and_parameters_as_tensors() -> None:
 
 def test_tensors_are_not_copied_and_arrays_are() -> None:
     tensor, array = torch.ones(2), np.ones(2)
-    _, found = split([tensor, array])
+    _, found = flatten_state([tensor, array])
     array[0] = 5
     assert found["0"].data_ptr() == tensor.data_ptr()
     assert found["1"].tolist() == [1, 1]
@@ -213,14 +213,14 @@ class Color(enum.IntEnum):
 )
 def test_anything_else_is_refused_by_its_place_and_type(tree: Any, place: str, kind: str) -> None:
     with pytest.raises(TypeError, match=f"^{place} (is of type|has a key).*{kind}"):
-        split(tree)
+        flatten_state(tree)
 
 
 def test_a_tree_that_contains_itself_is_refused() -> None:
     tree: list[Any] = []
     tree.append(tree)
     with pytest.raises(ValueError, match="contain itself"):
-        split(tree)
+        flatten_state(tree)
 
 
 @pytest.mark.parametrize(
@@ -242,20 +242,20 @@ def test_a_tree_that_contains_itself_is_refused() -> None:
 )
 def test_join_refuses_what_split_did_not_make(json_tree: Any) -> None:
     with pytest.raises(ValueError, match="no state that split"):
-        join(json_tree, {"bytes": torch.zeros(8, dtype=torch.uint8)})
+        unflatten_state(json_tree, {"bytes": torch.zeros(8, dtype=torch.uint8)})
 
 
 def test_plain_values_come_with_their_place() -> None:
     groups = [{"lr": math.inf, "betas": (0.9, 0.99), "params": [0, 1]}]
     state = {"state": {0: {"exp_avg": torch.zeros(2), "step": 3}}, "groups": groups, "empty": {}, "array": np.zeros(2)}
-    assert dict(plain_values(split(state)[0])) == {
+    assert dict(plain_values(flatten_state(state)[0])) == {
         "state.0.step": 3,
         "groups.0.lr": math.inf,
         "groups.0.betas": (0.9, 0.99),
         "groups.0.params": [0, 1],
         "empty": {},
     }
-    assert list(plain_values(split(7)[0])) == [("", 7)]
+    assert list(plain_values(flatten_state(7)[0])) == [("", 7)]
     with pytest.raises(ValueError, match="no state that split"):
         list(plain_values({"a": [{"__kind__": "function", "value": "os.system"}]}))
 
@@ -287,10 +287,10 @@ def in_some_order(shape: list[int], order: list[int], dtype: torch.dtype) -> tor
 @given(st.lists(st.integers(0, 3), max_size=4), st.permutations(range(4)), st.sampled_from(ORDERED_DTYPES))
 def test_tensors_come_back_in_their_order_in_memory(shape: list[int], order: list[int], dtype: torch.dtype) -> None:
     tensor = in_some_order(shape, order, dtype)
-    tree, found = split({"tensor": tensor})
-    assert join(json.loads(json.dumps(tree)), found)["tensor"].data_ptr() == tensor.data_ptr()
+    tree, found = flatten_state({"tensor": tensor})
+    assert unflatten_state(json.loads(json.dumps(tree)), found)["tensor"].data_ptr() == tensor.data_ptr()
     row_major = {name: each.contiguous() for name, each in found.items()}  # as a file holds them
-    back = join(json.loads(json.dumps(tree)), row_major)["tensor"]
+    back = unflatten_state(json.loads(json.dumps(tree)), row_major)["tensor"]
     assert back.stride() == (tensor.stride() if tensor.numel() else tensor.contiguous().stride())
     assert same(back, tensor)
 
@@ -300,25 +300,25 @@ def test_tensors_come_back_in_their_order_in_memory(shape: list[int], order: lis
 def test_arrays_come_back_in_their_order_in_memory(shape: list[int], order: list[int], flipped: bool) -> None:
     array = in_some_order(shape, order, torch.float32).numpy()
     array = np.flip(array) if flipped else array
-    tree, found = split(array)
-    back = join(json.loads(json.dumps(tree)), {name: each.contiguous() for name, each in found.items()})
+    tree, found = flatten_state(array)
+    back = unflatten_state(json.loads(json.dumps(tree)), {name: each.contiguous() for name, each in found.items()})
     assert np.array_equal(back, array)
     assert back.strides == np.array(array, order="K").strides
 
 
 def test_a_tensor_with_gaps_comes_back_as_its_copy_lies() -> None:
     tensor = torch.arange(24.0).reshape(4, 6).t()[::2]
-    tree, found = split([tensor, tensor.clone()])
-    first, second = join(tree, {name: each.contiguous() for name, each in found.items()})
+    tree, found = flatten_state([tensor, tensor.clone()])
+    first, second = unflatten_state(tree, {name: each.contiguous() for name, each in found.items()})
     assert first.stride() == second.stride() == tensor.clone().stride() == (1, 3)
     assert torch.equal(first, tensor)
 
 
 def test_tied_tensors_in_another_order_stay_tied() -> None:
     tensor = torch.arange(6.0).reshape(2, 3).t()
-    tree, found = split({"one": tensor, "other": tensor})
+    tree, found = flatten_state({"one": tensor, "other": tensor})
     held = tensor.contiguous()
-    back = join(tree, dict.fromkeys(found, held))
+    back = unflatten_state(tree, dict.fromkeys(found, held))
     assert back["one"] is back["other"]
     assert back["one"].stride() == (1, 3)
 
@@ -329,10 +329,10 @@ def test_tied_tensors_in_another_order_stay_tied() -> None:
 def test_strides_that_fit_no_tensor_are_refused(strides: Any) -> None:
     entry = {"__kind__": "tensor", "value": "x", "strides": strides}
     with pytest.raises(ValueError, match="this is no state that split"):
-        join(entry, {"x": torch.zeros(2, 3)})
+        unflatten_state(entry, {"x": torch.zeros(2, 3)})
 
 
 def test_strides_that_overlap_in_as_much_memory_are_refused() -> None:
     entry = {"__kind__": "tensor", "value": "x", "strides": [2, 2]}
     with pytest.raises(ValueError, match=r"the strides \[2, 2\] do not fit the shape \[3, 3\]"):
-        join(entry, {"x": torch.zeros(3, 3)})
+        unflatten_state(entry, {"x": torch.zeros(3, 3)})

@@ -14,7 +14,7 @@ import torch
 
 from trainer_kit.accelerator.loader import PreparedLoader
 from trainer_kit.accelerator.options import ProjectConfiguration
-from trainer_kit.accelerator.wrappers import Flow, PreparedOptimizer, PreparedScheduler
+from trainer_kit.accelerator.wrappers import AccumulationState, PreparedOptimizer, PreparedScheduler
 from trainer_kit.checkpoint import (
     CheckpointError,
     Committed,
@@ -79,7 +79,7 @@ class States:
     def __init__(
         self,
         strategy: Strategy,
-        flow: Flow,
+        flow: AccumulationState,
         prepared: Prepared,
         project: ProjectConfiguration,
         settings: dict[str, Any],

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from trainer_kit.accelerator.concat import joined, rows_of
-from trainer_kit.accelerator.wrappers import Flow
+from trainer_kit.accelerator.wrappers import AccumulationState
 from trainer_kit.data.fetcher import set_epoch
 from trainer_kit.data.sampling import mix
 from trainer_kit.data.workers import worker_items
@@ -25,7 +25,7 @@ logger = logging.getLogger("trainer_kit")
 _END = object()
 
 
-class Job(NamedTuple):
+class BatchRequest(NamedTuple):
     """One batch of this process, to be read.
 
     Attributes:
@@ -45,7 +45,7 @@ class Job(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Dealt:
-    """A batch that was read, with its number of rows, the number of those that are no repeats, and `Job.last`."""
+    """A batch that was read: its rows, how many of them are no repeats, and `BatchRequest.last`."""
 
     rows: int
     real: int
@@ -62,7 +62,7 @@ class Reader(Dataset[Any]):
         self.in_batches = loader.batch_sampler is not None
         self.epoch: int | None = None
 
-    def __getitem__(self, job: Job) -> tuple[int, int, bool, Any]:
+    def __getitem__(self, job: BatchRequest) -> tuple[int, int, bool, Any]:
         if job.epoch != self.epoch:
             self.epoch = job.epoch
             set_epoch(self.dataset, job.epoch)
@@ -79,7 +79,7 @@ class Reader(Dataset[Any]):
         return [self.dataset[index] for index in indices]
 
 
-class Stand(NamedTuple):
+class LoaderPosition(NamedTuple):
     """Where a loader stood when it was saved.
 
     Attributes:
@@ -135,7 +135,7 @@ class PreparedLoader:
         self,
         loader: DataLoader[Any],
         strategy: Strategy,
-        flow: Flow,
+        flow: AccumulationState,
         seed: int,
         split_batches: bool = False,
         device_placement: bool = True,
@@ -155,7 +155,7 @@ class PreparedLoader:
         samplers = () if self._streams else (loader.batch_sampler, loader.sampler)
         self._samplers = [sampler for sampler in samplers if sampler is not None]
         self._position, self._open = 0, False
-        self._stand: Stand | None = None
+        self._stand: LoaderPosition | None = None
         self._workers: DataLoader[Any] | None = None
         self._counting = loader
         if self._streams and not _iterates_itself(loader) and loader.batch_size is not None:
@@ -218,12 +218,14 @@ class PreparedLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands."""
-        stand = self._stand or Stand(self.epoch, self._position, self._open, self._position > 0 and self.gave_last)
+        stand = self._stand or LoaderPosition(
+            self.epoch, self._position, self._open, self._position > 0 and self.gave_last
+        )
         return {**stand._asdict(), "seed": self._seed, "total_batch_size": self.total_batch_size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on there: a pass that was being read goes on after its last batch, in the next `for` loop over it."""
-        stand = Stand(*(state_dict[name] for name in Stand._fields))
+        stand = LoaderPosition(*(state_dict[name] for name in LoaderPosition._fields))
         before, now = state_dict["total_batch_size"], self.total_batch_size
         if before != now and before and now:
             if (stand.position * before) % now and not stand.complete:
@@ -307,7 +309,7 @@ class PreparedLoader:
                 return
             yield item
 
-    def _by_workers(self, jobs: Iterator[Job]) -> Iterator[Any]:
+    def _by_workers(self, jobs: Iterator[BatchRequest]) -> Iterator[Any]:
         loader = self.loader
         if self._workers is None:
             self._workers = DataLoader(
@@ -328,7 +330,7 @@ class PreparedLoader:
         self._workers.sampler.jobs = jobs
         return worker_items(self._workers)
 
-    def _jobs(self, epoch: int, position: int) -> Iterator[Job]:
+    def _jobs(self, epoch: int, position: int) -> Iterator[BatchRequest]:
         first: list[Any] = []
         rounds = _rounds(self._batches(epoch), 1 if self._splits else self._shares, self._drops)
         for number, (batches, last) in enumerate(rounds):
@@ -339,7 +341,7 @@ class PreparedLoader:
             indices, real = self._share(batches, cycle(first), last)
             # The same for the n-th batch of all processes together, whatever their number.
             seed = mix(self._seed, epoch, number * self._shares + self._first)
-            yield Job(epoch, seed, indices, real, last)
+            yield BatchRequest(epoch, seed, indices, real, last)
 
     def _batches(self, epoch: int) -> Iterator[list[Any]]:
         """The batches of all processes, as the user's samplers give them."""
@@ -431,10 +433,10 @@ class _Counted:
 class _Jobs:
     """What the workers are to read: other jobs in each pass."""
 
-    def __init__(self, jobs: Iterator[Job]) -> None:
+    def __init__(self, jobs: Iterator[BatchRequest]) -> None:
         self.jobs = jobs
 
-    def __iter__(self) -> Iterator[Job]:
+    def __iter__(self) -> Iterator[BatchRequest]:
         return self.jobs
 
 

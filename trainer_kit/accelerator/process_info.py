@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from trainer_kit.accelerator.options import DistributedType
-from trainer_kit.accelerator.wrappers import Flow
+from trainer_kit.accelerator.wrappers import AccumulationState
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.pytree import keys, map_tensors, tensors
 from trainer_kit.utils.user_warnings import warn
@@ -18,7 +18,7 @@ from trainer_kit.utils.user_warnings import warn
 T = TypeVar("T")
 
 
-class Processes:
+class ProcessInfo:
     """The part of an `Accelerator` that needs nothing but its strategy.
 
     Args:
@@ -27,13 +27,13 @@ class Processes:
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
-        self.flow = Flow(strategy)
+        self.flow = AccumulationState(strategy)
         self._triggered = False
 
     # Who this process is
 
     @property
-    def state(self) -> Processes:
+    def state(self) -> ProcessInfo:
         """The facts of the run, which accelerate's scripts print: this object has them itself."""
         return self
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer_kit._version import __version__
 from trainer_kit.accelerator.options import ProjectConfiguration
-from trainer_kit.accelerator.process_info import Processes
+from trainer_kit.accelerator.process_info import ProcessInfo
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.scalars import as_scalar, read_scalars
 from trainer_kit.utils.run_log import append_record
@@ -175,7 +175,7 @@ def make_trackers(
     return trackers
 
 
-class Tracking(Processes):
+class Tracking(ProcessInfo):
     """The part of an `Accelerator` that logs.
 
     Args:

@@ -21,7 +21,7 @@ class BeingRead(Protocol):
     real: int
 
 
-class Flow:
+class AccumulationState:
     """Where the user's loop is.
 
     Copies of what is prepared share it; what is unpickled, perhaps in another process, is in no loop.
@@ -48,10 +48,10 @@ class Flow:
         self.trained = 0
         self.loaders: list[BeingRead] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Flow:
+    def __deepcopy__(self, memo: dict[int, Any]) -> AccumulationState:
         return self
 
-    def __reduce__(self) -> tuple[Callable[[], Flow], tuple[()]]:
+    def __reduce__(self) -> tuple[Callable[[], AccumulationState], tuple[()]]:
         return _flow_of_no_loop, ()
 
     def next_batch(self, accumulation: int, ends_with_loader: bool) -> None:
@@ -84,11 +84,11 @@ class Flow:
             self._has_cleared = True
 
 
-def _flow_of_no_loop() -> Flow:
+def _flow_of_no_loop() -> AccumulationState:
     """One in which each step is taken."""
     strategy = Strategy()
     strategy.setup()
-    return Flow(strategy)
+    return AccumulationState(strategy)
 
 
 class StepRule(NamedTuple):
@@ -134,7 +134,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         step_was_skipped: Whether the last step was left out because fp16's gradients had overflowed.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, strategy: Strategy, flow: Flow) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, strategy: Strategy, flow: AccumulationState) -> None:
         # Not super().__init__(): parameters and state are the user's optimizer's.
         self.optimizer = optimizer
         self.step_was_skipped = False
@@ -220,7 +220,9 @@ class PreparedScheduler:
         rule: How often it steps; see `StepRule`.
     """
 
-    def __init__(self, scheduler: Any, optimizers: Sequence[PreparedOptimizer], flow: Flow, rule: StepRule) -> None:
+    def __init__(
+        self, scheduler: Any, optimizers: Sequence[PreparedOptimizer], flow: AccumulationState, rule: StepRule
+    ) -> None:
         self.scheduler = scheduler
         self.optimizers = optimizers
         self.rule = rule

@@ -1,4 +1,4 @@
-"""`Saver`: commits the checkpoints of a run beside its training, one at a time."""
+"""`AsyncSaver`: commits the checkpoints of a run beside its training, one at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer_kit.checkpoint import (
     write_checkpoint,
 )
 from trainer_kit.checkpoint.format.json_files import is_too_large, readable_size
-from trainer_kit.checkpoint.staging import HostCopies
+from trainer_kit.checkpoint.staging import HostStaging
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.errors import SaveError
 from trainer_kit.run import Run
@@ -50,7 +50,7 @@ class Outcome:
     error: str | None = None
 
 
-class Saver:
+class AsyncSaver:
     """Takes snapshots of a run and writes them, in a thread of the main process, while training goes on.
 
     Args:
@@ -79,7 +79,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[Outcome] | None = None  # on the main process
         self._reserving: Future[None] | None = None
-        self.copies = HostCopies(run)
+        self.copies = HostStaging(run)
 
     @property
     def newest(self) -> Path | None:
@@ -112,7 +112,7 @@ class Saver:
             ValueError: If it has a name that cannot be a file's.
         """
         assert not self.is_busy, "one save at a time"
-        self.run.strategy.session.set_abort_handler(self.settle)
+        self.run.strategy.session.set_abort_handler(self.drain)
         self.run.strategy.collectives.on_main(lambda: self._begin(model_state, states, metric, protect))
         self.is_busy = True
 
@@ -153,7 +153,7 @@ class Saver:
             f"the checkpoint of step {self.failed.step} could not be written: {self.failed.error}; {self._kept()}"
         )
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Lets a save that was begun come to its end, where an error ends the run; nobody else takes part."""
         pending, self._pending, self.is_busy = self._pending, None, False
         if pending is None:

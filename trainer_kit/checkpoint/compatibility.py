@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from trainer_kit.checkpoint import find_checkpoints, newest_valid, read_state, verify
 from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME
 from trainer_kit.data.reader import check_workers
-from trainer_kit.data.run_length import Plan, step_numbers
+from trainer_kit.data.run_length import RunLength, step_numbers
 from trainer_kit.errors import CheckpointError
 from trainer_kit.optim import Schedule
 from trainer_kit.run import Run
@@ -209,7 +209,7 @@ def load_optimizer(run: Run, saved: dict[str, Any], directory: Path) -> None:
             group["lr"] = peak * factor(scheduler.last_epoch)
 
 
-def report_changes(run: Run, plan: Plan, earlier: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
+def report_changes(run: Run, plan: RunLength, earlier: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
     """Says what is not as it was: the layout, other arguments, and those of them that have no effect any more.
 
     Args:
@@ -236,7 +236,7 @@ def _described(changed: Mapping[str, tuple[Any, Any]], names: list[str]) -> str:
     return ", ".join(f"{name} {changed[name][0]!r} -> {changed[name][1]!r}" for name in names)
 
 
-def _report_layout(run: Run, plan: Plan, saved: Mapping[str, Any]) -> None:
+def _report_layout(run: Run, plan: RunLength, saved: Mapping[str, Any]) -> None:
     """One sentence about another number of processes, batch size or accumulation, and what follows."""
     now, changes = plan.state_dict(), []
     for name, text in (
@@ -248,16 +248,16 @@ def _report_layout(run: Run, plan: Plan, saved: Mapping[str, Any]) -> None:
             changes.append(text.format(now[name], saved[name]))
     if not changes:
         return
-    window, before = plan.layout.window, saved["processes"] * saved["batch_size"] * saved["accumulation"]
+    window, before = plan.layout.global_batch_size, saved["processes"] * saved["batch_size"] * saved["accumulation"]
     samples = f"{window} samples a step " + ("as before" if window == before else f"instead of {before}")
     schedule = ""
     if isinstance(run.lr_scheduler, Schedule) and run.args.max_steps < 0:
-        schedule = f"; the schedule goes on at step {plan.place} of {plan.length}"
+        schedule = f"; the schedule goes on at step {plan.schedule_step} of {plan.schedule_length}"
         given, scaled = step_numbers(run.args), step_numbers(plan.scheduled(run.args))
         schedule += "".join(
             f", in which {name}={steps} are {scaled[name]}" for name, steps in given.items() if steps != scaled[name]
         )
-    left = max(0, plan.end - run.state.step)
+    left = max(0, plan.last_step - run.state.step)
     logger.info("resumed %s, %s: %d steps are left%s", ", ".join(changes), samples, left, schedule)
     if window != before and not isinstance(run.lr_scheduler, (Schedule, ReduceLROnPlateau)):
         warn(

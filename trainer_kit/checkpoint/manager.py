@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trainer_kit.callback import Events
+from trainer_kit.callback import CallbackList
 from trainer_kit.checkpoint import (
     CHECKPOINT_PREFIX,
     Committed,
@@ -24,7 +24,7 @@ from trainer_kit.checkpoint import (
     remove_stale_staging,
     verify,
 )
-from trainer_kit.checkpoint.async_saver import Saver, States
+from trainer_kit.checkpoint.async_saver import AsyncSaver, States
 from trainer_kit.checkpoint.compatibility import (
     check_same_run,
     dataset_length,
@@ -42,7 +42,7 @@ from trainer_kit.checkpoint.integrity import check_resumable
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import TrainLoader
-from trainer_kit.data.run_length import Plan, make_plan
+from trainer_kit.data.run_length import RunLength, make_plan
 from trainer_kit.optim import Schedule
 from trainer_kit.run import Run
 from trainer_kit.utils.optimizer_state import check_optimizer_state
@@ -60,7 +60,7 @@ _REPORTS = ("report.html", "report.md")
 _EVENTS, _ARGUMENTS_TAG, _HEAD_BYTES = "events.out.tfevents.*", b"arguments/text_summary", 4096
 
 
-class Checkpoints:
+class CheckpointManager:
     """The checkpoints of one training, through all its starts.
 
     Args:
@@ -70,7 +70,7 @@ class Checkpoints:
     Attributes:
         run_id: The same for all starts that resume one another; only checkpoints that carry it are removed.
         data_state: Where an iterable dataset stands after the last step; None for others and between epochs.
-        shifts_labels: What `Inspection.shift` found.
+        shifts_labels: What `LossProbe.shift` found.
         resumed_from: The checkpoint that this start goes on from; None at the beginning.
         saver: Writes them.
         lock: Holds the folder for this training, on the main process.
@@ -78,7 +78,7 @@ class Checkpoints:
         plan: The steps of the run, as `lay_out` found them last.
     """
 
-    def __init__(self, run: Run, events: Events) -> None:
+    def __init__(self, run: Run, events: CallbackList) -> None:
         self.run = run
         self.events = events
         self.folder = Path(run.args.output_dir)
@@ -87,9 +87,9 @@ class Checkpoints:
         self.shifts_labels: bool | None = None
         self.resumed_from: Path | None = None
         self.lock = RunLock(self.folder)
-        self.saver = Saver(run, self._is_of_this_run, self.lock.confirm)
+        self.saver = AsyncSaver(run, self._is_of_this_run, self.lock.confirm)
         self.metric: tuple[int, float] | None = None
-        self.plan: Plan = None  # type: ignore[assignment]  # made by lay_out()
+        self.plan: RunLength = None  # type: ignore[assignment]  # made by lay_out()
         self._made: list[Path] = []  # folders that were not there before
         self._starts_again = False  # whether a checkpoint was asked for
         self._source: Path | None = None  # the same, as this process can read it
@@ -151,7 +151,7 @@ class Checkpoints:
         if run.state.epoch != epoch:
             self.data_state = None  # that of the epoch before
         self.plan = make_plan(run, loader, self._earlier)
-        run.total_steps = self.plan.end
+        run.total_steps = self.plan.last_step
 
     def restore(self) -> None:
         """Takes up everything else: weights, optimizer, schedule, precision, callbacks, the user's own objects.
@@ -172,7 +172,7 @@ class Checkpoints:
             ledger = read_ledger(directory)
             run.ledger.go_on(ledger, run.strategy.collectives.on_main(lambda: self._logged_after(ledger["time"])))
             if isinstance(run.lr_scheduler, Schedule):
-                run.lr_scheduler.go_on_at(self.plan.place)
+                run.lr_scheduler.go_on_at(self.plan.schedule_step)
             self.saver.committed = run.strategy.collectives.on_main(self._of_earlier_starts)
             logger.info("resumed from %s at step %d of %d", self.resumed_from, run.state.step, run.total_steps)
             assert self._earlier is not None
@@ -217,7 +217,7 @@ class Checkpoints:
         set_aside(self.folder, kept, records)
         self._made = []  # they stay from now on
 
-    def go_back(self) -> Path | None:
+    def rollback(self) -> Path | None:
         """Takes everything up again from the newest checkpoint that is whole, which it returns; None without any."""
         run = self.run
         directory = run.strategy.collectives.on_main(self._newest_valid)
@@ -248,7 +248,7 @@ class Checkpoints:
         _restore_stateful(run, directory)
 
     def begin_save(self, model_state: Mapping[str, torch.Tensor], evaluation_is_due: bool = False) -> None:
-        """Begins to write a checkpoint of the run as it stands (see `Saver.begin`); all processes take part.
+        """Begins to write a checkpoint of the run as it stands (see `AsyncSaver.begin`); all processes take part.
 
         Args:
             model_state: The whole model's tensors by name.
@@ -268,7 +268,7 @@ class Checkpoints:
         check_resumable(self.run, directory)
         self.events.check_state_dict(read_outline(directory, "callbacks") or {}, directory)
 
-    def judge(self, metric: float) -> None:
+    def record_metric(self, metric: float) -> None:
         """Takes what an evaluation of this step gave, and whether that is the best.
 
         The checkpoint of the step is there already where an evaluation was broken off.
@@ -281,7 +281,7 @@ class Checkpoints:
             state.best_metric, state.best_step = metric, state.step
 
     def check_space(self, model_state: Mapping[str, torch.Tensor]) -> None:
-        """Warns where the disk has no room for the checkpoints to come (see `Saver.check_space`)."""
+        """Warns where the disk has no room for the checkpoints to come (see `AsyncSaver.check_space`)."""
         self.saver.check_space(model_state, self._states_with(self._optimizer_state(), False))
 
     def load_best(self) -> None:

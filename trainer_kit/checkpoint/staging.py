@@ -1,4 +1,4 @@
-"""`HostCopies`: the tensors of a run in host memory, copied while training goes on."""
+"""`HostStaging`: the tensors of a run in host memory, copied while training goes on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer_kit.run import Run
 from trainer_kit.utils.optimizer_state import state_tensors
 
 
-class HostCopies:
+class HostStaging:
     """Copies of a run's tensors, in memory that is used again from one checkpoint to the next.
 
     What the optimizer keeps, two thirds of AdamW's state, changes in its step alone: another thread copies it

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer_kit.checkpoint.format.compare import Comparison
-    from trainer_kit.checkpoint.format.inventory import Entry, Progress
+    from trainer_kit.checkpoint.format.inventory import CheckpointEntry, CheckpointProgress
 
 _SHOWN = 20
 _ELEMENTS = " elements that differ"
@@ -200,7 +200,7 @@ def _print_row(start: str, text: str) -> None:
     print(start + f"\n{' ' * len(start)}".join(lines), flush=True)
 
 
-def _best(known: Progress | None) -> dict[str, str]:
+def _best(known: CheckpointProgress | None) -> dict[str, str]:
     """What to say of the best checkpoint, by its name."""
     if known is None or known.best_step is None:
         return {}
@@ -216,7 +216,7 @@ def _beside(folder: Path, found: Sequence[Path]) -> list[str]:
     return [*crashes, *(f"{name} ({_count(number, 'checkpoint')})" for name, number in aside)]
 
 
-def _written(entry: Entry) -> str:
+def _written(entry: CheckpointEntry) -> str:
     return _local(entry.manifest.time) if entry.manifest else "-"
 
 

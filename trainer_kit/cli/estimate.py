@@ -24,7 +24,7 @@ from trainer_kit.config.arguments import parse_size
 if TYPE_CHECKING:
     from trainer_kit.config.arguments import TrainingArguments
     from trainer_kit.memory import Anatomy
-    from trainer_kit.tools.model_resolver import Subject
+    from trainer_kit.tools.model_resolver import ResolvedModel
 
 # Option, the field of TrainingArguments that it sets, what it is read as, and its help.
 _OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_inference(options: argparse.Namespace, subject: Subject, args: TrainingArguments) -> int:
+def _print_inference(options: argparse.Namespace, subject: ResolvedModel, args: TrainingArguments) -> int:
     from trainer_kit.memory import estimate
     from trainer_kit.memory.anatomy import size_text
 

@@ -10,20 +10,20 @@ from torch.utils.data import DataLoader
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.collate import Collator
 from trainer_kit.data.iterable_loader import StreamLoader, stream_evaluation_batches
-from trainer_kit.data.map_loader import Reading, TrainLoader, evaluation_batches, is_iterable
+from trainer_kit.data.map_loader import LoaderConfig, TrainLoader, evaluation_batches, is_iterable
 from trainer_kit.data.sampling import Layout
 from trainer_kit.loss.batch import Counts
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
 
 
-def make_reading(args: TrainingArguments, strategy: Strategy, collate: Collator) -> Reading:
+def make_reading(args: TrainingArguments, strategy: Strategy, collate: Collator) -> LoaderConfig:
     """How this run reads samples."""
     pin_memory = args.dataloader_pin_memory and strategy.device_info.pins_memory
-    return Reading(collate, args.seed, args.dataloader_num_workers, pin_memory, args.dataloader_timeout)
+    return LoaderConfig(collate, args.seed, args.dataloader_num_workers, pin_memory, args.dataloader_timeout)
 
 
-def make_train_loader(run: Run, reading: Reading) -> TrainLoader | StreamLoader:
+def make_train_loader(run: Run, reading: LoaderConfig) -> TrainLoader | StreamLoader:
     """The training batches.
 
     Raises:
@@ -45,7 +45,7 @@ def make_train_loader(run: Run, reading: Reading) -> TrainLoader | StreamLoader:
 
 
 def make_evaluation_batches(
-    run: Run, dataset: Any, reading: Reading, size: int | None = None
+    run: Run, dataset: Any, reading: LoaderConfig, size: int | None = None
 ) -> Iterator[tuple[Any, Counts]]:
     """The batches of an evaluation with their counts; `size` samples on each device, else as many as the arguments say.
 

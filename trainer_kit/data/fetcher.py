@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from trainer_kit.data.collate import Collator
-from trainer_kit.data.sampling import Slot, mix
+from trainer_kit.data.sampling import BatchIndices, mix
 from trainer_kit.errors import DataError
 from trainer_kit.utils.rng import seed_generators
 
@@ -43,7 +43,7 @@ class Fetcher(Dataset[Any]):
         self.draws = False
         self.epoch: int | None = None
 
-    def __getitem__(self, slot: Slot) -> tuple[Slot, Any]:
+    def __getitem__(self, slot: BatchIndices) -> tuple[BatchIndices, Any]:
         if slot.epoch != self.epoch:
             self.epoch = slot.epoch
             set_epoch(self.dataset, slot.epoch)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
-from trainer_kit.data.map_loader import MicroBatch, Reading, Window, no_batch
+from trainer_kit.data.map_loader import GlobalBatch, LoaderConfig, MicroBatch, no_batch
 from trainer_kit.data.reader import Read, StreamReader
 from trainer_kit.data.sampling import Layout, epoch_length, parts, ranges
 from trainer_kit.loss.batch import Counts, count
@@ -93,7 +93,7 @@ class StreamLoader:
         ValueError: If the dataset's length says that an epoch holds no batch.
     """
 
-    def __init__(self, dataset: Any, layout: Layout, reading: Reading, drop_last: bool = False) -> None:
+    def __init__(self, dataset: Any, layout: Layout, reading: LoaderConfig, drop_last: bool = False) -> None:
         self.dataset = dataset
         self.layout = layout
         self.reading = reading
@@ -151,7 +151,7 @@ class StreamLoader:
             epoch: Number of the epoch, from 0.
             position: Samples of it that were trained on.
             steps: Steps to take.
-            data_state: `Window.data_state` of the last step; None at the beginning of an epoch.
+            data_state: `GlobalBatch.data_state` of the last step; None at the beginning of an epoch.
 
         Raises:
             ValueError: If there is no `data_state` in the middle of an epoch, or it is one of other workers.
@@ -165,7 +165,7 @@ class StreamLoader:
                 self.dataset.load_state_dict(copy.deepcopy(self._fresh))
         while steps > 0:
             for window in self._windows(epoch, position, data_state):
-                position = window[0].window.stop
+                position = window[0].global_batch.stop
                 self._check_length(position)
                 yield from window
                 steps -= 1
@@ -197,7 +197,7 @@ class StreamLoader:
                 and len(fetched) < self.layout.accumulation
             ):
                 fetched.append(ahead)
-            window = Window(
+            window = GlobalBatch(
                 epoch, fetched[0].start, fetched[-1].stop, closes_epoch=ahead is None, data_state=fetched[-1].data_state
             )
             pieces = [piece for row in fetched for piece in row.pieces]
@@ -235,7 +235,7 @@ class StreamLoader:
                 yield _Batch(read, start, part)
 
 
-def stream_evaluation_batches(dataset: Any, layout: Layout, reading: Reading) -> Iterator[tuple[Any, Counts]]:
+def stream_evaluation_batches(dataset: Any, layout: Layout, reading: LoaderConfig) -> Iterator[tuple[Any, Counts]]:
     """This process's batches of an evaluation over an iterable dataset, in its order (with workers: in theirs).
 
     As in training, every process reads the whole dataset; its k-th batch is number k * world_size + rank.

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainer_kit.data.collate import Collator
 from trainer_kit.data.fetcher import Fetcher
 from trainer_kit.data.sampling import (
+    BatchIndices,
     Layout,
-    Slot,
     epoch_length,
     evaluation_slots,
     mix,
@@ -29,7 +29,7 @@ from trainer_kit.utils.rng import seed_generators
 
 
 @dataclasses.dataclass(slots=True)
-class Window:
+class GlobalBatch:
     """The micro-batches of one optimizer step, counted before the first is worked on.
 
     The loaders count those of this process; the loop makes the counts those of all processes (`set_numbers`).
@@ -81,9 +81,9 @@ class MicroBatch:
     Attributes:
         batch: What the collator made; moved to the device on the way to the loop.
         counts: What it counts for; all 0 for a stand-in of a process that has no samples left in the step.
-        window: The step it belongs to.
-        number: Its number in the step, from 0.
-        last: Whether it is the step's last.
+        global_batch: The step it belongs to.
+        index: Its number in the step, from 0.
+        is_last: Whether it is the step's last.
         start: Position of its first sample in the epoch.
         indices: Dataset indices; empty for iterable datasets.
         samples: Samples that the batch was made of; those of a stand-in too.
@@ -92,9 +92,9 @@ class MicroBatch:
 
     batch: Any
     counts: Counts
-    window: Window
-    number: int
-    last: bool
+    global_batch: GlobalBatch
+    index: int
+    is_last: bool
     start: int
     indices: list[int]
     samples: int
@@ -102,7 +102,7 @@ class MicroBatch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class LoaderConfig:
     """How samples are read.
 
     Attributes:
@@ -138,7 +138,12 @@ class TrainLoader:
     """
 
     def __init__(
-        self, dataset: Any, layout: Layout, reading: Reading, drop_last: bool = False, group_by_length: bool = False
+        self,
+        dataset: Any,
+        layout: Layout,
+        reading: LoaderConfig,
+        drop_last: bool = False,
+        group_by_length: bool = False,
     ) -> None:
         self.dataset = dataset
         self.layout = layout
@@ -157,19 +162,19 @@ class TrainLoader:
         self, epoch: int, position: int, steps: int, data_state: dict[str, Any] | None = None
     ) -> Iterator[MicroBatch]:
         """The micro-batches of the next `steps` steps, from `position` in `epoch` on; no sample before it is read."""
-        window: list[tuple[Slot, Any]] = []
+        fetched: list[tuple[BatchIndices, Any]] = []
         for slot, batch in _fetched(self.dataset, self._slots(epoch, position, steps), self.reading):
-            window.append((slot, batch))
-            if slot.last:
-                yield from _counted(window)
-                window = []
+            fetched.append((slot, batch))
+            if slot.is_last:
+                yield from _counted(fetched)
+                fetched = []
 
-    def _slots(self, epoch: int, position: int, steps: int) -> Iterator[Slot]:
+    def _slots(self, epoch: int, position: int, steps: int) -> Iterator[BatchIndices]:
         while steps > 0:
             order = permutation(len(self.dataset), self.reading.seed, epoch, self.lengths)[: self.epoch_length]
             for slot in slots(order, epoch, position, self.layout, ranges(self.passed_over, epoch)):
                 yield slot
-                steps -= slot.last
+                steps -= slot.is_last
                 if steps == 0:
                     return
             epoch, position = epoch + 1, 0
@@ -180,42 +185,42 @@ def no_batch(length: int, layout: Layout) -> str:
     if length == 0:
         return "train_dataset is empty; give at least one sample"
     return (
-        f"dataloader_drop_last=True leaves nothing of {length} samples in batches of {layout.row}; make them smaller "
-        "or keep the last one"
+        f"dataloader_drop_last=True leaves nothing of {length} samples in batches of "
+        f"{layout.global_micro_batch_size}; make them smaller or keep the last one"
     )
 
 
-def evaluation_batches(dataset: Any, layout: Layout, reading: Reading) -> Iterator[tuple[Any, Counts]]:
+def evaluation_batches(dataset: Any, layout: Layout, reading: LoaderConfig) -> Iterator[tuple[Any, Counts]]:
     """This process's batches of an evaluation, in the dataset's order."""
     for slot, batch in _fetched(dataset, evaluation_slots(len(dataset), layout), reading):
         yield batch, count(batch, len(slot.indices))
 
 
-def _counted(fetched: list[tuple[Slot, Any]]) -> Iterator[MicroBatch]:
+def _counted(fetched: list[tuple[BatchIndices, Any]]) -> Iterator[MicroBatch]:
     """The micro-batches of one step. All are counted first: each is weighed by its share in the step."""
     slot = fetched[-1][0]
-    window = Window(slot.epoch, slot.window_start, slot.window_stop, slot.closes_epoch)
+    window = GlobalBatch(slot.epoch, slot.window_start, slot.window_stop, slot.closes_epoch)
     all_counts = [_counts(slot, batch) for slot, batch in fetched]
     for counts in all_counts:
         window.add(counts)
     for (slot, batch), counts in zip(fetched, all_counts, strict=True):
         samples = len(slot.indices)
-        yield MicroBatch(batch, counts, window, slot.number, slot.last, slot.start, slot.indices, samples)
+        yield MicroBatch(batch, counts, window, slot.micro_batch_index, slot.is_last, slot.start, slot.indices, samples)
 
 
-def _counts(slot: Slot, batch: Any) -> Counts:
+def _counts(slot: BatchIndices, batch: Any) -> Counts:
     counts = count(batch, len(slot.indices))
-    return counts if slot.counted else counts.as_nothing()
+    return counts.as_nothing() if slot.is_dummy else counts
 
 
-def _fetched(dataset: Any, plan: Iterable[Slot], reading: Reading) -> Iterator[tuple[Slot, Any]]:
+def _fetched(dataset: Any, plan: Iterable[BatchIndices], reading: LoaderConfig) -> Iterator[tuple[BatchIndices, Any]]:
     fetcher = Fetcher(dataset, reading.collate, reading.seed)
     if reading.workers == 0:
         return map(fetcher.__getitem__, plan)
     return from_workers(fetcher, reading, plan)
 
 
-def from_workers(dataset: Any, reading: Reading, sampler: Iterable[Any] | None = None) -> Iterator[Any]:
+def from_workers(dataset: Any, reading: LoaderConfig, sampler: Iterable[Any] | None = None) -> Iterator[Any]:
     """What a DataLoader gives whose workers do all the work and whose randomness is its own.
 
     The generator matters: `iter(DataLoader)` would otherwise draw from the global one and shift dropout.

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer_kit.data.map_loader import MicroBatch
 from trainer_kit.loss.batch import IGNORED, is_whole, labels_of, rows_of, samples_of
-from trainer_kit.loss.probe import Inspection
+from trainer_kit.loss.probe import LossProbe
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.pytree import map_tensors, tensors
 
@@ -30,7 +30,7 @@ class Padding:
         training: Whether the model is in training mode.
     """
 
-    def __init__(self, inspection: Inspection, strategy: Strategy, rows: int, training: bool = False) -> None:
+    def __init__(self, inspection: LossProbe, strategy: Strategy, rows: int, training: bool = False) -> None:
         self.rows = rows
         self._inspection = inspection
         self._strategy = strategy
@@ -67,7 +67,7 @@ class Padding:
             return batch
         known = self._inspection.ignores_filler
         if known[self._training] is None and not self._normalizes():
-            self._inspection.filler(pad_rows(unfilled, self.rows), self._training)
+            self._inspection.detect_padding_invariance(pad_rows(unfilled, self.rows), self._training)
         exact = known[self._training] and not self._normalizes()
         return batch if exact else self._strategy.to_device(unfilled)
 

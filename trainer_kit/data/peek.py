@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from trainer_kit.data.build import make_train_loader
 from trainer_kit.data.collate import Collator
 from trainer_kit.data.iterable_loader import StreamLoader
-from trainer_kit.data.map_loader import MicroBatch, Reading, TrainLoader
+from trainer_kit.data.map_loader import LoaderConfig, MicroBatch, TrainLoader
 from trainer_kit.errors import ReadOnceError
 from trainer_kit.run import Run
 from trainer_kit.state import Stateful
@@ -25,7 +25,7 @@ from trainer_kit.utils.rng import generators_kept
 T = TypeVar("T")
 
 
-def first_batch(run: Run, reading: Reading) -> MicroBatch:
+def first_batch(run: Run, reading: LoaderConfig) -> MicroBatch:
     """The first micro-batch from where the run stands; reading it leaves no trace.
 
     Raises:
@@ -57,7 +57,7 @@ def first_batches(run: Run, loader: TrainLoader | StreamLoader, most: int) -> li
     single.layout = loader.layout._replace(accumulation=1)
     position = 0 if isinstance(loader, StreamLoader) else run.state.position
 
-    def read(reading: Reading) -> list[MicroBatch]:
+    def read(reading: LoaderConfig) -> list[MicroBatch]:
         single.reading = reading
         with closing(single.micro_batches(run.state.epoch, position, most)) as source:  # it may have workers
             return list(itertools.islice(source, most))
@@ -66,7 +66,7 @@ def first_batches(run: Run, loader: TrainLoader | StreamLoader, most: int) -> li
         return read_ahead(run.train_dataset, loader.reading, read)
 
 
-def read_ahead(dataset: Any, reading: Reading, read: Callable[[Reading], T]) -> T:
+def read_ahead(dataset: Any, reading: LoaderConfig, read: Callable[[LoaderConfig], T]) -> T:
     """Reads something of a dataset before its time.
 
     That is done by workers where they are forked, whose datasets are copies: what a dataset keeps in itself (a

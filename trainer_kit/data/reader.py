@@ -19,7 +19,7 @@ from xxhash import xxh3_64
 
 from trainer_kit.data.digest import digest, has_shuffle_buffer
 from trainer_kit.data.fetcher import set_epoch
-from trainer_kit.data.map_loader import Reading, from_workers
+from trainer_kit.data.map_loader import LoaderConfig, from_workers
 from trainer_kit.data.sampling import Layout, mix
 from trainer_kit.errors import DataError
 from trainer_kit.state import Stateful
@@ -197,7 +197,7 @@ class StreamReader(IterableDataset[Any]):
         self,
         dataset: Any,
         layout: Layout,
-        reading: Reading,
+        reading: LoaderConfig,
         epoch: int = -1,
         drop_last: bool = False,
         ends: Sequence[int] = (),

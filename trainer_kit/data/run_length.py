@@ -20,22 +20,22 @@ from trainer_kit.run import Run
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class RunLength:
     """The steps of a run.
 
     Attributes:
         layout: The present layout.
-        end: Step at which the run ends, those that were taken under other layouts counted as they were.
-        length: Steps of the schedule: those of the whole run, had it had the present layout from the beginning.
-        place: Where the schedule stands, in those steps.
+        last_step: Step at which the run ends, those that were taken under other layouts counted as they were.
+        schedule_length: Steps of the schedule: those of the whole run if it had had this layout from the beginning.
+        schedule_step: Where the schedule stands, in those steps.
         units: Samples of a step in which an argument that names steps of the schedule is given, by its name: of the
             layout under which it was set.
     """
 
     layout: Layout
-    end: int
-    length: int
-    place: int
+    last_step: int
+    schedule_length: int
+    schedule_step: int
     units: Mapping[str, int]
 
     def scheduled(self, args: TrainingArguments) -> TrainingArguments:
@@ -43,12 +43,14 @@ class Plan:
         if args.max_steps > 0:
             return args
         numbers = step_numbers(args)
-        scaled = {name: _scaled(steps, self.units[name], self.layout.window) for name, steps in numbers.items()}
+        scaled = {
+            name: _scaled(steps, self.units[name], self.layout.global_batch_size) for name, steps in numbers.items()
+        }
         if scaled == numbers:
             return args
         warmup = scaled.pop("warmup_steps")
         # What filled the run to its end may have become a step too long by rounding.
-        scaled = {name: min(steps, max(0, self.length - warmup)) for name, steps in scaled.items()}
+        scaled = {name: min(steps, max(0, self.schedule_length - warmup)) for name, steps in scaled.items()}
         return dataclasses.replace(args, warmup_steps=warmup, lr_scheduler_kwargs=args.lr_scheduler_kwargs | scaled)
 
     def state_dict(self) -> dict[str, Any]:
@@ -63,7 +65,7 @@ class Plan:
 
 def make_plan(
     run: Run, loader: TrainLoader | StreamLoader, earlier: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
-) -> Plan:
+) -> RunLength:
     """The plan of a run that stands where `run.state` says.
 
     With `max_steps` the length of a run is given in steps: its schedule counts them, whatever the layout.
@@ -74,16 +76,16 @@ def make_plan(
         earlier: What the checkpoint that the run goes on from was written under: the plan's state, and the arguments.
     """
     args, state, layout = run.args, run.state, loader.layout
-    units = dict.fromkeys(step_numbers(args), layout.window)
+    units = dict.fromkeys(step_numbers(args), layout.global_batch_size)
     if earlier is not None:
         plan, before = earlier[0], step_numbers(earlier[1])
         units |= {name: plan["units"][name] for name, steps in step_numbers(args).items() if before.get(name) == steps}
     if args.max_steps > 0:
-        return Plan(layout, args.max_steps, args.max_steps, state.step, units)
+        return RunLength(layout, args.max_steps, args.max_steps, state.step, units)
     length = _steps_of(loader, args.num_train_epochs)
     in_epoch = loader.steps_left(state.epoch, 0) - loader.steps_left(state.epoch, state.position)
     place = min(_steps_of(loader, state.epoch) + in_epoch, length)
-    return Plan(layout, state.step + length - place, max(1, length), place, units)
+    return RunLength(layout, state.step + length - place, max(1, length), place, units)
 
 
 def step_numbers(args: TrainingArguments | Mapping[str, Any]) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Who sees which sample when: everything here is a pure function of (seed, epoch, position).
 
 The order of an epoch is a permutation of the dataset that does not depend on batch size, accumulation or number of
-processes. An optimizer step takes the next `Layout.window` samples of it, a position counts samples over all
+processes. An optimizer step takes the next `Layout.global_batch_size` samples of it, a position counts samples over all
 processes; so a resume is arithmetic, also under another layout.
 """
 
@@ -41,14 +41,14 @@ class Layout(NamedTuple):
     limit: int | None = None
 
     @property
-    def row(self) -> int:
+    def global_micro_batch_size(self) -> int:
         """Samples that all processes take at once."""
         return self.batch_size * self.world_size
 
     @property
-    def window(self) -> int:
+    def global_batch_size(self) -> int:
         """Samples of one optimizer step over all processes."""
-        return self.row * self.accumulation
+        return self.global_micro_batch_size * self.accumulation
 
     @property
     def at_once(self) -> int:
@@ -67,16 +67,16 @@ class Layout(NamedTuple):
         return [*itertools.pairwise(ends)]
 
 
-class Slot(NamedTuple):
+class BatchIndices(NamedTuple):
     """One micro-batch of one process: what is fetched, and its place in the step.
 
     Attributes:
         epoch: Number of the epoch, from 0.
         start: Position of its first sample in the epoch's order.
         indices: Dataset indices.
-        counted: False for a stand-in: this process has no samples left in the step, but takes part with weight zero.
-        number: Number of the micro-batch in the step, from 0.
-        last: Whether it is the step's last.
+        is_dummy: This process has no samples left in the step, but takes part with weight zero.
+        micro_batch_index: Number of the micro-batch in the step, from 0.
+        is_last: Whether it is the step's last.
         window_start: Position in the epoch where this step begins.
         window_stop: Position in the epoch after this step.
         closes_epoch: Whether this step is the epoch's last.
@@ -85,9 +85,9 @@ class Slot(NamedTuple):
     epoch: int
     start: int
     indices: list[int]
-    counted: bool
-    number: int
-    last: bool
+    is_dummy: bool
+    micro_batch_index: int
+    is_last: bool
     window_start: int
     window_stop: int
     closes_epoch: bool
@@ -132,7 +132,7 @@ def permutation(length: int, seed: int, epoch: int, lengths: np.ndarray | None =
 
 def epoch_length(length: int, layout: Layout, drop_last: bool) -> int:
     """Samples of an epoch that are trained on; `drop_last` leaves out the last row of batches where it is not full."""
-    return length - length % layout.row if drop_last else length
+    return length - length % layout.global_micro_batch_size if drop_last else length
 
 
 def parts(position: int, stop: int, passed_over: Sequence[tuple[int, int]] = ()) -> list[tuple[int, int]]:
@@ -158,26 +158,28 @@ def ranges(passed_over: Sequence[tuple[int, int, int]], epoch: int) -> list[tupl
 
 def steps_between(position: int, stop: int, layout: Layout, passed_over: Sequence[tuple[int, int]] = ()) -> int:
     """Optimizer steps between two positions of an epoch."""
-    return sum(-(-(last - first) // layout.window) for first, last in parts(position, stop, passed_over))
+    return sum(-(-(last - first) // layout.global_batch_size) for first, last in parts(position, stop, passed_over))
 
 
 def slots(
     order: torch.Tensor, epoch: int, position: int, layout: Layout, passed_over: Sequence[tuple[int, int]] = ()
-) -> Iterator[Slot]:
+) -> Iterator[BatchIndices]:
     """This process's micro-batches of an epoch from `position` on; `order` is the epoch's (cut to what is used)."""
     kept = parts(position, len(order), passed_over)
     for first, stop in _windows(kept, layout):
-        pieces = [piece for row in range(first, stop, layout.row) for piece in _pieces(row, stop, layout)]
+        pieces = [
+            piece for row in range(first, stop, layout.global_micro_batch_size) for piece in _pieces(row, stop, layout)
+        ]
         for number, piece in enumerate(pieces):
             # A stand-in is of the step's first samples.
             begin, end = piece or (first, min(first + min(layout.at_once, _STAND_IN), stop))
-            yield Slot(
+            yield BatchIndices(
                 epoch=epoch,
                 start=begin,
                 indices=order[begin:end].tolist(),
-                counted=piece is not None,
-                number=number,
-                last=number == len(pieces) - 1,
+                is_dummy=piece is None,
+                micro_batch_index=number,
+                is_last=number == len(pieces) - 1,
                 window_start=first,
                 window_stop=stop,
                 closes_epoch=stop == kept[-1][1],
@@ -194,11 +196,11 @@ def _pieces(row: int, stop: int, layout: Layout) -> list[tuple[int, int] | None]
 def _windows(kept: list[tuple[int, int]], layout: Layout) -> Iterator[tuple[int, int]]:
     """(start, stop) of each optimizer step; one that would run into what is passed over is cut there."""
     for first, last in kept:
-        for start in range(first, last, layout.window):
-            yield start, min(start + layout.window, last)
+        for start in range(first, last, layout.global_batch_size):
+            yield start, min(start + layout.global_batch_size, last)
 
 
-def evaluation_slots(length: int, layout: Layout) -> Iterator[Slot]:
+def evaluation_slots(length: int, layout: Layout) -> Iterator[BatchIndices]:
     """This process's batches of an evaluation, in the dataset's order; some processes may have one less than others."""
     single = layout._replace(accumulation=1)
-    return (slot for slot in slots(torch.arange(length), -1, 0, single) if slot.counted)
+    return (slot for slot in slots(torch.arange(length), -1, 0, single) if not slot.is_dummy)

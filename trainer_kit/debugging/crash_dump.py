@@ -26,12 +26,12 @@ from trainer_kit.checkpoint.format.safetensors_writer import refuse_unstorable
 from trainer_kit.data.fetcher import Fetcher
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import MicroBatch, TrainLoader
-from trainer_kit.data.sampling import Slot, mix, permutation, ranges, slots
+from trainer_kit.data.sampling import BatchIndices, mix, permutation, ranges, slots
 from trainer_kit.debugging.nonfinite import Diagnosis, Work, diagnose
 from trainer_kit.errors import DataError, FolderInUseError, NonFiniteError, SaveError, WorkerError
 from trainer_kit.loss.loss import Loss
 from trainer_kit.run import Run
-from trainer_kit.utils.pytree import split
+from trainer_kit.utils.pytree import flatten_state
 from trainer_kit.utils.rng import generator_states
 from trainer_kit.utils.wrappers import without_wrappers
 
@@ -46,7 +46,7 @@ _ROOM = 8
 _PACKAGES = ("trainer_kit", "torch", "numpy", "transformers")
 
 
-class Scene(NamedTuple):
+class FailureSite(NamedTuple):
     """Where the error came up.
 
     Attributes:
@@ -62,7 +62,7 @@ class Scene(NamedTuple):
     fetching: bool = False
 
 
-class Piece(NamedTuple):
+class RecordedBatch(NamedTuple):
     """A micro-batch of the step, as far as there is one.
 
     Attributes:
@@ -76,7 +76,7 @@ class Piece(NamedTuple):
     work: Work
 
 
-class Postmortem:
+class CrashDump:
     """Writes what a run was at when it broke off.
 
     Args:
@@ -155,22 +155,22 @@ class Postmortem:
         )
         return folder
 
-    def _scene(self, error: Exception, micro: MicroBatch | None, fetching: bool) -> Scene:
+    def _scene(self, error: Exception, micro: MicroBatch | None, fetching: bool) -> FailureSite:
         state = self.run.state
         if isinstance(error, NonFiniteError):
-            taken = error.taken
-            return Scene(state.step) if taken is None else Scene(taken.step, taken.epoch, taken.start)
+            taken = error.span
+            return FailureSite(state.step) if taken is None else FailureSite(taken.step, taken.epoch, taken.start)
         if fetching:
-            return Scene(state.step + 1, state.epoch, state.position, fetching=True)
-        if micro is None or (state.epoch, state.position) >= (micro.window.epoch, micro.window.stop):
-            return Scene(state.step)
-        return Scene(state.step + 1, micro.window.epoch, micro.window.start)
+            return FailureSite(state.step + 1, state.epoch, state.position, fetching=True)
+        if micro is None or (state.epoch, state.position) >= (micro.global_batch.epoch, micro.global_batch.stop):
+            return FailureSite(state.step)
+        return FailureSite(state.step + 1, micro.global_batch.epoch, micro.global_batch.start)
 
     # The batch
 
     def _pieces(
-        self, error: Exception, scene: Scene, micro: MicroBatch | None, missing: _Missing
-    ) -> tuple[Scene, list[Piece]]:
+        self, error: Exception, scene: FailureSite, micro: MicroBatch | None, missing: _Missing
+    ) -> tuple[FailureSite, list[RecordedBatch]]:
         """This process's micro-batches of the step, and which step that is."""
         if scene.epoch is None:
             missing.append("batch: no step was being taken")
@@ -189,14 +189,16 @@ class Postmortem:
             return scene, [self._at_hand(micro, missing)]
         return scene, []
 
-    def _at_hand(self, micro: MicroBatch, missing: _Missing) -> Piece:
-        if micro.number:
-            missing.append(f"batch: the {micro.number} micro-batches before the last one, which cannot be read again")
-        seed = mix(self.run.args.seed, micro.window.epoch, micro.start)
+    def _at_hand(self, micro: MicroBatch, missing: _Missing) -> RecordedBatch:
+        if micro.index:
+            missing.append(f"batch: the {micro.index} micro-batches before the last one, which cannot be read again")
+        seed = mix(self.run.args.seed, micro.global_batch.epoch, micro.start)
         batch = micro.batch if micro.unfilled is None else micro.unfilled
-        return Piece(micro.start, None, Work(batch, seed, micro.samples, micro.counts.samples > 0))
+        return RecordedBatch(micro.start, None, Work(batch, seed, micro.samples, micro.counts.samples > 0))
 
-    def _read_again(self, loader: TrainLoader, scene: Scene, missing: _Missing) -> tuple[Scene, list[Piece]]:
+    def _read_again(
+        self, loader: TrainLoader, scene: FailureSite, missing: _Missing
+    ) -> tuple[FailureSite, list[RecordedBatch]]:
         """The order of samples, and the randomness of each, follow from the seed."""
         assert scene.epoch is not None
         fetcher, first = Fetcher(loader.dataset, loader.reading.collate, loader.reading.seed), None
@@ -205,7 +207,7 @@ class Postmortem:
             found = scene._replace(step=scene.step + ahead, position=window[0].window_start)
             seeds = [mix(self.run.args.seed, slot.epoch, slot.start) for slot in window]
             pieces = [
-                Piece(slot.start, slot.indices, Work(None, seed, len(slot.indices), slot.counted))
+                RecordedBatch(slot.start, slot.indices, Work(None, seed, len(slot.indices), not slot.is_dummy))
                 for slot, seed in zip(window, seeds, strict=True)
             ]
             try:
@@ -218,7 +220,7 @@ class Postmortem:
             first = first or (found, pieces)
         return first or (scene, [])
 
-    def _batch(self, pieces: list[Piece], missing: _Missing) -> list[dict[str, Any]]:
+    def _batch(self, pieces: list[RecordedBatch], missing: _Missing) -> list[dict[str, Any]]:
         kept = []
         for number, piece in enumerate(pieces):
             before = len(missing)
@@ -266,7 +268,12 @@ class Postmortem:
         return state
 
     def _report(
-        self, error: Exception, scene: Scene, pieces: list[Piece], newest_checkpoint: Path | None, missing: _Missing
+        self,
+        error: Exception,
+        scene: FailureSite,
+        pieces: list[RecordedBatch],
+        newest_checkpoint: Path | None,
+        missing: _Missing,
     ) -> dict[str, Any]:
         run, strategy = self.run, self.run.strategy
         weights_are, parameter = "as they were when the error was raised", None
@@ -328,13 +335,13 @@ _Missing = list[str]
 """Sentences on what is not in the folder and why."""
 
 
-def _windows(loader: TrainLoader, epoch: int, position: int, steps: int) -> Iterator[list[Slot]]:
+def _windows(loader: TrainLoader, epoch: int, position: int, steps: int) -> Iterator[list[BatchIndices]]:
     """This process's micro-batches of the next steps in the epoch."""
     order = permutation(len(loader.dataset), loader.reading.seed, epoch, loader.lengths)[: loader.epoch_length]
-    window: list[Slot] = []
+    window: list[BatchIndices] = []
     for slot in slots(order, epoch, position, loader.layout, ranges(loader.passed_over, epoch)):
         window.append(slot)
-        if slot.last:
+        if slot.is_last:
             yield window
             window, steps = [], steps - 1
             if steps == 0:
@@ -352,7 +359,7 @@ def _kept(tree: Any, place: str, missing: _Missing) -> Any:
         items = [_kept(value, f"{place}[{number}]", missing) for number, value in enumerate(tree)]
         return items if isinstance(tree, list) else tuple(items)
     try:
-        for name, tensor in split(tree)[1].items():
+        for name, tensor in flatten_state(tree)[1].items():
             refuse_unstorable(name, tensor)
         return tree.detach().cpu() if isinstance(tree, torch.Tensor) else tree
     except (TypeError, ValueError):
@@ -360,7 +367,7 @@ def _kept(tree: Any, place: str, missing: _Missing) -> Any:
         return {"described": repr(tree)[:_LONGEST_DESCRIPTION]}
 
 
-def _findings(found: Diagnosis, pieces: list[Piece]) -> dict[str, Any]:
+def _findings(found: Diagnosis, pieces: list[RecordedBatch]) -> dict[str, Any]:
     """What running the step once more showed, in words."""
     columns = []
     for bad in found.columns:

@@ -37,7 +37,7 @@ class Work(NamedTuple):
     counted: bool = True
 
 
-class Birth(NamedTuple):
+class NonFiniteOrigin(NamedTuple):
     """Something whose result held the first infinity, or the first NaN, that its inputs did not hold.
 
     Attributes:
@@ -86,7 +86,7 @@ class Diagnosis:
     weights: list[str] = dataclasses.field(default_factory=list)
     loss: float | None = None
     micro_batch: int | None = None
-    module: Birth | None = None
+    module: NonFiniteOrigin | None = None
     parameter: str | None = None
     norm: float | None = None
     error: Exception | None = None
@@ -121,7 +121,7 @@ def diagnose(loss: Loss, works: Sequence[Work], strategy: Strategy) -> Diagnosis
     alone = copy.copy(loss)
     alone.model = module
     module.zero_grad()
-    births: list[Birth] = []
+    births: list[NonFiniteOrigin] = []
     try:
         with buffers_aside(module), _uncompiled(), _modules_watched(module, births), _gradients_watched(module, found):
             found.loss = sum(_pass(alone, works, strategy, births, found))
@@ -135,9 +135,9 @@ def diagnose(loss: Loss, works: Sequence[Work], strategy: Strategy) -> Diagnosis
     return found
 
 
-def cause(births: Sequence[Birth], loss: float) -> Birth | None:
+def cause(births: Sequence[NonFiniteOrigin], loss: float) -> NonFiniteOrigin | None:
     """The first place that spoiled the loss: an infinity did where the loss is one, or NaN came of it."""
-    first: dict[str, Birth] = {}
+    first: dict[str, NonFiniteOrigin] = {}
     for birth in births:
         first.setdefault(birth.kind, birth)
     infinity, nan = first.get("inf"), first.get("nan")
@@ -162,7 +162,7 @@ def kind_of(tree: Any) -> Kind | None:
 
 
 def _pass(
-    loss: Loss, works: Sequence[Work], strategy: Strategy, births: list[Birth], found: Diagnosis
+    loss: Loss, works: Sequence[Work], strategy: Strategy, births: list[NonFiniteOrigin], found: Diagnosis
 ) -> Iterator[float]:
     """The passes of each micro-batch as the loop does them; gives their shares in the step's loss."""
     counts = [count(work.batch, work.samples) for work in works]
@@ -172,7 +172,7 @@ def _pass(
     for number, (work, own) in enumerate(zip(works, items, strict=True)):
         batch = strategy.to_device(work.batch)
         if not (isinstance(own, int) and own):
-            batch = loss.weightless(batch, own, strategy.autocast)
+            batch = loss.with_valid_labels(batch, own, strategy.autocast)
         strategy.seed(work.seed)
         before = len(births)
         with strategy.autocast():
@@ -191,7 +191,7 @@ def _pass(
 
 
 @contextlib.contextmanager
-def _modules_watched(module: torch.nn.Module, births: list[Birth]) -> Iterator[None]:
+def _modules_watched(module: torch.nn.Module, births: list[NonFiniteOrigin]) -> Iterator[None]:
     """Keeps, in order of execution, the modules that made an infinity or NaN of inputs without it."""
     names = {each: name for name, each in module.named_modules()}
 
@@ -203,7 +203,7 @@ def _modules_watched(module: torch.nn.Module, births: list[Birth]) -> Iterator[N
         if given == kind or given == "nan":
             return
         place = f"{names[each]} ({type(each).__name__})" if names[each] else f"the model itself ({type(each).__name__})"
-        births.append(Birth(place, kind, from_inf=given == "inf"))
+        births.append(NonFiniteOrigin(place, kind, from_inf=given == "inf"))
 
     hooks = [each.register_forward_hook(look, with_kwargs=True) for each in names]
     try:

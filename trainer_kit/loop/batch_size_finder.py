@@ -24,7 +24,7 @@ logger = logging.getLogger("trainer_kit")
 T = TypeVar("T")
 
 
-class Fitting:
+class BatchSizeFinder:
     """Has the loader cut micro-batches into parts that fit into the memory of all devices.
 
     All processes take part in all that it does.

@@ -27,7 +27,7 @@ from trainer_kit.loop.metrics import (
 )
 from trainer_kit.loss.batch import IGNORED, Counts, labels_of, samples_of, shape_of
 from trainer_kit.loss.loss import evaluating, found_loss
-from trainer_kit.loss.probe import Inspection
+from trainer_kit.loss.probe import LossProbe
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy, clear_frames
 from trainer_kit.utils.pytree import map_tensors
@@ -111,7 +111,7 @@ class Evaluator:
     def __init__(
         self,
         run: Run,
-        inspection: Inspection,
+        inspection: LossProbe,
         metrics: Mapping[str, Metric],
         compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None,
     ) -> None:
@@ -212,7 +212,7 @@ class Evaluator:
         if with_loss:
             batch = padding.settled(batch, host_batch if fills else None)
             if self.loss.shifts is None:
-                self.inspection.shift(batch)
+                self.inspection.detect_label_shift(batch)
         # A model that draws in evaluation too gives the same after a restart, and with any number of workers or
         # processes.
         strategy.seed(mix(self.run.args.seed, -1, number * strategy.world_size + strategy.rank))

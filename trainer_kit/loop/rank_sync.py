@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import xxhash
 
-from trainer_kit.data.map_loader import Window
+from trainer_kit.data.map_loader import GlobalBatch
 from trainer_kit.run import Run
 from trainer_kit.state import Requests
 
@@ -21,7 +21,7 @@ _TOLD_TO_LEAVE = 143  # on hosts that do not hear which signal another one got
 _PACKAGES = ("trainer_kit", "torch", "transformers", "numpy")
 
 
-class Agreement:
+class RankSync:
     """Makes what one process asks for the wish of all.
 
     A callback asks on its own process, and a signal reaches one at any moment. So `run.requests` holds what this
@@ -31,26 +31,28 @@ class Agreement:
         run: Its strategy is set up.
 
     Attributes:
-        due: What is to be done, the same on all processes.
+        pending: What is to be done after this step, the same on all processes.
         disagreement: What is wrong where the processes have not all read the same window; None where they have.
         all_have_read: Whether each process gave a window last.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.due = Requests()
+        self.pending = Requests()
         self.disagreement: str | None = None
         self.all_have_read = True
 
-    def reach(self, window: Window | None = None) -> bool:
+    def sync(self, window: GlobalBatch | None = None) -> bool:
         """Takes up what any process asked for, and sums the counts of the next step's `window`, in one reduction.
 
         Returns:
-            Whether anything is due.
+            Whether anything is to be done.
         """
-        run, due = self.run, self.due
+        run, pending = self.run, self.pending
         asked = run.requests
-        leaves = asked.exit_code is not None and due.exit_code is None  # never cleared: a signal may set it right now
+        leaves = (
+            asked.exit_code is not None and pending.exit_code is None
+        )  # never cleared: a signal may set it right now
         flags = [asked.log, asked.evaluate, asked.save, asked.stop, asked.written, leaves]
         for name, flag in zip(_FLAGS, flags, strict=False):
             if flag:
@@ -65,16 +67,16 @@ class Agreement:
             if self.disagreement is None:
                 window.set_numbers(sums[9:], run.strategy.collectives.all_reduce)
         if not any(sums[:6]):
-            return due.log or due.evaluate or due.save or due.stop or due.written
+            return pending.log or pending.evaluate or pending.save or pending.stop or pending.written
         for name, asking in zip(_FLAGS, sums, strict=False):
             if asking:
-                setattr(due, name, True)
+                setattr(pending, name, True)
         if sums[5]:
             codes = run.strategy.collectives.gather_object(asked.exit_code if leaves else None)
-            due.exit_code = next((code for code in codes if code is not None), _TOLD_TO_LEAVE)
-            run.requests.exit_code = due.exit_code
-            due.stop = True
-            due.save = due.save or run.args.save_strategy != "no"
+            pending.exit_code = next((code for code in codes if code is not None), _TOLD_TO_LEAVE)
+            run.requests.exit_code = pending.exit_code
+            pending.stop = True
+            pending.save = pending.save or run.args.save_strategy != "no"
         return True
 
 

@@ -15,7 +15,7 @@ from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.grad_norms import GradientNorms
 
 
-class Taken(NamedTuple):
+class StepSpan(NamedTuple):
     """A step that was taken, and the samples it took.
 
     Attributes:
@@ -31,11 +31,11 @@ class Taken(NamedTuple):
     stop: int
 
 
-class StepFigures(NamedTuple):
+class StepResult(NamedTuple):
     """Loss and gradient norm of one step, read from the device.
 
     Attributes:
-        taken: The step.
+        span: The step.
         loss: Mean over the step's items; None where it has none.
         norm: Norm of all gradients together before clipping; None where nothing asked for it.
         bad_parameter: The first whose gradient is not finite; None where all are, or where only the norm of them all is
@@ -43,7 +43,7 @@ class StepFigures(NamedTuple):
         held: Whether a step that is not finite left weights and optimizer as they were, as all later ones did.
     """
 
-    taken: Taken
+    span: StepSpan
     loss: float | None
     norm: float | None
     bad_parameter: torch.Tensor | None
@@ -55,20 +55,20 @@ class StepFigures(NamedTuple):
         return self.norm is None or math.isfinite(self.norm)
 
 
-class History:
+class MetricBuffer:
     """Losses and gradient norms of the steps since the last reading: kept on the device, read in one go."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Taken, torch.Tensor | None, GradientNorms | None]] = []
+        self._waiting: list[tuple[StepSpan, torch.Tensor | None, GradientNorms | None]] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def append(self, taken: Taken, loss: torch.Tensor | None, norms: GradientNorms | None) -> None:
+    def append(self, taken: StepSpan, loss: torch.Tensor | None, norms: GradientNorms | None) -> None:
         """Keeps this process's share of a step's loss (a scalar, if it has one) and the norms of its gradients."""
         self._waiting.append((taken, loss, norms))
 
-    def read(self, strategy: Strategy) -> list[StepFigures]:
+    def read(self, strategy: Strategy) -> list[StepResult]:
         """The figures since the last reading; waits for the device once. Losses are summed over all processes."""
         waiting, self._waiting = self._waiting, []
         losses = iter(
@@ -80,7 +80,7 @@ class History:
             loss = None if share is None else next(losses)
             total = None if norms is None else next(totals)
             bad = None if norms is None or total is None or math.isfinite(total) else _first_bad(norms)
-            figures.append(StepFigures(taken, loss, total, bad, norms is not None and norms.held))
+            figures.append(StepResult(taken, loss, total, bad, norms is not None and norms.held))
         return figures
 
 
@@ -89,7 +89,7 @@ def _first_bad(norms: GradientNorms) -> torch.Tensor | None:
     return next((parameter for norm, parameter in pairs if not math.isfinite(norm)), None)
 
 
-class Figures:
+class StepMetrics:
     """Losses and gradient norms of a run: waiting on the device until somebody reads them into `run.state`.
 
     Args:
@@ -98,18 +98,18 @@ class Figures:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.history = History()
+        self.history = MetricBuffer()
 
     def __len__(self) -> int:
         return len(self.history)
 
-    def append(self, taken: Taken, has_items: bool = True) -> None:
+    def append(self, taken: StepSpan, has_items: bool = True) -> None:
         """Keeps the loss, if it has items to be one of, and the norms of the step that was just counted."""
         self.history.append(taken, self.run.last_loss if has_items else None, self.run.last_norms)
 
     def forget(self) -> None:
         """Leaves out what nobody has read: steps that are not part of the run any more."""
-        self.history = History()
+        self.history = MetricBuffer()
 
     def read(self, newest_checkpoint: Callable[[], Path | None] = lambda: None) -> None:
         """Reads what the steps since the last reading came to; waits for the device once.
@@ -155,13 +155,13 @@ class Figures:
     def _leaves_out(self) -> bool:
         return self.run.args.nonfinite == "skip" or self.run.strategy.scales_gradients
 
-    def _ends_the_run(self, figures: StepFigures) -> bool:
+    def _ends_the_run(self, figures: StepResult) -> bool:
         # fp16's scaler looks for a scale by trying: its gradients overflow now and then, by design.
         bad_gradient = not figures.has_finite_gradient and not self.run.strategy.scales_gradients
         bad_loss = figures.loss is not None and not math.isfinite(figures.loss)
         return self.run.args.nonfinite in ("stop", "rollback") and (bad_gradient or bad_loss)
 
-    def _error(self, figures: StepFigures, newest_checkpoint: Path | None) -> NonFiniteError:
+    def _error(self, figures: StepResult, newest_checkpoint: Path | None) -> NonFiniteError:
         names = [name for name, each in self.run.model.named_parameters() if each is figures.bad_parameter]
         if figures.has_finite_gradient:
             where = "no gradient was looked at" if figures.norm is None else "all gradients are finite"
@@ -171,9 +171,9 @@ class Figures:
             where = f"the norm of all gradients is {figures.norm}"
         kept = f"; the newest checkpoint, {newest_checkpoint}, is from before it" if newest_checkpoint else ""
         return NonFiniteError(
-            f"step {figures.taken.step} is not finite: loss {figures.loss}, {where}{kept}; look at the data and the "
+            f"step {figures.span.step} is not finite: loss {figures.loss}, {where}{kept}; look at the data and the "
             "learning rate, or set nonfinite='skip' to leave out such steps",
-            figures.taken,
+            figures.span,
             names[0] if names else None,
             figures.held and not figures.has_finite_gradient,
         )

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from trainer_kit.callback import Events
-from trainer_kit.checkpoint.manager import Checkpoints
+from trainer_kit.callback import CallbackList
+from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.data.iterable_loader import StreamLoader
-from trainer_kit.data.map_loader import MicroBatch, TrainLoader, Window
+from trainer_kit.data.map_loader import GlobalBatch, MicroBatch, TrainLoader
 from trainer_kit.data.padding import Padding
 from trainer_kit.data.sampling import mix
 from trainer_kit.errors import DataError
-from trainer_kit.loop.batch_size_finder import Fitting
-from trainer_kit.loop.rank_sync import Agreement
+from trainer_kit.loop.batch_size_finder import BatchSizeFinder
+from trainer_kit.loop.rank_sync import RankSync
 from trainer_kit.loss.loss import scale_gradients, weighed
-from trainer_kit.loss.probe import Inspection
+from trainer_kit.loss.probe import LossProbe
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
 
@@ -49,12 +49,12 @@ class Steps:
     def __init__(
         self,
         run: Run,
-        events: Events,
-        inspection: Inspection,
+        events: CallbackList,
+        inspection: LossProbe,
         loader: TrainLoader | StreamLoader,
-        checkpoints: Checkpoints,
-        agreement: Agreement,
-        fitting: Fitting | None,
+        checkpoints: CheckpointManager,
+        agreement: RankSync,
+        fitting: BatchSizeFinder | None,
     ) -> None:
         self.run = run
         self.events = events
@@ -90,7 +90,7 @@ class Steps:
             self._ahead = self._fetch()
         except Exception as error:
             self._ahead = error
-        is_due = self._agreement.reach(self._ahead.window if isinstance(self._ahead, MicroBatch) else None)
+        is_due = self._agreement.sync(self._ahead.global_batch if isinstance(self._ahead, MicroBatch) else None)
         failed = self._ahead if isinstance(self._ahead, Exception) else None
         if self._fitting is not None and not self._agreement.all_have_read:
             try:
@@ -102,16 +102,16 @@ class Steps:
             self._ahead = DataError(self._agreement.disagreement)
         return is_due
 
-    def take(self) -> Window:
+    def take(self) -> GlobalBatch:
         """Takes one optimizer step and returns which samples it was made of."""
-        run, args, strategy, loss, emit = self.run, self.run.args, self.run.strategy, self.loss, self.events.emit
+        run, args, strategy, loss, emit = self.run, self.run.args, self.run.strategy, self.loss, self.events.call
         ledger = run.ledger
         assert run.optimizer is not None
         run.last_loss, pair_count = None, None
         while True:
             micro = self._next_micro_batch()
-            window = micro.window
-            if micro.number == 0:
+            window = micro.global_batch
+            if micro.index == 0:
                 emit("on_step_begin", run)
                 strategy.device_info.mark_step()  # what callbacks computed, and an evaluation left
             passed = self._pass(micro) if self._fitting is None else self._attempt(micro)
@@ -122,7 +122,7 @@ class Steps:
             run.last_loss = share if run.last_loss is None else run.last_loss + share
             if count is not None:
                 pair_count = count if pair_count is None else pair_count + count
-            if micro.last:
+            if micro.is_last:
                 break
             emit("on_substep_end", run)
         strategy.sync_gradients(loss.model)
@@ -167,24 +167,24 @@ class Steps:
 
     def _pass(self, micro: MicroBatch) -> tuple[torch.Tensor, Any]:
         """One forward and backward pass: its share of the step's loss, and what a loss counted that counts itself."""
-        run, strategy, loss, window = self.run, self.run.strategy, self.loss, micro.window
+        run, strategy, loss, window = self.run, self.run.strategy, self.loss, micro.global_batch
         if loss.shifts is not None:
             batch = self._on_device(micro)
         else:
             try:
                 batch = self._on_device(micro)
-                self._inspection.shift(batch)
+                self._inspection.detect_label_shift(batch)
             finally:  # the other processes wait for the answer
-                self._checkpoints.shifts_labels = loss.settle(strategy.collectives.gather_object(loss.shifts))
+                self._checkpoints.shifts_labels = loss.set_label_shift(strategy.collectives.gather_object(loss.shifts))
         items, total = loss.items(micro.counts), loss.items(window)
         # A step's only micro-batch has the weight 1, whatever it counts.
-        if not (micro.number == 0 and micro.last and isinstance(items, int) and items):
+        if not (micro.index == 0 and micro.is_last and isinstance(items, int) and items):
             items, total = strategy.device_info.traced_scalar(items), strategy.device_info.traced_scalar(total)
         if not (isinstance(items, int) and items):
-            batch = loss.weightless(batch, items, strategy.autocast)
+            batch = loss.with_valid_labels(batch, items, strategy.autocast)
         run.ledger.enter("forward")
         strategy.seed(mix(run.args.seed, window.epoch, micro.start))
-        with _SYNC if micro.last else strategy.no_sync(loss.model):
+        with _SYNC if micro.is_last else strategy.no_sync(loss.model):
             with strategy.autocast():
                 value, count = loss(batch)
             if count is not None and not micro.counts.samples:  # a stand-in
@@ -210,11 +210,11 @@ class Steps:
 
         def compute() -> tuple[torch.Tensor, Any]:
             passed = self._pass(micro)
-            if not micro.last:
+            if not micro.is_last:
                 self._ahead = self._fetch()  # may want memory too
             return passed
 
-        passed = self._fitting.attempt(compute, begins=micro.number == 0)
+        passed = self._fitting.attempt(compute, begins=micro.index == 0)
         if passed is None:
             self.run.last_loss = None
             self._read_anew()
@@ -238,7 +238,7 @@ class Steps:
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             scheduler.step()
 
-    def _count(self, window: Window) -> None:
+    def _count(self, window: GlobalBatch) -> None:
         state = self.run.state
         state.step += 1
         state.samples += window.stop - window.start

@@ -41,7 +41,7 @@ class Loss:
         self.compute_loss = compute_loss
         self.outputs: Any = None
         self.shifts: bool | None = None
-        self.pairs: bool | None = None if compute_loss is not None else False
+        self.returns_sum_and_count: bool | None = None if compute_loss is not None else False
 
     def __call__(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """The loss of one batch.
@@ -74,13 +74,13 @@ class Loss:
         parts = list(result) if isinstance(result, tuple) else [result]
         outputs = parts.pop() if 2 <= len(parts) <= 3 and _is_output(parts[-1]) else None
         self.outputs = None if torch.is_grad_enabled() else outputs
-        self.pairs = len(parts) == 2
+        self.returns_sum_and_count = len(parts) == 2
         if not (1 <= len(parts) <= 2 and _is_scalar(parts[0]) and _is_number(parts[-1])):
             raise ValueError(
                 f"compute_loss returned {_described(result)}; it must return the mean loss as a scalar tensor, or "
                 "(loss_sum, count), a scalar tensor and a number; outputs for metrics may follow"
             )
-        return self._trainable(parts[0]), parts[1] if self.pairs else None
+        return self._trainable(parts[0]), parts[1] if self.returns_sum_and_count else None
 
     def _trainable(self, loss: torch.Tensor) -> torch.Tensor:
         if loss.requires_grad or not torch.is_grad_enabled():
@@ -94,17 +94,17 @@ class Loss:
         """How many items a batch or window with these counts has for this model (a number, or a scalar tensor)."""
         return counts.shifted if self.shifts else counts.labels
 
-    def settle(self, found: Iterable[bool | None]) -> bool | None:
-        """Takes what `Inspection.shift` found on any of the processes, so that all count alike."""
+    def set_label_shift(self, found: Iterable[bool | None]) -> bool | None:
+        """Takes what `LossProbe.shift` found on any of the processes, so that all count alike."""
         self.shifts = next((each for each in found if each is not None), None)
         return self.shifts
 
-    def look(self, batch: Any, context: Callable[[], Any]) -> torch.Tensor:
+    def eval_loss(self, batch: Any, context: Callable[[], Any]) -> torch.Tensor:
         """The loss of a batch without gradient, in evaluation mode; leaves no trace in the model."""
         with evaluating(self.model), torch.no_grad(), context():
             return self(batch)[0]
 
-    def weightless(self, batch: Any, items: Any, context: Callable[[], Any]) -> Any:
+    def with_valid_labels(self, batch: Any, items: Any, context: Callable[[], Any]) -> Any:
         """A batch in which no label counts, with labels that do: its mean would be 0/0.
 
         It runs with weight zero, so that all processes take part in the step. `compute_loss` that returns
@@ -118,9 +118,9 @@ class Loss:
         labels = labels_of(batch)
         if labels is None or not is_whole(labels):
             return batch
-        if self.pairs is None:
-            self.look(batch, context)
-        if self.pairs:
+        if self.returns_sum_and_count is None:
+            self.eval_loss(batch, context)
+        if self.returns_sum_and_count:
             return batch
         valid = labels.clamp(min=0)
         return with_labels(batch, valid if isinstance(items, int) else torch.where(items == 0, valid, labels))

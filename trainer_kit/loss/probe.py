@@ -23,7 +23,7 @@ _CLOSE = 0.05
 """Within which two losses are one that was rounded, be it to bfloat16; another divisor would make it half at most."""
 
 
-class Inspection:
+class LossProbe:
     """Looks at a model with a run's first batches.
 
     A look is a forward pass without gradient, in evaluation mode. What a look changes in a batch is worked out on the
@@ -46,7 +46,7 @@ class Inspection:
         self._strategy = strategy
         self._tries = {"shift": 0, "filler": 0}
 
-    def shift(self, batch: Any) -> bool | None:
+    def detect_label_shift(self, batch: Any) -> bool | None:
         """Learns from the first batch whether the model takes its columns and whether it shifts its labels.
 
         A model that predicts the next token leaves the first label of each row out of its mean. Class names tell less
@@ -79,7 +79,7 @@ class Inspection:
             loss.shifts = _is_nothing(self._look(with_labels(batch, only_first)))
         else:
             loss.shifts = self._ignores_first(batch, labels)
-        if loss.pairs or self._gives_up("shift", loss.shifts):
+        if loss.returns_sum_and_count or self._gives_up("shift", loss.shifts):
             loss.shifts = False
         return loss.shifts
 
@@ -105,7 +105,7 @@ class Inspection:
             return False
         return True if changed(-1) != loss else None
 
-    def filler(self, batch: Any, training: bool = False) -> bool | None:
+    def detect_padding_invariance(self, batch: Any, training: bool = False) -> bool | None:
         """Learns whether samples whose labels are all -100 leave the loss of a batch as it is without them.
 
         One sample is the only one with labels: the loss must be the same whatever the others are. It must also be the
@@ -134,7 +134,7 @@ class Inspection:
 
     def _look(self, batch: Any) -> float:
         with torch.no_grad():
-            return float(self.loss.look(self._strategy.to_device(batch), self._strategy.autocast))
+            return float(self.loss.eval_loss(self._strategy.to_device(batch), self._strategy.autocast))
 
     def _look_in_training(self, batch: Any) -> float:
         """The loss of a batch with the dropout of one seed."""

@@ -20,7 +20,7 @@ _UNTOLD = ("temporary", "activations")
 _NO_BACKWARD = -1
 
 
-class _Block:
+class _Allocation:
     """The memory of a storage, and what it is used for."""
 
     __slots__ = ("kind", "nbytes")
@@ -45,9 +45,9 @@ class Tracker(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._granularity = granularity
         self._hidden = hidden
-        self._alive: dict[int, _Block] = {}
-        self._events: list[tuple[_Block, int]] = []
-        self._from_start: set[_Block] = set()
+        self._alive: dict[int, _Allocation] = {}
+        self._events: list[tuple[_Allocation, int]] = []
+        self._from_start: set[_Allocation] = set()
         self._finalizers: list[weakref.finalize[Any, Any]] = []
 
     def mark(self, kind: str, tensors: Iterable[torch.Tensor | None]) -> None:
@@ -105,7 +105,7 @@ class Tracker(TorchDispatchMode):
             for part in _parts(leaf):
                 self._block(part, kind)
         if self._hidden is not None and (nbytes := self._hidden(func, args, result)):
-            block = _Block(nbytes, "temporary")
+            block = _Allocation(nbytes, "temporary")
             self._events += [(block, 1), (block, -1)]
         return result
 
@@ -118,13 +118,13 @@ class Tracker(TorchDispatchMode):
         is_again = torch.is_grad_enabled() and torch._C._current_graph_task_id() != _NO_BACKWARD
         return "activations" if is_again else "temporary"
 
-    def _block(self, tensor: torch.Tensor, kind: str) -> _Block:
+    def _block(self, tensor: torch.Tensor, kind: str) -> _Allocation:
         storage = tensor.untyped_storage()
         key = storage._cdata
         block = self._alive.get(key)
         if block is None:
             nbytes = -(-storage.nbytes() // self._granularity) * self._granularity
-            block = self._alive[key] = _Block(nbytes, kind)
+            block = self._alive[key] = _Allocation(nbytes, kind)
             self._events.append((block, 1))
             self._finalizers.append(weakref.finalize(storage, self._end, key))
         return block

@@ -1,6 +1,6 @@
 """A dry run: what a training would do, computed before it begins, from the same code."""
 
 from trainer_kit.planning.plan import TrainingPlan
-from trainer_kit.planning.planner import Subject, make_training_plan
+from trainer_kit.planning.planner import PlannedTraining, make_training_plan
 
-__all__ = ["Subject", "TrainingPlan", "make_training_plan"]
+__all__ = ["PlannedTraining", "TrainingPlan", "make_training_plan"]

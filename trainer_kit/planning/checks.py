@@ -10,7 +10,7 @@ from torch import nn
 from trainer_kit.data.sampling import Layout
 from trainer_kit.planning.event_steps import Cadence
 from trainer_kit.planning.model import tied
-from trainer_kit.planning.sections import Data, Hardware, Start, Steps, Storage
+from trainer_kit.planning.sections import Data, Hardware, StartSection, StepsSection, Storage
 from trainer_kit.planning.words import listed
 from trainer_kit.run import Run
 from trainer_kit.utils.run_lock import holder_of
@@ -20,7 +20,7 @@ def layout_warnings(data: Data, layout: Layout, run: Run) -> Iterator[str]:
     """What does not come out even between samples, batches, steps and processes."""
     if data.train is None or not data.epoch:
         return
-    window, row, left = layout.window, layout.row, data.epoch
+    window, row, left = layout.global_batch_size, layout.global_micro_batch_size, data.epoch
     dropped = data.train - left
     if dropped > 0:
         yield f"dataloader_drop_last=True leaves out {dropped:,} of {data.train:,} samples in each epoch"
@@ -52,7 +52,7 @@ def _batch_norm(model: nn.Module) -> str | None:
     return next((name for name, each in model.named_modules() if isinstance(each, nn.BatchNorm1d)), None)
 
 
-def cadence_warnings(cadence: Cadence, steps: Steps) -> Iterator[str]:
+def cadence_warnings(cadence: Cadence, steps: StepsSection) -> Iterator[str]:
     """What never happens, or only when it is too late."""
     run, args = cadence.run, cadence.run.args
     if not steps.left:
@@ -72,7 +72,7 @@ def cadence_warnings(cadence: Cadence, steps: Steps) -> Iterator[str]:
     yield from _of_saves(cadence, steps)
 
 
-def _of_evaluations(cadence: Cadence, steps: Steps) -> Iterator[str]:
+def _of_evaluations(cadence: Cadence, steps: StepsSection) -> Iterator[str]:
     run, args = cadence.run, cadence.run.args
     if args.eval_strategy == "no":
         yield "eval_dataset is given, but eval_strategy='no': training never evaluates it"
@@ -87,7 +87,7 @@ def _of_evaluations(cadence: Cadence, steps: Steps) -> Iterator[str]:
         yield "eval_dataset is train_dataset: an evaluation does not show what the model makes of new samples"
 
 
-def _of_saves(cadence: Cadence, steps: Steps) -> Iterator[str]:
+def _of_saves(cadence: Cadence, steps: StepsSection) -> Iterator[str]:
     args = cadence.run.args
     if args.save_strategy == "no":
         yield "save_strategy='no': no checkpoint is saved, a run that breaks off is lost"
@@ -113,7 +113,7 @@ def storage_warnings(storage: Storage) -> Iterator[str]:
         yield (f"the disk has no room for {more:,} checkpoints: set a smaller save_total_limit, or another output_dir")
 
 
-def start_warnings(start: Start, run: Run) -> Iterator[str]:
+def start_warnings(start: StartSection, run: Run) -> Iterator[str]:
     """Who trains in the folder already, and what becomes of checkpoints that lie there."""
     if (holder := holder_of(Path(start.folder))) is not None:
         yield f"{start.folder} is in use: {holder} trains there, and train() would be refused until that ends"

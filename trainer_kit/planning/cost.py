@@ -13,14 +13,14 @@ from trainer_kit.loss.loss import ComputeLoss
 from trainer_kit.memory import Anatomy, estimate
 from trainer_kit.memory.advice import advise, capacity
 from trainer_kit.memory.anatomy import size_text
-from trainer_kit.planning.sections import Batch, Compute, Memory, Steps
+from trainer_kit.planning.sections import Batch, Compute, MemorySection, StepsSection
 from trainer_kit.planning.words import said
 from trainer_kit.profiling.peak_flops import computing_dtype, peak_of
 from trainer_kit.run import Run
 from trainer_kit.utils.pytree import tensors
 
 
-class Cost:
+class CostSection:
     """The cost of a step.
 
     Args:
@@ -57,12 +57,12 @@ class Cost:
         except Exception as error:  # the model is the user's own
             self.note = said(error)
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemorySection:
         """The memory of a step at its peak."""
         if self.anatomy is None:
-            return Memory({}, None, None, "", self.note)
+            return MemorySection({}, None, None, "", self.note)
         parts = {each.name: each.nbytes for each in self.anatomy.components}
-        return Memory(parts, self.anatomy.peak, capacity(self.device), _described(self.batch), "")
+        return MemorySection(parts, self.anatomy.peak, capacity(self.device), _described(self.batch), "")
 
     def warnings(self) -> Iterator[str]:
         """Where the memory does not suffice, and what would help."""
@@ -84,7 +84,7 @@ class Cost:
             f"{most}{'; '.join(means) or 'none of the usual means suffices'}"
         )
 
-    def compute(self, batch: Batch, steps: Steps) -> Compute | None:
+    def compute(self, batch: Batch, steps: StepsSection) -> Compute | None:
         """The arithmetic of the steps that are left."""
         if self.anatomy is None or not self.anatomy.model_flops:
             return None

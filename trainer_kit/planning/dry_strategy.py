@@ -86,7 +86,7 @@ def heard() -> Iterator[list[str]]:
         if sentence not in told:
             told.append(sentence)
 
-    listener = _Listener(hear)
+    listener = _LogListener(hear)
     handlers, propagates = logger.handlers, logger.propagate
     logger.handlers, logger.propagate = [listener], False
     try:
@@ -100,7 +100,7 @@ def heard() -> Iterator[list[str]]:
                 hear(str(each.message))
 
 
-class _Listener(logging.Handler):
+class _LogListener(logging.Handler):
     def __init__(self, hear: Any) -> None:
         super().__init__(logging.WARNING)
         self._hear = hear

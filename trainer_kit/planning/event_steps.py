@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import TrainLoader
-from trainer_kit.planning.sections import Event
+from trainer_kit.planning.sections import EventSection
 from trainer_kit.run import Run
 
 _SHOWN = 4
@@ -62,7 +62,7 @@ class Cadence:
         """How many checkpoints are committed at the most; None where that depends on the time."""
         return None if self.run.args.save_minutes is not None else len(self.saves) + len(self.may_save)
 
-    def facts(self) -> tuple[Event, ...]:
+    def facts(self) -> tuple[EventSection, ...]:
         """The same for people."""
         args = self.run.args
         logs = "never" if args.logging_strategy == "no" else _rule(args.logging_strategy, args.logging_steps)
@@ -79,10 +79,10 @@ class Cadence:
             self._save_event(),
             _event("epoch ends", "", ends)
             if ends is not None
-            else Event("epoch ends", "not known before", (), None, None),
+            else EventSection("epoch ends", "not known before", (), None, None),
         )
 
-    def _save_event(self) -> Event:
+    def _save_event(self) -> EventSection:
         args = self.run.args
         if args.save_strategy == "no":
             return _event("save", "never", [])
@@ -93,7 +93,7 @@ class Cadence:
             rules.append(f"after each best evaluation (at most {len(self.evaluations):,})")
         event = _event("save", " and ".join([", ".join(rules), "at the end"] if rules else ["at the end"]), self.saves)
         if self.may_save or args.save_minutes is not None:
-            return Event(event.name, event.rule, event.first, None, event.last)
+            return EventSection(event.name, event.rule, event.first, None, event.last)
         return event
 
 
@@ -103,8 +103,8 @@ def _rule(strategy: str, steps: int) -> str:
     return "after each step" if steps == 1 else f"every {steps:,} steps"
 
 
-def _event(name: str, rule: str, steps: Sequence[int]) -> Event:
-    return Event(name, rule, tuple(steps[:_SHOWN]), len(steps), steps[-1] if steps else None)
+def _event(name: str, rule: str, steps: Sequence[int]) -> EventSection:
+    return EventSection(name, rule, tuple(steps[:_SHOWN]), len(steps), steps[-1] if steps else None)
 
 
 def _epoch_ends(run: Run, loader: TrainLoader | StreamLoader) -> list[int]:

@@ -13,13 +13,13 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainer_kit.data.build import make_evaluation_batches
-from trainer_kit.data.map_loader import Reading
+from trainer_kit.data.map_loader import LoaderConfig
 from trainer_kit.data.peek import read_ahead
 from trainer_kit.loop.evaluation import EvalPrediction, Evaluator
 from trainer_kit.loop.metrics import Metric
 from trainer_kit.loss.batch import Counts
 from trainer_kit.loss.loss import ComputeLoss, Loss
-from trainer_kit.loss.probe import Inspection
+from trainer_kit.loss.probe import LossProbe
 from trainer_kit.planning.dry_strategy import Stage
 from trainer_kit.planning.model import size_of
 from trainer_kit.planning.words import said
@@ -62,7 +62,7 @@ class Evaluation:
         self.wanted = (run.args.metric_for_best_model or "eval_loss") if by_metric else None
         self.warnings: list[str] = []
 
-    def problems(self, reading: Reading) -> list[str]:
+    def problems(self, reading: LoaderConfig) -> list[str]:
         """What an evaluation would end with, as far as that is known; what is less certain goes to the warnings.
 
         Args:
@@ -100,7 +100,7 @@ class Evaluation:
         names = ["runtime", "samples_per_second", "steps_per_second", "loss"]
         return {f"{prefix}_{name}" for prefix in self._prefixes() for name in names}
 
-    def _tried(self, reading: Reading) -> set[str]:
+    def _tried(self, reading: LoaderConfig) -> set[str]:
         """The names that an evaluation of a few batches gives, with copies of the model and the metrics."""
         run, found = self.run, set()
         datasets = run.eval_dataset if isinstance(run.eval_dataset, Mapping) else {"": run.eval_dataset}
@@ -108,7 +108,7 @@ class Evaluation:
         args = dataclasses.replace(run.args, per_device_eval_batch_size=min(_SAMPLES, run.args.eval_batch_size))
         other: nn.Module = copy.deepcopy(run.model)
         stage = Run(args, strategy, other)
-        inspection = Inspection(Loss(other, other, self.compute_loss), strategy)
+        inspection = LossProbe(Loss(other, other, self.compute_loss), strategy)
         evaluator = Evaluator(stage, inspection, copy.deepcopy(dict(self.metrics)), self.compute_metrics)
         for prefix, dataset in zip(self._prefixes(), datasets.values(), strict=True):
             batches = _some_batches(stage, dataset, reading)
@@ -116,8 +116,8 @@ class Evaluation:
         return found
 
 
-def _some_batches(run: Run, dataset: Any, reading: Reading) -> list[tuple[Any, Counts]]:
-    def read(reading: Reading) -> list[tuple[Any, Counts]]:
+def _some_batches(run: Run, dataset: Any, reading: LoaderConfig) -> list[tuple[Any, Counts]]:
+    def read(reading: LoaderConfig) -> list[tuple[Any, Counts]]:
         batches: Any = make_evaluation_batches(run, dataset, reading)
         with closing(batches):  # it may have workers
             return list(itertools.islice(batches, _BATCHES))

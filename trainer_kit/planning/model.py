@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainer_kit.loss.loss import ComputeLoss, Loss
-from trainer_kit.loss.probe import Inspection
+from trainer_kit.loss.probe import LossProbe
 from trainer_kit.memory.fakes import Fakes
 from trainer_kit.planning.sections import Model
 from trainer_kit.planning.words import listed
@@ -62,7 +62,7 @@ def try_step(run: Run, batch: Any, compute_loss: ComputeLoss | None) -> Trial:
         if run.args.gradient_checkpointing:
             strategy.enable_activation_checkpointing(model)
         loss, batch = Loss(model, model, compute_loss), strategy.to_device(batch)
-        Inspection(loss, strategy).shift(batch)  # says what is wrong with the batch's columns
+        LossProbe(loss, strategy).detect_label_shift(batch)  # says what is wrong with the batch's columns
         return Trial(_without_gradient(loss, batch, strategy.autocast()), None, is_real=True)
     except Exception as error:
         return Trial(None, error, is_real=True)

@@ -10,13 +10,13 @@ from trainer_kit.planning.sections import (
     Batch,
     Compute,
     Data,
-    Event,
+    EventSection,
     Hardware,
-    Memory,
+    MemorySection,
     Model,
-    Schedule,
-    Start,
-    Steps,
+    ScheduleSection,
+    StartSection,
+    StepsSection,
     Storage,
 )
 
@@ -44,15 +44,15 @@ class TrainingPlan:
 
     data: Data
     batch: Batch
-    steps: Steps
-    start: Start
+    steps: StepsSection
+    start: StartSection
     model: Model
     hardware: Hardware
-    schedule: Schedule | None
-    events: tuple[Event, ...]
+    schedule: ScheduleSection | None
+    events: tuple[EventSection, ...]
     callbacks: tuple[str, ...]
     storage: Storage | None
-    memory: Memory
+    memory: MemorySection
     compute: Compute | None
     problems: tuple[str, ...]
     warnings: tuple[str, ...]

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from trainer_kit.callback import Callback, Events
+from trainer_kit.callback import Callback, CallbackList
 from trainer_kit.checkpoint.compatibility import dataset_length
 from trainer_kit.checkpoint.format.loading import check_weights
 from trainer_kit.config import environment
 from trainer_kit.data.build import make_reading, make_train_loader
 from trainer_kit.data.collate import Collator
 from trainer_kit.data.iterable_loader import StreamLoader
-from trainer_kit.data.map_loader import Reading, TrainLoader
+from trainer_kit.data.map_loader import LoaderConfig, TrainLoader
 from trainer_kit.errors import ReadOnceError
 from trainer_kit.loop.evaluation import EvalPrediction
 from trainer_kit.loop.metrics import Metric
@@ -25,7 +25,7 @@ from trainer_kit.optim import check_optimizer, make_optimizer
 from trainer_kit.planning import checks as cautions
 from trainer_kit.planning import sections as facts
 from trainer_kit.planning.batches import First, batch_warnings, look_at_first
-from trainer_kit.planning.cost import Cost
+from trainer_kit.planning.cost import CostSection
 from trainer_kit.planning.dry_strategy import Stage, heard
 from trainer_kit.planning.event_steps import Cadence
 from trainer_kit.planning.metric import Evaluation
@@ -42,7 +42,7 @@ from trainer_kit.utils.rng import generators_kept
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
+class PlannedTraining:
     """What a Trainer has, of which a plan is made; each is as the Trainer was given it.
 
     Attributes:
@@ -57,7 +57,7 @@ class Subject:
     """
 
     run: Run
-    events: Events
+    events: CallbackList
     collate: Collator
     compute_loss: ComputeLoss | None
     compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None
@@ -67,7 +67,7 @@ class Subject:
 
 
 def make_training_plan(
-    subject: Subject, resume_from_checkpoint: bool | str | Path | None = None, num_processes: int | None = None
+    subject: PlannedTraining, resume_from_checkpoint: bool | str | Path | None = None, num_processes: int | None = None
 ) -> TrainingPlan:
     """Makes the plan of a training; see `Trainer.plan`."""
     device = next((parameter.device for parameter in subject.run.model.parameters()), torch.device("cpu"))
@@ -81,7 +81,7 @@ def make_training_plan(
 class _Rehearsal:
     """A training up to its first step, on a stage."""
 
-    def __init__(self, subject: Subject, stage: Stage, resume: bool | str | Path | None) -> None:
+    def __init__(self, subject: PlannedTraining, stage: Stage, resume: bool | str | Path | None) -> None:
         self.subject = subject
         self.strategy: Strategy = subject.run.strategy
         self.stage = stage
@@ -90,7 +90,7 @@ class _Rehearsal:
         )
         self.problems: list[str] = []
         run.optimizer = self._optimizer()
-        self.reading: Reading = make_reading(run.args, self.stage, subject.collate)
+        self.reading: LoaderConfig = make_reading(run.args, self.stage, subject.collate)
         self.loader: TrainLoader | StreamLoader = make_train_loader(run, self.reading)
         if resume is None:
             resume = self.strategy.session.restarts > 0
@@ -124,7 +124,7 @@ class _Rehearsal:
         data, steps = self._data(), self._steps()
         start, hardware = self.beginning.facts(), self._hardware()
         storage = self._storage(cadence, trial)
-        cost = Cost(
+        cost = CostSection(
             run, first.largest, subject.compute_loss, subject.optimizer, self.strategy.device, self.stage.world_size
         )
         evaluation = Evaluation(
@@ -214,18 +214,18 @@ class _Rehearsal:
             stage.devices,
             args.gradient_accumulation_steps,
             stage.world_size,
-            self.loader.layout.window,
+            self.loader.layout.global_batch_size,
         )
 
-    def _steps(self) -> facts.Steps:
-        loader, first, last = self.loader, self.run.state.step, self.steps.end
+    def _steps(self) -> facts.StepsSection:
+        loader, first, last = self.loader, self.run.state.step, self.steps.last_step
         per_epoch = loader.steps_left(self.run.state.epoch + 1, 0) if loader.epoch_length else None
         epochs = None
         if per_epoch is not None:
             epochs = last / per_epoch if self.run.args.max_steps > 0 else self.run.args.num_train_epochs
-        rest = loader.epoch_length % loader.layout.window
+        rest = loader.epoch_length % loader.layout.global_batch_size
         samples = self._samples(last) if loader.epoch_length else None
-        return facts.Steps(first, last, max(0, last - first), samples, per_epoch, epochs, rest or None)
+        return facts.StepsSection(first, last, max(0, last - first), samples, per_epoch, epochs, rest or None)
 
     def _samples(self, last: int) -> int:
         """Those of the steps that are left, what is passed over aside."""
@@ -233,7 +233,7 @@ class _Rehearsal:
         samples, left, epoch, position = 0, last - state.step, state.epoch, state.position
         while left > 0:
             steps = min(left, loader.steps_left(epoch, position))
-            samples += min(steps * loader.layout.window, loader.epoch_length - position)
+            samples += min(steps * loader.layout.global_batch_size, loader.epoch_length - position)
             left, epoch, position = left - steps, epoch + 1, 0
         return samples
 

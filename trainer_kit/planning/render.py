@@ -13,13 +13,13 @@ from trainer_kit.planning.sections import (
     Batch,
     Compute,
     Data,
-    Event,
+    EventSection,
     Hardware,
-    Memory,
+    MemorySection,
     Model,
-    Schedule,
-    Start,
-    Steps,
+    ScheduleSection,
+    StartSection,
+    StepsSection,
     Storage,
 )
 
@@ -59,7 +59,7 @@ def batch_lines(batch: Batch) -> list[str]:
     return labelled("a step", f"{batch.samples:,} samples = {' x '.join(factors)}")
 
 
-def steps_lines(steps: Steps, start: Start) -> list[str]:
+def steps_lines(steps: StepsSection, start: StartSection) -> list[str]:
     """How long the run is and where it begins."""
     length = f"{steps.last:,} steps"
     if steps.per_epoch is not None and steps.epochs is not None:
@@ -86,7 +86,7 @@ def hardware_lines(hardware: Hardware) -> list[str]:
     )
 
 
-def schedule_lines(schedule: Schedule) -> list[str]:
+def schedule_lines(schedule: ScheduleSection) -> list[str]:
     """The learning rate as a drawing, its extremes beside it."""
     lines = ["", f"learning rate ({schedule.optimizer}, {schedule.name})"]
     if schedule.points:
@@ -106,7 +106,7 @@ def schedule_lines(schedule: Schedule) -> list[str]:
     return lines + labelled("", schedule.note)
 
 
-def event_lines(events: Sequence[Event], callbacks: Sequence[str]) -> list[str]:
+def event_lines(events: Sequence[EventSection], callbacks: Sequence[str]) -> list[str]:
     """When what happens, and who may ask for more."""
     lines = ["", "after which steps"]
     for event in events:
@@ -115,7 +115,7 @@ def event_lines(events: Sequence[Event], callbacks: Sequence[str]) -> list[str]:
     return lines + labelled("  callbacks", others)
 
 
-def _when(event: Event) -> str:
+def _when(event: EventSection) -> str:
     if not event.first:
         return event.rule if event.rule.startswith(("never", "not ")) else f"{event.rule}: not once".removeprefix(": ")
     steps = ", ".join(f"{step:,}" for step in event.first)
@@ -139,7 +139,7 @@ def storage_lines(storage: Storage) -> list[str]:
     return ["", *labelled("checkpoints", f"{readable_size(storage.size)} each: {parts}", unknown, f"{count}; {free}")]
 
 
-def memory_lines(memory: Memory) -> list[str]:
+def memory_lines(memory: MemorySection) -> list[str]:
     """The memory of a step."""
     if memory.peak is None:
         return labelled("memory", f"not known: {memory.note}")

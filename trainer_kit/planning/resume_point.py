@@ -11,8 +11,8 @@ from trainer_kit.checkpoint.format.trainer_state import read_committed, read_dat
 from trainer_kit.checkpoint.integrity import check_resumable
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import TrainLoader
-from trainer_kit.data.run_length import Plan, make_plan
-from trainer_kit.planning.sections import Start
+from trainer_kit.data.run_length import RunLength, make_plan
+from trainer_kit.planning.sections import StartSection
 from trainer_kit.run import Run
 
 
@@ -48,16 +48,16 @@ class Beginning:
         self._earlier = (trainer["plan"], read_arguments(self.directory))
         self.committed = [each.name for each in read_committed(trainer) if (self.folder / each.name).is_dir()]
 
-    def lay_out(self, loader: TrainLoader | StreamLoader) -> Plan:
+    def lay_out(self, loader: TrainLoader | StreamLoader) -> RunLength:
         """The run's steps; they are set in the run too."""
         run = self.run
         loader.passed_over = run.state.passed_over
         run.state.enter_epochs_of(loader.epoch_length)
         plan = make_plan(run, loader, self._earlier)
-        run.total_steps = plan.end
+        run.total_steps = plan.last_step
         return plan
 
-    def facts(self) -> Start:
+    def facts(self) -> StartSection:
         """The same for people."""
         others = [path.name for path in find_checkpoints(self.folder) if path.name not in self.committed]
-        return Start(str(self.folder), None if self.directory is None else str(self.directory), tuple(others))
+        return StartSection(str(self.folder), None if self.directory is None else str(self.directory), tuple(others))

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainer_kit.checkpoint import read_state
 from trainer_kit.checkpoint.compatibility import fitting_optimizer_state
-from trainer_kit.data.run_length import Plan
+from trainer_kit.data.run_length import RunLength
 from trainer_kit.optim import Schedule, make_scheduler, own_scheduler
 from trainer_kit.planning import sections as facts
 from trainer_kit.planning.dry_strategy import schedule_only
@@ -48,7 +48,7 @@ class Rates:
         ValueError: If an argument of the schedule makes no sense, or the checkpoint is of another optimizer.
     """
 
-    def __init__(self, run: Run, given: Any, plan: Plan, directory: Path | None) -> None:
+    def __init__(self, run: Run, given: Any, plan: RunLength, directory: Path | None) -> None:
         assert run.optimizer is not None
         self.run = run
         self.first = run.state.step
@@ -58,7 +58,7 @@ class Rates:
         if directory is not None:
             self._take_up(directory)
         self.groups = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self.rates = list(self._stepped(plan, plan.end - self.first))
+        self.rates = list(self._stepped(plan, plan.last_step - self.first))
 
     def _take_up(self, directory: Path) -> None:
         """Goes on where the schedule stands in a checkpoint."""
@@ -68,18 +68,20 @@ class Rates:
             group.update(other["rates"])
         self.scheduler.load_state_dict(read_state(directory, "lr_scheduler"))
 
-    def _make(self, given: Any, plan: Plan, real: torch.optim.Optimizer) -> Any:
+    def _make(self, given: Any, plan: RunLength, real: torch.optim.Optimizer) -> Any:
         if given is None:
-            return make_scheduler(self.optimizer, plan.scheduled(self.run.args), plan.length, plan.place)
+            return make_scheduler(
+                self.optimizer, plan.scheduled(self.run.args), plan.schedule_length, plan.schedule_step
+            )
         if hasattr(given, "state_dict"):
             given = copy.deepcopy(given, {id(getattr(given, "optimizer", real)): self.optimizer})
         return own_scheduler(given, self.optimizer)
 
-    def _stepped(self, plan: Plan, steps: int) -> Iterator[float]:
+    def _stepped(self, plan: RunLength, steps: int) -> Iterator[float]:
         scheduler, group = self.scheduler, self.optimizer.param_groups[0]
         if isinstance(scheduler, Schedule):
             peak, factor = scheduler.base_lrs[0], scheduler.lr_lambdas[0]
-            yield from (float(peak * factor(step)) for step in range(plan.place, plan.place + steps))
+            yield from (float(peak * factor(step)) for step in range(plan.schedule_step, plan.schedule_step + steps))
             return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of steps of the scheduler without one of the optimizer
@@ -96,12 +98,12 @@ class Rates:
                     )
                     return
 
-    def facts(self) -> facts.Schedule:
+    def facts(self) -> facts.ScheduleSection:
         """The same for people."""
         count = len(self.rates)
         places = range(count) if count <= _POINTS else [round(i * (count - 1) / (_POINTS - 1)) for i in range(_POINTS)]
         points = tuple((self.first + place + 1, self.rates[place]) for place in places)
-        return facts.Schedule(
+        return facts.ScheduleSection(
             optimizer=type(self.run.optimizer).__name__,
             name=self._name(),
             points=points,

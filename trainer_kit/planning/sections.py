@@ -40,7 +40,7 @@ class Data:
 
 
 @dataclasses.dataclass(frozen=True)
-class Steps:
+class StepsSection:
     """The optimizer steps of the run.
 
     Attributes:
@@ -63,7 +63,7 @@ class Steps:
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
+class StartSection:
     """Where the run begins.
 
     Attributes:
@@ -118,7 +118,7 @@ class Hardware:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class ScheduleSection:
     """The learning rate.
 
     Attributes:
@@ -139,7 +139,7 @@ class Schedule:
 
 
 @dataclasses.dataclass(frozen=True)
-class Event:
+class EventSection:
     """When something happens.
 
     Attributes:
@@ -179,7 +179,7 @@ class Storage:
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class MemorySection:
     """The memory of a step at its peak, estimated.
 
     Attributes:
@@ -202,8 +202,8 @@ class Compute:
     """The arithmetic of the run.
 
     Attributes:
-        step: Floating-point operations of a step over all processes, for batches of the shape that `Memory` tells.
-            What activation checkpointing computes again is left out.
+        step: Floating-point operations of a step over all processes, for batches of `MemorySection`'s shape. What
+            activation checkpointing computes again is left out.
         run: Those of all steps that are left.
         peak: FLOP/s of one device at the most; None where that is not known.
         peak_source: Where that figure is from, or why there is none.

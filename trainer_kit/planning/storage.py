@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainer_kit.callback import Events
+from trainer_kit.callback import CallbackList
 from trainer_kit.checkpoint import pretrained_files, take_snapshot
 from trainer_kit.checkpoint.async_saver import checkpoints_at_once
 from trainer_kit.memory.costs import EightBitAdam
@@ -23,7 +23,7 @@ from trainer_kit.utils.wrappers import without_wrappers
 
 
 def storage_of(
-    run: Run, events: Events, cadence: Cadence, committed: Collection[str], without_gradient: Collection[str]
+    run: Run, events: CallbackList, cadence: Cadence, committed: Collection[str], without_gradient: Collection[str]
 ) -> Storage:
     """The checkpoints of a run: every tensor, and the model's own files; beside them come some kB of text.
 
@@ -77,7 +77,7 @@ def _size(run: Run, model: dict[str, torch.Tensor], states: dict[str, Any]) -> i
     return take_snapshot(run.state.step, model, states, arguments=run.args.to_dict()).nbytes
 
 
-def _callback_bytes(run: Run, events: Events) -> int:
+def _callback_bytes(run: Run, events: CallbackList) -> int:
     """What callbacks keep; of averages, which are made when training begins, what they will be."""
     size = _size(run, {}, {"callbacks": events.state_dict()})
     for callback in events.callbacks:

@@ -35,14 +35,14 @@ def write_report(
         ValueError: If the format is not known, there are too many runs, or a log is empty, damaged or of a newer
             version.
     """
-    from trainer_kit.report.history import History
+    from trainer_kit.report.history import RunHistory
     from trainer_kit.report.panels import RUNS
 
     format = _format(output, format)
     folders = [run_dir, *compare]
     if len(folders) > RUNS:
         raise ValueError(f"{len(folders)} runs cannot be told apart in one plot; compare at most {RUNS}")
-    histories = [History(folder) for folder in folders]
+    histories = [RunHistory(folder) for folder in folders]
     path = Path(output) if output is not None else histories[0].path.parent / f"report.{format}"
     path.parent.mkdir(parents=True, exist_ok=True)
     if format == "html":

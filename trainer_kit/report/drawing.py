@@ -14,7 +14,7 @@ import numpy as np
 
 from trainer_kit.report import facts, wording
 from trainer_kit.report.colours import DASHES, LIGHT, bar_role, role_of
-from trainer_kit.report.history import History
+from trainer_kit.report.history import RunHistory
 from trainer_kit.report.markup import printable, text
 from trainer_kit.report.panels import Panel, Series, names_of, panels, thin
 from trainer_kit.report.timeline import Timeline
@@ -100,7 +100,7 @@ def bars(rows: dict[str, dict[str, float]], name: str, label: str, size: tuple[i
     return _svg(axes.figure, name, label)
 
 
-def picture(histories: Sequence[History], path: Path) -> None:
+def picture(histories: Sequence[RunHistory], path: Path) -> None:
     """All plots as one PNG file, at 200 dots per inch."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -109,7 +109,7 @@ def picture(histories: Sequence[History], path: Path) -> None:
         FigureCanvasAgg(figure).print_figure(path, dpi=200, format="png", metadata={"Software": "trainer_kit"})
 
 
-def _picture(histories: Sequence[History]) -> Figure:
+def _picture(histories: Sequence[RunHistory]) -> Figure:
     names = names_of(histories)
     found = panels(histories)
     timelines = [

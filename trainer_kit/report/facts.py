@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 
 from trainer_kit.report import wording
-from trainer_kit.report.history import ANATOMY, Event, History, is_finite
+from trainer_kit.report.history import ANATOMY, LoggedEvent, RunHistory, is_finite
 from trainer_kit.report.panels import OWN_METRICS, Table, names_of, own_metrics
 from trainer_kit.report.timeline import DOWN, LOST, Timeline
 
@@ -45,7 +45,7 @@ class Figure(NamedTuple):
     note: str = ""
 
 
-def status(history: History) -> Status:
+def status(history: RunHistory) -> Status:
     """How the newest start of the run ended."""
     if not history.starts:
         return Status("open", "no training", "The log tells of no start of a training.")
@@ -62,7 +62,7 @@ def status(history: History) -> Status:
     return _ended(last["end"], where, is_short=total is not None and history.step < total)
 
 
-def _ended(end: Event, where: str, is_short: bool) -> Status:
+def _ended(end: LoggedEvent, where: str, is_short: bool) -> Status:
     """A run that ended in good order, with or without its last step."""
     reason = str(end.record.get("reason") or "")
     if end.record.get("ending") == "signal":
@@ -74,7 +74,7 @@ def _ended(end: Event, where: str, is_short: bool) -> Status:
     return Status("good", "finished", "All steps were taken.")
 
 
-def _unended(start: Event, where: str) -> Status:
+def _unended(start: LoggedEvent, where: str) -> Status:
     """A run whose log has no end: on this machine the process tells whether it is still at work."""
     told = start.record.get("environment")
     process = told.get("process") if isinstance(told, dict) and told.get("host") == socket.gethostname() else None
@@ -90,13 +90,13 @@ def _unended(start: Event, where: str) -> Status:
     return Status("bad", "lost", f"{wording.capitalized(where)} {why}.")
 
 
-def key_figures(history: History, timeline: Timeline | None) -> list[Figure]:
+def key_figures(history: RunHistory, timeline: Timeline | None) -> list[Figure]:
     """The figures that matter most, as far as the log has them."""
     makers = (_steps, _time, _loss, _best, _throughput, _memory, _goodput, _parameters)
     return [figure for make in makers if (figure := make(history, timeline)) is not None]
 
 
-def _steps(history: History, timeline: Timeline | None) -> Figure:
+def _steps(history: RunHistory, timeline: Timeline | None) -> Figure:
     total = _whole(history.beginning.get("total_steps"))
     epochs = history.curve("epoch")[1]
     notes = [f"of {total:,}"] if total is not None and total != history.step else []
@@ -104,7 +104,7 @@ def _steps(history: History, timeline: Timeline | None) -> Figure:
     return Figure("Steps", f"{history.step:,}", ", ".join(notes))
 
 
-def _time(history: History, timeline: Timeline | None) -> Figure | None:
+def _time(history: RunHistory, timeline: Timeline | None) -> Figure | None:
     restarts = len(history.starts) - 1
     notes = [wording.count(restarts, "restart")] if restarts > 0 else []
     if timeline is not None:
@@ -116,7 +116,7 @@ def _time(history: History, timeline: Timeline | None) -> Figure | None:
     return Figure("Wall time", wording.duration(history.ends[-1] - history.starts[0].time), ", ".join(notes))
 
 
-def _loss(history: History, timeline: Timeline | None) -> Figure | None:
+def _loss(history: RunHistory, timeline: Timeline | None) -> Figure | None:
     values = history.curve("loss")[1]
     mean = history.summary.get("train_loss")
     if not len(values):
@@ -125,12 +125,12 @@ def _loss(history: History, timeline: Timeline | None) -> Figure | None:
     return Figure("Training loss", wording.number(float(values[-1])), note)
 
 
-def _best(history: History, timeline: Timeline | None) -> Figure | None:
+def _best(history: RunHistory, timeline: Timeline | None) -> Figure | None:
     best = history.best
     return best and Figure(f"Best {best.name}", wording.number(best.value), f"at step {best.step:,}")
 
 
-def _throughput(history: History, timeline: Timeline | None) -> Figure | None:
+def _throughput(history: RunHistory, timeline: Timeline | None) -> Figure | None:
     for unit in ("tokens", "samples"):
         name = f"{unit}_per_second"
         values = history.curve(name)[1]
@@ -141,14 +141,14 @@ def _throughput(history: History, timeline: Timeline | None) -> Figure | None:
     return None if rate is None else Figure("Throughput", f"{wording.number(rate)} samples/s", "with all pauses")
 
 
-def _memory(history: History, timeline: Timeline | None) -> Figure | None:
+def _memory(history: RunHistory, timeline: Timeline | None) -> Figure | None:
     values = history.curve("peak_memory_gib")[1]
     told: Any = history.summary.get("peak_memory_gib")
     peak = max(float(np.fmax.reduce(values, initial=-math.inf)), float(told) if is_finite(told) else -math.inf)
     return Figure("Peak memory", wording.size(peak), "of one device") if math.isfinite(peak) else None
 
 
-def _goodput(history: History, timeline: Timeline | None) -> Figure | None:
+def _goodput(history: RunHistory, timeline: Timeline | None) -> Figure | None:
     told: Any = history.summary.get("goodput")
     share: float | None = told if is_finite(told) else timeline.goodput if timeline is not None else None
     if share is None:
@@ -158,7 +158,7 @@ def _goodput(history: History, timeline: Timeline | None) -> Figure | None:
     return Figure("Goodput", wording.percent(share), note)
 
 
-def _parameters(history: History, timeline: Timeline | None) -> Figure | None:
+def _parameters(history: RunHistory, timeline: Timeline | None) -> Figure | None:
     parameters, trainable = history.beginning.get("parameters"), history.beginning.get("trainable")
     if not isinstance(parameters, int):
         return None
@@ -166,7 +166,7 @@ def _parameters(history: History, timeline: Timeline | None) -> Figure | None:
     return Figure("Parameters", wording.short(parameters), note)
 
 
-def anatomy(history: History) -> dict[str, float]:
+def anatomy(history: RunHistory) -> dict[str, float]:
     """GiB by component in the record in which they came to most; empty where no record tells."""
     names = [name for name in history.names if name.startswith(ANATOMY)]
     if not names:
@@ -183,7 +183,7 @@ def anatomy(history: History) -> dict[str, float]:
     }
 
 
-def anatomy_table(histories: Sequence[History]) -> Table:
+def anatomy_table(histories: Sequence[RunHistory]) -> Table:
     """The components of all runs."""
     parts = [anatomy(history) for history in histories]
     names = list(dict.fromkeys(name for part in parts for name in part))
@@ -198,7 +198,7 @@ def anatomy_table(histories: Sequence[History]) -> Table:
     return Table(head, [*rows, ["together", *sums, *(["100 %"] if len(parts) == 1 else [])]], len(rows) + 1)
 
 
-def evaluations(history: History, rows: int = _SHOWN_EVALUATIONS) -> Table | None:
+def evaluations(history: RunHistory, rows: int = _SHOWN_EVALUATIONS) -> Table | None:
     """All evaluations, or `rows` of them evenly spaced where there are more, the best among them; None without any."""
     records = history.evaluations
     names = list(dict.fromkeys(name for record in records for name in record if name not in ("event", "time", "step")))
@@ -231,7 +231,7 @@ class Warned(NamedTuple):
     step: int
 
 
-def warnings(history: History) -> list[Warned]:
+def warnings(history: RunHistory) -> list[Warned]:
     """The warnings of all starts, each message once."""
     records = [event.record for event in history.events if event.name == "warning"]
     counts = collections.Counter(str(record.get("message")) for record in records)
@@ -242,7 +242,7 @@ def warnings(history: History) -> list[Warned]:
     ]
 
 
-def notices(history: History) -> list[str]:
+def notices(history: RunHistory) -> list[str]:
     """What is to be known of the log itself."""
     found = []
     if history.cut:
@@ -264,7 +264,7 @@ def notices(history: History) -> list[str]:
     return found
 
 
-def environment(history: History) -> list[tuple[str, str]]:
+def environment(history: RunHistory) -> list[tuple[str, str]]:
     """Name and value of what the run was at work with."""
     told = history.beginning.get("environment")
     facts = dict(told) if isinstance(told, dict) else {}
@@ -272,7 +272,7 @@ def environment(history: History) -> list[tuple[str, str]]:
     return [(str(name), wording.number(value)) for name, value in facts.items()]
 
 
-def arguments(history: History) -> list[tuple[str, str, bool]]:
+def arguments(history: RunHistory) -> list[tuple[str, str, bool]]:
     """Name and value of each argument, and whether it is another than the default, those first."""
     from trainer_kit.config.arguments import TrainingArguments
 
@@ -283,7 +283,7 @@ def arguments(history: History) -> list[tuple[str, str, bool]]:
     return sorted(rows, key=lambda row: not row[2])
 
 
-def differing(histories: Sequence[History]) -> list[tuple[str, list[str]]]:
+def differing(histories: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
     """The arguments that are not the same in all runs, each with its values."""
     told = [history.arguments for history in histories]
     names = list(dict.fromkeys(name for arguments in told for name in arguments))

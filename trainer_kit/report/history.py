@@ -1,4 +1,4 @@
-"""`History`: what a run's log tells, in columns, so that 100,000 records are a matter of a second."""
+"""`RunHistory`: what a run's log tells, in columns, so that 100,000 records are a matter of a second."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ANATOMY = "anatomy/"
 CALLBACK = "callback/"
 
 
-class Event(NamedTuple):
+class LoggedEvent(NamedTuple):
     """A record other than the regular "log" ones.
 
     Attributes:
@@ -65,7 +65,7 @@ class _Block(NamedTuple):
     values: Array
 
 
-class History:
+class RunHistory:
     """A run as its log tells it.
 
     Args:
@@ -92,7 +92,7 @@ class History:
                 f"{os.fspath(folder)} {what}; give the output_dir of a run that had 'jsonl' in report_to"
             )
         self.name = self.path.resolve().parent.name
-        self.events: list[Event] = []
+        self.events: list[LoggedEvent] = []
         self.count = 0
         self._blocks: list[_Block] = []
         self._columns: dict[str, Array] = {}
@@ -112,7 +112,7 @@ class History:
             if record["event"] == "log" and "train_runtime" not in record:
                 rows.setdefault(tuple(record), []).append(place)
             else:
-                self.events.append(Event(self.count + place, restored(record)))
+                self.events.append(LoggedEvent(self.count + place, restored(record)))
         for keys, places in rows.items():
             names = [name for name in keys if name != "event"]
             records = [piece[place] for place in places]
@@ -142,7 +142,7 @@ class History:
         return self._stand(self.places, self.column("step"))
 
     @functools.cached_property
-    def story(self) -> list[Event]:
+    def story(self) -> list[LoggedEvent]:
         """The events that stand."""
         places = np.array([event.place for event in self.events], np.int64)
         stand = self._stand(places, np.array([event.step for event in self.events], np.float64))
@@ -207,7 +207,7 @@ class History:
         return max([0, *steps, *(int(step) for step in logged[-1:])])
 
     @functools.cached_property
-    def starts(self) -> list[Event]:
+    def starts(self) -> list[LoggedEvent]:
         """All records "start"."""
         return [event for event in self.events if event.name == "start"]
 

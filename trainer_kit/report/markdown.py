@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainer_kit.report import facts, wording
-from trainer_kit.report.history import History
+from trainer_kit.report.history import RunHistory
 from trainer_kit.report.panels import Panel, Series, Table, names_of, panels, thin
 from trainer_kit.report.timeline import Timeline
 
@@ -18,7 +18,7 @@ _ROWS = 50
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$@&!])")
 
 
-def markdown(histories: Sequence[History]) -> str:
+def markdown(histories: Sequence[RunHistory]) -> str:
     """Key figures, curves in a line each, time, memory, evaluations, arguments that matter and warnings."""
     names = names_of(histories)
     timelines = [Timeline(history) if Timeline.exists(history) else None for history in histories]
@@ -38,7 +38,7 @@ def escaped(text: str) -> str:
     return _SPECIAL.sub(r"\\\1", " ".join(text.split()))
 
 
-def _of(name: str, text: str, histories: Sequence[History]) -> str:
+def _of(name: str, text: str, histories: Sequence[RunHistory]) -> str:
     return text if len(histories) == 1 else f"{name}: {text}"
 
 
@@ -52,7 +52,7 @@ def _table(table: Table) -> str:
     return "\n".join([head, f"| --- |{' ---: |' * (len(table.head) - 1)}", *body])
 
 
-def _summary(histories: Sequence[History], names: Sequence[str], timelines: Sequence[Timeline | None]) -> str:
+def _summary(histories: Sequence[RunHistory], names: Sequence[str], timelines: Sequence[Timeline | None]) -> str:
     states = [facts.status(history) for history in histories]
     figures = [facts.key_figures(*pair) for pair in zip(histories, timelines, strict=True)]
     heads = list(dict.fromkeys(each.name for run in figures for each in run))
@@ -71,7 +71,7 @@ def _summary(histories: Sequence[History], names: Sequence[str], timelines: Sequ
     return "\n\n".join([table, *notices])
 
 
-def _curves(histories: Sequence[History]) -> list[str]:
+def _curves(histories: Sequence[RunHistory]) -> list[str]:
     rows = [
         [panel.title if series.label == panel.title else f"{panel.title}: {series.label}", *_line(panel, series)]
         for panel in panels(histories)
@@ -109,7 +109,7 @@ def _time(names: Sequence[str], timelines: Sequence[Timeline | None]) -> str:
     return _section("Where the time went", Table(["Activity", *there], rows, len(rows))) if there else ""
 
 
-def _arguments(histories: Sequence[History], names: Sequence[str]) -> str:
+def _arguments(histories: Sequence[RunHistory], names: Sequence[str]) -> str:
     if len(histories) == 1:
         rows = [[name, value] for name, value, changed in facts.arguments(histories[0]) if changed]
         return _section("Arguments that are not the default", Table(["", "Value"], rows, len(rows))) if rows else ""
@@ -117,7 +117,7 @@ def _arguments(histories: Sequence[History], names: Sequence[str]) -> str:
     return _section("Arguments that differ", Table(["", *names], rows, len(rows))) if rows else ""
 
 
-def _warnings(histories: Sequence[History], names: Sequence[str]) -> list[str]:
+def _warnings(histories: Sequence[RunHistory], names: Sequence[str]) -> list[str]:
     lines = [
         f"- {escaped(_of(name, each.message, histories))} (step {each.step:,}, {wording.count(each.times, 'time')})"
         for name, history in zip(names, histories, strict=True)

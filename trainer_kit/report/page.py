@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from trainer_kit._version import __version__
 from trainer_kit.report import blocks, colours, drawing, facts, wording
-from trainer_kit.report.history import History
+from trainer_kit.report.history import RunHistory
 from trainer_kit.report.markup import Markup, element, joined
 from trainer_kit.report.panels import Table, names_of, panels
 from trainer_kit.report.timeline import Timeline
@@ -28,7 +28,7 @@ class Section(NamedTuple):
 class _Runs(NamedTuple):
     """The runs of a report, with the names that tell them apart and their timelines, where there are any."""
 
-    histories: Sequence[History]
+    histories: Sequence[RunHistory]
     names: Sequence[str]
     timelines: Sequence[Timeline | None]
 
@@ -37,7 +37,7 @@ class _Runs(NamedTuple):
         return len(self.histories) == 1
 
 
-def page(histories: Sequence[History]) -> str:
+def page(histories: Sequence[RunHistory]) -> str:
     """The page of one run, or of several over each other."""
     timelines = [Timeline(history) if Timeline.exists(history) else None for history in histories]
     runs = _Runs(histories, names_of(histories), timelines)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trainer_kit.report import wording
-from trainer_kit.report.history import ANATOMY, SECONDS, Array, History, Places
+from trainer_kit.report.history import ANATOMY, SECONDS, Array, Places, RunHistory
 
 RUNS = 6
 """Runs that can be told apart in one plot."""
@@ -157,14 +157,14 @@ class Table(NamedTuple):
     of: int
 
 
-def panels(histories: Sequence[History]) -> list[Panel]:
+def panels(histories: Sequence[RunHistory]) -> list[Panel]:
     """The plots that these runs have values for; several runs share each plot."""
     makers = (_loss, _metrics, _own_metrics, _learning_rate, _gradient_norm, _throughput, _efficiency, _memory)
     found = [panel for make in makers for panel in make(histories)]
     return [panel for panel in found if panel.series]
 
 
-def _loss(histories: Sequence[History]) -> list[Panel]:
+def _loss(histories: Sequence[RunHistory]) -> list[Panel]:
     names = [name for history in histories for name in _evaluated(history) if _is_loss(name)]
     if len(histories) > 1:
         train = Panel("loss", "Training loss", _compared(histories, "loss"))
@@ -179,7 +179,7 @@ def _loss(histories: Sequence[History]) -> list[Panel]:
     return [Panel("loss", "Loss", tuple(series))]
 
 
-def _metrics(histories: Sequence[History]) -> list[Panel]:
+def _metrics(histories: Sequence[RunHistory]) -> list[Panel]:
     names = dict.fromkeys(name for history in histories for name in _evaluated(history) if not _is_loss(name))
     return [
         Panel(name, wording.capitalized(_said(name)), _compared_evaluations(histories, name))
@@ -187,28 +187,28 @@ def _metrics(histories: Sequence[History]) -> list[Panel]:
     ]
 
 
-def own_metrics(history: History) -> list[str]:
+def own_metrics(history: RunHistory) -> list[str]:
     """Names of the numbers in the records that are callbacks' own, in the order in which they came up."""
     return [name for name in history.names if name not in _USUAL and not name.startswith(_USUAL_GROUPS)]
 
 
-def _own_metrics(histories: Sequence[History]) -> list[Panel]:
+def _own_metrics(histories: Sequence[RunHistory]) -> list[Panel]:
     names = dict.fromkeys(name for history in histories for name in own_metrics(history)[:OWN_METRICS])
     return [Panel(name, name, _compared(histories, name, name)) for name in [*names][:OWN_METRICS]]
 
 
-def _learning_rate(histories: Sequence[History]) -> list[Panel]:
+def _learning_rate(histories: Sequence[RunHistory]) -> list[Panel]:
     return [
         Panel("learning_rate", "Learning rate", _compared(histories, "learning_rate", "Learning rate"), from_zero=True)
     ]
 
 
-def _gradient_norm(histories: Sequence[History]) -> list[Panel]:
+def _gradient_norm(histories: Sequence[RunHistory]) -> list[Panel]:
     note = "Norm of all gradients together, before clipping."
     return [Panel("grad_norm", "Gradient norm", _compared(histories, "grad_norm", "Gradient norm"), note=note)]
 
 
-def _throughput(histories: Sequence[History]) -> list[Panel]:
+def _throughput(histories: Sequence[RunHistory]) -> list[Panel]:
     for unit in ("tokens", "samples"):
         name = f"{unit}_per_second"
         if all(name in history.names for history in histories):
@@ -217,7 +217,7 @@ def _throughput(histories: Sequence[History]) -> list[Panel]:
     return []
 
 
-def _efficiency(histories: Sequence[History]) -> list[Panel]:
+def _efficiency(histories: Sequence[RunHistory]) -> list[Panel]:
     kinds = {
         "goodput": ("goodput", "Goodput: share of the time spent on forward, backward and optimizer."),
         "mfu": ("model FLOPs utilization", "MFU: the model's FLOP/s as a share of the device's peak."),
@@ -236,7 +236,7 @@ def _efficiency(histories: Sequence[History]) -> list[Panel]:
     return [Panel("efficiency", "Use of time and device", series, wording.percent, from_zero=True, note=note)]
 
 
-def _memory(histories: Sequence[History]) -> list[Panel]:
+def _memory(histories: Sequence[RunHistory]) -> list[Panel]:
     kinds = {
         "peak_memory_gib": "peak",
         "memory_gib": "in use",
@@ -252,7 +252,7 @@ def _memory(histories: Sequence[History]) -> list[Panel]:
     return [Panel("memory", "Memory", _several(histories[0], there), wording.size, from_zero=True)]
 
 
-def _evaluated(history: History) -> list[str]:
+def _evaluated(history: RunHistory) -> list[str]:
     """Names of the figures of the evaluations, without how fast they went."""
     names = dict.fromkeys(name for record in history.evaluations for name in record)
     return [
@@ -277,7 +277,7 @@ def _said(name: str) -> str:
     return " ".join(["evaluation" if first == "eval" else first, *words])
 
 
-def _evaluation(history: History, name: str, label: str, style: int) -> Series:
+def _evaluation(history: RunHistory, name: str, label: str, style: int) -> Series:
     records = [record for record in history.evaluations if _is_number(record.get(name))]
     steps = {record["step"]: float(record[name]) for record in records}  # of two at one step the later
     best = history.best.step if history.best is not None and history.best.name == name else None
@@ -285,26 +285,26 @@ def _evaluation(history: History, name: str, label: str, style: int) -> Series:
     return Series(label, style, np.array([*steps], np.float64), values, sparse=True, best=best)
 
 
-def _compared_evaluations(histories: Sequence[History], name: str) -> tuple[Series, ...]:
+def _compared_evaluations(histories: Sequence[RunHistory], name: str) -> tuple[Series, ...]:
     labels = names_of(histories) if len(histories) > 1 else [wording.capitalized(_said(name))]
     series = [_evaluation(history, name, labels[style], style) for style, history in enumerate(histories)]
     return tuple(each for each in series if len(each.values))
 
 
-def _compared(histories: Sequence[History], name: str, label: str = "") -> tuple[Series, ...]:
+def _compared(histories: Sequence[RunHistory], name: str, label: str = "") -> tuple[Series, ...]:
     """One figure of each run, called as the runs are; that of a run alone is called `label`."""
     labels = names_of(histories) if len(histories) > 1 else [label]
     series = [Series(labels[style], style, *history.curve(name)) for style, history in enumerate(histories)]
     return tuple(each for each in series if len(each.values))
 
 
-def _several(history: History, names: dict[str, str]) -> tuple[Series, ...]:
+def _several(history: RunHistory, names: dict[str, str]) -> tuple[Series, ...]:
     """Several figures of one run."""
     series = [Series(label, style, *history.curve(name)) for style, (name, label) in enumerate(names.items())]
     return tuple(each for each in series if len(each.values))
 
 
-def names_of(histories: Sequence[History]) -> list[str]:
+def names_of(histories: Sequence[RunHistory]) -> list[str]:
     """The runs' names; where two are the same, as much of their paths as tells them apart."""
     paths = [history.path.resolve().parent for history in histories]
     names = [history.name for history in histories]

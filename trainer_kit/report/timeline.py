@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from trainer_kit.report import wording
-from trainer_kit.report.history import CALLBACK, SECONDS, Array, Event, History
+from trainer_kit.report.history import CALLBACK, SECONDS, Array, LoggedEvent, RunHistory
 from trainer_kit.report.panels import Table
 
 USEFUL = ("forward", "backward", "optimizer")
@@ -79,7 +79,7 @@ class Timeline:
         marks: Restarts and rollbacks.
     """
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: RunHistory) -> None:
         spans = _record_spans(history)
         self._spans = spans.with_more(_other_spans(history, spans))
         self._origin = float(self._spans.begins[0])
@@ -94,7 +94,7 @@ class Timeline:
         ]
 
     @staticmethod
-    def exists(history: History) -> bool:
+    def exists(history: RunHistory) -> bool:
         """Whether the log holds what is needed: starts, times and the ledger's seconds."""
         if not history.starts or not any(name.startswith(SECONDS) for name in history.names):
             return False
@@ -153,7 +153,7 @@ class Timeline:
         return " ".join(told)
 
 
-def _record_spans(history: History) -> _Spans:
+def _record_spans(history: RunHistory) -> _Spans:
     """The time between regular records, with what they say that it was spent on."""
     names = [name for name in history.names if name.startswith(SECONDS) and _passes(name)]
     seconds = {name.removeprefix(SECONDS): np.nan_to_num(history.column(name)) for name in names}
@@ -173,7 +173,7 @@ def _record_spans(history: History) -> _Spans:
     return _Spans(begins, ends, seconds)
 
 
-def _other_spans(history: History, spans: _Spans) -> list[tuple[float, float, dict[str, float]]]:
+def _other_spans(history: RunHistory, spans: _Spans) -> list[tuple[float, float, dict[str, float]]]:
     """What no regular record tells of: each start's setup, what followed its last record, and the time between."""
     found: list[tuple[float, float, dict[str, float]]] = []
     firsts = np.searchsorted(history.places, [*(event.place for event in history.starts), history.count])
@@ -192,13 +192,13 @@ def _other_spans(history: History, spans: _Spans) -> list[tuple[float, float, di
     return found
 
 
-def _began(event: Event) -> float:
+def _began(event: LoggedEvent) -> float:
     """When the setup of a start began; another event took no time."""
     began = event.record.get("began")
     return float(began) if isinstance(began, (int, float)) and math.isfinite(began) else event.time
 
 
-def _rest(history: History, spans: _Spans, room: float) -> dict[str, float]:
+def _rest(history: RunHistory, spans: _Spans, room: float) -> dict[str, float]:
     """What the seconds after the last regular record went to: what the run's summary has more than the records."""
     totals = {name: total for name, total in _ledger(history.summary).items() if _passes(name) and name != "setup"}
     told = {name: float(seconds.sum()) for name, seconds in spans.seconds.items()}

@@ -47,7 +47,7 @@ _OF_OTHERS = ("SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION", "SEQU
 _REMEDY = "give MODULE:FUNCTION, a function of yours that returns (model, batch)"
 
 
-class Subject(NamedTuple):
+class ResolvedModel(NamedTuple):
     """A model and a batch for it.
 
     Attributes:
@@ -65,7 +65,7 @@ class Subject(NamedTuple):
 
 def resolve(
     name: str, *, batch_size: int | None = None, seq_len: int | None = None, dtype: torch.dtype | None = None
-) -> Subject:
+) -> ResolvedModel:
     """Finds what `name` means and makes it, without memory for weights.
 
     Args:
@@ -133,7 +133,7 @@ def _from_hub(name: str) -> Any:
 
 def _from_config(
     config: Any, name: str, batch_size: int | None, seq_len: int | None, dtype: torch.dtype | None
-) -> Subject:
+) -> ResolvedModel:
     kind, task = _choose(config, name)
     dtype = dtype or _dtype_of(config)
     _give_tokens(config)
@@ -143,7 +143,7 @@ def _from_config(
         except Exception as error:  # any module may stumble over any value
             raise ValueError(f"{kind.__name__} cannot be made from the config of {name}: {_one_line(error)}") from error
     batch = fake_batch(model, task, batch_size or SAMPLES, seq_len)
-    return Subject(model.train(), batch, None, f"{kind.__name__} from {name}, weights in {str(dtype)[6:]}")
+    return ResolvedModel(model.train(), batch, None, f"{kind.__name__} from {name}, weights in {str(dtype)[6:]}")
 
 
 def _choose(config: Any, name: str) -> tuple[Callable[[Any], torch.nn.Module], str]:
@@ -257,7 +257,7 @@ def _length(kind: str, config: Any, seq_len: int | None) -> int:
 # From a function
 
 
-def _from_function(name: str, batch_size: int | None, seq_len: int | None, dtype: torch.dtype | None) -> Subject:
+def _from_function(name: str, batch_size: int | None, seq_len: int | None, dtype: torch.dtype | None) -> ResolvedModel:
     made = _call(name, _find(name), dtype or torch.get_default_dtype())
     model, batch, compute_loss = (*made, None, None)[:3] if isinstance(made, tuple) else (made, None, None)
     is_wrong = isinstance(made, tuple) and (len(made) not in (2, 3) or not callable(compute_loss or len))
@@ -272,12 +272,12 @@ def _from_function(name: str, batch_size: int | None, seq_len: int | None, dtype
         task = next((task for task in _TASKS if type(model).__name__ in _tables()[task].values()), None)
         if config is None or task is None:
             raise TypeError(f"{name} returned a {type(model).__name__}, whose batch is unknown; return (module, batch)")
-        return Subject(model, fake_batch(model, task, batch_size or SAMPLES, seq_len), compute_loss, origin)
+        return ResolvedModel(model, fake_batch(model, task, batch_size or SAMPLES, seq_len), compute_loss, origin)
     if seq_len is not None:
         raise ValueError(f"--seq-len {seq_len} has no effect: {name} brings a batch of its own")
     if not samples_of(batch):
         raise ValueError(f"the batch that {name} returned has no samples; return one such as the Trainer would give")
-    return Subject(model, resized(batch, batch_size) if batch_size else batch, compute_loss, origin)
+    return ResolvedModel(model, resized(batch, batch_size) if batch_size else batch, compute_loss, origin)
 
 
 def _find(name: str) -> Callable[[], Any]:

@@ -16,9 +16,9 @@ import trainer_kit
 from trainer_kit.checkpoint import load_checkpoint_in_model, read_arguments, read_state, verify
 from trainer_kit.checkpoint.format.inventory import CRASH_PREFIX
 from trainer_kit.data.fetcher import Fetcher
-from trainer_kit.data.sampling import Slot
+from trainer_kit.data.sampling import BatchIndices
 from trainer_kit.debugging.crash_dump import SPOILED
-from trainer_kit.debugging.nonfinite import Birth, Diagnosis, Work, cause, diagnose, kind_of
+from trainer_kit.debugging.nonfinite import Diagnosis, NonFiniteOrigin, Work, cause, diagnose, kind_of
 from trainer_kit.loss.loss import Loss
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.single import SingleDevice
@@ -119,9 +119,9 @@ class _Replay:
         fetcher = Fetcher(self.trainer.run.train_dataset, self.trainer.collate, read_arguments(self.folder)["seed"])
         return [Work(fetcher[self._slot(entry)][1], *_work_of(entry)) for entry in kept]
 
-    def _slot(self, entry: dict[str, Any]) -> Slot:
+    def _slot(self, entry: dict[str, Any]) -> BatchIndices:
         start, epoch = entry["start"], self.report["epoch"]
-        return Slot(epoch, start, entry["sample_ids"], entry["counted"], 0, True, start, start, False)
+        return BatchIndices(epoch, start, entry["sample_ids"], entry["counted"], 0, True, start, start, False)
 
     # What was found
 
@@ -212,7 +212,7 @@ class _Operations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.births: list[Birth] = []
+        self.births: list[NonFiniteOrigin] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs = [args, kwargs or {}]
@@ -223,7 +223,7 @@ class _Operations(TorchDispatchMode):
             return result
         given = before if func._schema.is_mutable else kind_of(inputs)
         if given != kind and given != "nan":
-            self.births.append(Birth(_line(str(func)), kind, from_inf=given == "inf"))
+            self.births.append(NonFiniteOrigin(_line(str(func)), kind, from_inf=given == "inf"))
         return result
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trainer_kit.utils.pytree import map_tensors, plain_values, split, strides_of_copy, tensors
+from trainer_kit.utils.pytree import flatten_state, map_tensors, plain_values, strides_of_copy, tensors
 
 _GROUPS = "trainer_kit.groups"
 """The name under which a saved state describes the optimizer's parameters."""
@@ -126,7 +126,7 @@ def check_optimizer_state(optimizer: Optimizer) -> None:
             "torch's load_state_dict() does not take, so that no run could be resumed; define load_state_dict() too"
         )
     try:
-        split(state)
+        flatten_state(state)
     except (TypeError, ValueError) as error:
         raise type(error)(f"the state of {_name(optimizer)} cannot be saved: {error}") from error
 
@@ -199,7 +199,7 @@ def _restore_text(saved: Any, loaded: Any) -> None:
 
 
 def _check_loaded(optimizer: Optimizer, saved: dict[str, Any], loaded: dict[str, Any]) -> None:
-    (saved_tree, saved_tensors), (tree, found) = split(saved), split(loaded)
+    (saved_tree, saved_tensors), (tree, found) = flatten_state(saved), flatten_state(loaded)
     if lost := saved_tensors.keys() - found.keys():
         raise ValueError(
             f"{_name(optimizer)}.load_state_dict() did not take {len(lost)} of {len(saved_tensors)} tensors of its "

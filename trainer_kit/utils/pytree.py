@@ -80,8 +80,8 @@ def repeated_dimensions(tensor: torch.Tensor) -> list[int]:
     return [dimension for dimension, (size, stride) in pairs if stride == 0 and size > 1]
 
 
-def split(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Splits a state into what JSON can hold and its tensors; `join` is the way back.
+def flatten_state(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Splits a state into what JSON can hold and its tensors; `unflatten_state` is the way back.
 
     A state is made of dicts (OrderedDict and Counter too, keys of any plain kind), lists, tuples, sets, None, bool,
     int, float (inf and nan too), str, bytes, paths, torch tensors, dtypes, devices and sizes, numpy arrays and
@@ -106,40 +106,40 @@ def split(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         raise ValueError("the state nests too deeply to be saved; does it contain itself?") from None
 
 
-def join(json_tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Puts together what `split` took apart.
+def unflatten_state(json_tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Puts together what `flatten_state` took apart.
 
     Args:
-        json_tree: The first result of `split`, or what `json.loads` made of it.
+        json_tree: The first result of `flatten_state`, or what `json.loads` made of it.
         tensors: The second one, each with its own strides or row-major. What is put together shares their memory
             where their strides are right.
 
     Raises:
-        ValueError: If `json_tree` was not made by `split`, or a tensor that it names is missing, or one is left over.
+        ValueError: If `json_tree` was not made by `flatten_state`, a tensor that it names is missing, or one is left.
     """
     left = _Tensors(tensors)
     try:
         state = _decode(json_tree, left)
     except _NO_STATE as error:
-        raise ValueError(f"this is no state that split() made: {type(error).__name__}: {error}") from error
+        raise ValueError(f"this is no state that flatten_state() made: {type(error).__name__}: {error}") from error
     if left.named:
         raise ValueError(f"it does not name the tensor {next(iter(left.named))!r:.80}")
     return state
 
 
 def plain_values(json_tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value in a tree that `split` made, after its place ("counters.step"); tensors and arrays are left out.
+    """Every value in a tree of `flatten_state`, after its place ("counters.step"); tensors and arrays are left out.
 
     A list, tuple or set of plain values is one value, and so is an empty dict.
 
     Raises:
-        ValueError: If `json_tree` was not made by `split`.
+        ValueError: If `json_tree` was not made by `flatten_state`.
     """
     try:
         items = _items(json_tree)
         value = _decode(json_tree, _Tensors({})) if items is None else None
     except _NO_STATE as error:
-        raise ValueError(f"this is no state that split() made: {type(error).__name__}: {error}") from error
+        raise ValueError(f"this is no state that flatten_state() made: {type(error).__name__}: {error}") from error
     if items is None:
         yield place, value
     for key, item in items or ():
@@ -268,7 +268,7 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class _Tensors:
-    """The tensors of a state by their names; each is asked for once, since `split` gives each a name of its own.
+    """The tensors of a state by their names; each is asked for once, since each has a name of its own.
 
     Attributes:
         named: Those that are left.

@@ -40,7 +40,7 @@ from trainer_kit.checkpoint.format.json_files import JSON_BYTES, JSON_VALUES, ch
 from trainer_kit.checkpoint.format.loading import load_weights
 from trainer_kit.checkpoint.format.manifest import FileEntry
 from trainer_kit.checkpoint.format.safetensors_reader import load_source, read_header
-from trainer_kit.utils.pytree import join, plain_values
+from trainer_kit.utils.pytree import plain_values, unflatten_state
 
 _EXAMPLES = 150
 _MEMORY_BYTES = 2**30
@@ -298,7 +298,7 @@ trees = st.recursive(
 def fuzz_of_states(checkpoint: Path, draw: Any) -> None:
     tree = json.loads(dumped(draw(trees)))
     tensors = {"a": torch.ones(2, 3), "b": torch.ones(0), "c": torch.ones(3, dtype=torch.uint8)}
-    for attempt in (lambda: join(tree, tensors), lambda: list(plain_values(tree))):
+    for attempt in (lambda: unflatten_state(tree, tensors), lambda: list(plain_values(tree))):
         with contextlib.suppress(ValueError):
             attempt()
 

@@ -27,7 +27,7 @@ from ranks import free_port
 from trainer_kit.strategies.ddp import DDP
 from trainer_kit.strategies.watchdog import heartbeat as module
 from trainer_kit.strategies.watchdog import peers as roster
-from trainer_kit.strategies.watchdog.stack import Where
+from trainer_kit.strategies.watchdog.stack import StackLocation
 
 pytestmark = [
     pytest.mark.scenario,
@@ -140,7 +140,7 @@ def test_an_engine_that_waits_for_a_gpu_is_ended_too(run: Run) -> None:
     assert run.exit_code(0) == 1
     sentence = last_line(run.errors(0))
     assert f"{run.name(1)} has not answered for " in sentence
-    assert "; rank 0 (this process) was in item (trainer_kit/loop/step_metrics.py:2), after 5 steps" in sentence
+    assert "; rank 0 (this process) was in item (loop/step_metrics.py:2), after 5 steps" in sentence
 
 
 @pytest.mark.parametrize("first_serves", [False, True])
@@ -281,14 +281,18 @@ def test_time_in_which_processes_are_stopped_makes_nobody_slow(
 ) -> None:
     """Rank 2 is not stopped, and waits. Which of the two threads of the others goes on first is chance."""
     clock = Clock()
-    wheres = [Where("all_reduce", waits=True), Where("load (project/data.py:2)"), Where("all_reduce", waits=True)]
+    wheres = [
+        StackLocation("all_reduce", waits=True),
+        StackLocation("load (project/data.py:2)"),
+        StackLocation("all_reduce", waits=True),
+    ]
     for each in (module, roster):
         monkeypatch.setattr(each, "time", clock)
     store = dist.HashStore()
     first, second, third = (module.Heartbeat(store, rank, 3, interval=1, patience=10, slow=60) for rank in range(3))
 
     def look(process: module.Heartbeat) -> None:
-        monkeypatch.setattr(module, "where_is", lambda *frames, hidden: wheres[process.rank])
+        monkeypatch.setattr(module, "locate", lambda *frames, hidden: wheres[process.rank])
         process._look()
 
     def talk(process: module.Heartbeat) -> None:
@@ -326,7 +330,7 @@ def seconds_until_found(frozen: int, phases: list[float]) -> list[float]:
     with pytest.MonkeyPatch.context() as patch:
         for each in (module, roster):
             patch.setattr(each, "time", clock)
-        patch.setattr(module, "where_is", lambda *frames, hidden: Where("all_reduce", waits=True))
+        patch.setattr(module, "locate", lambda *frames, hidden: StackLocation("all_reduce", waits=True))
         patch.setattr(module, "machine", lambda: ("another machine", 1))  # the system does not say how it is
         patience = inspect.signature(DDP).parameters["heartbeat_timeout"].default
         processes = [module.Heartbeat(store, rank, 3, patience=patience) for rank in range(3)]

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 import trainer_kit
-from trainer_kit.strategies.watchdog.stack import Where, where_is
+from trainer_kit.strategies.watchdog.stack import StackLocation, locate
 
 PACKAGE = Path(trainer_kit.__file__).parent
 TORCH = Path(torch.__file__).parent
 
 
-def seen(*calls: tuple[Path, str]) -> Where:
+def seen(*calls: tuple[Path, str]) -> StackLocation:
     """Where a thread is whose functions of these files and names call one another; the last one looks."""
-    found: list[Where] = []
-    inner: Callable[[], Any] = lambda: found.append(where_is(caller(sys._getframe())))  # noqa: E731
+    found: list[StackLocation] = []
+    inner: Callable[[], Any] = lambda: found.append(locate(caller(sys._getframe())))  # noqa: E731
     for file, name in reversed(calls):
         names: dict[str, Any] = {"inner": inner}
         exec(compile(f"def {name}():\n    inner()", str(file), "exec"), names)
@@ -34,21 +34,22 @@ def caller(frame: FrameType) -> FrameType | None:
 
 
 SCRIPT = (Path("project", "train.py"), "main")
-LOOP = (PACKAGE / "steps.py", "_pass")
+LOOP = (PACKAGE / "loop" / "train_step.py", "_pass")
 STRATEGY = PACKAGE / "strategies" / "ddp.py"
+CHECKPOINT = PACKAGE / "checkpoint" / "format"
 
 
 def test_a_collective_is_called_by_the_strategys_name() -> None:
     torchs = (TORCH / "distributed" / "distributed_c10d.py", "all_gather")
     where = seen(SCRIPT, LOOP, (STRATEGY, "all_reduce_ints"), (STRATEGY, "_all_gather"), torchs)
     assert where.waits
-    assert where.place == "all_reduce_ints, called in _pass (trainer_kit/loop/train_step.py:2)"
+    assert where.place == "all_reduce_ints, called in _pass (loop/train_step.py:2)"
 
 
 def test_a_backward_pass_waits() -> None:
     where = seen(SCRIPT, LOOP, (STRATEGY, "backward"), (TORCH / "autograd" / "graph.py", "_engine_run_backward"))
     assert where.waits
-    assert where.place == "backward, called in _pass (trainer_kit/loop/train_step.py:2)"
+    assert where.place == "backward, called in _pass (loop/train_step.py:2)"
 
 
 def test_torchs_own_name_where_no_strategy_took_part() -> None:
@@ -61,18 +62,18 @@ def test_torchs_own_name_where_no_strategy_took_part() -> None:
 def test_the_users_code_inside_a_backward_pass_does_not_wait() -> None:
     hook = (Path("project", "model.py"), "hook")
     where = seen(SCRIPT, LOOP, (STRATEGY, "backward"), (TORCH / "autograd" / "graph.py", "run"), hook)
-    assert where == Where("hook (project/model.py:2)", waits=False, inside=False)
+    assert where == StackLocation("hook (project/model.py:2)", waits=False, inside=False)
 
 
 def test_a_library_is_named_with_its_caller() -> None:
     where = seen(SCRIPT, (Path("project", "data.py"), "load"), (Path(__import__("json").__file__), "raw_decode"))
-    assert where == Where("raw_decode, called in load (project/data.py:2)", waits=False, inside=False)
+    assert where == StackLocation("raw_decode, called in load (project/data.py:2)", waits=False, inside=False)
 
 
 def test_the_engine_may_wait_for_a_gpu_but_not_while_it_saves() -> None:
-    assert seen(SCRIPT, LOOP) == Where("_pass (trainer_kit/loop/train_step.py:2)", waits=False, inside=True)
+    assert seen(SCRIPT, LOOP) == StackLocation("_pass (loop/train_step.py:2)", waits=False, inside=True)
     assert seen(SCRIPT, LOOP, (TORCH / "optim" / "adamw.py", "step")).inside
-    save, write = (PACKAGE / "checkpoint" / "writer.py", "save"), (PACKAGE / "checkpoint" / "format.py", "write")
+    save, write = (CHECKPOINT / "commit.py", "save"), (CHECKPOINT / "manifest.py", "write")
     assert not seen(SCRIPT, LOOP, save, write).inside
     assert not seen(SCRIPT, LOOP, save, (TORCH / "serialization.py", "save")).inside
     assert not seen(SCRIPT, (TORCH / "optim" / "adamw.py", "step")).inside
@@ -85,10 +86,10 @@ def test_where_an_error_was_raised() -> None:
     try:
         fail()
     except Exception as error:  # whichever it is, torch.distributed raises it
-        where = where_is(sys._getframe(), error)
+        where = locate(sys._getframe(), error)
     assert where.waits
-    assert where.place.startswith("get_rank, called in fail (strategies/test_whereabouts.py:")
+    assert where.place.startswith("get_rank, called in fail (watchdog/test_stack.py:")
 
 
 def test_nothing_is_known_without_frames() -> None:
-    assert where_is(None) == Where()
+    assert locate(None) == StackLocation()

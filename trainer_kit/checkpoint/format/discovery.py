@@ -23,7 +23,7 @@ from trainer_kit.checkpoint.format.manifest import (
 )
 from trainer_kit.checkpoint.format.safetensors_reader import Source, load_source, outline, sources
 from trainer_kit.errors import CheckpointError, UnreadableError
-from trainer_kit.utils.pytree import join
+from trainer_kit.utils.pytree import unflatten_state
 
 _CLOCK_SLACK = 60.0  # seconds by which the system's clock may have been set since
 _STAGING = re.compile(re.escape(STAGING_PREFIX) + r".*-([0-9]+)")
@@ -193,7 +193,7 @@ def _read_state(directory: Path, name: str, load: Callable[[Source], dict[str, t
         for source in sources(directory, stem, listed):
             tensors.update(load(source))
     try:
-        return join(tree, tensors)
+        return unflatten_state(tree, tensors)
     except ValueError as error:
         raise CheckpointError(f"{path} does not fit its tensors: {error}") from error
 
@@ -208,7 +208,7 @@ def read_arguments(directory: Path) -> dict[str, Any]:
     if ARGUMENTS_NAME not in Manifest.read(directory).files:
         raise CheckpointError(f"{directory} holds no arguments: its manifest does not list {ARGUMENTS_NAME}")
     try:
-        arguments = join(read_json(path), {})
+        arguments = unflatten_state(read_json(path), {})
     except CheckpointError:
         raise
     except ValueError as error:

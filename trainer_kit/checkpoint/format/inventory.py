@@ -26,7 +26,7 @@ PREFIXES = (CHECKPOINT_PREFIX, "checkpoint_", CRASH_PREFIX)
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class CheckpointEntry:
     """A checkpoint as it lies on the disk.
 
     Attributes:
@@ -46,7 +46,7 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
+class CheckpointProgress:
     """What a checkpoint knows of its run.
 
     Attributes:
@@ -86,7 +86,7 @@ def checkpoints_at(path: Path) -> list[Path]:
     raise CheckpointError(f"{path} holds no checkpoints; give the output_dir of a run, or one of its checkpoints")
 
 
-def inspect(directory: Path, quick: bool = False) -> Entry:
+def inspect(directory: Path, quick: bool = False) -> CheckpointEntry:
     """Verifies a checkpoint: every checksum, or with `quick` the manifest and the sizes."""
     manifest, problem, is_damaged = None, None, False
     try:
@@ -98,10 +98,10 @@ def inspect(directory: Path, quick: bool = False) -> Entry:
     except (CheckpointError, OSError) as error:
         problem = str(error).replace(f"{directory}{os.sep}", "").removeprefix(f"{directory} ")
         is_damaged = not isinstance(error, (UnreadableError, OSError)) and (directory / MANIFEST_NAME).is_file()
-    return Entry(directory, _size(directory), manifest, problem, is_damaged)
+    return CheckpointEntry(directory, _size(directory), manifest, problem, is_damaged)
 
 
-def newest_progress(found: Iterable[Path]) -> Progress | None:
+def newest_progress(found: Iterable[Path]) -> CheckpointProgress | None:
     """What the newest of these checkpoints (oldest first) that tells it knows of its run; None where none tells."""
     for directory in reversed(list(found)):
         with contextlib.suppress(CheckpointError):
@@ -109,14 +109,14 @@ def newest_progress(found: Iterable[Path]) -> Progress | None:
     return None
 
 
-def _progress(directory: Path) -> Progress:
+def _progress(directory: Path) -> CheckpointProgress:
     manifest = Manifest.read(directory)
     manifest.check(directory, {ARGUMENTS_NAME, f"{STATE_FOLDER}/trainer.json"} & manifest.files.keys())
     trainer, arguments = read_trainer(directory), read_arguments(directory)
     if trainer is None:
         raise CheckpointError(f"{directory} holds no state of a Trainer's run")
     try:
-        return Progress(
+        return CheckpointProgress(
             run_id=trainer["run_id"],
             committed=[each for each in read_committed(trainer) if (directory.parent / each.name).is_dir()],
             best_step=trainer["counters"]["best_step"],
@@ -128,7 +128,9 @@ def _progress(directory: Path) -> Progress:
         raise CheckpointError(f"{directory / ARGUMENTS_NAME} is damaged: it lacks {error}") from error
 
 
-def excess(entries: Sequence[Entry], known: Progress, retention: Retention) -> list[Entry]:
+def excess(
+    entries: Sequence[CheckpointEntry], known: CheckpointProgress, retention: Retention
+) -> list[CheckpointEntry]:
     """The valid checkpoints of a run that need not stay; damaged ones and those of others do not count."""
     names = {entry.directory.name for entry in entries if entry.problem is None}
     committed = [each for each in known.committed if each.name in names]

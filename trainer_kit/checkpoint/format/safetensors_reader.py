@@ -43,7 +43,7 @@ def load_tensors(directory: Path, stem: str = "model") -> dict[str, torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """Where a tensor lies in its file: `start` and `nbytes` are in bytes."""
 
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class Source:
     """One safetensors file: its tensors in the file's order, and its aliases as {name: stored name}."""
 
     path: Path
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
     aliases: Mapping[str, str]
 
     @property
@@ -175,7 +175,7 @@ def _source(path: Path, header: Any, start: int, size: int) -> Source:
     return Source(path, entries, aliases)
 
 
-def _entry(name: str, fields: Any, start: int) -> Entry:
+def _entry(name: str, fields: Any, start: int) -> TensorEntry:
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"the tensor {name!r:.80} has no dtype, shape and data_offsets")
     shape, offsets = fields["shape"], fields["data_offsets"]
@@ -188,7 +188,7 @@ def _entry(name: str, fields: Any, start: int) -> Entry:
     # torch's strides take a size of 0 for 1.
     if nbytes != offsets[1] - offsets[0] or math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 2**63:
         raise ValueError(f"the tensor {name!r:.80} has a shape that does not fit its data_offsets")
-    return Entry(dtype, tuple(shape), start + offsets[0], nbytes)
+    return TensorEntry(dtype, tuple(shape), start + offsets[0], nbytes)
 
 
 def _are_sizes(values: Any) -> bool:
@@ -202,7 +202,7 @@ def _complex_names(metadata: Mapping[str, str], path: Path) -> list[str]:
     return names
 
 
-def _as_complex(name: str, entry: Entry) -> Entry:
+def _as_complex(name: str, entry: TensorEntry) -> TensorEntry:
     if entry.dtype not in _AS_COMPLEX or entry.shape[-1:] != (2,):
         raise ValueError(f"the tensor {name!r:.80} holds no complex numbers, as its metadata say")
     return dataclasses.replace(entry, dtype=_AS_COMPLEX[entry.dtype], shape=entry.shape[:-1])
@@ -239,7 +239,7 @@ def load_tensor(source: Source, name: str) -> torch.Tensor:
     return _read(source.path, {stored: source.entries[stored]}, {})[stored]
 
 
-def _read(path: Path, entries: Mapping[str, Entry], into: Tensors) -> dict[str, torch.Tensor]:
+def _read(path: Path, entries: Mapping[str, TensorEntry], into: Tensors) -> dict[str, torch.Tensor]:
     """Several pieces at a time: reading lets other threads run."""
     loaded = {name: into[name] if name in into else _empty(entry) for name, entry in entries.items()}
     targets = ((entries[name].start, memoryview(_bytes_of(tensor))) for name, tensor in loaded.items())
@@ -255,7 +255,7 @@ def _read(path: Path, entries: Mapping[str, Entry], into: Tensors) -> dict[str, 
     return loaded
 
 
-def _empty(entry: Entry, device: str = "cpu") -> torch.Tensor:
+def _empty(entry: TensorEntry, device: str = "cpu") -> torch.Tensor:
     if entry.dtype in AS_REAL:  # torch.empty warns of complex32
         return torch.view_as_complex(torch.empty((*entry.shape, 2), dtype=AS_REAL[entry.dtype], device=device))
     return torch.empty(entry.shape, dtype=entry.dtype, device=device)

@@ -11,7 +11,7 @@ import torch
 
 from trainer_kit.checkpoint.format.manifest import ARGUMENTS_NAME, MANIFEST_NAME, STATE_FOLDER
 from trainer_kit.checkpoint.format.safetensors_writer import is_file_of, refuse_unstorable, storage_key
-from trainer_kit.utils.pytree import split
+from trainer_kit.utils.pytree import flatten_state
 
 Tensors = Mapping[str, torch.Tensor]
 Copy = Callable[[list[torch.Tensor]], list[torch.Tensor]]
@@ -28,7 +28,7 @@ class Snapshot:
         step: Optimizer steps taken.
         world_size: Processes of the run.
         model: The model's tensors by name.
-        states: Each state by its name, as `trainer_kit.utils.pytree.split` gives it: a JSON tree and its tensors.
+        states: Each state by its name, as `trainer_kit.utils.pytree.flatten_state` gives it: a JSON tree and tensors.
         arguments: The arguments of the run, as a JSON tree.
         files: Contents of further files (config.json, a tokenizer's) by their path in the checkpoint.
         more_models: Tensors of further models, by how the names of their files begin.
@@ -65,7 +65,7 @@ def take_snapshot(
     Args:
         step: Optimizer steps taken.
         model_state: The model's tensors by name, on any device.
-        states: Trees that `trainer_kit.utils.pytree.split` takes, by a name made of letters, digits and `._-`.
+        states: Trees that `trainer_kit.utils.pytree.flatten_state` takes, by a name made of letters, digits and `._-`.
         arguments: The arguments of the run.
         world_size: Processes of the run.
         files: Contents of further files by their path in the checkpoint.
@@ -90,7 +90,7 @@ def take_snapshot(
     for tensors in (model_state, *more_models.values()):
         _refuse_unstorable(tensors)
     taken = {name: _take_state(name, state) for name, state in states.items()}
-    tree, tensors_of_arguments = split(dict(arguments))
+    tree, tensors_of_arguments = flatten_state(dict(arguments))
     if tensors_of_arguments:
         place = next(iter(tensors_of_arguments))
         raise TypeError(f"the arguments hold a tensor or an array ({place}); give a number or a list")
@@ -134,7 +134,7 @@ def _check_names(what: str, names: Iterable[str]) -> None:
 
 def _take_state(name: str, state: Any) -> tuple[Any, Tensors]:
     try:
-        tree, tensors = split(state)
+        tree, tensors = flatten_state(state)
         _refuse_unstorable(tensors)
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trainer_kit.errors import LostProcessError
-from trainer_kit.strategies.watchdog.peers import Beat, Problem, Roster, machine, read_beat, state_of
-from trainer_kit.strategies.watchdog.stack import Where, where_is
+from trainer_kit.strategies.watchdog.peers import Beat, PeerTable, Problem, machine, read_beat, state_of
+from trainer_kit.strategies.watchdog.stack import StackLocation, locate
 
 logger = logging.getLogger("trainer_kit")
 
@@ -71,7 +71,7 @@ class Heartbeat:
         self.leaving = False
         self._round = 0  # a process that lives on may train again
         self._store = store
-        self._roster = Roster(rank, patience)
+        self._roster = PeerTable(rank, patience)
         self._threads: list[threading.Thread] = []
         self._process = self._watched = 0  # numbers of this process and of the thread that is watched
         self._wishes: queue.SimpleQueue[None] = queue.SimpleQueue()  # unlike an Event, fit for signal handlers
@@ -81,8 +81,8 @@ class Heartbeat:
         self._announces = self._left = self._follows = self._heard = self._urgent = self._hung_up = False
         self.error = ""
         # What this process is doing.
-        self._where = Where()
-        self._failed_in: Where | None = None
+        self._where = StackLocation()
+        self._failed_in: StackLocation | None = None
         self._excused = False
         self._progress = (0, False)
         self._moved = self._looked = time.monotonic()
@@ -98,7 +98,7 @@ class Heartbeat:
     def start(self) -> None:
         """Starts to watch over the run, and over the calling thread as this process's main one."""
         self._process, self._watched = os.getpid(), threading.get_ident()
-        self._moved = self._looked = self._roster.answered = self._roster.forgiven = time.monotonic()
+        self._moved = self._looked = self._roster.answered = self._roster.grace_until = time.monotonic()
         self._wishes.put(None)
         for target in (self._talk, self._watch):
             self._threads.append(threading.Thread(target=target, name="trainer_kit heartbeat", daemon=True))
@@ -152,7 +152,7 @@ class Heartbeat:
         """
         if not self._runs_here():
             return str(error)
-        self._failed_in = self._where = where_is(sys._getframe(), error, hidden=__file__)
+        self._failed_in = self._where = locate(sys._getframe(), error, hidden=__file__)
         self._urgent = True
         limit = 2 * self.interval + 1
         try:
@@ -198,7 +198,7 @@ class Heartbeat:
                 self._created.add(key)
         leaving, board, *beats = store.multi_get(keys)
         if time.monotonic() - roster.answered > 2 * self.interval:
-            roster.forgiven = time.monotonic()  # this process was stopped, or the store was: nobody else is to blame
+            roster.grace_until = time.monotonic()  # this process was stopped, or the store was: nobody else is to blame
         roster.take_in(dict(zip(ranks, beats, strict=True)), board)
         self.leaving = self.leaving or leaving.decode() == str(self._round)
         if self.rank == 0:
@@ -207,7 +207,7 @@ class Heartbeat:
                 self._board = board_now
             self._warn_of_slow()
         for rank in roster.silent():
-            self._vouch(rank)
+            self._confirm_alive(rank)
         if self._heard:
             self._hung_up = not _agent_serves()
         elif self.rank != 0 and roster.first_has_left():
@@ -216,13 +216,13 @@ class Heartbeat:
 
     def _beat(self) -> Beat:
         # Up to the last look, which finds out whether this process was stopped: that is no idleness.
-        where, idle = self._where, max(0.0, self._looked - max(self._moved, self._roster.forgiven))
+        where, idle = self._where, max(0.0, self._looked - max(self._moved, self._roster.grace_until))
         return Beat(
             self._beats, *machine(), self._process, where.place, where.waits, idle, self._left, self.error,
             self._follows, self._heard,
         )  # fmt: skip
 
-    def _vouch(self, rank: int) -> None:
+    def _confirm_alive(self, rank: int) -> None:
         """Beats for a process of this machine that runs but cannot: C code may hold its interpreter for minutes."""
         (raw,) = self._store.multi_get([_key(rank)])
         beat = read_beat(raw)
@@ -251,9 +251,9 @@ class Heartbeat:
     def _look(self) -> None:
         now = time.monotonic()
         if now - self._looked > 2 * self.interval:
-            self._roster.forgiven = now  # this process was stopped, for all that it knows with all others
+            self._roster.grace_until = now  # this process was stopped, for all that it knows with all others
         self._looked = now
-        self._where = self._failed_in or where_is(sys._current_frames().get(self._watched), hidden=__file__)
+        self._where = self._failed_in or locate(sys._current_frames().get(self._watched), hidden=__file__)
         if (self.calls, self._where.waits) != self._progress:
             self._progress, self._moved = (self.calls, self._where.waits), now
 
@@ -261,7 +261,7 @@ class Heartbeat:
         """The sentence with which this process ends where it waits for what will never come."""
         now, problems = time.monotonic(), self._roster.problems()
         self._known = {problem[:2]: self._known.get(problem[:2], now) for problem in problems}
-        stood = now - max(self._moved, self._roster.forgiven)
+        stood = now - max(self._moved, self._roster.grace_until)
         if self._where.waits and not self._heard and min(stood, self._store_silence()) >= self.patience:
             return self._sentence([self._store_problem()])
         # The connections of one that has failed break soon, which raises here: better than to end like this.
@@ -318,7 +318,7 @@ class Heartbeat:
             _wait_until(self._roster.all_have_heard, 2 * self.interval)
 
     def _store_silence(self) -> float:
-        return time.monotonic() - max(self._roster.answered, self._roster.forgiven)
+        return time.monotonic() - max(self._roster.answered, self._roster.grace_until)
 
     def _store_problem(self) -> Problem:
         store = self._store

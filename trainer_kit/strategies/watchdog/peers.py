@@ -1,4 +1,4 @@
-"""`Roster`: what a process knows of the others of its run, from the beats that they write."""
+"""`PeerTable`: what a process knows of the others of its run, from the beats that they write."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Problem(NamedTuple):
     text: str
 
 
-class Seen(NamedTuple):
+class LastBeat(NamedTuple):
     """The newest beat of a process (none before the first), when it last changed, and when that was its own doing."""
 
     raw: bytes
@@ -70,7 +70,7 @@ class Seen(NamedTuple):
     spoke: float
 
 
-class Roster:
+class PeerTable:
     """What a process knows of the others.
 
     One thread writes what it reads from the store; others look.
@@ -81,14 +81,14 @@ class Roster:
 
     Attributes:
         answered: When the store answered last.
-        forgiven: Until when nobody is blamed for silence or for standing, since this process was stopped itself.
+        grace_until: Until when nobody is blamed for silence or for standing, since this process was stopped itself.
         seen: The newest beat of each process that this one looks at.
     """
 
     def __init__(self, rank: int, patience: float) -> None:
         self.rank, self.patience = rank, patience
-        self.answered = self.forgiven = time.monotonic()
-        self.seen: dict[int, Seen] = {}
+        self.answered = self.grace_until = time.monotonic()
+        self.seen: dict[int, LastBeat] = {}
         self._board: tuple[list[Problem], list[int]] = ([], [])
 
     def take_in(self, beats: dict[int, bytes], board: bytes) -> None:
@@ -102,7 +102,7 @@ class Roster:
             if old is None or raw != old.raw:
                 beat = read_beat(raw)
                 same = old is not None and old.beat is not None and beat is not None and old.beat.number == beat.number
-                self.seen[rank] = Seen(raw, beat, now, old.spoke if same and old else now)
+                self.seen[rank] = LastBeat(raw, beat, now, old.spoke if same and old else now)
 
     def board(self) -> str:
         """What rank 0 tells all others: the worst problems, and who has not answered for a while."""
@@ -181,11 +181,11 @@ class Roster:
 
     def _silence(self, rank: int) -> float:
         """Seconds without a sign of this process while the store answered."""
-        return self.answered - max(self.seen[rank].changed, self.forgiven)
+        return self.answered - max(self.seen[rank].changed, self.grace_until)
 
     def _own_silence(self, rank: int) -> float:
         """Seconds without a beat that this process wrote itself, while the store answered."""
-        return max(0.0, self.answered - max(self.seen[rank].spoke, self.forgiven))
+        return max(0.0, self.answered - max(self.seen[rank].spoke, self.grace_until))
 
     def _is_mute(self, rank: int) -> bool:
         return self._own_silence(rank) > self.patience / 2

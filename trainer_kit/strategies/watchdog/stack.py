@@ -19,7 +19,7 @@ _WAITS_IN = (_STRATEGIES, *(os.path.join(_TORCH, *part, "") for part in _PARTS))
 _LIBRARIES = (_TORCH, os.path.join(os.path.dirname(os.__file__), ""), "<frozen")
 
 
-class Where(NamedTuple):
+class StackLocation(NamedTuple):
     """Where a thread is.
 
     Attributes:
@@ -40,7 +40,7 @@ class _Frame(NamedTuple):
     line: int
 
 
-def where_is(frame: FrameType | None, error: BaseException | None = None, hidden: str = "") -> Where:
+def locate(frame: FrameType | None, error: BaseException | None = None, hidden: str = "") -> StackLocation:
     """Where a thread is, or was when it raised an error.
 
     Args:
@@ -56,13 +56,13 @@ def where_is(frame: FrameType | None, error: BaseException | None = None, hidden
         if each.f_code.co_filename != hidden
     ]
     if not frames:
-        return Where()
+        return StackLocation()
     innermost = frames[0].file
     waits = innermost.startswith(_WAITS_IN)
     engine = any(each.file.startswith(_PACKAGE) for each in frames)
     saves = any(each.file.startswith(_SAVING) for each in frames)
     inside = innermost.startswith((_PACKAGE, _TORCH)) and engine and not saves
-    return Where(_described(frames, waits), waits, inside)
+    return StackLocation(_described(frames, waits), waits, inside)
 
 
 def _described(frames: list[_Frame], waits: bool) -> str:

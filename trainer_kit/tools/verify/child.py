@@ -6,16 +6,16 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from trainer_kit.callback import Events
+from trainer_kit.callback import CallbackList
 from trainer_kit.tools.script_runner import Train, run_script
-from trainer_kit.tools.verify.recorder import Recorder, Start
+from trainer_kit.tools.verify.recorder import RecordedStart, Recorder
 from trainer_kit.trainer import Trainer
 from trainer_kit.utils.rng import seed_generators
 
 
 def main() -> None:
     """Runs the script that `sys.argv` names up to the end of its first training, with which the process ends."""
-    start = Start.loads(sys.argv[1])
+    start = RecordedStart.loads(sys.argv[1])
 
     def take_over(trainer: Trainer, train: Train, resume_from_checkpoint: bool | str | Path | None) -> int:
         watch(trainer, start)
@@ -27,7 +27,7 @@ def main() -> None:
     run_script(sys.argv[2:], take_over)
 
 
-def watch(trainer: Trainer, start: Start) -> None:
+def watch(trainer: Trainer, start: RecordedStart) -> None:
     """Lets the Trainer train as the user wants, but into a folder of ours, for some steps, and with a recorder."""
     args = trainer.args
     trainer.run.args = dataclasses.replace(
@@ -46,7 +46,7 @@ def watch(trainer: Trainer, start: Start) -> None:
         nonfinite="stop" if args.nonfinite == "rollback" else args.nonfinite,
     )
     recorder = Recorder(trainer, start)
-    trainer.events = Events([*trainer.events.callbacks, *recorder.callbacks])
+    trainer.events = CallbackList([*trainer.events.callbacks, *recorder.callbacks])
     strategy = trainer.run.strategy
     prepare = strategy.prepare_loader
     strategy.prepare_loader = lambda batches: recorder.watch_batches(prepare(batches))  # type: ignore[method-assign]

@@ -22,11 +22,11 @@ from trainer_kit.tools.verify.compare import Line, first_difference, read_lines,
 from trainer_kit.tools.verify.fingerprints import attributes, leaves, marks, sample_marks, state_marks
 from trainer_kit.tools.verify.kill_plan import MOMENTS, Kill, checkpoint_step
 from trainer_kit.trainer import Trainer
-from trainer_kit.utils.pytree import split
+from trainer_kit.utils.pytree import flatten_state
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
+class RecordedStart:
     """One start of the script, and what is wanted of it.
 
     Attributes:
@@ -60,7 +60,7 @@ class Start:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def loads(cls, text: str) -> Start:
+    def loads(cls, text: str) -> RecordedStart:
         """What `dumps` made."""
         values = json.loads(text)
         kill, dump = values.pop("kill"), values.pop("dump")
@@ -78,7 +78,7 @@ class Recorder:
         start: What is wanted.
     """
 
-    def __init__(self, trainer: Trainer, start: Start) -> None:
+    def __init__(self, trainer: Trainer, start: RecordedStart) -> None:
         self.trainer = trainer
         self.start = start
         self.callbacks: list[Callback] = [_First(self), _Last(self)]
@@ -162,12 +162,12 @@ class Recorder:
         live["batch"] = {}
         while True:
             micro, found, rows = self._fetched.popleft()
-            name = f"micro-batch {micro.number}"
+            name = f"micro-batch {micro.index}"
             ids[name] = ",".join(map(str, micro.indices))
             contents.update({f"{name}.{place}": mark for place, mark in found.items()})
             live["batch"].update({f"{name}.{place}": value for place, value in leaves(micro.batch)})
             samples += rows
-            if micro.last:
+            if micro.is_last:
                 break
         line.parts["ids"], line.parts["batch"] = ids, contents
         line.hints["samples"] = {str(number): mark for number, mark in enumerate(samples)}
@@ -189,7 +189,7 @@ class Recorder:
         states |= {f"run.stateful {name}": entry.state_dict() for name, entry in run.stateful.items()}
         if hasattr(run.lr_scheduler, "state_dict"):
             states["the schedule"] = run.lr_scheduler.state_dict()
-        return {owner: split(state) for owner, state in states.items()}
+        return {owner: flatten_state(state) for owner, state in states.items()}
 
     def _attributes(self, run: Run) -> dict[str, str]:
         """What may explain a difference: plain attributes of the user's own objects."""

@@ -19,7 +19,7 @@ from trainer_kit.launch.config import count_gpus
 from trainer_kit.tools.verify.cause import Cause, Evidence, find_cause
 from trainer_kit.tools.verify.compare import Difference, Line, first_difference, read_lines, records_file
 from trainer_kit.tools.verify.kill_plan import MOMENTS, Kill, choose_kill
-from trainer_kit.tools.verify.recorder import Start
+from trainer_kit.tools.verify.recorder import RecordedStart
 
 _START = "trainer_kit.tools.verify.child"
 _TAIL_LINES = 20
@@ -158,10 +158,10 @@ class Verification:
         amount = self._amount(difference, "again", "stopped" if at is None else "resumed")
         return dataclasses.replace(result, difference=difference, amount=amount, cause=find_cause(evidence))
 
-    def _start(self, name: str, steps: int, **wanted: Any) -> Start:
-        return Start(name, str(self._folder), f"run-{name}", steps, self.seed, chance=self.seed, **wanted)
+    def _start(self, name: str, steps: int, **wanted: Any) -> RecordedStart:
+        return RecordedStart(name, str(self._folder), f"run-{name}", steps, self.seed, chance=self.seed, **wanted)
 
-    def _run(self, start: Start, title: str) -> Records:
+    def _run(self, start: RecordedStart, title: str) -> Records:
         """Runs one start to its end."""
         if start.resume:
             start = dataclasses.replace(start, output_dir="run-stopped")
@@ -180,7 +180,7 @@ class Verification:
         self.say(f"{title}: to step {steps} of {records.header['total_steps']} in {seconds:.0f} s")
         return records
 
-    def _execute(self, start: Start, log: Path) -> int:
+    def _execute(self, start: RecordedStart, log: Path) -> int:
         """Runs one start in processes of its own and returns the exit code."""
         with open(log, "wb") as output:
             process = subprocess.Popen(
@@ -191,7 +191,7 @@ class Verification:
             finally:
                 _end(process)
 
-    def _command(self, start: Start) -> list[str]:
+    def _command(self, start: RecordedStart) -> list[str]:
         words = [_START, start.dumps(), *self.words]
         if self.processes == 1:
             return [sys.executable, "-m", *words]
@@ -200,10 +200,10 @@ class Verification:
         options += ["--cpu"] if count_gpus() < self.processes else []
         return [sys.executable, "-m", "trainer_kit", "launch", *options, "-m", *words]
 
-    def _was_killed(self, start: Start) -> bool:
+    def _was_killed(self, start: RecordedStart) -> bool:
         return (self._folder / f"{start.name}.killed").exists()
 
-    def _read(self, start: Start) -> Records:
+    def _read(self, start: RecordedStart) -> Records:
         read = [read_lines(records_file(self._folder, start.name, rank)) for rank in range(self.processes)]
         return Records(read[0][0], [{line.step: line for line in lines} for _, lines in read])
 
