@@ -68,10 +68,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     data = make_data(8 if options.short else sequences, tokens)
     print(f"{name} on {strategy.device}, {len(data)} sequences of {tokens} tokens")
 
-    print(f"memory, empty:             {occupied(strategy.memory()):>12}")
+    print(f"memory, empty:             {occupied(strategy.device_info.memory()):>12}")
     torch.manual_seed(0)
     model = strategy.prepare(make_model(is_large))
-    print(f"memory, weights loaded:    {occupied(strategy.memory()):>12}")
+    print(f"memory, weights loaded:    {occupied(strategy.device_info.memory()):>12}")
 
     args = TrainingArguments(
         output_dir=options.output_dir, num_train_epochs=1, per_device_train_batch_size=4, save_strategy="no",
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     trainer = Trainer(model, args, data, strategy=strategy)
     estimated = trainer.estimate().anatomy
     result = trainer.train()
-    print(f"memory, after training:    {occupied(strategy.memory()):>12}\n")
+    print(f"memory, after training:    {occupied(strategy.device_info.memory()):>12}\n")
     print_summary(result)
     print(f"\nwhere the time went\n{activities(result.metrics)}")
 

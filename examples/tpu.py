@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
         print(f"\n{name}\n{'=' * len(name)}")
         ended = example.main(["--output-dir", str(folder), *["--short"] * is_short], strategy)
 
-        before, compiled = compiled, strategy.compilations()  # that of the whole process
+        before, compiled = compiled, strategy.device_info.compilations()  # that of the whole process
         graphs, seconds = compiled[0] - before[0], compiled[1] - before[1]
         losses = [record["loss"] for record in read_log(folder / "log.jsonl") if "loss" in record]
         print(f"\n{graphs} graphs for {strategy.devices} devices were compiled in {seconds:.0f} s")

@@ -82,7 +82,7 @@ def test_a_run_that_never_gets_there_writes_nothing(make_run: Callable[..., Run]
 
 def test_each_process_writes_its_own(make_run: Callable[..., Run], tmp_path: Path) -> None:
     run = make_run(rank=1)
-    run.strategy.world_size = 2
+    run.strategy.collectives.world_size = 2
     profile(run, Profiler(2, 3, directory=tmp_path), 4)
     assert {path.name for path in tmp_path.iterdir()} == {"steps-2-3-rank-1.json", "steps-2-3-rank-1.txt"}
 

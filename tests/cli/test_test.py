@@ -44,7 +44,7 @@ def test_one_process_passes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def break_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_kit.strategies.base.Strategy.all_reduce", lambda self, tensor: tensor * 2)
+    monkeypatch.setattr("trainer_kit.strategies.collectives.Collectives.all_reduce", lambda self, tensor: tensor * 2)
 
 
 def break_precision(monkeypatch: pytest.MonkeyPatch) -> None:

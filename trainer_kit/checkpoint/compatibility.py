@@ -17,7 +17,7 @@ from trainer_kit.data.run_length import RunLength, step_numbers
 from trainer_kit.errors import CheckpointError
 from trainer_kit.optim import Schedule
 from trainer_kit.run import Run
-from trainer_kit.utils.optimizer_state import described_groups, load_optimizer_state
+from trainer_kit.utils.optimizer_state import described_groups
 from trainer_kit.utils.run_lock import holder_of
 from trainer_kit.utils.user_warnings import warn
 
@@ -196,7 +196,7 @@ def load_optimizer(run: Run, saved: dict[str, Any], directory: Path) -> None:
     """Gives the optimizer its state, and the scheduler the checkpoint's."""
     optimizer, scheduler = run.optimizer, run.lr_scheduler
     assert optimizer is not None
-    load_optimizer_state(optimizer, saved)
+    run.strategy.load_optimizer_state(optimizer, saved)
     try:
         scheduler.load_state_dict(read_state(directory, "lr_scheduler"))
     except Exception as error:

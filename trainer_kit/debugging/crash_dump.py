@@ -121,7 +121,7 @@ class CrashDump:
             return None
 
     def _is_lost(self, error: Exception) -> bool:
-        if self.run.strategy.is_alone:
+        if self.run.strategy.collectives.is_alone:
             return False
         from trainer_kit.errors import LostProcessError
 
@@ -241,7 +241,7 @@ class CrashDump:
 
     def _generators(self) -> dict[str, Any]:
         try:
-            device = self.run.strategy.rng_state()
+            device = self.run.strategy.device_info.rng_state()
         except RuntimeError:  # a device that has failed answers nothing any more
             device = None
         return generator_states() | {"device": device}
@@ -309,7 +309,11 @@ class CrashDump:
             arguments, folder = args.to_dict(), Path(args.output_dir)
             snapshot = take_snapshot(step, weights, states, arguments=arguments, world_size=run.strategy.world_size)
             return write_checkpoint(
-                folder, snapshot, max_shard_size=args.max_shard_size, name=name, to_host=run.strategy.to_host
+                folder,
+                snapshot,
+                max_shard_size=args.max_shard_size,
+                name=name,
+                to_host=run.strategy.device_info.to_host,
             )
 
         try:

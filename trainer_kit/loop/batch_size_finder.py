@@ -83,7 +83,7 @@ class BatchSizeFinder:
                 self._buffers.keep()
             result = compute()
         except Exception as error:
-            if run.strategy.lack_of_memory(error) is None:
+            if run.strategy.device_info.oom_message(error) is None:
                 raise
             failed, result = error, None
         if not self.cuts_for(failed):
@@ -105,12 +105,12 @@ class BatchSizeFinder:
             MemoryError: If a part is of one sample already.
         """
         run, layout = self.run, self._loader.layout
-        lack = None if error is None else run.strategy.lack_of_memory(error)
-        if not run.strategy.sum_numbers([lack is not None])[0]:
+        lack = None if error is None else run.strategy.device_info.oom_message(error)
+        if not run.strategy.collectives.all_reduce_ints([lack is not None])[0]:
             return False
         clear_frames(error)
         run.ledger.enter(LOST)
-        why = next(each for each in run.strategy.gather_object(lack) if each is not None)
+        why = next(each for each in run.strategy.collectives.gather_object(lack) if each is not None)
         if layout.at_once <= self._least:
             few = f"{layout.at_once} samples at a time, which a batch norm wants, fit"
             few = "one sample at a time fits" if layout.at_once == 1 else few
@@ -121,7 +121,7 @@ class BatchSizeFinder:
         assert run.optimizer is not None
         run.batch = None
         run.model.zero_grad()
-        run.strategy.clear_gradients(run.optimizer)
+        run.strategy.zero_grad(run.optimizer)
         _free(run)
         self._cut(max(self._least, _half(layout.at_once)))
         logger.warning(
@@ -180,7 +180,7 @@ def _half(samples: int) -> int:
 def _free(run: Run) -> None:
     """Gives back what a failed attempt has left."""
     gc.collect()
-    run.strategy.empty_cache()
+    run.strategy.device_info.empty_cache()
 
 
 def _estimated(
@@ -200,7 +200,7 @@ def _estimated(
     args, strategy, layout = run.args, run.strategy, loader.layout
     found = whole = layout.batch_size
     try:
-        room = strategy.free_memory() + _nbytes(run.model)  # what the runtime takes is taken by now
+        room = strategy.device_info.free_memory() + _nbytes(run.model)  # what the runtime takes is taken by now
         micro_batch = first_batches(run, loader, 1)[0]
         batch = micro_batch.batch
         if rows_of(batch) != micro_batch.samples:
@@ -226,7 +226,7 @@ def _estimated(
     except Exception as error:  # the model is the user's own, and sees tensors without values here
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         logger.info("the memory of a step cannot be estimated (%s): %d samples at once are tried", why, found)
-    return min(strategy.gather_object(found))
+    return min(strategy.collectives.gather_object(found))
 
 
 def _nbytes(model: torch.nn.Module) -> int:

@@ -93,7 +93,7 @@ class _Rehearsal:
         self.reading: LoaderConfig = make_reading(run.args, self.stage, subject.collate)
         self.loader: TrainLoader | StreamLoader = make_train_loader(run, self.reading)
         if resume is None:
-            resume = self.strategy.restarts > 0
+            resume = self.strategy.session.restarts > 0
         self.beginning = Beginning(run, resume)
         self.steps = self.beginning.lay_out(self.loader)
         if self.beginning.directory is not None:

@@ -41,9 +41,9 @@ CHECKPOINT = PACKAGE / "checkpoint" / "format"
 
 def test_a_collective_is_called_by_the_strategys_name() -> None:
     torchs = (TORCH / "distributed" / "distributed_c10d.py", "all_gather")
-    where = seen(SCRIPT, LOOP, (STRATEGY, "sum_numbers"), (STRATEGY, "_all_gather"), torchs)
+    where = seen(SCRIPT, LOOP, (STRATEGY, "all_reduce_ints"), (STRATEGY, "_all_gather"), torchs)
     assert where.waits
-    assert where.place == "sum_numbers, called in _pass (loop/train_step.py:2)"
+    assert where.place == "all_reduce_ints, called in _pass (loop/train_step.py:2)"
 
 
 def test_a_backward_pass_waits() -> None:
