@@ -109,7 +109,7 @@ class Compilation(Callback):
 
 
 def _measure(run: Run) -> _Snapshot:
-    return _Snapshot(*run.strategy.compilations(), run.strategy.shapes.newest)
+    return _Snapshot(*run.strategy.device_info.compilations(), run.strategy.shapes.newest)
 
 
 def _cause_without_shape(run: Run) -> tuple[str, str]:

@@ -160,7 +160,7 @@ class _Adapter(Callback):
         state.logging_steps, state.save_steps = run.args.logging_steps, run.args.save_steps
         state.eval_steps = run.args.eval_steps or run.args.logging_steps
         state.is_world_process_zero = run.strategy.is_main
-        state.is_local_process_zero = run.strategy.is_local_main
+        state.is_local_process_zero = run.strategy.collectives.is_local_main
 
 
 class _Arguments:
@@ -191,7 +191,7 @@ class _Arguments:
 
     @property
     def local_process_index(self) -> int:
-        return self.run.strategy.local_rank
+        return self.run.strategy.collectives.local_rank
 
     @property
     def should_log(self) -> bool:

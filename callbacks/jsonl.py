@@ -128,7 +128,7 @@ class JsonLines(Callback):
         except OSError as error:
             failed_before, self._failed = self._failed, True  # before the warning, which is to be written down too
             if not failed_before:
-                _logger.warning("%s could not be written to: %s; the run goes on", path, error.strerror)
+                _logger.warning("%s could not be written to: %s; training continues", path, error.strerror)
 
     def _append(self, path: Path, record: dict[str, Any], begins: bool) -> None:
         if begins or not self._wrote:

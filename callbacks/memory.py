@@ -53,7 +53,9 @@ class Memory(Callback):
 
     def metrics(self, run: Run) -> dict[str, Any]:
         # A device that reports none has a text in their place, which is no number of a record.
-        figures = {name: value for name, value in run.strategy.memory().items() if not isinstance(value, str)}
+        figures = {
+            name: value for name, value in run.strategy.device_info.memory().items() if not isinstance(value, str)
+        }
         reserved = figures.get("reserved_memory_gib")
         if reserved:
             figures["fragmentation"] = 1 - figures["memory_gib"] / reserved

@@ -76,9 +76,9 @@ class Preemption(Callback):
             saves = run.args.save_strategy != "no"
             run.requests.reason = signal.Signals(number).name
             run.requests.exit_code = 130 if number == signal.SIGINT else 143
-            run.strategy.announce_leaving()
-            then = "save a checkpoint and leave" if saves else "leave without a checkpoint (save_strategy='no')"
-            _say(f"{signal.Signals(number).name}: will finish this step, {then}; once more leaves at once.")
+            run.strategy.session.announce_preemption()
+            then = "save a checkpoint and exit" if saves else "exit without a checkpoint (save_strategy='no')"
+            _say(f"{signal.Signals(number).name}: will finish this step, {then}; a second signal exits immediately.")
 
     def _is_the_same(self, number: int) -> bool:
         assert self._told is not None

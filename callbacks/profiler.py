@@ -159,9 +159,9 @@ class Profiler(Callback):
             _move_ranges(trace)
             trace.with_suffix(".txt").write_text(_table(recorded), encoding="utf-8")
         except OSError as error:
-            _logger.warning("%s could not be written: %s; the run goes on", trace, error.strerror)
+            _logger.warning("%s could not be written: %s; training continues", trace, error.strerror)
         else:
-            _logger.info("profile written to %s and beside it", trace)
+            _logger.info("profile written to %s and files next to it", trace)
 
 
 def _can_record_functions() -> bool:

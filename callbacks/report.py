@@ -54,10 +54,10 @@ class Report(Callback):
             return
         log = Path(run.args.output_dir) / NAME
         if not log.exists():
-            _logger.info("no report of the run: there is no %s; add 'jsonl' to report_to", log)
+            _logger.info("no report was written: there is no %s; add 'jsonl' to report_to", log)
             return
         if importlib.util.find_spec("matplotlib") is None:
-            _logger.info("no report of the run: it needs matplotlib: pip install matplotlib")
+            _logger.info("no report was written: it needs matplotlib (pip install matplotlib)")
             return
         begin = time.perf_counter()
         try:
@@ -65,4 +65,4 @@ class Report(Callback):
         except Exception as error:  # of any kind: the run itself has come to its end
             _logger.warning("the report of the run could not be written: %s: %s", type(error).__name__, error)
         else:
-            _logger.info("report of the run: %s (%.1f s)", path, time.perf_counter() - begin)
+            _logger.info("report: %s (%.1f s)", path, time.perf_counter() - begin)

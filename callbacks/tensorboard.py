@@ -154,7 +154,7 @@ class TensorBoard(Callback):
         except OSError as error:
             if not self._failed:
                 _logger.warning(
-                    "TensorBoard's files cannot be written: %s; the run goes on, and what comes meanwhile is left out",
+                    "TensorBoard's files cannot be written: %s; training continues without the records",
                     error,
                 )
             file, self._file, self._failed = self._file, None, True

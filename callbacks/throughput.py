@@ -141,7 +141,7 @@ class Throughput(Callback):
         operations = self._operations
         fails = operations.reason is not None
         parts = (*divmod(int(model), _LARGE), *divmod(int(hardware), _LARGE))
-        sums = run.strategy.sum_numbers([*parts, operations.unknown, fails])
+        sums = run.strategy.collectives.all_reduce_ints([*parts, operations.unknown, fails])
         operations.expect(sums[4])
         if sums[5] or not any(sums[:2]):
             self._tell("FLOP/s are left out", operations.reason)

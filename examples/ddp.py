@@ -1,18 +1,19 @@
-"""One script for one process and for many: nothing in it says how many there are.
+"""Train one script on one process or on many; the results are the same.
 
     python examples/ddp.py                                          about 15 seconds on 2 CPU cores
     trainer-kit launch --num-processes 2 examples/ddp.py            the same training on two processes
     torchrun --nproc-per-node 2 examples/ddp.py                     started by PyTorch's own launcher
-    trainer-kit launch --num-processes 2 examples/ddp.py --resume   goes on where a run was broken off
+    trainer-kit launch --num-processes 2 examples/ddp.py --resume   resumes an interrupted run
 
-It learns to tell what a sentence of random letters ends with, in texts of many lengths. The batch of a step is divided
-among the processes (`--batch-size` is that of all together), and the loss is the mean over all tokens of the step: so
+A small recurrent network learns to predict the next letter in texts of many lengths. The batch of a step is divided
+among the processes (`--batch-size` is the global batch size), and the loss is the mean over all tokens of the step. So
 any number of processes takes the same steps and ends with the same loss, up to rounding.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,13 +22,12 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from trainer_kit import Trainer, TrainingArguments
-from trainer_kit.config.environment import place
 
 LETTERS = 16
 
 
 class Texts(Dataset[Any]):
-    """Texts of 4 to 24 letters; each letter is the sum of the two before it, so that it can be told."""
+    """Texts of 4 to 24 letters; each letter is the sum of the two before it, so it can be predicted."""
 
     def __init__(self, length: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -47,7 +47,7 @@ class Texts(Dataset[Any]):
 
 
 def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Letters padded with 0, and for each the one that follows; what follows the last counts for nothing (-100)."""
+    """Pad letters with 0; the label of a letter is the next one, and -100 (ignored) after the last."""
     letters = nn.utils.rnn.pad_sequence([sample["letters"] for sample in samples], batch_first=True)
     labels = letters.roll(-1, dims=1)
     labels[:, -1] = 0
@@ -55,7 +55,7 @@ def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 class NextLetter(nn.Module):
-    """A small recurrent network; returns the mean loss over the letters that count."""
+    """A small recurrent network that returns the mean loss over the labels that are not ignored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,21 +69,14 @@ class NextLetter(nn.Module):
         return {"loss": loss, "logits": scores}
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, float]:
-    """Trains and prints the figures, on the main process; returns them on all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-dir", default="runs/ddp", help="checkpoints and logs (%(default)s)")
-    parser.add_argument("--batch-size", type=int, default=48, help="texts of a step, over all processes (%(default)s)")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint there")
-    parser.add_argument("--short", action="store_true", help="20 steps, to see that all works")
-    options = parser.parse_args(argv)
-
-    processes = place().world_size
+def train(output_dir: str, steps: int, batch_size: int, resume: bool = False) -> dict[str, float]:
+    """Train on the processes that the launcher started; return the figures on all of them."""
     torch.manual_seed(0)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))  # set by the launcher; only the batch size depends on it
     args = TrainingArguments(
-        output_dir=options.output_dir,
-        max_steps=20 if options.short else 400,
-        per_device_train_batch_size=max(1, options.batch_size // processes),
+        output_dir=output_dir,
+        max_steps=steps,
+        per_device_train_batch_size=max(1, batch_size // processes),
         learning_rate=5e-3,
         lr_scheduler_type="cosine",
         eval_strategy="steps",
@@ -91,14 +84,23 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         save_steps=100,
     )
     trainer = Trainer(NextLetter(), args, Texts(4000, seed=1), Texts(301, seed=2), data_collator=collate)
-    trained = trainer.train(resume_from_checkpoint=options.resume)
+    trained = trainer.train(resume_from_checkpoint=resume)
     figures = trainer.evaluate() | {"train_loss": trained.training_loss, "processes": processes}
     if trainer.run.strategy.is_main:
-        print(f"\n{processes} process(es): {trained.global_step} steps of {options.batch_size} texts")
-        print(
-            f"mean loss in training {figures['train_loss']:.6f}, at the end on other texts {figures['eval_loss']:.6f}"
-        )
+        print(f"\n{processes} process(es): {trained.global_step} steps of {batch_size} texts")
+        print(f"mean training loss {figures['train_loss']:.6f}, evaluation loss {figures['eval_loss']:.6f}")
     return figures
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, float]:
+    """Read the command line and train."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", default="runs/ddp", help="checkpoints and logs (%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=48, help="texts of a step, over all processes (%(default)s)")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint there")
+    parser.add_argument("--short", action="store_true", help="20 steps, to see that everything works")
+    options = parser.parse_args(argv)
+    return train(options.output_dir, 20 if options.short else 400, options.batch_size, options.resume)
 
 
 if __name__ == "__main__":

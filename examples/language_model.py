@@ -1,11 +1,11 @@
-"""Writes Python documentation: a small GPT-2, trained from nothing on the Python language reference.
+"""Train a small GPT-2 from scratch on the Python language reference, and sample from it.
 
     python examples/language_model.py              3 to 5 minutes on 2 CPU cores
-    python examples/language_model.py --resume     goes on where a run that was broken off stands
+    python examples/language_model.py --resume     resumes an interrupted run
 
-The text ships with Python itself (`help("with")` shows it), so nothing is downloaded. The last tenth of it is held out;
-the tokenizer is made from the rest and saved beside the model, so that transformers can load both from a checkpoint.
-The text is cut at random places, and a resumed run still sees the same pieces as one that was never stopped.
+The text ships with Python itself (`help("with")` shows it), so nothing is downloaded. The last tenth of it is held out.
+The tokenizer is trained on the rest and saved with the model, so that transformers can load both from a checkpoint. The
+text is cut at random places; a resumed run still sees the same pieces as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from trainer_kit import Strategy, Trainer, TrainingArguments
 from trainer_kit.callbacks import read_log
-from trainer_kit.callbacks.formatting import number
 
 CONTEXT = 96
-"""Tokens that the model sees at once, about 320 characters."""
+"""Length of the context in tokens, about 320 characters."""
 
 
 class RandomCuts(Dataset[dict[str, torch.Tensor]]):
-    """Pieces of a text from random places; an epoch is as many of them as the text is long."""
+    """Random pieces of a text; an epoch has as many tokens as the text."""
 
     def __init__(self, ids: torch.Tensor) -> None:
         self.ids = ids
@@ -47,14 +46,14 @@ class RandomCuts(Dataset[dict[str, torch.Tensor]]):
 
 
 def load_texts() -> tuple[str, str]:
-    """The language reference without its repetitions: nine tenths to train on, and the rest."""
+    """Return the language reference without its repetitions: nine tenths for training, and the rest."""
     paragraphs = list(dict.fromkeys(part for text in topics.values() for part in re.split("\n{2,}", text.strip())))
     cut = len(paragraphs) * 9 // 10
     return "\n\n".join(paragraphs[:cut]), "\n\n".join(paragraphs[cut:])
 
 
 def make_tokenizer(text: str) -> PreTrainedTokenizerFast:
-    """Byte pairs: the 2,048 pieces of words that `text` is best written with."""
+    """Train a byte-pair tokenizer with 2,048 tokens on `text`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -67,19 +66,19 @@ def make_tokenizer(text: str) -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
-    """A GPT-2 of 3 layers, 0.9 million parameters."""
+    """Return a GPT-2 with 3 layers and 0.9 million parameters."""
     config = GPT2Config(
         vocab_size=len(tokenizer), n_positions=CONTEXT, n_embd=128, n_layer=3, n_head=4,
         bos_token_id=None, eos_token_id=None, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # what it uses anyway; transformers warns where it is not said
+    model.loss_type = "ForCausalLM"  # the default, but transformers warns if it is not set
     return model
 
 
 @torch.no_grad()
 def write(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, prompt: str, tokens: int) -> str:
-    """Goes on with `prompt`, token by token."""
+    """Continue `prompt`, token by token."""
     model.eval()
     torch.manual_seed(0)
     ids = torch.tensor([tokenizer.encode(prompt)], device=model.device)
@@ -90,7 +89,7 @@ def write(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, prompt: st
 
 
 def plot(curves: Mapping[str, Sequence[tuple[int, float]]], width: int = 60, height: int = 12) -> str:
-    """Curves of points (step, loss) as lines of text, each drawn with the character that is its name."""
+    """Draw curves of points (step, loss) as text; the name of a curve is the character it is drawn with."""
     points = [(step, loss, mark) for mark, curve in curves.items() for step, loss in curve]
     low, high = min(loss for _, loss, _ in points), max(loss for _, loss, _ in points)
     last = max(step for step, _, _ in points)
@@ -102,26 +101,21 @@ def plot(curves: Mapping[str, Sequence[tuple[int, float]]], width: int = 60, hei
     return "\n".join([*lines, f"{'':>6} +{'-' * (width + 1)} step {last}"])
 
 
-def main(argv: Sequence[str] | None = None, strategy: Strategy | None = None) -> dict[str, Any]:
-    """Trains, shows the curve and writes a text; returns the figures, the curve and the text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-dir", default="runs/language_model", help="checkpoints and logs (%(default)s)")
-    parser.add_argument("--prompt", default="A class definition", help="what the sampled text begins with")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint there")
-    parser.add_argument("--short", action="store_true", help="30 steps, to see that all works")
-    options = parser.parse_args(argv)
-
+def train(
+    output_dir: str, steps: int, prompt: str, sample_tokens: int, resume: bool = False, strategy: Strategy | None = None
+) -> dict[str, Any]:
+    """Train, plot the loss and sample a text; return the figures, the curve and the text."""
     torch.manual_seed(0)
     text, held_out = load_texts()
     tokenizer = make_tokenizer(text)
     model = make_model(tokenizer)
     ids = torch.tensor(tokenizer.encode(text))
     held_out_ids = torch.tensor(tokenizer.encode(held_out))
-    # The first token of a piece is not predicted, so that each piece begins with the last token of the one before.
+    # The first token of a piece is not predicted, so each piece begins with the last token of the one before.
     pieces = [held_out_ids[start : start + CONTEXT] for start in range(0, len(held_out_ids) - 1, CONTEXT - 1)]
     args = TrainingArguments(
-        output_dir=options.output_dir,
-        max_steps=30 if options.short else 1500,
+        output_dir=output_dir,
+        max_steps=steps,
         per_device_train_batch_size=16,
         learning_rate=4e-3,
         lr_scheduler_type="cosine",
@@ -138,27 +132,33 @@ def main(argv: Sequence[str] | None = None, strategy: Strategy | None = None) ->
         model, args, RandomCuts(ids), [{"input_ids": piece, "labels": piece} for piece in pieces],
         processing_class=tokenizer, strategy=strategy,
     )  # fmt: skip
-    trained = trainer.train(resume_from_checkpoint=options.resume)
+    trained = trainer.train(resume_from_checkpoint=resume)
     loss = trainer.evaluate()["eval_loss"]
 
     records = read_log(Path(args.output_dir) / "log.jsonl")
     curve = [(record["step"], record["loss"]) for record in records if "loss" in record]
     held_out_curve = [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
-    sample = write(model.cpu(), tokenizer, options.prompt, 10 if options.short else 150)
+    sample = write(model.cpu(), tokenizer, prompt, sample_tokens)
     bits = loss * (len(held_out_ids) - 1) / math.log(2) / len(held_out.encode())
-    figures = trained.metrics
     print(f"\nloss per token: * training, o held out\n{plot({'*': curve, 'o': held_out_curve})}")
-    print(f"\nit writes\n---------\n{sample}\n---------")
-    print(f"on the held-out text: perplexity {math.exp(loss):.1f} per token, {bits:.2f} bits per byte")
-    speed = figures["train_samples_per_second"] * CONTEXT
-    print(
-        f"{trained.global_step} steps in {figures['train_runtime']:.0f} s, {speed:,.0f} tokens/s, "
-        f"peak memory in GiB: {number(figures['peak_memory_gib'])}"
-    )
+    print(f"\nsampled text\n------------\n{sample}\n------------")
+    print(f"held-out text: perplexity {math.exp(loss):.1f} per token, {bits:.2f} bits per byte")
+    print(f"{trained}, {trained.metrics['train_samples_per_second'] * CONTEXT:,.0f} tokens/s")
     print(f"curves:       tensorboard --logdir {args.log_dir}")
     print(f'the model:    GPT2LMHeadModel.from_pretrained("{args.output_dir}/checkpoint-{trained.global_step}")')
-    print(f"go on after a break: python examples/language_model.py --output-dir {args.output_dir} --resume")
-    return {**figures, "bits_per_byte": bits, "curve": curve, "sample": sample}
+    return {**trained.metrics, "bits_per_byte": bits, "curve": curve, "sample": sample}
+
+
+def main(argv: Sequence[str] | None = None, strategy: Strategy | None = None) -> dict[str, Any]:
+    """Read the command line and train."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", default="runs/language_model", help="checkpoints and logs (%(default)s)")
+    parser.add_argument("--prompt", default="A class definition", help="how the sampled text begins")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint there")
+    parser.add_argument("--short", action="store_true", help="30 steps, to see that everything works")
+    options = parser.parse_args(argv)
+    steps, tokens = (30, 10) if options.short else (1500, 150)
+    return train(options.output_dir, steps, options.prompt, tokens, options.resume, strategy)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""A training loop written by hand, on one process or many: `Accelerator` has the names that accelerate's users know.
+"""Write the training loop yourself, for one process or many: `Accelerator` has accelerate's names.
 
     python examples/manual_loop.py                                          about 10 seconds on 2 CPU cores
     trainer-kit launch --num-processes 2 examples/manual_loop.py            the same training on two processes
     torchrun --nproc-per-node 2 examples/manual_loop.py                     started by PyTorch's own launcher
-    python examples/manual_loop.py --resume                                 goes on where a run was broken off
+    python examples/manual_loop.py --resume                                 resumes an interrupted run
 
-It reads the digits that scikit-learn ships, with accumulated gradients, a one-cycle schedule, clipping, mixed precision
-where asked for, an exact evaluation over all processes, and a checkpoint every few steps. The batch is divided among
-the processes, so that any number of them takes the same steps. Needs scikit-learn.
+It classifies the digits that scikit-learn ships, with gradient accumulation, a one-cycle schedule, clipping, optional
+mixed precision, an exact evaluation over all processes, and a checkpoint every few steps. The batch is divided among
+the processes, so any number of them takes the same steps. Needs scikit-learn.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ CHECKPOINT_STEPS = 20
 
 
 def make_model() -> nn.Module:
-    """Images of 8 x 8 pixels to the scores of ten digits."""
+    """Return a classifier of images of 8 x 8 pixels."""
     return nn.Sequential(
         nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
     )
 
 
 def make_loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Digits to train on, and 400 to test with; BATCH_SIZE is that of all processes together."""
+    """Return loaders for training and for 400 test digits; BATCH_SIZE is the global batch size."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32) / 16
     train_set, test_set = random_split(
@@ -50,7 +50,7 @@ def make_loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
 
 
 def accuracy(accelerator: Accelerator, model: nn.Module, batches: Any) -> float:
-    """The share of digits read right, each counted once however many processes there are."""
+    """Return the share of correctly classified digits; each counts once, with any number of processes."""
     model.eval()
     right = seen = 0
     for images, labels in batches:
@@ -64,7 +64,7 @@ def accuracy(accelerator: Accelerator, model: nn.Module, batches: Any) -> float:
 
 
 def train(options: argparse.Namespace) -> dict[str, float]:
-    """The loop; returns what came of it."""
+    """Train; return the results."""
     set_seed(1)
     accelerator = Accelerator(
         gradient_accumulation_steps=ACCUMULATION,
@@ -77,7 +77,7 @@ def train(options: argparse.Namespace) -> dict[str, float]:
     model, (train_loader, test_loader) = make_model(), make_loaders()
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE)
     model, optimizer, train_loader, test_loader = accelerator.prepare(model, optimizer, train_loader, test_loader)
-    steps_per_epoch = -(-len(train_loader) // ACCUMULATION)  # an epoch's last batches are a step of their own
+    steps_per_epoch = -(-len(train_loader) // ACCUMULATION)  # the last batches of an epoch are a step, too
     schedule = OneCycleLR(optimizer, PEAK_RATE, epochs=options.epochs, steps_per_epoch=steps_per_epoch)
     schedule = accelerator.prepare(schedule)
     if options.resume:
@@ -86,7 +86,7 @@ def train(options: argparse.Namespace) -> dict[str, float]:
     share = 0.0
     for epoch in range(train_loader.epoch, options.epochs):
         losses = []
-        for images, labels in train_loader:  # after load_state() it goes on where it was
+        for images, labels in train_loader:  # after load_state() it continues where it was
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(images), labels)
                 accelerator.backward(loss)
@@ -98,24 +98,26 @@ def train(options: argparse.Namespace) -> dict[str, float]:
             if accelerator.sync_gradients and schedule.last_epoch % CHECKPOINT_STEPS == 0:
                 accelerator.save_state()
         share = accuracy(accelerator, model, test_loader)
-        mean = float(accelerator.reduce(torch.stack(losses).mean(), "mean")) if losses else math.nan  # nothing was left
-        accelerator.print(f"epoch {epoch}: loss {mean:.3f}, {share:.2%} of the test digits right")
+        mean = (
+            float(accelerator.reduce(torch.stack(losses).mean(), "mean")) if losses else math.nan
+        )  # the epoch was complete
+        accelerator.print(f"epoch {epoch}: loss {mean:.3f}, test accuracy {share:.2%}")
         accelerator.log({"loss": mean, "accuracy": share, "learning_rate": schedule.get_last_lr()[0]}, step=epoch)
     accelerator.save_model(model, f"{options.output_dir}/model")
-    accelerator.print(f"the model is in {options.output_dir}/model, the checkpoints are in checkpoints beside it")
+    accelerator.print(f"the folder {options.output_dir} has the model in model/, the checkpoints in checkpoints/")
     accelerator.end_training()
     weights = torch.cat([value.flatten() for value in accelerator.get_state_dict(model).values()])
     return {"accuracy": share, "weights": float(weights.double().abs().sum()), "processes": accelerator.num_processes}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
-    """Reads the options and trains."""
+    """Read the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", default="runs/manual_loop", help="checkpoints and logs (%(default)s)")
     parser.add_argument("--epochs", type=int, default=10, help="(%(default)s)")
-    parser.add_argument("--mixed-precision", choices=["no", "fp16", "bf16"], help="default: as the launcher was told")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint there")
-    parser.add_argument("--short", action="store_true", help="2 epochs, to see that all works")
+    parser.add_argument("--mixed-precision", choices=["no", "fp16", "bf16"], help="default: the launcher's")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint there")
+    parser.add_argument("--short", action="store_true", help="2 epochs, to see that everything works")
     options = parser.parse_args(argv)
     if options.short:
         options.epochs = 2

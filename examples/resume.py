@@ -1,11 +1,10 @@
-"""Kills a training run and goes on with it: the weights end up the same, bit for bit.
+"""Kill a training run and resume it: the weights end up the same, bit for bit.
 
     python examples/resume.py                      about 30 seconds on 2 CPU cores
 
-One training goes from beginning to end. Another is killed (SIGKILL, as when memory or power runs out) in the middle of
-an epoch, between two checkpoints; a third goes on from the newest one with `train(resume_from_checkpoint=True)`. The
-training has all that makes this hard: dropout, random augmentation, two processes that load data, accumulation and a
-schedule.
+One training runs from beginning to end. Another is killed (SIGKILL, as by the out-of-memory killer) in the middle of an
+epoch, between two checkpoints, and then resumed with `train(resume_from_checkpoint=True)`. The training has everything
+that makes this hard: dropout, random augmentation, two data loading workers, accumulation and a schedule.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from trainer_kit.callbacks import read_log
 
 
 class NoisyDigits(Dataset[tuple[torch.Tensor, int]]):
-    """Scikit-learn's scanned digits, shifted and sprinkled at random each time they are read."""
+    """Scikit-learn's scanned digits, randomly shifted and with random noise each time they are read."""
 
     def __init__(self) -> None:
         digits = load_digits()
@@ -46,7 +45,7 @@ class NoisyDigits(Dataset[tuple[torch.Tensor, int]]):
 
 
 class Killer(Callback):
-    """Kills its own process after a step, without a word."""
+    """Kill the own process after a step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -57,13 +56,13 @@ class Killer(Callback):
 
 
 def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-    """The mean loss of a batch."""
+    """Return the mean loss of a batch."""
     images, labels = batch
     return nn.functional.cross_entropy(model(images), labels)
 
 
 def train(folder: Path, steps: int, kill_at: int | None = None, resume: bool = False) -> None:
-    """Trains in `folder`, from the beginning or from the newest checkpoint there."""
+    """Train in `folder`, from the beginning or from the newest checkpoint there."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.3), nn.Linear(128, 10))
     args = TrainingArguments(
@@ -85,13 +84,13 @@ def train(folder: Path, steps: int, kill_at: int | None = None, resume: bool = F
 
 
 def in_a_process(folder: Path, steps: int, *options: str) -> int:
-    """Trains in a process of its own, and returns how that ended: 0, or minus the signal that killed it."""
+    """Train in a separate process; return its exit code: 0, or minus the number of the signal that killed it."""
     command = [sys.executable, __file__, "--train", str(folder), "--steps", str(steps), *options]
     return subprocess.run(command, check=False).returncode
 
 
 def results(folder: Path, steps: int) -> dict[str, str]:
-    """Checksums of what a training left: weights, the optimizer's state, and all losses that it logged."""
+    """Return checksums of the weights, the optimizer's state and all logged losses of a training."""
     checkpoint = folder / f"checkpoint-{steps}"
     losses = [(each["step"], each["loss"]) for each in read_log(folder / "log.jsonl") if "loss" in each]
     parts = {
@@ -103,14 +102,14 @@ def results(folder: Path, steps: int) -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Trains once in one go and once with a kill in the middle; returns the checksums of both."""
+    """Train once without a break and once with a kill; return the checksums of both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", default="runs/resume", help="a folder for each of the two (%(default)s)")
     parser.add_argument("--short", action="store_true", help="30 steps instead of 300")
-    parser.add_argument("--train", metavar="DIR", type=Path, help="one training alone, in this folder")
-    parser.add_argument("--steps", type=int, default=300, help="its steps (%(default)s)")
-    parser.add_argument("--kill-at", type=int, help="the step after which it kills itself")
-    parser.add_argument("--resume", action="store_true", help="go on from its newest checkpoint")
+    parser.add_argument("--train", metavar="DIR", type=Path, help="internal: one training in this folder")
+    parser.add_argument("--steps", type=int, default=300, help="steps (%(default)s)")
+    parser.add_argument("--kill-at", type=int, help="internal: the step after which it kills itself")
+    parser.add_argument("--resume", action="store_true", help="resume from its newest checkpoint")
     options = parser.parse_args(argv)
     if options.train:
         train(options.train, options.steps, options.kill_at, options.resume)
@@ -125,11 +124,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     resumed = in_a_process(broken, steps, "--resume")
 
     expected, got = results(whole, steps), results(broken, steps)
-    print(f"\nkilled at step {kill_at} of {steps} by signal {-killed}, the newest checkpoint is that of step {newest}")
-    print(f"went on from there, which ended with code {resumed}")
+    print(f"\nkilled at step {kill_at} of {steps} by signal {-killed}, newest checkpoint: step {newest}")
+    print(f"resumed from there, exit code {resumed}")
     for name, checksum in expected.items():
         verdict = "the same" if got[name] == checksum else "DIFFERENT"
-        print(f"{name:>10}: {checksum[:16]} in one go, {got[name][:16]} with the kill: {verdict}")
+        print(f"{name:>10}: {checksum[:16]} without a break, {got[name][:16]} with the kill: {verdict}")
     print(f"the losses:   {broken}/log.jsonl")
     return {"killed": killed, "resumed": resumed, "expected": expected, "got": got}
 

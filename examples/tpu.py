@@ -1,13 +1,13 @@
-"""Trains on a TPU: the digits and the language model of the examples beside this one, unchanged but for the strategy.
+"""Train on a TPU: the examples `digits.py` and `language_model.py`, unchanged but for the strategy.
 
-    python examples/tpu.py                     the digits whole, 30 steps of the language model
+    python examples/tpu.py                     all of the digits, 30 steps of the language model
     python examples/tpu.py --whole             all 1,500 steps of the language model too
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python examples/tpu.py
                                                without a TPU: XLA's own CPU client with 4 devices
 
-It shows what is different about a TPU: a batch is divided over all devices, and each shape of a batch is compiled when
-it first comes. What is compiled is counted, and the ledger of shapes says why it is as much. Needs torch_xla
-(`pip install -e '.[xla]'`) and what the two examples need.
+It shows what is different on a TPU: a batch is divided over all devices, and each new shape of a batch is compiled. The
+example counts the compilations, and the ledger of shapes explains their number. Needs torch_xla (`pip install -e
+'.[xla]'`) and what the two examples need.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from trainer_kit.callbacks import read_log
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
-    """Runs both examples and says what each compiled; returns their figures by name."""
+    """Run both examples and print what each compiled; return their figures by name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", default="runs/tpu", help="checkpoints and logs of both (%(default)s)")
-    parser.add_argument("--short", action="store_true", help="2 epochs of the digits only, to see that all works")
+    parser.add_argument("--short", action="store_true", help="2 epochs of the digits, to see that everything works")
     parser.add_argument("--whole", action="store_true", help="train the language model to its end")
     options = parser.parse_args(argv)
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
         print(f"\n{name}\n{'=' * len(name)}")
         ended = example.main(["--output-dir", str(folder), *["--short"] * is_short], strategy)
 
-        before, compiled = compiled, strategy.compilations()  # that of the whole process
+        before, compiled = compiled, strategy.device_info.compilations()  # that of the whole process
         graphs, seconds = compiled[0] - before[0], compiled[1] - before[1]
         losses = [record["loss"] for record in read_log(folder / "log.jsonl") if "loss" in record]
         print(f"\n{graphs} graphs for {strategy.devices} devices were compiled in {seconds:.0f} s")

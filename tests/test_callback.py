@@ -249,7 +249,7 @@ def test_numbers_on_the_device_are_read_in_one_go(run: Run, monkeypatch: pytest.
         reads.append(len(scalars))
         return [float(number) for number in range(len(scalars))]
 
-    monkeypatch.setattr(run.strategy, "read", read)
+    monkeypatch.setattr(run.strategy.collectives, "read_scalars", read)
     on_device = torch.empty((), device="meta")
     events = CallbackList(
         [Gives(a=on_device, b=1), Gives(c=torch.empty(1, 1, device="meta")), Gives(d=torch.tensor(7.0))]

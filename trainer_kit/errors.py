@@ -116,7 +116,7 @@ class ProcessesLeft(TrainerKitError, RuntimeError):
 
     def __init__(self, exit_code: int) -> None:
         asked = "Ctrl-C" if exit_code == 130 else "a signal"
-        super().__init__(f"the processes left after {asked} (exit code {exit_code}); started again, they go on")
+        super().__init__(f"the processes left after {asked} (exit code {exit_code}); start them again to resume")
         self.exit_code = exit_code
 
 

@@ -57,15 +57,28 @@ class Run:
 
 
 class TrainOutput(NamedTuple):
-    """What `Trainer.train` returns.
+    """The result of `Trainer.train`. `print()` shows the main figures in one line.
 
     Attributes:
         global_step: Optimizer steps taken, those before a resume included.
         training_loss: Mean loss of all steps.
         metrics: train_loss, train_runtime (seconds), train_samples_per_second, train_steps_per_second,
-            peak_memory_gib, epoch.
+            peak_memory_gib, epoch, and the numbers that callbacks give for the whole run.
     """
 
     global_step: int
     training_loss: float
     metrics: dict[str, Any]
+
+    def __repr__(self) -> str:
+        known = {name: value for name, value in self.metrics.items() if isinstance(value, (int, float))}
+        figures = [f"global_step={self.global_step}", f"training_loss={self.training_loss:.4g}"]
+        figures += [_FORMS[name].format(known[name]) for name in _FORMS if name in known]
+        return f"TrainOutput({', '.join(figures)}; {len(self.metrics)} values in .metrics)"
+
+
+_FORMS = {
+    "train_runtime": "{:,.1f} s",
+    "train_samples_per_second": "{:,.1f} samples/s",
+    "peak_memory_gib": "peak memory {:.2f} GiB",
+}

@@ -291,10 +291,10 @@ class Trainer:
         self._agreement, self._saved_step, self._space_checked = RankSync(run), None, False
         self._record: dict[str, Any] = {}  # the newest one
         self._records_metric: bool | None = None  # whether records hold metric_for_best_model; None before one is asked
-        run.strategy.exchange_later(args.auto_find_batch_size)
+        run.strategy.defer_gradient_sync(args.auto_find_batch_size)
         self._prepare()
         if args.gradient_checkpointing:
-            run.strategy.recompute_activations(run.model)
+            run.strategy.enable_activation_checkpointing(run.model)
         if args.torch_compile:
             run.strategy.compile(run.model)
         run.model.train()
@@ -303,9 +303,9 @@ class Trainer:
         check_optimizer(run.optimizer, run.model)
         self._loader = make_train_loader(run, self._reading)
         if resume is None and not self._began:
-            resume = run.strategy.restarts > 0
+            resume = run.strategy.session.restarts > 0
         self._began = True
-        self._checkpoints.find(run.strategy.broadcast(resume))
+        self._checkpoints.find(run.strategy.collectives.broadcast(resume))
         fitting = None
         if args.auto_find_batch_size:
             fitting = BatchSizeFinder(run, self._loader)
@@ -329,7 +329,7 @@ class Trainer:
         """Brings strategy, model and loss together."""
         run = self.run
         run.strategy.setup()
-        run.ledger.keep_time_by(run.strategy.clock())
+        run.ledger.keep_time_by(run.strategy.device_info.clock())
         check_same_start(run)
         self._loss = Loss(run.strategy.prepare(run.model), run.model, self.compute_loss)
         self._inspection = LossProbe(self._loss, run.strategy)
@@ -480,7 +480,9 @@ class Trainer:
             "train_samples_per_second": (state.samples - first_sample) / seconds,
             "train_steps_per_second": (state.step - first_step) / seconds,
         }
-        return TrainOutput(state.step, mean, metrics | self.run.strategy.memory() | self.events.summary(self.run))
+        return TrainOutput(
+            state.step, mean, metrics | self.run.strategy.device_info.memory() | self.events.summary(self.run)
+        )
 
     # Evaluation
 
@@ -591,7 +593,9 @@ class Trainer:
         run, by_metric = self.run, isinstance(self.run.lr_scheduler, ReduceLROnPlateau)
         if self.args.metric_for_best_model is None and not by_metric:
             return
-        value = run.strategy.broadcast(metrics.get(name))  # a callback may have added it on the main process alone
+        value = run.strategy.collectives.broadcast(
+            metrics.get(name)
+        )  # a callback may have added it on the main process alone
         if not isinstance(value, (int, float)):
             raise ValueError(
                 f"metric_for_best_model={name!r} is not among the numbers that evaluation and callbacks give: "
@@ -659,8 +663,10 @@ class Trainer:
             run.strategy.setup()
         state = run.strategy.model_state(run.model if self._loss is None else self._loss.model)
         folder, size = Path(output_dir or self.args.output_dir), max_shard_size or self.args.max_shard_size
-        to_host = run.strategy.to_host
-        run.strategy.on_main(lambda: save_model_folder(folder, state, run.model, run.processing_class, size, to_host))
+        to_host = run.strategy.device_info.to_host
+        run.strategy.collectives.on_main(
+            lambda: save_model_folder(folder, state, run.model, run.processing_class, size, to_host)
+        )
 
     def _save(self) -> None:
         self._finish_save()  # one at a time

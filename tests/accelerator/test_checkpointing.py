@@ -246,7 +246,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING, logger="trainer_kit"):
         loop.accelerator.load_state()
     assert loop.counter.value == 0
-    assert "checkpoint_1 is passed over" in caplog.text
+    assert "checkpoint_1 is skipped" in caplog.text
     with pytest.raises(ValueError, match=r"model\.safetensors is truncated"):
         loop.accelerator.load_state(newest)
 
@@ -298,7 +298,7 @@ def test_what_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
         loop.accelerator.save_state(tmp_path / "state", safe_serialization=False)
     with pytest.raises(ValueError, match=r"nowhere'\) names no folder; give one that save_state\(\) returned"):
         loop.accelerator.load_state(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"found no whole checkpoint in .*checkpoints"):
+    with pytest.raises(ValueError, match=r"found no valid checkpoint in .*checkpoints"):
         Loop(project_dir=tmp_path).accelerator.load_state()
     with pytest.raises(TypeError, match=r"register_for_checkpointing\(\) got 3, which has no state_dict"):
         loop.accelerator.register_for_checkpointing(3)
@@ -366,7 +366,7 @@ def test_a_state_that_makes_no_sense_is_skipped(
     files = {each: FileEntry((saved[1] / each).stat().st_size, checksum(saved[1] / each)) for each in before.files}
     (saved[1] / "manifest.json").write_text(json.dumps(Manifest.of(files, before.step, before.world_size).to_json()))
     Loop(project_config=config).accelerator.load_state()
-    assert "checkpoint_1 is passed over" in caplog.text
+    assert "checkpoint_1 is skipped" in caplog.text
     assert reason in caplog.text
     with pytest.raises(ValueError, match=re.escape(reason)):
         Loop(project_dir=tmp_path / "other").accelerator.load_state(saved[1])

@@ -17,16 +17,16 @@ from trainer_kit.accelerator import Accelerator, PreparedLoader, set_seed
 from trainer_kit.accelerator import accelerator as core
 from trainer_kit.accelerator.concat import joined
 from trainer_kit.accelerator.wrappers import AccumulationState
+from trainer_kit.strategies.collectives import Collectives
+from trainer_kit.strategies.device_info import DeviceInfo
 
 
 class OfFour(SingleDevice):
     """One of four processes, which says nothing to the others."""
 
-    world_size = 4
-
     def __init__(self, rank: int) -> None:
         super().__init__("cpu")
-        self.rank = rank
+        self.collectives = Collectives(rank, world_size=4)
 
 
 class Rows(Dataset[Any]):
@@ -149,13 +149,20 @@ class Recorded(SingleDevice):
     def __init__(self) -> None:
         super().__init__("cpu")
         self.events: list[str] = []
-
-    def dispatch(self) -> None:
-        self.events.append("begin")
+        self.device_info = RecordedInfo(self)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         self.events.append("step")
         return super().step(optimizer, *args, **kwargs)
+
+
+class RecordedInfo(DeviceInfo):
+    def __init__(self, strategy: Recorded) -> None:
+        super().__init__(strategy.device)
+        self.events = strategy.events
+
+    def mark_step(self) -> None:
+        self.events.append("begin")
 
 
 class Noting(nn.Linear):
@@ -213,9 +220,11 @@ def test_saving_begins_with_what_is_recorded(tmp_path: Any, monkeypatch: pytest.
     strategy = Recorded()
     accelerator = accelerator_with(strategy, monkeypatch)
     model = accelerator.prepare(nn.Linear(1, 1))
-    model_state, restored = strategy.model_state, strategy.set_rng_state
+    model_state, restored = strategy.model_state, strategy.device_info.set_rng_state
     monkeypatch.setattr(strategy, "model_state", lambda each: (strategy.events.append("read"), model_state(each))[1])
-    monkeypatch.setattr(strategy, "set_rng_state", lambda state: (strategy.events.append("write"), restored(state)))
+    monkeypatch.setattr(
+        strategy.device_info, "set_rng_state", lambda state: (strategy.events.append("write"), restored(state))
+    )
     accelerator.save_state(tmp_path / "state")
     accelerator.save_model(model, tmp_path / "model")
     accelerator.load_state(tmp_path / "state")

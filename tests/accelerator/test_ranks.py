@@ -405,7 +405,7 @@ def with_unused(find: bool) -> tuple[Any, float]:
         accelerator.backward(model(torch.ones(1, 2)).sum())
         optimizer.step()
         optimizer.zero_grad()
-    return accelerator.strategy.options, accelerator.strategy.timeout
+    return accelerator.strategy.options, accelerator.strategy.group.timeout
 
 
 def test_arguments_of_ddp() -> None:

@@ -22,7 +22,7 @@ def make_run(tmp_path: Path) -> Callable[..., Run]:
         torch.manual_seed(0)
         model = model if model is not None else torch.nn.Linear(4, 2)
         strategy = Strategy()
-        strategy.rank = rank
+        strategy.collectives.rank = rank
         strategy.setup()
         args = TrainingArguments(output_dir=str(tmp_path / "out"), **arguments)
         run = Run(args, strategy, model, total_steps=10)

@@ -15,6 +15,7 @@ from trainer_kit import SingleDevice, Trainer, TrainingArguments
 from trainer_kit.callback import Callback
 from trainer_kit.callbacks import Compilation, read_log
 from trainer_kit.run import Run
+from trainer_kit.strategies.device_info import DeviceInfo
 
 
 class Compiler(SingleDevice):
@@ -25,9 +26,18 @@ class Compiler(SingleDevice):
     def __init__(self) -> None:
         super().__init__("cpu")
         self.others = 0
+        self.device_info = CompilerInfo(self)
+
+
+class CompilerInfo(DeviceInfo):
+    """The number and the time of what a `Compiler` has compiled."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        super().__init__(compiler.device)
+        self.compiler = compiler
 
     def compilations(self) -> tuple[int, float]:
-        count = len(self.shapes) + self.others
+        count = len(self.compiler.shapes) + self.compiler.others
         return count, 2.0 * count
 
 
@@ -194,7 +204,7 @@ def test_after_a_resume_everything_is_compiled_anew(train: Train) -> None:
 def test_only_the_main_process_warns(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     run, callback = make_run(rank=1), Compilation()
     compiled = iter(range(100))
-    monkeypatch.setattr(run.strategy, "compilations", lambda: (next(compiled), 0.0))
+    monkeypatch.setattr(run.strategy.device_info, "compilations", lambda: (next(compiled), 0.0))
     callback.on_train_begin(run)
     run.state.step, run.state.epoch = 50, 5
     callback.on_step_begin(run)
@@ -238,7 +248,7 @@ def test_what_torch_compile_makes_is_counted(make_run: Callable[..., Run]) -> No
 @pytest.mark.slow
 def test_counting_imports_no_compiler() -> None:
     code = (
-        "import sys; from trainer_kit.strategies.base import Strategy; print(Strategy().compilations());"
+        "import sys; from trainer_kit.strategies.base import Strategy; print(Strategy().device_info.compilations());"
         "print([name for name in sys.modules if name.startswith('torch._dynamo')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

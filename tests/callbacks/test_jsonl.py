@@ -310,6 +310,6 @@ def test_a_full_disk_is_no_warning_without_end(make_run: Callable[..., Run], cap
     logging.getLogger("trainer_kit").warning("something else")
     callback.on_exit(run)
     assert [record.getMessage() for record in caplog.records] == [
-        "/dev/full could not be written to: No space left on device; the run goes on",
+        "/dev/full could not be written to: No space left on device; training continues",
         "something else",
     ]

@@ -26,7 +26,7 @@ def step(run: Run, callback: Memory) -> None:
 def test_figures_of_the_strategy_and_of_the_host(make_run: Callable[..., Run]) -> None:
     run = make_run()
     figures = Memory().metrics(run)
-    assert figures.keys() == {*run.strategy.memory(), "host_memory_gib"}
+    assert figures.keys() == {*run.strategy.device_info.memory(), "host_memory_gib"}
     # The two are read one after the other.
     assert 0.01 < figures["memory_gib"] < figures["peak_memory_gib"] + 0.01 < 1000
     assert figures["host_memory_gib"] == pytest.approx(figures["memory_gib"], abs=0.1)
@@ -99,7 +99,7 @@ def test_an_allocator_tells_fragmentation_and_the_rest(
 ) -> None:
     figures = {"memory_gib": 3.0, "reserved_memory_gib": 4.0, "peak_memory_gib": 3.5}
     run, callback = make_run(), Memory()
-    monkeypatch.setattr(run.strategy, "memory", lambda: dict(figures))
+    monkeypatch.setattr(run.strategy.device_info, "memory", lambda: dict(figures))
     assert callback.metrics(run)["fragmentation"] == 0.25
     assert "anatomy/activations_gib" not in callback.metrics(run)
     step(run, callback)
@@ -113,7 +113,7 @@ def test_an_allocator_tells_fragmentation_and_the_rest(
 def test_a_device_that_reports_nothing(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     run, callback = make_run(), Memory()
     monkeypatch.setattr(
-        run.strategy, "memory", lambda: {"memory_gib": "not reported", "peak_memory_gib": "not reported"}
+        run.strategy.device_info, "memory", lambda: {"memory_gib": "not reported", "peak_memory_gib": "not reported"}
     )
     step(run, callback)
     found = callback.metrics(run)

@@ -44,9 +44,9 @@ def test_the_first_signal_asks_to_save_and_stop(
     assert run.requests == Requests()
     signal.raise_signal(getattr(signal, name))
     assert run.requests == Requests(exit_code=code, reason=name)
-    assert run.strategy.leaving
+    assert run.strategy.session.is_preempted
     (sentence,) = capfd.readouterr().err.strip().splitlines()
-    assert sentence.startswith(f"{name}: will finish this step, save a checkpoint and leave")
+    assert sentence.startswith(f"{name}: will finish this step, save a checkpoint and exit")
     callback.on_exit(run)
 
 

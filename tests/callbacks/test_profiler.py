@@ -82,7 +82,7 @@ def test_a_run_that_never_gets_there_writes_nothing(make_run: Callable[..., Run]
 
 def test_each_process_writes_its_own(make_run: Callable[..., Run], tmp_path: Path) -> None:
     run = make_run(rank=1)
-    run.strategy.world_size = 2
+    run.strategy.collectives.world_size = 2
     profile(run, Profiler(2, 3, directory=tmp_path), 4)
     assert {path.name for path in tmp_path.iterdir()} == {"steps-2-3-rank-1.json", "steps-2-3-rank-1.txt"}
 
@@ -93,7 +93,7 @@ def test_a_folder_that_cannot_be_written_to(
     (tmp_path / "file").touch()
     with caplog.at_level(logging.WARNING):
         profile(make_run(), Profiler(1, 1, directory=tmp_path / "file"), 2)
-    assert "steps-1-1.json could not be written: File exists; the run goes on" in caplog.text
+    assert "steps-1-1.json could not be written: File exists; training continues" in caplog.text
 
 
 @pytest.mark.parametrize("options", [{"start": 0}, {"start": 5, "stop": 4}])

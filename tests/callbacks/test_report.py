@@ -75,7 +75,7 @@ def test_without_matplotlib_a_line_says_so(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
     Report().on_exit(run)
     assert [record.getMessage() for record in caplog.records] == [
-        "no report of the run: it needs matplotlib: pip install matplotlib"
+        "no report was written: it needs matplotlib (pip install matplotlib)"
     ]
     assert not path.exists()
 

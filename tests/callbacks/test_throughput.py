@@ -186,8 +186,8 @@ def test_all_processes_add_up(
     make: Callable[..., Run], step: Step, monkeypatch: pytest.MonkeyPatch, callback: Throughput
 ) -> None:
     run = make(model=torch.nn.Linear(4, 2000))
-    monkeypatch.setattr(run.strategy, "sum_numbers", lambda numbers: [3 * each for each in numbers])
-    run.strategy.world_size = 3
+    monkeypatch.setattr(run.strategy.collectives, "all_reduce_ints", lambda numbers: [3 * each for each in numbers])
+    run.strategy.collectives.world_size = 3
     callback.on_train_begin(run)
     for _ in range(2):
         step(run, callback)
@@ -201,11 +201,11 @@ def test_all_processes_add_up(
 def test_no_figure_where_another_process_has_none(
     make: Callable[..., Run], step: Step, monkeypatch: pytest.MonkeyPatch, callback: Throughput
 ) -> None:
-    def sum_numbers(numbers: Sequence[int]) -> Sequence[int]:
+    def all_reduce_ints(numbers: Sequence[int]) -> Sequence[int]:
         return [*numbers[:-1], 1]
 
     run = make(model=torch.nn.Linear(4, 2000))
-    monkeypatch.setattr(run.strategy, "sum_numbers", sum_numbers)
+    monkeypatch.setattr(run.strategy.collectives, "all_reduce_ints", all_reduce_ints)
     callback.on_train_begin(run)
     step(run, callback)
     assert "mfu" not in callback.metrics(run)

@@ -23,6 +23,8 @@ from trainer_kit import DDP, Callback, Run, SaveError, SingleDevice
 from trainer_kit.callbacks import read_log
 from trainer_kit.checkpoint import async_saver as saving
 from trainer_kit.checkpoint import find_checkpoints, load_tensors, newest_valid, read_state, verify
+from trainer_kit.strategies.device_info import DeviceInfo
+from trainer_kit.strategies.session import Session
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -437,6 +439,12 @@ class Slow(SingleDevice):
 
     def __init__(self) -> None:
         super().__init__("cpu")
+        self.device_info: SlowCopies = SlowCopies(self.device)
+
+
+class SlowCopies(DeviceInfo):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
         self.go = threading.Event()
         self.sizes: list[tuple[bool, int]] = []
 
@@ -456,7 +464,7 @@ class LetGo(Callback):
 
     def on_step_begin(self, run: Run) -> None:
         if run.state.step == 4:
-            threading.Timer(0.3, self.strategy.go.set).start()
+            threading.Timer(0.3, self.strategy.device_info.go.set).start()
 
 
 def test_what_the_optimizer_keeps_is_copied_during_the_next_forward_and_backward(tmp_path: Path) -> None:
@@ -479,7 +487,7 @@ def test_what_the_optimizer_keeps_is_copied_during_the_next_forward_and_backward
         saved = load_tensors(tmp_path / f"checkpoint-{step}" / "state", "optimizer")
         assert saved.keys() == states[step].keys()
         assert all(torch.equal(saved[name], value) for name, value in states[step].items()), step
-    beside = [size for is_beside, size in strategy.sizes if is_beside]
+    beside = [size for is_beside, size in strategy.device_info.sizes if is_beside]
     assert beside == [sum(value.nbytes for value in states[4].values())] * 6
     assert trainer.run.ledger.seconds()["saving"] > 0.2  # it did wait before the optimizer's step
 
@@ -518,7 +526,7 @@ def test_a_copy_of_an_optimizer_that_was_written_to_is_no_checkpoint(
                 assert run.optimizer is not None
                 for state in run.optimizer.state.values():
                     state["exp_avg"].mul_(0.5)
-                strategy.go.set()
+                strategy.device_info.go.set()
 
     strategy = Slow()
     make_trainer(tmp_path, Changes(), strategy=strategy, save_total_limit=None).train()
@@ -532,7 +540,7 @@ def test_no_memory_for_the_copy_is_a_failed_save(
     def refuse(*args: Any) -> Any:
         raise RuntimeError("can't allocate memory")
 
-    monkeypatch.setattr(SingleDevice, "host_memory", refuse)
+    monkeypatch.setattr(DeviceInfo, "host_memory", refuse)
     with pytest.raises(SaveError, match=r"no host memory for a copy of the state \(.*\); set async_save=False"):
         make_trainer(tmp_path, max_steps=4).train()
 
@@ -569,7 +577,7 @@ def test_the_launcher_hears_of_a_checkpoint_that_an_error_waited_for(
                 raise ValueError("broken")
 
     told: list[int] = []
-    monkeypatch.setattr(SingleDevice, "report_progress", lambda self, step: told.append(step))
+    monkeypatch.setattr(Session, "report_saved_step", lambda self, step: told.append(step))
     begun = threading.Event()
     held_back(monkeypatch, lambda: begun.wait(60))
     with pytest.raises(RuntimeError, match="broken"):

@@ -150,21 +150,22 @@ def resumed(folder: Path, caplog: pytest.LogCaptureFixture, **changes: Any) -> l
             {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1},
             [
                 "resumed with batches of 2 samples instead of 4, with 1 of them a step instead of 2, 2 samples a step "
-                "instead of 8: 81 steps are left; the schedule goes on at step 12 of 93, in which warmup_steps=3 are 12"
+                "instead of 8: 81 steps are left; the schedule continues at step 12 of 93, in which warmup_steps=3 are "
+                "12"
             ],
         ),
         (
             {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
             [
                 "resumed with batches of 8 samples instead of 4, with 1 of them a step instead of 2, 8 samples a step "
-                "as before: 21 steps are left; the schedule goes on at step 3 of 24"
+                "as before: 21 steps are left; the schedule continues at step 3 of 24"
             ],
         ),
         (
             {"per_device_train_batch_size": 2, "num_train_epochs": 1},
             [
                 "resumed with batches of 2 samples instead of 4, 4 samples a step instead of 8: 10 steps are left; "
-                "the schedule goes on at step 6 of 16, in which warmup_steps=3 are 6",
+                "the schedule continues at step 6 of 16, in which warmup_steps=3 are 6",
                 "resumed with other arguments: num_train_epochs 3.0 -> 1.0",
             ],
         ),
@@ -196,4 +197,4 @@ def test_a_scheduler_of_the_users_own_counts_as_it_likes(tmp_path: Path, caplog:
     with pytest.warns(UserWarning, match="LambdaLR of your own, which counts steps: those taken had 8 samples, .* 4$"):
         assert train(StopAt(STEP + 2), per_device_train_batch_size=2) == pytest.approx(1e-2 * 0.9 ** (STEP + 2))
     assert "4 samples a step instead of 8: 42 steps are left" in caplog.text
-    assert "the schedule goes on" not in caplog.text
+    assert "the schedule continues" not in caplog.text

@@ -155,7 +155,7 @@ def test_a_value_that_makes_no_sense_counts_as_damage(
     folder = copied(stopped, tmp_path)
     put(folder / "checkpoint-4", TRAINER, place, value)
     assert bits(train(folder)) == expected
-    assert "checkpoint-4 is passed over" in caplog.text
+    assert "checkpoint-4 is skipped" in caplog.text
     assert re.search(reason, caplog.text), caplog.text
     with pytest.raises(CheckpointError, match=reason):
         put_and_resume(stopped, tmp_path / "again", place, value)
@@ -178,7 +178,7 @@ def test_a_sealed_checkpoint_that_lacks_a_state_is_skipped(
     (folder / "checkpoint-4" / "state" / f"{name}.safetensors").unlink(missing_ok=True)
     seal(folder / "checkpoint-4")
     assert bits(train(folder)) == expected
-    assert "checkpoint-4 is passed over" in caplog.text
+    assert "checkpoint-4 is skipped" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -419,7 +419,7 @@ def test_the_abandoned_end_of_a_run_is_set_aside(tmp_path: Path) -> None:
 def test_a_folder_in_which_nothing_is_whole_is_refused(tmp_path: Path) -> None:
     make_trainer(tmp_path, max_steps=1).train()
     (tmp_path / "checkpoint-1" / "manifest.json").unlink()
-    with pytest.raises(ValueError, match="holds no checkpoint that is whole"):
+    with pytest.raises(ValueError, match="holds no valid checkpoint"):
         make_trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=tmp_path)
     assert (tmp_path / "checkpoint-1").is_dir()
 

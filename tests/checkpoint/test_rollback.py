@@ -267,7 +267,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogC
     trainer = make(tmp_path, Points(bad), Damage(), seen, num_train_epochs=1, log_level="warning")
     trainer.train()
     assert seen.rollbacks == [(0, "checkpoint-0")]
-    assert "checkpoint-4 is passed over" in caplog.text
+    assert "checkpoint-4 is skipped" in caplog.text
     expected = by_hand(batches((0, 7))[: SAMPLES // BATCH - 1], Points(bad))
     torch.testing.assert_close(trainer.run.model.state_dict()["linear.weight"], expected, rtol=1e-12, atol=1e-12)
 

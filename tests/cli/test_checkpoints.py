@@ -73,8 +73,8 @@ def test_ls_shows_what_is_there(run: Path, told: Any) -> None:
     assert lines[2].endswith("  valid, the best (eval_loss 0.25)")
     assert "invalid: model.safetensors is truncated: " in lines[4]
     assert lines[5].startswith("4 checkpoints, 3 valid, ")
-    assert lines[5].endswith("a resume goes on from checkpoint-30")
-    assert lines[6:] == ["beside them: crash-25, crash-25-rank-1, earlier-1 (1 checkpoint)"]
+    assert lines[5].endswith("training would resume from checkpoint-30")
+    assert lines[6:] == ["also there: crash-25, crash-25-rank-1, earlier-1 (1 checkpoint)"]
 
 
 def test_ls_does_not_believe_a_damaged_state(run: Path, told: Any) -> None:

@@ -44,7 +44,7 @@ def test_one_process_passes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def break_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_kit.strategies.base.Strategy.all_reduce", lambda self, tensor: tensor * 2)
+    monkeypatch.setattr("trainer_kit.strategies.collectives.Collectives.all_reduce", lambda self, tensor: tensor * 2)
 
 
 def break_precision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def break_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def break_saving(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_test, "newest_valid", lambda folder, say: say("checkpoint-4 is passed over"))
+    monkeypatch.setattr(self_test, "newest_valid", lambda folder, say: say("checkpoint-4 is skipped"))
 
 
 def break_resuming(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def break_resuming(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (break_collectives, r"^collectives: RuntimeError: a sum over all processes: 2\.0, expected 1\.0$"),
         (break_precision, r"^precision: RuntimeError: the dtype of a forward pass: \{torch\.float32\}, expected "),
-        (break_saving, r"^saving: RuntimeError: the newest valid checkpoint: checkpoint-4 is passed over, expected "),
+        (break_saving, r"^saving: RuntimeError: the newest valid checkpoint: checkpoint-4 is skipped, expected "),
         (break_resuming, r"^resuming: RuntimeError: weights that differ .*: \['weight'\], expected \[\]$"),
     ],
 )

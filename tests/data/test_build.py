@@ -18,6 +18,7 @@ from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import LoaderConfig, TrainLoader
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
+from trainer_kit.strategies.device_info import DeviceInfo
 
 READING = LoaderConfig(stack, 0)
 
@@ -58,10 +59,15 @@ def test_a_batch_has_samples_for_each_device(kind: Any) -> None:
 
 
 def test_reading_follows_the_arguments() -> None:
-    class Pinning(Strategy):
+    class PinningInfo(DeviceInfo):
         @property
         def pins_memory(self) -> bool:
             return True
+
+    class Pinning(Strategy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.device_info = PinningInfo(self.device)
 
     args = TrainingArguments(seed=7, dataloader_num_workers=3)
     assert make_reading(args, Strategy(), stack) == LoaderConfig(stack, 7, 3, pin_memory=False)

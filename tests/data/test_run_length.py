@@ -16,6 +16,7 @@ from trainer_kit.data.map_loader import LoaderConfig
 from trainer_kit.data.run_length import RunLength, make_plan
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
+from trainer_kit.strategies.collectives import Collectives
 
 READING = LoaderConfig(stack, 0)
 relaxed = settings(max_examples=200)
@@ -26,7 +27,7 @@ class Ranks(Strategy):
 
     def __init__(self, processes: int) -> None:
         super().__init__()
-        self.world_size = processes
+        self.collectives = Collectives(world_size=processes)
 
 
 def make_run(length: int, batch_size: int = 8, accumulation: int = 1, processes: int = 1, **arguments: Any) -> Run:

@@ -399,7 +399,7 @@ def test_other_processes_write_what_is_their_own(tmp_path: Path) -> None:
     trainer = make(tmp_path, points(), max_steps=1)
     trainer.train()
     postmortem = CrashDump(trainer.run, trainer._loss, trainer._loader)
-    trainer.run.strategy.rank = 1
+    trainer.run.strategy.collectives.rank = 1
     start = 4 * step_of(BAD) - 4
     assert start > 0
     assert postmortem.write(NonFiniteError("the loss is nan", StepSpan(1, 0, 0, 4))) is None

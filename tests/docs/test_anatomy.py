@@ -122,7 +122,7 @@ def test_the_names_are_those_of_the_records(tmp_path: Path) -> None:
     activities = {name.partition("/")[2] for name in names if name.startswith("seconds/")}
     known = set(re.findall(r"`([\w/]+)`", " ".join(row[0] for row in rows("What the time is made of"))))
     assert {re.sub("/.*", "/NAME", name) for name in activities} <= known
-    told = {name for row in rows("By which names") for name in re.findall(r"`([\w/]+)`", row[0])}
+    told = {name for row in rows("Names in the records") for name in re.findall(r"`([\w/]+)`", row[0])}
     assert told - TOLD_BY_GPUS - {"seconds/ACTIVITY"} <= names
     whole = {name for name in names if "second" in name or "gib" in name or "mfu" in name or "goodput" in name}
     assert {name for name in whole if not name.startswith(("seconds/", "train_", "eval_"))} <= told

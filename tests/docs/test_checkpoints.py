@@ -85,10 +85,10 @@ def test_the_differences_are_what_diff_shows(run: Path, capsys: pytest.CaptureFi
     assert shown("2 of 2 tensors") in told(command, capsys)
 
 
-def test_the_damaged_one_is_passed_over_in_these_words(run: Path) -> None:
+def test_the_damaged_one_is_skipped_in_these_words(run: Path) -> None:
     said: list[str] = []
     newest_valid(run, said.append)
-    assert same(said[0]) == same(shown("checkpoint-2000 is passed over"))
+    assert same(said[0]) == same(shown("checkpoint-2000 is skipped"))
 
 
 @pytest.mark.parametrize("words", OURS)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from trainer_kit import SingleDevice
+from trainer_kit.strategies.collectives import Collectives
+from trainer_kit.strategies.device_info import DeviceInfo
 
 
 class Static(SingleDevice):
@@ -26,10 +28,18 @@ class Static(SingleDevice):
 class WithOperands(Static):
     """Numbers are tensors on the device, and are read one by one."""
 
-    def operand(self, number: Any) -> torch.Tensor:
+    def __init__(self) -> None:
+        super().__init__()
+        self.device_info, self.collectives = TensorScalars(self.device), ReadsOneByOne()
+
+
+class TensorScalars(DeviceInfo):
+    def traced_scalar(self, number: Any) -> torch.Tensor:
         return number if isinstance(number, torch.Tensor) else torch.tensor(number)
 
-    def read(self, scalars: Sequence[torch.Tensor], summed: bool = False) -> list[float]:
+
+class ReadsOneByOne(Collectives):
+    def read_scalars(self, scalars: Sequence[torch.Tensor], summed: bool = False) -> list[float]:
         return [scalar.item() for scalar in scalars]
 
 

@@ -54,8 +54,8 @@ def test_the_example(starts_afresh: bool, tmp_path: Path) -> None:
     assert ("CUDA is already in use" in launched) == starts_afresh
     assert "2 processes" in launched  # the Trainer's own word
     assert "Warning" not in "".join([*before, launched, last])
-    [score] = [line for line in launched.splitlines() if line.endswith("of the new digits are read right")]
-    assert float(score.split("%")[0]) > 92
+    [score] = [line for line in launched.splitlines() if line.startswith("accuracy on the new digits: ")]
+    assert float(score.split()[-1].rstrip("%")) > 92
     read, truth = (line.partition(":")[2].split() for line in last.splitlines())
     assert sum(ours == theirs for ours, theirs in zip(read, truth, strict=True)) >= 6
     assert (tmp_path / "runs" / "notebook").is_dir()

@@ -18,6 +18,7 @@ from trainer_kit import Callback, Run, Strategy, Trainer, TrainingArguments
 from trainer_kit.loop.batch_size_finder import BatchSizeFinder
 from trainer_kit.profiling.time_ledger import HostClock
 from trainer_kit.strategies.ddp import DDP
+from trainer_kit.strategies.device_info import DeviceInfo
 
 ASKED = {"per_device_train_batch_size": 16, "auto_find_batch_size": True}
 GIVEN = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
@@ -112,10 +113,17 @@ class OwnTime(Strategy):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
+        self.device_info = OwnTimeInfo(self)
+
+
+class OwnTimeInfo(DeviceInfo):
+    def __init__(self, strategy: OwnTime) -> None:
+        super().__init__(strategy.device)
+        self.strategy = strategy
 
     def clock(self) -> Any:
         clock = HostClock()
-        clock.mark = lambda: self.now  # type: ignore[method-assign]
+        clock.mark = lambda: self.strategy.now  # type: ignore[method-assign]
         return clock
 
 
@@ -297,6 +305,12 @@ def test_a_rollback_keeps_what_was_found(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 class Narrow(Strategy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.device_info = NarrowInfo(self.device)
+
+
+class NarrowInfo(DeviceInfo):
     """A device on which tensors of 1,500 bytes have room beside the model."""
 
     def free_memory(self) -> int:

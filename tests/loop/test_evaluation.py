@@ -20,6 +20,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from trainer_kit import Callback, EvalPrediction, Run, SingleDevice, Trainer, TrainingArguments
 from trainer_kit.errors import EvaluationInterrupted
 from trainer_kit.loop.evaluation import PredictionOutput
+from trainer_kit.strategies.device_info import DeviceInfo
 
 CLASSES = 4
 
@@ -467,9 +468,14 @@ def test_a_loss_that_cannot_be_filled_up_is_exact_too(tmp_path: Any, pair: bool)
 def test_static_evaluation_works_on_the_host_while_the_device_goes_on(tmp_path: Any) -> None:
     happened: list[Any] = []
 
-    class Dispatching(Static):
-        def dispatch(self) -> None:
+    class Marking(DeviceInfo):
+        def mark_step(self) -> None:
             happened.append("dispatched")
+
+    class Dispatching(Static):
+        def __init__(self) -> None:
+            super().__init__()
+            self.device_info = Marking(self.device)
 
     class Counting(MeanMetric):
         def update(self, predictions: torch.Tensor, labels: torch.Tensor) -> None:

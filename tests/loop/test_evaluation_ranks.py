@@ -180,7 +180,7 @@ def largest_share(keep: bool) -> int:
         return gathered
 
     for name in ("gather_object", "gather_to_main"):
-        setattr(strategy, name, watched(getattr(strategy, name)))
+        setattr(strategy.collectives, name, watched(getattr(strategy.collectives, name)))
     (trainer.predict if keep else trainer.evaluate)(samples(100))
     return max(sizes)
 
@@ -221,9 +221,9 @@ class Told(list[Any]):
             if self.run.strategy.rank == 1:
                 self.run.requests.exit_code = 143
                 if self.announces:
-                    self.run.strategy.announce_leaving()
+                    self.run.strategy.session.announce_preemption()
             deadline = time.monotonic() + 60
-            while self.announces and not self.run.strategy.leaving and time.monotonic() < deadline:
+            while self.announces and not self.run.strategy.session.is_preempted and time.monotonic() < deadline:
                 time.sleep(0.01)
         return super().__getitem__(index)
 

@@ -31,6 +31,7 @@ from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
 from trainer_kit.loop.metrics import begin_metrics, gather_metrics, joined_result, metrics_by_name
 from trainer_kit.strategies.base import Strategy
+from trainer_kit.strategies.collectives import Collectives
 
 CLASSES = 3
 T = TypeVar("T")
@@ -41,7 +42,13 @@ class Player(Strategy):
 
     def __init__(self, rank: int, world_size: int, sent: list[Any]) -> None:
         super().__init__()
-        self.rank, self.world_size, self.sent = rank, world_size, sent
+        self.collectives = Sending(rank, world_size, sent)
+
+
+class Sending(Collectives):
+    def __init__(self, rank: int, world_size: int, sent: list[Any]) -> None:
+        super().__init__(rank, world_size=world_size)
+        self.sent = sent
 
     def gather_to_main(self, value: T) -> list[T]:
         if self.is_main:

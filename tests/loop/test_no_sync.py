@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from trainer_kit import Callback, Run, SingleDevice, Trainer, TrainingArguments
+from trainer_kit.strategies.device_info import DeviceInfo
 
 aten = torch.ops.aten
 WAITING = {
@@ -126,10 +127,18 @@ class WindowEnd(Callback):
             self.window.steps += 1
 
 
-class LikeAnAccelerator(SingleDevice):
+class FarInfo(DeviceInfo):
     """A CPU on which reading counts as waiting."""
 
-    reads_freely = False
+    @property
+    def reads_without_sync(self) -> bool:
+        return False
+
+
+class LikeAnAccelerator(SingleDevice):
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self.device_info = FarInfo(self.device)
 
 
 def arguments(folder: Path, **changes: Any) -> TrainingArguments:

@@ -138,7 +138,7 @@ def test_graphs_are_estimated_by_graphs(tmp_path: Any) -> None:
     one = trainer(tmp_path, GraphModel(), graphs(), data_collator=as_dict)
     estimate = one.estimate("24GiB")
     assert (estimate.anatomy.batch_size, estimate.largest_batch_size) == (2, None)
-    assert "not known, since the batch's tensors do not begin with its samples" in estimate.table()
+    assert "is unknown: the batch's tensors do not begin with its samples" in estimate.table()
     assert not any("per_device_train_batch_size" in option.changes for option in estimate.options)
 
 

@@ -1,4 +1,4 @@
-"""What fits, and what would need less."""
+"""What fits, and options that need less."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_step_that_does_not_fit(model_and_batch: tuple[nn.Module, Any]) -> Non
     assert by_name["gradient_checkpointing=True"].peak == estimate(model, again, batch).peak
     assert "mixed_precision='bf16'" in by_name
     assert "optim='adamw_8bit'" in by_name
-    assert "the first half of the weights frozen" in by_name
+    assert "the first half of the parameters frozen" in by_name
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -55,7 +55,7 @@ def test_text_and_json() -> None:
     found = advise(model, ARGS, batch, device_memory="1MiB", device="cuda")
     table = found.table()
     assert "activations" in table
-    assert "does not fit into 1.00 MiB; no batch does" in table
+    assert "does not fit into 1.00 MiB; no micro-batch fits" in table
     assert "gradient_checkpointing=True" in table
     values = json.loads(json.dumps(found.to_dict()))
     assert values["fits"] is False

@@ -165,7 +165,7 @@ def test_a_dataset_without_a_length(tmp_path: Path) -> None:
     plan = trainer.plan()
     agrees(plan, watched(trainer), unknown=("epoch ends",))
     assert plan.steps.per_epoch is plan.steps.samples is plan.data.train is None
-    assert "not known before" in str(plan)
+    assert "not known in advance" in str(plan)
 
 
 def with_scheduler(tmp_path: Path, kind: str) -> Trainer:

@@ -40,9 +40,9 @@ def test_a_terminal_of_80_columns(plan: TrainingPlan) -> None:
     assert "  evaluate   every 4 steps: 4, 8, 12, 16, … 24 (6)" in lines
     assert "  epoch ends 8, 16, 24 (3)" in lines
     assert "             because no launcher started several processes; use_cpu=True" in lines
-    assert "  callbacks  Asking, EarlyStopping may ask for more, or for the end" in lines
+    assert "  callbacks  Asking, EarlyStopping may request more, or stop the run" in lines
     assert "warnings" in lines
-    assert lines.index("train() would not go through") < lines.index("warnings")
+    assert lines.index("train() would fail") < lines.index("warnings")
 
 
 def test_the_rate_is_drawn_between_its_extremes(plan: TrainingPlan) -> None:
@@ -93,7 +93,7 @@ def test_the_work_of_epochs_that_do_not_fill_a_step(tmp_path: Path) -> None:
 def test_nothing_is_left(tmp_path: Path) -> None:
     make_trainer(tmp_path, max_steps=2).train()
     shown = str(make_trainer(tmp_path, max_steps=2).plan(resume_from_checkpoint=True))
-    assert "  epoch ends not once\n" in shown
+    assert "  epoch ends never\n" in shown
 
 
 def unknown(device: torch.device, dtype: torch.dtype) -> Peak:

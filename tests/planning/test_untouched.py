@@ -104,7 +104,7 @@ def test_a_plan_of_a_resume_changes_no_file(tmp_path: Path) -> None:
     plan = make_trainer(tmp_path, max_steps=8).plan(resume_from_checkpoint=True)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == files
     assert plan.start.checkpoint == str(tmp_path / "checkpoint-4")
-    assert any("checkpoint-8 is passed over" in warning for warning in plan.warnings)
+    assert any("checkpoint-8 is skipped" in warning for warning in plan.warnings)
 
 
 @pytest.mark.gpu

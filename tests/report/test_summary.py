@@ -35,6 +35,16 @@ def test_the_lines(memory: dict[str, Any], lines: list[str], capsys: pytest.Capt
     assert capsys.readouterr().out.splitlines() == ["Time: 57.82", "Samples/second: 8.86", *lines]
 
 
+def test_a_result_prints_as_one_line() -> None:
+    metrics = {**TIMES, "peak_memory_gib": 0.51, "seconds/forward": 12.5}
+    assert str(TrainOutput(1512, 0.123456, metrics)) == (
+        "TrainOutput(global_step=1512, training_loss=0.1235, 57.8 s, 8.9 samples/s, peak memory 0.51 GiB; "
+        "4 values in .metrics)"
+    )
+    unknown = TrainOutput(0, float("nan"), {"peak_memory_gib": "not reported by this device"})
+    assert repr(unknown) == "TrainOutput(global_step=0, training_loss=nan; 1 values in .metrics)"
+
+
 def test_of_a_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     samples = [{"x": torch.ones(2), "labels": torch.ones(1)}] * 8
     args = TrainingArguments(

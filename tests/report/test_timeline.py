@@ -74,7 +74,7 @@ def test_what_is_said_of_it(tmp_path: Path) -> None:
     assert [(mark.kind, mark.second, mark.step) for mark in timeline.marks] == [("restart", 600.0, 10)]
     told = timeline.description()
     assert told.startswith("Wall time of 12 min 50 s, most of it on down 39 %, setup 19.5 %, lost 13 % and backward")
-    assert "A restart 10 min after the beginning, going on from step 10." in told
+    assert "A restart 10 min after the beginning, resuming from step 10." in told
 
 
 @pytest.mark.parametrize("make", [finished, eventful])

@@ -273,7 +273,7 @@ def stories(folder: Path, ranks: int, kills: int, seed: int) -> Iterator[Story]:
             return
         if len(deck) < 20:
             deck += chance.sample(cards(ranks), len(cards(ranks)))
-        data = chance.choice(list(DATA))
+        data = list(DATA)[number % len(DATA)]
         expected, counts = ends[data]
         story = Story(folder / f"{ranks}-ranks-{number}", ranks, chance, counts, data)
         story.live(deck, min(kills - done, chance.randint(4, 9)), expected)

@@ -43,7 +43,7 @@ class Pause(Callback):
         time.sleep(self.seconds)
         if self.marks is not None:
             (self.marks / f"rank-{run.strategy.rank}-step-{run.state.step}").touch()
-        deaths = self.deaths[run.strategy.restarts :]
+        deaths = self.deaths[run.strategy.session.restarts :]
         if deaths and run.strategy.rank == 1 and run.state.step == deaths[0]:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -115,7 +115,7 @@ class Trouble(Callback):
         self.how, self.rank, self.step, self.stubborn = how, rank, step, stubborn
 
     def on_train_begin(self, run: Run) -> None:
-        if run.strategy.rank == self.rank and (self.stubborn or run.strategy.restarts == 0):
+        if run.strategy.rank == self.rank and (self.stubborn or run.strategy.session.restarts == 0):
             run.model.register_forward_pre_hook(lambda model, inputs: self._fail(run) if model.training else None)
 
     def _fail(self, run: Run) -> None:

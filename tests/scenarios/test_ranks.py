@@ -331,11 +331,15 @@ FAILS_AT = 12
 PATIENCE = ("--heartbeat", 5)
 
 
+# On a busy machine the launcher may end it before Python has come to its end.
+RAISED = r"failed (with exit code 1|and had to be ended)"
+
+
 @pytest.mark.parametrize(
     ("how", "rank", "options", "code", "last", "within"),
     [
-        ("raise", 0, (), 1, r"rank 0 on \S+ failed with exit code 1:\nTraceback .*\nArithmeticError: told to fail", 10),
-        ("raise", 1, (), 1, r"rank 1 on \S+ failed with exit code 1:\nTraceback .*\nArithmeticError: told to fail", 10),
+        ("raise", 0, (), 1, rf"rank 0 on \S+ {RAISED}:\nTraceback .*\nArithmeticError: told to fail", 10),
+        ("raise", 1, (), 1, rf"rank 1 on \S+ {RAISED}:\nTraceback .*\nArithmeticError: told to fail", 10),
         ("exit", 0, (), 3, r"rank 0 on \S+ left with exit code 3", 10),
         ("exit", 1, (), 3, r"rank 1 on \S+ left with exit code 3", 10),
         ("kill", 0, ("--workers", 2), 137, r"rank 0 on \S+ was killed by SIGKILL \(.*\)", 10),

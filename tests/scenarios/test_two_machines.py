@@ -173,7 +173,7 @@ def test_other_arguments_on_a_machine_are_named(pair: Machines) -> None:
 def test_an_address_that_nobody_answers_at_is_named(pair: Machines) -> None:
     (ended,) = finish(start(pair, 1, "run", "--join", "3", address="10.77.0.99"))
     assert ended.code == 1
-    assert f"rank 1 found nobody at 10.77.0.99:{PORT} within 3 s" in ended.err
+    assert f"rank 1 found no process at 10.77.0.99:{PORT} within 3 s" in ended.err
 
 
 def test_a_machine_that_does_not_come_is_named(pair: Machines) -> None:

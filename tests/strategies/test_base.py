@@ -14,18 +14,23 @@ from torch import nn
 from transformers import BatchEncoding
 
 from trainer_kit.strategies.base import Strategy
+from trainer_kit.strategies.device_info import DeviceInfo
 from trainer_kit.strategies.grad_norms import gradient_norms
 from trainer_kit.strategies.precision import Precision
 
 
-class Waiting(Strategy):
+class FarInfo(DeviceInfo):
     """A CPU on which reading counts as waiting."""
 
-    reads_freely = False
+    @property
+    def reads_without_sync(self) -> bool:
+        return False
 
 
 def make_strategy(mode: str = "no", reads_freely: bool = True) -> Strategy:
-    strategy = (Strategy if reads_freely else Waiting)(Precision(mode))
+    strategy = Strategy(Precision(mode))
+    if not reads_freely:
+        strategy.device_info = FarInfo(strategy.device)
     strategy.setup()
     return strategy
 
@@ -220,7 +225,7 @@ def test_fp16_leaves_out_a_step_that_overflows_and_halves_the_scale() -> None:
 
 def test_gradients_are_cleared() -> None:
     parameters = graded([1.0, 1.0])
-    make_strategy().clear_gradients(torch.optim.SGD(parameters, lr=0.1))
+    make_strategy().zero_grad(torch.optim.SGD(parameters, lr=0.1))
     assert all(parameter.grad is None for parameter in parameters)
 
 
@@ -249,13 +254,13 @@ def test_batches_of_any_kind_reach_the_device() -> None:
 
 def test_one_process_is_all_processes() -> None:
     strategy, x = Strategy(), torch.arange(3)
-    assert (strategy.rank, strategy.local_rank, strategy.world_size) == (0, 0, 1)
+    assert (strategy.rank, strategy.collectives.local_rank, strategy.world_size) == (0, 0, 1)
     assert strategy.is_main
-    assert strategy.is_local_main
-    assert strategy.all_reduce(x) is x
+    assert strategy.collectives.is_local_main
+    assert strategy.collectives.all_reduce(x) is x
     assert strategy.gather(x) is x
-    assert strategy.gather_object({"a": 1}) == [{"a": 1}]
-    assert strategy.broadcast("x") == "x"
+    assert strategy.collectives.gather_object({"a": 1}) == [{"a": 1}]
+    assert strategy.collectives.broadcast("x") == "x"
     strategy.barrier()
     model = nn.Linear(2, 2)
     with strategy.no_sync(model):
@@ -264,10 +269,10 @@ def test_one_process_is_all_processes() -> None:
     assert strategy.unwrap(model) is model
     assert strategy.model_state(model).keys() == model.state_dict().keys()
     assert list(strategy.prepare_loader([1, 2])) == [1, 2]
-    assert not strategy.pins_memory
-    strategy.rank = strategy.local_rank = 1
+    assert not strategy.device_info.pins_memory
+    strategy.collectives.rank = strategy.collectives.local_rank = 1
     assert not strategy.is_main
-    assert not strategy.is_local_main
+    assert not strategy.collectives.is_local_main
 
 
 def draws() -> tuple[float, float, float]:
@@ -286,13 +291,13 @@ def test_seeding_reaches_every_generator_of_the_host() -> None:
 
 
 def test_memory_is_in_gib() -> None:
-    figures = Strategy().memory()
+    figures = Strategy().device_info.memory()
     assert set(figures) == {"memory_gib", "peak_memory_gib"}
     assert 0.02 < figures["memory_gib"] <= figures["peak_memory_gib"] < 1024
     held = np.ones(2**27 // 8)  # 1/8 GiB
-    assert Strategy().memory()["memory_gib"] > figures["memory_gib"] + 0.1
+    assert Strategy().device_info.memory()["memory_gib"] > figures["memory_gib"] + 0.1
     del held
-    assert Strategy().memory()["peak_memory_gib"] > figures["memory_gib"] + 0.1
+    assert Strategy().device_info.memory()["peak_memory_gib"] > figures["memory_gib"] + 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
@@ -300,17 +305,17 @@ def test_copies_on_the_host_are_nobody_elses(dtype: torch.dtype) -> None:
     strategy = make_strategy()
     tensors = [torch.arange(6).reshape(2, 3).to(dtype), torch.ones((), dtype=dtype), torch.ones(0, 2, dtype=dtype)]
     tensors.append(tensors[0].t())
-    copies = strategy.host_memory(tensors)
-    strategy.copy_to_host(tensors, copies)
+    copies = strategy.device_info.host_memory(tensors)
+    strategy.device_info.copy_to_host(tensors, copies)
     assert all(torch.equal(*pair) for pair in zip(tensors, copies, strict=True))
     tensors[0].zero_()
     assert copies[0].sum() == 15
     places = {copy.data_ptr() for copy in copies}
-    again = strategy.host_memory(tensors[:3], copies)
-    strategy.copy_to_host(tensors[:3], again)
+    again = strategy.device_info.host_memory(tensors[:3], copies)
+    strategy.device_info.copy_to_host(tensors[:3], again)
     assert all(torch.equal(*pair) for pair in zip(tensors, again, strict=False))
     assert {copy.data_ptr() for copy in again} <= places
-    other = strategy.host_memory([torch.ones(5), torch.ones(5)], again)
+    other = strategy.device_info.host_memory([torch.ones(5), torch.ones(5)], again)
     assert other[0].data_ptr() != other[1].data_ptr()
 
 
@@ -331,7 +336,7 @@ def test_copies_on_the_host_are_nobody_elses(dtype: torch.dtype) -> None:
     ],
 )
 def test_what_says_that_memory_does_not_suffice(error: Exception, expected: bool) -> None:
-    said = Strategy().lack_of_memory(error)
+    said = Strategy().device_info.oom_message(error)
     assert said == ((str(error) or "MemoryError") if expected else None)
 
 
@@ -387,9 +392,9 @@ def test_copies_on_the_host_lie_as_the_tensors_do() -> None:
         torch.rand(4, 3).t(),
         torch.rand(4, 6)[:, ::2],
     ]
-    places = strategy.host_memory(tensors)
+    places = strategy.device_info.host_memory(tensors)
     assert [place.stride() for place in places] == [tensor.clone().stride() for tensor in tensors]
-    strategy.copy_to_host(tensors, places)
+    strategy.device_info.copy_to_host(tensors, places)
     assert all(torch.equal(place, tensor) for place, tensor in zip(places, tensors, strict=True))
-    again = strategy.host_memory([torch.rand(3, 4), *tensors], free=places)
+    again = strategy.device_info.host_memory([torch.rand(3, 4), *tensors], free=places)
     assert [any(one is place for place in places) for one in again] == [False, True, True, True]

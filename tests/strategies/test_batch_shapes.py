@@ -118,7 +118,7 @@ def test_what_loaders_have_padded_already_is_not_promised_again() -> None:
 
 
 def test_where_nothing_varies_nothing_is_to_be_changed() -> None:
-    assert "no batch came yet" in ShapeLedger().advice()
+    assert "no batch has been seen yet" in ShapeLedger().advice()
     advice = ledger_of(text(8, 16), evaluation=(text(8, 16),)).advice()
     assert "1 shape in training and 1 in evaluation" in advice
     assert "about 3 graphs" in advice

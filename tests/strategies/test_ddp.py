@@ -410,7 +410,7 @@ def train_again(folder: str) -> list[str]:
         def on_step_end(self, run: Run) -> None:
             if run.state.step == 3 and run.strategy.rank == 1:
                 run.requests.exit_code = 143
-                run.strategy.announce_leaving()
+                run.strategy.session.announce_preemption()
 
     ends = []
     for callbacks in ([Wrong()], [Leave()], []):
@@ -475,16 +475,21 @@ def collectives() -> dict[str, Any]:
     rank = strategy.rank
     rows = torch.arange(rank * 3.0).reshape(rank, 3)
     return {
-        "sum": strategy.all_reduce(torch.tensor([rank + 1.0])),
-        "max": strategy.all_reduce(torch.tensor(rank), "max"),
-        "numbers": list(strategy.sum_numbers([rank, 2**40])),
+        "sum": strategy.collectives.all_reduce(torch.tensor([rank + 1.0])),
+        "max": strategy.collectives.all_reduce(torch.tensor(rank), "max"),
+        "numbers": list(strategy.collectives.all_reduce_ints([rank, 2**40])),
         "rows": strategy.gather(rows.to(torch.bfloat16)),
         "flags": strategy.gather(torch.tensor([rank == 1])),
         "scalars": strategy.gather(torch.tensor(rank)),
-        "objects": strategy.gather_object({"rank": rank}),
-        "main": strategy.broadcast([rank]),
-        "on_main": strategy.on_main(lambda: rank + 10),
-        "ranks": (strategy.is_main, strategy.is_local_main, strategy.local_rank, strategy.world_size),
+        "objects": strategy.collectives.gather_object({"rank": rank}),
+        "main": strategy.collectives.broadcast([rank]),
+        "on_main": strategy.collectives.on_main(lambda: rank + 10),
+        "ranks": (
+            strategy.is_main,
+            strategy.collectives.is_local_main,
+            strategy.collectives.local_rank,
+            strategy.world_size,
+        ),
     }
 
 
@@ -516,7 +521,7 @@ def failing_on_main(portable: bool) -> None:
     def fail() -> None:
         raise ValueError("the disk is full") if portable else Unportable("the disk", "is full")
 
-    strategy.on_main(fail)
+    strategy.collectives.on_main(fail)
 
 
 @pytest.mark.distributed
@@ -593,7 +598,7 @@ def test_ddp_with_one_process_is_a_single_device() -> None:
     model = nn.Linear(2, 2)
     assert strategy.prepare(model) is model
     assert (strategy.world_size, strategy.is_main) == (1, True)
-    assert strategy.sum_numbers([1, 2]) == [1, 2]
+    assert strategy.collectives.all_reduce_ints([1, 2]) == [1, 2]
     assert isinstance(strategy, SingleDevice)
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from kit.ranks import RankFailed, on_ranks, try_on_ranks
 
-from trainer_kit.strategies import multinode
+from trainer_kit.strategies import multinode, multinode_session
 from trainer_kit.strategies.multinode import MultiNode, _described, route_to
 
 FILES = {"empty": 0, "one": 1, "state/below": 999, "state/exact": 1000, "state/above": 1001, "model": 2500}
@@ -72,10 +72,10 @@ def machines(folder: Path) -> Iterator[tuple[MultiNode, list[str]]]:
 
 def copied(folder: Path) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch, machines(folder) as (strategy, records):
-        patch.setattr(multinode, "_PIECE_BYTES", 1000)
-        path = strategy.local_copy(Path("checkpoint-3"))
+        patch.setattr(multinode_session, "_PIECE_BYTES", 1000)
+        path = strategy.session.fetch_checkpoint(Path("checkpoint-3"))
         found = contents(path)
-        strategy.release_copies()
+        strategy.session.release_checkpoint_copies()
         strategy.barrier()
         return {"path": str(path), "found": found, "is there": path.exists(), "log": records}
 
@@ -121,11 +121,11 @@ def test_a_checkpoint_goes_from_machine_to_machine_without_a_group_of_some(tmp_p
 def seen_by_all(folder: Path, can_mark: bool) -> tuple[str, bool, list[str]]:
     with pytest.MonkeyPatch.context() as patch, machines(folder) as (strategy, records):
         if not can_mark:
-            patch.setattr(multinode, "_mark", lambda directory: None)
-        path = strategy.local_copy(folder / "shared")
+            patch.setattr(multinode_session, "_mark", lambda directory: None)
+        path = strategy.session.fetch_checkpoint(folder / "shared")
         whole = contents(path) == {name: content(name) for name in FILES}
-        strategy.release_copies()
-        strategy.announce_output(folder / "shared")
+        strategy.session.release_checkpoint_copies()
+        strategy.session.log_output_visibility(folder / "shared")
         return str(path), whole, records
 
 
@@ -151,11 +151,11 @@ def test_a_folder_that_cannot_be_written_to_is_sent(tmp_path: Path) -> None:
 
 def report(folder: Path) -> tuple[list[str], str]:
     with pytest.MonkeyPatch.context() as patch, machines(folder) as (strategy, records):
-        strategy.announce_output(Path("checkpoint-3"))
+        strategy.session.log_output_visibility(Path("checkpoint-3"))
         patch.setenv("TRAINER_KIT_PROGRESS_FILE", f"progress-{strategy.rank}")
-        strategy.report_progress(7)
+        strategy.session.report_saved_step(7)
         try:
-            strategy.check_same({"seed": strategy.rank})
+            strategy.collectives.check_same_on_all_ranks({"seed": strategy.rank})
         except ValueError as error:
             return records, str(error)
     return records, ""
@@ -171,7 +171,7 @@ def test_who_runs_where_and_what_is_shared(tmp_path: Path) -> None:
     assert second == f"  machine 1, {HOST}: ranks 1-2 on 2 x cpu"
     assert main[0][1] == (
         f"checkpoint-3 is not shared with {HOST}: checkpoints and logs are on {HOST} alone, where rank 0 must run "
-        "again to go on"
+        "again to resume"
     )
     assert [records for records, _ in others] == [[], []]
     for _, error in (main, *others):
@@ -190,19 +190,19 @@ def broken(what: str) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if what == "reading" and rank == 0:
-            patch.setattr(multinode, "_read_piece", raise_error)
+            patch.setattr(multinode_session, "_read_piece", raise_error)
         elif what == "room" and rank == 1:
-            patch.setattr(multinode.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+            patch.setattr(multinode_session.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
         elif what == "folder" and rank == 1:
-            patch.setattr(multinode.tempfile, "mkdtemp", raise_error)
+            patch.setattr(multinode_session.tempfile, "mkdtemp", raise_error)
         elif what == "writing" and rank == 1:
             import resource
 
             limits = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
         elif what == "size" and rank == 0:
-            patch.setattr(multinode, "_sizes", lambda directory: {"model": 3 * 2**20 + 1})
-        patch.setattr(multinode, "_PIECE_BYTES", 2**20)
+            patch.setattr(multinode_session, "_sizes", lambda directory: {"model": 3 * 2**20 + 1})
+        patch.setattr(multinode_session, "_PIECE_BYTES", 2**20)
         try:
             yield
         finally:
@@ -213,7 +213,7 @@ def broken(what: str) -> Iterator[None]:
 def copy_and_fail(folder: Path, what: str) -> None:
     with machines(folder) as (strategy, _), broken(what):
         try:
-            strategy.local_copy(Path("checkpoint-3"))
+            strategy.session.fetch_checkpoint(Path("checkpoint-3"))
         finally:
             strategy.teardown()
 
@@ -287,9 +287,9 @@ def test_an_interface_that_is_given_is_kept(given: str | None, monkeypatch: pyte
 def test_one_process_needs_no_other_machine(tmp_path: Path) -> None:
     strategy = MultiNode(device="cpu")
     strategy.setup()
-    strategy.announce_output(tmp_path)
-    assert strategy.local_copy(tmp_path) == tmp_path
-    strategy.release_copies()
+    strategy.session.log_output_visibility(tmp_path)
+    assert strategy.session.fetch_checkpoint(tmp_path) == tmp_path
+    strategy.session.release_checkpoint_copies()
     strategy.teardown()
     assert list(tmp_path.iterdir()) == []
     assert "GLOO_SOCKET_IFNAME" not in os.environ
@@ -323,6 +323,6 @@ def late(look: int) -> Callable[[Path], list[str]]:
 def test_a_network_disk_may_show_a_file_late(
     look: int, found: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(multinode, "_LOOKS", (0.0, 0.0, 0.0, 0.0))
-    monkeypatch.setattr(multinode.os, "listdir", late(look))
-    assert multinode._appears(tmp_path / "marker") is found
+    monkeypatch.setattr(multinode_session, "_LOOKS", (0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(multinode_session.os, "listdir", late(look))
+    assert multinode_session._appears(tmp_path / "marker") is found

@@ -21,7 +21,7 @@ from trainer_kit.strategies.process_group import check_own_gpus
 def test_threads_are_given_time_before_a_fork(is_joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(session.time, "sleep", slept.append)
-    monkeypatch.setattr(session.Session, "current", object() if is_joined else None)
+    monkeypatch.setattr(session.Membership, "current", object() if is_joined else None)
     child = os.fork()
     if child == 0:
         os._exit(0)

@@ -56,9 +56,9 @@ def test_the_cpu_can_be_asked_for() -> None:
     assert strategy.device == torch.device("cpu")
     assert isinstance(strategy.precision, Precision)
     assert strategy.precision.mode == "no"
-    assert not strategy.pins_memory
+    assert not strategy.device_info.pins_memory
     assert not strategy.scales_gradients
-    assert set(strategy.memory()) == {"memory_gib", "peak_memory_gib"}
+    assert set(strategy.device_info.memory()) == {"memory_gib", "peak_memory_gib"}
     batches = [SimpleNamespace(batch=torch.ones(1))]
     assert list(strategy.prepare_loader(batches)) == batches
 
@@ -75,7 +75,7 @@ def test_cuda_comes_first_and_has_a_number(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert SingleDevice().device == SingleDevice("cuda").device == torch.device("cuda", 1)
     assert SingleDevice("cuda:0").device == torch.device("cuda", 0)
-    assert SingleDevice("cuda:0").pins_memory
+    assert SingleDevice("cuda:0").device_info.pins_memory
 
 
 def test_the_choice_follows_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,11 +241,11 @@ def test_cuda_skips_without_the_host() -> None:
 def test_cuda_memory_is_that_of_tensors() -> None:
     strategy = SingleDevice("cuda")
     strategy.setup()
-    before = strategy.memory()
+    before = strategy.device_info.memory()
     held = torch.ones(2**27, device=strategy.device, dtype=torch.uint8)  # 1/8 GiB
-    during = strategy.memory()
+    during = strategy.device_info.memory()
     assert during["memory_gib"] == pytest.approx(before["memory_gib"] + 1 / 8, abs=0.01)
     del held
-    after = strategy.memory()
+    after = strategy.device_info.memory()
     assert after["peak_memory_gib"] >= during["memory_gib"]
     assert after["reserved_memory_gib"] >= after["memory_gib"]

@@ -82,7 +82,7 @@ def test_for_machines_stdout_is_the_plan_alone(script: str, capsys: pytest.Captu
 
 def test_a_training_that_would_not_go_through(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert planned(script, "wrong") == (1, [])
-    assert "train() would not go through\n  - lr_scheduler_kwargs has 'power'" in capsys.readouterr().out
+    assert "train() would fail\n  - lr_scheduler_kwargs has 'power'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_weights_that_overflow(script: str, broken_off: Broken) -> None:
 def test_weights_that_lie_with_another_process(script: str, broken_off: Broken, tmp_path: Path) -> None:
     folder = broken_off("grows", NonFiniteError)
     postmortem = postmortem_of_the_script()
-    postmortem.run.strategy.rank = 1
+    postmortem.run.strategy.collectives.rank = 1
     step = int(folder.name.removeprefix("crash-"))
     own = postmortem.write(NonFiniteError("the loss is inf", StepSpan(step, 0, 4 * step - 4, 4 * step), held=True))
     assert own == tmp_path / "run" / f"{folder.name}-rank-1"

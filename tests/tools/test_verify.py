@@ -73,7 +73,7 @@ def test_an_honest_script_is_equal(way: str, seed: int, tmp_path: Path) -> None:
         ("callback", True, "hyperparameters", "a callback or object without state", "callback Decay.factor has"),
         ("stops later", True, "end", "a callback or object without state", "callback Stop.left has"),
         ("wrong state", True, "states", "a state that does not come back", "callback Counts"),
-        ("system", False, "loss", "nondeterministic kernel", "two runs that nobody stopped differ as well"),
+        ("system", False, "loss", "nondeterministic kernel", "two uninterrupted runs differ as well"),
         ("clock state", False, "states", "a state that depends on the clock or the machine", "callback Counts differs"),
         ("weights", False, "model", "other weights at the beginning", "something else that is random"),
     ],

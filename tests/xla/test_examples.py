@@ -54,8 +54,8 @@ def test_the_notebook(tmp_path: Path) -> None:
     # Steps 1 and 2, looks at the loss in evaluation and in training, evaluation.
     assert "\n5 graphs for 2 devices were compiled in " in launched
     assert "Warning" not in launched
-    [score] = [line for line in launched.splitlines() if line.endswith("of the digits are read right")]
-    assert score.startswith("after 376 steps ")
-    assert float(score.split()[3].rstrip("%")) > 96
+    [score] = [line for line in launched.splitlines() if line.startswith("accuracy after ")]
+    assert score.startswith("accuracy after 376 steps: ")
+    assert float(score.split()[-1].rstrip("%")) > 96
     read, truth = (line.partition(":")[2].split() for line in last.splitlines())
     assert sum(ours == theirs for ours, theirs in zip(read, truth, strict=True)) >= 10  # by the trained weights

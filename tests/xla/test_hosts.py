@@ -29,7 +29,7 @@ class At(Callback):
         self.host, self.step, self.action = host, step, action
 
     def on_step_end(self, run: Run) -> None:
-        if run.state.step == self.step and isinstance(run.strategy, XLA) and run.strategy.place.rank == self.host:
+        if run.state.step == self.step and isinstance(run.strategy, XLA) and run.strategy.group.place.rank == self.host:
             self.action(run)
 
 

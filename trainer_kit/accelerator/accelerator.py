@@ -248,7 +248,7 @@ class Accelerator(Tracking):
             data_loader,
             self.strategy,
             self.flow,
-            mix(self.strategy.broadcast(seed), number),  # two loaders of one length are not shuffled alike
+            mix(self.strategy.collectives.broadcast(seed), number),  # two loaders of one length are not shuffled alike
             self.split_batches,
             self.device_placement if device_placement is None else device_placement,
         )
@@ -275,9 +275,9 @@ class Accelerator(Tracking):
     def free_memory(self, *objects: Any) -> list[None]:
         """Lets go of everything that was prepared, and of cached memory; gives back a None for each object."""
         self._prepared.clear()
-        self.strategy.forget_models()
+        self.strategy.release_models()
         gc.collect()
-        self.strategy.empty_cache()
+        self.strategy.device_info.empty_cache()
         return [None] * len(objects)
 
     clear = free_memory
@@ -393,7 +393,7 @@ class Accelerator(Tracking):
         if not self.is_main_process:
             return
         if safe_serialization:
-            save_tensors(obj, path.parent, path.stem, to_host=self.strategy.to_host)
+            save_tensors(obj, path.parent, path.stem, to_host=self.strategy.device_info.to_host)
             return
         temporary = path.with_name(f".{path.name}.tmp")
         try:
@@ -404,7 +404,7 @@ class Accelerator(Tracking):
 
     def _readable_anywhere(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor on XLA could be loaded only where torch_xla is."""
-        return self.strategy.to_host(tensor.detach()) if tensor.device.type == "xla" else tensor
+        return self.strategy.device_info.to_host(tensor.detach()) if tensor.device.type == "xla" else tensor
 
     def save_model(
         self,
@@ -426,8 +426,10 @@ class Accelerator(Tracking):
         """
         _refuse_pickles(safe_serialization)
         state, module = self.get_state_dict(model), self.strategy.unwrap(model)
-        folder, to_host = Path(save_directory), self.strategy.to_host
-        self.strategy.on_main(lambda: save_model_folder(folder, state, module, None, max_shard_size, to_host))
+        folder, to_host = Path(save_directory), self.strategy.device_info.to_host
+        self.strategy.collectives.on_main(
+            lambda: save_model_folder(folder, state, module, None, max_shard_size, to_host)
+        )
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
         """Commits a checkpoint of everything that was prepared or registered; all processes take part.

@@ -34,7 +34,6 @@ from trainer_kit.checkpoint.format.loading import load_weights
 from trainer_kit.checkpoint.format.manifest import STATE_FOLDER, Manifest, list_files
 from trainer_kit.checkpoint.format.trainer_state import BOOL, COUNT, OBJECT, TEXT, WHOLE, CheckedFile, or_none
 from trainer_kit.strategies.base import Strategy
-from trainer_kit.utils.optimizer_state import load_optimizer_state, optimizer_state
 from trainer_kit.utils.rng import generator_states, set_generator_states
 
 logger = logging.getLogger("trainer_kit")
@@ -104,10 +103,10 @@ class States:
         self.flow.dispatch()  # all that is read now is there then, not computed tensor by tensor
         models = [self.strategy.model_state(model) for model in self.prepared.models]
         states = self._states()
-        directory = self.strategy.on_main(lambda: self._commit(folder, output_dir, models, states))
+        directory = self.strategy.collectives.on_main(lambda: self._commit(folder, output_dir, models, states))
         if output_dir is None:
             self.project.iteration = int(directory.name.removeprefix(PREFIX)) + 1
-        self.strategy.report_progress(self.flow.steps)
+        self.strategy.session.report_saved_step(self.flow.steps)
         logger.info("saved %s", directory)
         return directory
 
@@ -135,24 +134,24 @@ class States:
             "gradients": self._gradients() if self.flow.batches else {},
         }
         for name, each in _numbered("optimizer", prepared.optimizers):
-            states[name] = optimizer_state(each.optimizer)
+            states[name] = self.strategy.optimizer_state(each.optimizer)
         for name, each in _numbered("lr_scheduler", prepared.schedulers):
             states[name] = each.state_dict()
         for name, each in self._registered():
             states[name] = each.state_dict()
-        for rank, state in enumerate(self.strategy.gather_object(_generators(self.strategy))):
+        for rank, state in enumerate(self.strategy.collectives.gather_object(_generators(self.strategy))):
             states[f"rng-{rank:05d}"] = state
         return states
 
     def _gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of a step that is not complete yet, summed over the processes."""
         named = self._trained()
-        held = self.strategy.sum_numbers([int(parameter.grad is not None) for _, parameter in named])
+        held = self.strategy.collectives.all_reduce_ints([int(parameter.grad is not None) for _, parameter in named])
         summed = {}
         for (name, parameter), holders in zip(named, held, strict=True):
             if holders:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                summed[name] = self.strategy.all_reduce(gradient.to_dense())
+                summed[name] = self.strategy.collectives.all_reduce(gradient.to_dense())
         return summed
 
     def _trained(self) -> list[tuple[str, torch.Tensor]]:
@@ -192,7 +191,7 @@ class States:
             files=pretrained_files(self.strategy.unwrap(self.prepared.models[0]), None) if models else {},
             more_models=named,
         )
-        directory = write_checkpoint(folder, snapshot, name=output_dir.name, to_host=self.strategy.to_host)
+        directory = write_checkpoint(folder, snapshot, name=output_dir.name, to_host=self.strategy.device_info.to_host)
         if there and self.project.total_limit is not None:
             own = [*(path for path in there if is_of_run(path, "accelerator", self.run_id)), directory]
             committed = [Committed(path.name, _number(path)) for path in own]
@@ -207,16 +206,17 @@ class States:
         Raises:
             ValueError: If there is none, it is damaged, or one of other objects, naming what differs.
         """
-        directory = self.strategy.on_main(lambda: self._found(input_dir))
-        source, prepared = self.strategy.local_copy(directory), self.prepared
-        if source != directory and self.strategy.is_local_main:
+        directory = self.strategy.collectives.on_main(lambda: self._found(input_dir))
+        source, prepared = self.strategy.session.fetch_checkpoint(directory), self.prepared
+        if source != directory and self.strategy.collectives.is_local_main:
             verify(source)
         state = read_state(source, "accelerator")
         if state is None:
             raise ValueError(f"{directory} holds no state of save_state(); a Trainer's is resumed by the Trainer")
         _check_counts(state["counts"], prepared.counts(), directory)
         for name, model in _numbered("model", prepared.models):
-            load_weights(self.strategy.unwrap(model), source, stem=name, is_verified=True)
+            module, load_state = self.strategy.unwrap(model), self.strategy.load_model_state
+            load_weights(module, source, stem=name, is_verified=True, load_state=load_state)
         for name, each in (
             *_numbered("optimizer", prepared.optimizers),
             *_numbered("lr_scheduler", prepared.schedulers),
@@ -225,7 +225,7 @@ class States:
             if (saved := read_state(source, name)) is None:
                 raise ValueError(f"{directory} holds nothing for {name}; register the same objects before load_state()")
             if isinstance(each, PreparedOptimizer):
-                load_optimizer_state(each.optimizer, saved)
+                self.strategy.load_optimizer_state(each.optimizer, saved)
             else:
                 each.load_state_dict(saved)
         if self.strategy.precision is not None:
@@ -249,7 +249,7 @@ class States:
         if input_dir is None:
             found = newest_valid(folder, logger.warning, PREFIX, check=_check_state)
             if found is None:
-                raise ValueError(f"load_state() found no whole checkpoint in {folder}; save_state() writes them there")
+                raise ValueError(f"load_state() found no valid checkpoint in {folder}; save_state() writes them there")
             return found
         recover_replaced(folder)
         if not input_dir.is_dir():
@@ -333,7 +333,9 @@ def _check_state(directory: Path) -> None:
 def _check_counts(saved: dict[str, int], now: dict[str, int], directory: Path) -> None:
     for kind, count in saved.items():
         if kind == "loaders" and count < now[kind]:
-            logger.info("%s holds the state of %d loaders: those prepared after them begin anew", directory, count)
+            logger.info(
+                "%s holds the state of %d loaders: those prepared after them start from the beginning", directory, count
+            )
         elif kind != "models" and count and not now[kind]:
             logger.info("the state of %d %s in %s is left out, since none is prepared", count, kind, directory)
         elif count != now[kind]:
@@ -365,9 +367,9 @@ def _refuse_to_replace(directory: Path) -> None:
 
 def _generators(strategy: Strategy) -> dict[str, Any]:
     """The states of this process's generators."""
-    return generator_states() | {"device": strategy.rng_state()}
+    return generator_states() | {"device": strategy.device_info.rng_state()}
 
 
 def _set_generators(states: dict[str, Any], strategy: Strategy) -> None:
     set_generator_states(states)
-    strategy.set_rng_state(states.get("device"))
+    strategy.device_info.set_rng_state(states.get("device"))

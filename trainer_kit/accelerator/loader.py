@@ -318,7 +318,7 @@ class PreparedLoader:
                 sampler=_Jobs(jobs),
                 collate_fn=_as_is,
                 num_workers=loader.num_workers,
-                pin_memory=loader.pin_memory and self._strategy.pins_memory,
+                pin_memory=loader.pin_memory and self._strategy.device_info.pins_memory,
                 timeout=loader.timeout,
                 worker_init_fn=loader.worker_init_fn,
                 multiprocessing_context=loader.multiprocessing_context,

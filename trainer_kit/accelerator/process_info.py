@@ -61,7 +61,7 @@ class ProcessInfo:
     @property
     def local_process_index(self) -> int:
         """Number of this process on its machine, from 0."""
-        return self.strategy.local_rank
+        return self.strategy.collectives.local_rank
 
     @property
     def is_main_process(self) -> bool:
@@ -71,7 +71,7 @@ class ProcessInfo:
     @property
     def is_local_main_process(self) -> bool:
         """Whether this is the first process on its machine."""
-        return self.strategy.is_local_main
+        return self.strategy.collectives.is_local_main
 
     @property
     def is_last_process(self) -> bool:
@@ -153,7 +153,7 @@ class ProcessInfo:
 
     def check_trigger(self) -> bool:
         """Whether any process has called `set_trigger` since the last check; all processes take part."""
-        (count,) = self.strategy.sum_numbers([int(self._triggered)])
+        (count,) = self.strategy.collectives.all_reduce_ints([int(self._triggered)])
         self._triggered = False
         return count > 0
 
@@ -193,7 +193,7 @@ class ProcessInfo:
             own = own[:real] if len(own) == rows else own if real or not loaders else []
         else:
             own = [input_data] if real or not loaders else []
-        return [each for part in self.strategy.gather_object(own) for each in part]
+        return [each for part in self.strategy.collectives.gather_object(own) for each in part]
 
     def reduce(self, tensor: Any, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0) -> Any:
         """The tensors of all processes added up element by element, or their mean.
@@ -214,7 +214,7 @@ class ProcessInfo:
         def reduced(each: torch.Tensor) -> torch.Tensor:
             if reduction == "none":
                 return each
-            total = self.strategy.all_reduce(each.detach().clone())
+            total = self.strategy.collectives.all_reduce(each.detach().clone())
             if reduction == "mean" and self.num_processes > 1:
                 total = total / self.num_processes
             return total if scale == 1.0 else total * scale
@@ -241,7 +241,7 @@ class ProcessInfo:
             if not -each.ndim <= dim < each.ndim:
                 return each
             own = each.shape[dim]
-            size = int(self.strategy.all_reduce(torch.tensor([own], device=self.device), "max"))
+            size = int(self.strategy.collectives.all_reduce(torch.tensor([own], device=self.device), "max"))
             if size == own:
                 return each
             shape = list(each.shape)

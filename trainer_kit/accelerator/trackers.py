@@ -287,7 +287,7 @@ class Tracking(ProcessInfo):
                 raise
             if tracker not in self._failing:
                 self._failing.add(tracker)
-                logger.warning("the tracker %r could not write: %s; the loop goes on", tracker.name, error)
+                logger.warning("the tracker %r could not write: %s; training continues", tracker.name, error)
 
 
 def _plain_record(values: Mapping[str, Any], strategy: Strategy) -> dict[str, Any]:

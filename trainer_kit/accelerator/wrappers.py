@@ -65,7 +65,7 @@ class AccumulationState:
     def dispatch(self) -> None:
         """Lets the device begin with what was recorded."""
         self._has_stepped = self._has_cleared = False
-        self.strategy.dispatch()
+        self.strategy.device_info.mark_step()
 
     def has_stepped(self) -> None:
         """Counts a step. The device begins with it once its gradients are cleared, which are then no results that it

@@ -112,8 +112,8 @@ class AsyncSaver:
             ValueError: If it has a name that cannot be a file's.
         """
         assert not self.is_busy, "one save at a time"
-        self.run.strategy.before_aborting(self.drain)
-        self.run.strategy.on_main(lambda: self._begin(model_state, states, metric, protect))
+        self.run.strategy.session.set_abort_handler(self.drain)
+        self.run.strategy.collectives.on_main(lambda: self._begin(model_state, states, metric, protect))
         self.is_busy = True
 
     def finish(self) -> Path | None:
@@ -125,7 +125,7 @@ class AsyncSaver:
         Raises:
             SaveError: If it could not be written and `save_failures="raise"`.
         """
-        outcome = self.run.strategy.on_main(self._outcome)
+        outcome = self.run.strategy.collectives.on_main(self._outcome)
         self.is_busy = self._requests.written = False
         self._take_in(outcome)
         if outcome.error is None:
@@ -142,7 +142,7 @@ class AsyncSaver:
         self.committed = outcome.committed
         if outcome.error is None:
             self.failed = None
-            self.run.strategy.report_progress(outcome.step)
+            self.run.strategy.session.report_saved_step(outcome.step)
         else:
             self.failed, self.failures = outcome, self.failures + 1
 
@@ -169,7 +169,7 @@ class AsyncSaver:
 
     def close(self) -> None:
         """Frees the memory of the snapshots."""
-        self.run.strategy.before_aborting(None)
+        self.run.strategy.session.set_abort_handler(None)
         self._thread.shutdown()
         self.copies.free()
 
@@ -182,7 +182,7 @@ class AsyncSaver:
             TypeError: If a state holds something that a checkpoint cannot hold.
             ValueError: If it has a name that cannot be a file's.
         """
-        self.run.strategy.on_main(lambda: self._check_space(model_state, states))
+        self.run.strategy.collectives.on_main(lambda: self._check_space(model_state, states))
 
     def _check_space(self, model_state: Mapping[str, torch.Tensor], states: States) -> None:
         snapshot = self._snapshot(model_state, states([]), copy=self._reserve)
@@ -270,10 +270,10 @@ class AsyncSaver:
         try:
             if args.async_save:
                 self.copies.complete()
+            to_host = self.run.strategy.device_info.to_host
             write_checkpoint(
-                self.folder, snapshot, max_shard_size=args.max_shard_size, to_host=self.run.strategy.to_host,
-                confirm=self.confirm,
-            )  # fmt: skip
+                self.folder, snapshot, max_shard_size=args.max_shard_size, to_host=to_host, confirm=self.confirm
+            )
             self.confirm()
             return Outcome(snapshot.step, prune(self.folder, committed, retention(args), protect, self.is_own))
         except (OSError, MemoryError) as error:

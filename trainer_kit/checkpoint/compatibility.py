@@ -17,7 +17,7 @@ from trainer_kit.data.run_length import RunLength, step_numbers
 from trainer_kit.errors import CheckpointError
 from trainer_kit.optim import Schedule
 from trainer_kit.run import Run
-from trainer_kit.utils.optimizer_state import described_groups, load_optimizer_state
+from trainer_kit.utils.optimizer_state import described_groups
 from trainer_kit.utils.run_lock import holder_of
 from trainer_kit.utils.user_warnings import warn
 
@@ -29,7 +29,7 @@ _IN_THE_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2"
 _IN_THE_LAYOUT = ("per_device_train_batch_size", "gradient_accumulation_steps")
 """Arguments that the sentence about the layout tells of."""
 
-_ANEW = "start anew with load_checkpoint_in_model(model, checkpoint)"
+_ANEW = "start a new run with load_checkpoint_in_model(model, checkpoint)"
 
 
 def find_checkpoint(
@@ -53,7 +53,7 @@ def find_checkpoint(
         found = newest_valid(output_dir, logger.warning, repair=repair, check=check)
         if found is None and find_checkpoints(output_dir):
             logger.warning(
-                "no checkpoint in %s is whole: training starts from the beginning, and moves them to earlier-N/ there",
+                "no checkpoint in %s is valid: training starts from the beginning, and moves them to earlier-N/ there",
                 output_dir,
             )
         elif found is None:
@@ -80,7 +80,7 @@ def find_checkpoint(
     found = newest_valid(directory, logger.warning, repair=repair, check=check)
     if found is None:
         raise ValueError(
-            f"{given} holds no checkpoint that is whole (the log says why of each of the {len(there)}); give another "
+            f"{given} holds no valid checkpoint (the log says why of each of the {len(there)}); give another "
             "folder, or leave it out to start from the beginning"
         )
     return found
@@ -107,8 +107,8 @@ def check_same_run(run: Run, trainer: Mapping[str, Any], data_state: Mapping[str
     length, saved = dataset_length(run.train_dataset), trainer["dataset_length"]
     if length != saved:
         raise ValueError(
-            f"train_dataset has {length} samples, but {directory} was made with {saved}: which were seen cannot be "
-            f"told; give the same dataset, or {_ANEW}"
+            f"train_dataset has {length} samples, but {directory} was made with {saved}: which of them were seen is "
+            f"unknown; give the same dataset, or {_ANEW}"
         )
     if run.args.seed != trainer["seed"]:
         raise ValueError(
@@ -196,7 +196,7 @@ def load_optimizer(run: Run, saved: dict[str, Any], directory: Path) -> None:
     """Gives the optimizer its state, and the scheduler the checkpoint's."""
     optimizer, scheduler = run.optimizer, run.lr_scheduler
     assert optimizer is not None
-    load_optimizer_state(optimizer, saved)
+    run.strategy.load_optimizer_state(optimizer, saved)
     try:
         scheduler.load_state_dict(read_state(directory, "lr_scheduler"))
     except Exception as error:
@@ -227,7 +227,7 @@ def report_changes(run: Run, plan: RunLength, earlier: tuple[Mapping[str, Any], 
         logger.info("resumed with other arguments: %s", _described(changed, told))
     if kept:
         logger.warning(
-            "%s changed, but the optimizer goes on with the checkpoint's values; start anew from the weights to change "
+            "%s changed, but the optimizer keeps the checkpoint's values; start a new run from the weights to change "
             "them", _described(changed, kept),
         )  # fmt: skip
 
@@ -252,7 +252,7 @@ def _report_layout(run: Run, plan: RunLength, saved: Mapping[str, Any]) -> None:
     samples = f"{window} samples a step " + ("as before" if window == before else f"instead of {before}")
     schedule = ""
     if isinstance(run.lr_scheduler, Schedule) and run.args.max_steps < 0:
-        schedule = f"; the schedule goes on at step {plan.schedule_step} of {plan.schedule_length}"
+        schedule = f"; the schedule continues at step {plan.schedule_step} of {plan.schedule_length}"
         given, scaled = step_numbers(run.args), step_numbers(plan.scheduled(run.args))
         schedule += "".join(
             f", in which {name}={steps} are {scaled[name]}" for name, steps in given.items() if steps != scaled[name]

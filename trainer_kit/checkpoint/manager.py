@@ -7,7 +7,8 @@ import itertools
 import logging
 import math
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,12 @@ from trainer_kit.checkpoint import (
     CHECKPOINT_PREFIX,
     Committed,
     find_checkpoints,
-    load_checkpoint_in_model,
     read_arguments,
     read_state,
     remove_stale_staging,
     verify,
 )
-from trainer_kit.checkpoint.async_saver import AsyncSaver
+from trainer_kit.checkpoint.async_saver import AsyncSaver, States
 from trainer_kit.checkpoint.compatibility import (
     check_same_run,
     dataset_length,
@@ -45,7 +45,7 @@ from trainer_kit.data.map_loader import TrainLoader
 from trainer_kit.data.run_length import RunLength, make_plan
 from trainer_kit.optim import Schedule
 from trainer_kit.run import Run
-from trainer_kit.utils.optimizer_state import check_optimizer_state, optimizer_state
+from trainer_kit.utils.optimizer_state import check_optimizer_state
 from trainer_kit.utils.run_lock import RunLock
 from trainer_kit.utils.run_log import NAME as LOG
 from trainer_kit.utils.run_log import LogFile
@@ -121,14 +121,16 @@ class CheckpointManager:
             ValueError: If it is not there, or one of another dataset, seed or optimizer, naming what differs.
         """
         run = self.run
-        run.strategy.on_main(self._lock_folder)
+        run.strategy.collectives.on_main(self._lock_folder)
         self._starts_again = bool(request)
         if request:
-            self.resumed_from = run.strategy.on_main(lambda: find_checkpoint(self.folder, request, check=self._check))
+            self.resumed_from = run.strategy.collectives.on_main(
+                lambda: find_checkpoint(self.folder, request, check=self._check)
+            )
         if self.resumed_from is None:
             return
-        self._source = run.strategy.local_copy(self.resumed_from)
-        if self._source != self.resumed_from and run.strategy.is_local_main:
+        self._source = run.strategy.session.fetch_checkpoint(self.resumed_from)
+        if self._source != self.resumed_from and run.strategy.collectives.is_local_main:
             verify(self._source)
         trainer = read_trainer(self._source)
         assert trainer is not None
@@ -168,16 +170,16 @@ class CheckpointManager:
         if directory is not None:
             self._load(directory)
             ledger = read_ledger(directory)
-            run.ledger.go_on(ledger, run.strategy.on_main(lambda: self._logged_after(ledger["time"])))
+            run.ledger.go_on(ledger, run.strategy.collectives.on_main(lambda: self._logged_after(ledger["time"])))
             if isinstance(run.lr_scheduler, Schedule):
                 run.lr_scheduler.go_on_at(self.plan.schedule_step)
-            self.saver.committed = run.strategy.on_main(self._of_earlier_starts)
+            self.saver.committed = run.strategy.collectives.on_main(self._of_earlier_starts)
             logger.info("resumed from %s at step %d of %d", self.resumed_from, run.state.step, run.total_steps)
             assert self._earlier is not None
             report_changes(run, self.plan, self._earlier)
-        run.strategy.on_main(self._take_folder)
-        run.strategy.announce_output(self.folder)
-        run.strategy.release_copies()
+        run.strategy.collectives.on_main(self._take_folder)
+        run.strategy.session.log_output_visibility(self.folder)
+        run.strategy.session.release_checkpoint_copies()
 
     def _logged_after(self, moment: float) -> float:
         """Seconds of work that earlier starts logged after a moment; the times between two starts are left out."""
@@ -218,11 +220,11 @@ class CheckpointManager:
     def rollback(self) -> Path | None:
         """Takes everything up again from the newest checkpoint that is whole, which it returns; None without any."""
         run = self.run
-        directory = run.strategy.on_main(self._newest_valid)
+        directory = run.strategy.collectives.on_main(self._newest_valid)
         if directory is None:
             return None
-        source = run.strategy.local_copy(directory)
-        if source != directory and run.strategy.is_local_main:
+        source = run.strategy.session.fetch_checkpoint(directory)
+        if source != directory and run.strategy.collectives.is_local_main:
             verify(source)
         self.metric = None
         trainer = read_trainer(source)
@@ -231,14 +233,14 @@ class CheckpointManager:
         run.ledger.go_back(read_ledger(source))
         self.data_state = read_data_state(source)
         self._load(source)
-        run.strategy.release_copies()
+        run.strategy.session.release_checkpoint_copies()
         return directory
 
     def _load(self, directory: Path) -> None:
         run = self.run
         check_weights(run.model, directory)  # before anything is written
         optimizer = fitting_optimizer_state(run, directory)
-        load_weights(run.model, directory, is_verified=True)
+        load_weights(run.model, directory, is_verified=True, load_state=run.strategy.load_model_state)
         load_optimizer(run, optimizer, directory)
         if run.strategy.precision is not None:
             run.strategy.precision.load_state_dict(read_state(directory, "precision") or {})
@@ -254,7 +256,8 @@ class CheckpointManager:
         """
         metric = self.metric[1] if self.metric is not None and self.metric[0] == self.run.state.step else None
         protect = {each.name for each in (self.resumed_from, self.best) if each is not None}
-        self.saver.begin(model_state, lambda committed: self._states(committed, evaluation_is_due), metric, protect)
+        states = self._states_with(self._optimizer_state(), evaluation_is_due)
+        self.saver.begin(model_state, states, metric, protect)
 
     def _newest_valid(self) -> Path | None:
         there = [self.folder / each.name for each in reversed(self.saver.committed)]
@@ -279,21 +282,44 @@ class CheckpointManager:
 
     def check_space(self, model_state: Mapping[str, torch.Tensor]) -> None:
         """Warns where the disk has no room for the checkpoints to come (see `AsyncSaver.check_space`)."""
-        self.saver.check_space(model_state, lambda committed: self._states(committed, False))
+        self.saver.check_space(model_state, self._states_with(self._optimizer_state(), False))
 
     def load_best(self) -> None:
         """Puts the best checkpoint's weights into the model; a warning where there is none."""
         strategy = self.run.strategy
-        best, is_there = strategy.on_main(lambda: (self.best, self.best is not None and self.best.is_dir()))
+        best, is_there = strategy.collectives.on_main(lambda: (self.best, self.best is not None and self.best.is_dir()))
         if best is None or not is_there:
             why = "no evaluation gave a best one" if best is None else f"the best checkpoint, {best}, is not there"
             warn(f"load_best_model_at_end=True, but {why}: the model stays as it is")
             return
-        load_checkpoint_in_model(self.run.model, strategy.local_copy(best))
-        strategy.release_copies()
+        source = strategy.session.fetch_checkpoint(best)
+        load_weights(self.run.model, source, is_verified=False, load_state=strategy.load_model_state)
+        strategy.session.release_checkpoint_copies()
         logger.info("loaded the best model, %s (%s)", best, self.run.state.best_metric)
 
-    def _states(self, committed: list[Committed], evaluation_is_due: bool) -> dict[str, Any]:
+    def _optimizer_state(self) -> Callable[[], dict[str, Any]]:
+        """Take the optimizer's state on all processes.
+
+        Returns:
+            What returns the state or raises its error on the main process, which shares an error with the others.
+        """
+        strategy, optimizer = self.run.strategy, self.run.optimizer
+        assert optimizer is not None
+        taken: Future[dict[str, Any]] = Future()
+        try:
+            taken.set_result(strategy.optimizer_state(optimizer))
+        except Exception as error:
+            if not strategy.is_main:
+                raise
+            taken.set_exception(error)
+        return taken.result
+
+    def _states_with(self, optimizer_state: Callable[[], dict[str, Any]], evaluation_is_due: bool) -> States:
+        return lambda committed: self._states(committed, optimizer_state(), evaluation_is_due)
+
+    def _states(
+        self, committed: list[Committed], optimizer_state: dict[str, Any], evaluation_is_due: bool
+    ) -> dict[str, Any]:
         """Everything but the model's weights, by name; `committed` are the run's checkpoints with this one."""
         run = self.run
         check_stateful(run)
@@ -314,8 +340,7 @@ class CheckpointManager:
             "data": self.data_state,
             "ledger": run.ledger.state_dict(),
         }
-        assert run.optimizer is not None
-        states["optimizer"] = optimizer_state(run.optimizer)
+        states["optimizer"] = optimizer_state
         states["lr_scheduler"] = run.lr_scheduler.state_dict()
         if run.strategy.precision is not None:
             states["precision"] = run.strategy.precision.state_dict()
@@ -396,8 +421,8 @@ def set_aside(output_dir: Path, keep: Collection[str] = (), records: Collection[
         target.parent.mkdir(parents=True, exist_ok=True)
         each.rename(target)
     names = ", ".join(each.relative_to(output_dir).as_posix() for each in (*found, *records))
-    remedy = " (to go on with the newest checkpoint use resume_from_checkpoint=True)" if found else ""
-    logger.warning("%s held %s of another run; now in %s%s", output_dir, names, folder, remedy)
+    remedy = "; to resume from the newest checkpoint, set resume_from_checkpoint=True" if found else ""
+    logger.warning("moved %s of another run from %s to %s%s", names, output_dir, folder, remedy)
 
 
 def _records_of(args: TrainingArguments) -> list[Path]:

@@ -36,7 +36,7 @@ class HostStaging:
     def reserve(self, tensors: list[torch.Tensor]) -> None:
         """Takes the memory for copies of these tensors, so that the first copy finds it there."""
         try:
-            self._places = self.run.strategy.host_memory(tensors)
+            self._places = self.run.strategy.device_info.host_memory(tensors)
         except (MemoryError, RuntimeError):
             return  # `take` says so when it is needed
         for place in self._places:
@@ -50,12 +50,12 @@ class HostStaging:
         """
         strategy = self.run.strategy
         self._places = places = self._memory_for(tensors)
-        stable = self._of_the_optimizer() if strategy.copies_beside else set()
+        stable = self._of_the_optimizer() if strategy.device_info.supports_concurrent_copy else set()
         pairs = [(tensor, place, address(tensor) in stable) for tensor, place in zip(tensors, places, strict=True)]
         self._later = [(tensor, place, tensor._version) for tensor, place, waits in pairs if waits]
-        self._moment = strategy.moment()
+        self._moment = strategy.device_info.record_event()
         now = [(tensor, place) for tensor, place, waits in pairs if not waits]
-        strategy.copy_to_host([tensor for tensor, _ in now], [place for _, place in now])
+        strategy.device_info.copy_to_host([tensor for tensor, _ in now], [place for _, place in now])
         self._done.clear()
         return places
 
@@ -68,7 +68,7 @@ class HostStaging:
         try:
             later, self._later = self._later, []
             sources = [tensor for tensor, _, _ in later]
-            self.run.strategy.copy_to_host(sources, [place for _, place, _ in later], self._moment)
+            self.run.strategy.device_info.copy_to_host(sources, [place for _, place, _ in later], self._moment)
             if any(tensor._version != version for tensor, _, version in later):
                 raise OSError(
                     "the optimizer's state was written to while it was copied, before the optimizer's step (by a "
@@ -93,7 +93,7 @@ class HostStaging:
 
     def _memory_for(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         try:
-            return self.run.strategy.host_memory(tensors, self._places)
+            return self.run.strategy.device_info.host_memory(tensors, self._places)
         except (MemoryError, RuntimeError) as error:
             size = readable_size(sum(tensor.nbytes for tensor in tensors))
             text = f"no host memory for a copy of the state ({size}); set async_save=False"

@@ -83,14 +83,14 @@ def _list(options: argparse.Namespace) -> int:
     whole = [entry.directory.name for entry in entries if entry.problem is None]
     resumable = [name for name in whole if not name.startswith(CRASH_PREFIX)]
     total = readable_size(sum(entry.size for entry in entries))
-    goes_on = f"a resume goes on from {resumable[-1]}" if resumable else "none to resume from"
+    goes_on = f"training would resume from {resumable[-1]}" if resumable else "none to resume from"
     crashed = found[0].name.startswith(CRASH_PREFIX)
     count = _count(len(entries), "crash", "crashes") if crashed else _count(len(entries), "checkpoint")
     print(f"{count}, {len(whole)} valid, {total}; {goes_on}")
     if (holder := holder_of(options.folder)) is not None:
         print(f"in use: {holder} trains here")
     if beside := _beside(options.folder, found):
-        print(f"beside them: {', '.join(beside)}")
+        print(f"also there: {', '.join(beside)}")
     return 0
 
 

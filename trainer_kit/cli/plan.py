@@ -5,7 +5,7 @@ written: the effective batch and the steps, the learning rate as a small drawing
 the size of checkpoints against the free disk, the memory of a step against the device, the work and how long it takes
 at the least, and the hardware with the reason for it are worked out from the code that would train.
 
-Exit code 0; 1 if train() would not go through, or the script fails or never trains.
+Exit code 0; 1 if train() would fail, or the script fails or never trains.
 """
 
 from __future__ import annotations

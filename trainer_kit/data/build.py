@@ -19,7 +19,7 @@ from trainer_kit.strategies.base import Strategy
 
 def make_reading(args: TrainingArguments, strategy: Strategy, collate: Collator) -> LoaderConfig:
     """How this run reads samples."""
-    pin_memory = args.dataloader_pin_memory and strategy.pins_memory
+    pin_memory = args.dataloader_pin_memory and strategy.device_info.pins_memory
     return LoaderConfig(collate, args.seed, args.dataloader_num_workers, pin_memory, args.dataloader_timeout)
 
 

@@ -51,7 +51,7 @@ def first_batches(run: Run, loader: TrainLoader | StreamLoader, most: int) -> li
     if isinstance(run.train_dataset, Iterator):
         raise ReadOnceError(
             "train_dataset can be read only once, and would miss its first batch in training; give a dataset whose "
-            "__iter__ begins anew"
+            "__iter__ starts from the beginning each time"
         )
     single: Any = copy.copy(loader)
     single.layout = loader.layout._replace(accumulation=1)

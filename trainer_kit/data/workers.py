@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import psutil
+import torch
 from torch.utils.data import DataLoader
 
 from trainer_kit.errors import WorkerError
@@ -90,11 +91,19 @@ class _Watch(threading.Thread):
                 continue
             for number, worker in _stopped(self._iterator):
                 self.found = f"DataLoader worker {number} (process {worker.pid}) is stopped (by SIGSTOP)"
+                _forget_pids(self._iterator)
                 worker.kill()  # no other signal reaches it
 
     def close(self) -> None:
         self._closed.set()
         self.join()
+
+
+def _forget_pids(iterator: Any) -> None:
+    """Keeps torch's handler of SIGCHLD from raising, at any later moment, that a worker was killed."""
+    if iterator._worker_pids_set:
+        iterator._worker_pids_set = False
+        torch._C._remove_worker_pids(id(iterator))
 
 
 def _stopped(iterator: Any) -> list[tuple[int, Any]]:

@@ -37,7 +37,7 @@ from trainer_kit.utils.wrappers import without_wrappers
 
 logger = logging.getLogger("trainer_kit")
 
-SPOILED = "after it, already spoiled"
+SPOILED = "after it, with values that are not finite"
 """What `report["weights_are"]` says of weights that cannot show how the step went wrong."""
 
 _LONGEST_DESCRIPTION = 2000
@@ -117,11 +117,11 @@ class CrashDump:
         try:
             return self._write(error, newest_checkpoint, micro, fetching)
         except Exception as second:
-            logger.error("what the run was at could not be kept for a replay: %s: %s", type(second).__name__, second)
+            logger.error("the state of the run could not be kept for a replay: %s: %s", type(second).__name__, second)
             return None
 
     def _is_lost(self, error: Exception) -> bool:
-        if self.run.strategy.is_alone:
+        if self.run.strategy.collectives.is_alone:
             return False
         from trainer_kit.errors import LostProcessError
 
@@ -147,7 +147,7 @@ class CrashDump:
         folder = self._commit(name, scene.step, self._weights(error, report), states)
         replay = f"; on the CPU it is run again by: trainer-kit replay {shlex.quote(str(folder))} {_script()}"
         logger.error(
-            "what the run was at in step %d is kept in %s%s%s",
+            "the state of the run in step %d is kept in %s%s%s",
             scene.step,
             folder,
             replay if works else "",
@@ -182,8 +182,8 @@ class CrashDump:
             missing.append("batch: the dataset raised while it was read")
         elif scene.step < self.run.state.step:
             missing.append(
-                "batch: an iterable dataset cannot be read again; set logging_steps=1, so that the step is noticed "
-                "while its batch is there"
+                "batch: an iterable dataset cannot be read again; set logging_steps=1, so that the error is noticed "
+                "while the batch is in memory"
             )
         else:
             return scene, [self._at_hand(micro, missing)]
@@ -241,7 +241,7 @@ class CrashDump:
 
     def _generators(self) -> dict[str, Any]:
         try:
-            device = self.run.strategy.rng_state()
+            device = self.run.strategy.device_info.rng_state()
         except RuntimeError:  # a device that has failed answers nothing any more
             device = None
         return generator_states() | {"device": device}
@@ -309,7 +309,11 @@ class CrashDump:
             arguments, folder = args.to_dict(), Path(args.output_dir)
             snapshot = take_snapshot(step, weights, states, arguments=arguments, world_size=run.strategy.world_size)
             return write_checkpoint(
-                folder, snapshot, max_shard_size=args.max_shard_size, name=name, to_host=run.strategy.to_host
+                folder,
+                snapshot,
+                max_shard_size=args.max_shard_size,
+                name=name,
+                to_host=run.strategy.device_info.to_host,
             )
 
         try:

@@ -102,7 +102,7 @@ class Agent(LocalElasticAgent):
             news = self._machines.news(at_once=True)
             self.failed = news and news.failure
             self._remaining_restarts -= 1  # the ranks must know that they start anew
-            reason = self._summary() if self.failed else "a machine has come anew"
+            reason = self._summary() if self.failed else "a machine has joined again"
             self._say(f"{reason}; restart with the other machines")
         self.failed = None
         super()._restart_workers(worker_group)

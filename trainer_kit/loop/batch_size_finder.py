@@ -41,7 +41,8 @@ class BatchSizeFinder:
         if isinstance(run.train_dataset, Iterator):
             raise ValueError(
                 "auto_find_batch_size=True needs a train_dataset that can be read again after a step that did not fit; "
-                "this one is an iterator: give a dataset whose __iter__ begins anew, or set it to False"
+                "this one is an iterator: give a dataset whose __iter__ starts from the beginning each time, or set it "
+                "to False"
             )
         self.run = run
         self._loader = loader
@@ -82,7 +83,7 @@ class BatchSizeFinder:
                 self._buffers.keep()
             result = compute()
         except Exception as error:
-            if run.strategy.lack_of_memory(error) is None:
+            if run.strategy.device_info.oom_message(error) is None:
                 raise
             failed, result = error, None
         if not self.cuts_for(failed):
@@ -104,23 +105,23 @@ class BatchSizeFinder:
             MemoryError: If a part is of one sample already.
         """
         run, layout = self.run, self._loader.layout
-        lack = None if error is None else run.strategy.lack_of_memory(error)
-        if not run.strategy.sum_numbers([lack is not None])[0]:
+        lack = None if error is None else run.strategy.device_info.oom_message(error)
+        if not run.strategy.collectives.all_reduce_ints([lack is not None])[0]:
             return False
         clear_frames(error)
         run.ledger.enter(LOST)
-        why = next(each for each in run.strategy.gather_object(lack) if each is not None)
+        why = next(each for each in run.strategy.collectives.gather_object(lack) if each is not None)
         if layout.at_once <= self._least:
             few = f"{layout.at_once} samples at a time, which a batch norm wants, fit"
             few = "one sample at a time fits" if layout.at_once == 1 else few
             raise MemoryError(
                 f"not even {few} into the devices' memory at step {run.state.step + 1} ({why}); see "
-                "Trainer.estimate() for what would need less"
+                "Trainer.estimate() for options that need less"
             )
         assert run.optimizer is not None
         run.batch = None
         run.model.zero_grad()
-        run.strategy.clear_gradients(run.optimizer)
+        run.strategy.zero_grad(run.optimizer)
         _free(run)
         self._cut(max(self._least, _half(layout.at_once)))
         logger.warning(
@@ -162,7 +163,7 @@ def halve_evaluation_batch(run: Run, error: Exception) -> None:
     _free(run)
     run.state.eval_batch = _half(size)
     logger.warning(
-        "an evaluation did not fit into memory with %d samples at once (%s): it begins anew, and from now on there are "
+        "an evaluation did not fit into memory with %d samples at once (%s): it starts again, from now on with "
         "%d", size, error, run.state.eval_batch,
     )  # fmt: skip
 
@@ -179,7 +180,7 @@ def _half(samples: int) -> int:
 def _free(run: Run) -> None:
     """Gives back what a failed attempt has left."""
     gc.collect()
-    run.strategy.empty_cache()
+    run.strategy.device_info.empty_cache()
 
 
 def _estimated(
@@ -199,7 +200,7 @@ def _estimated(
     args, strategy, layout = run.args, run.strategy, loader.layout
     found = whole = layout.batch_size
     try:
-        room = strategy.free_memory() + _nbytes(run.model)  # what the runtime takes is taken by now
+        room = strategy.device_info.free_memory() + _nbytes(run.model)  # what the runtime takes is taken by now
         micro_batch = first_batches(run, loader, 1)[0]
         batch = micro_batch.batch
         if rows_of(batch) != micro_batch.samples:
@@ -225,7 +226,7 @@ def _estimated(
     except Exception as error:  # the model is the user's own, and sees tensors without values here
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         logger.info("the memory of a step cannot be estimated (%s): %d samples at once are tried", why, found)
-    return min(strategy.gather_object(found))
+    return min(strategy.collectives.gather_object(found))
 
 
 def _nbytes(model: torch.nn.Module) -> int:

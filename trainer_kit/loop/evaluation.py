@@ -148,7 +148,7 @@ class Evaluator:
         try:
             own = self._run(batches, collected, keep)
         except Exception as error:
-            lacks = strategy.lack_of_memory(error) if self.run.args.auto_find_batch_size else None
+            lacks = strategy.device_info.oom_message(error) if self.run.args.auto_find_batch_size else None
             if lacks is None:
                 raise
             clear_frames(error)
@@ -171,7 +171,7 @@ class Evaluator:
             }
             return {_prefixed(prefix, name): _number(value) for name, value in found.items()}
 
-        metrics = strategy.on_main(figures)
+        metrics = strategy.collectives.on_main(figures)
         return PredictionOutput(predictions if keep else None, labels if keep else None, metrics)
 
     def _run(self, batches: Iterable[tuple[Any, Counts]], collected: _Collected | None, keep: bool) -> _Tally:
@@ -189,7 +189,7 @@ class Evaluator:
                 samples += outcome.samples
                 steps += 1
                 del outcome  # its predictions would stay on the device during the next forward pass
-                interrupted = run.requests.exit_code is not None or strategy.leaving
+                interrupted = run.requests.exit_code is not None or strategy.session.is_preempted
                 if interrupted:
                     break
         return _Tally(samples, steps, mean.sums(), self.loss.shifts, interrupted)
@@ -217,8 +217,8 @@ class Evaluator:
         # processes.
         strategy.seed(mix(self.run.args.seed, -1, number * strategy.world_size + strategy.rank))
         predictions = self._predictions(batch, counts, mean, captured, with_loss, predicts)
-        predictions = strategy.whole(predictions) if predicts else None
-        strategy.dispatch()
+        predictions = strategy.collectives.unshard(predictions) if predicts else None
+        strategy.device_info.mark_step()
         labels = labels_of(host_batch if strategy.static_shapes else batch)
         if self.metrics and with_loss and labels is None:
             raise ValueError(f"metrics need labels, but the batch is {shape_of(batch)}; call theirs 'labels'")
@@ -264,7 +264,7 @@ class Evaluator:
 
     def _agreed(self, own: _Tally) -> list[_Tally]:
         """All processes' tallies, on all of them, before anything larger is gathered."""
-        tallies = self.run.strategy.gather_object(own)
+        tallies = self.run.strategy.collectives.gather_object(own)
         if any(tally.interrupted for tally in tallies):
             raise EvaluationInterrupted
         for tally in tallies:
@@ -316,7 +316,11 @@ class _Collected:
 
     def arrays(self, strategy: Strategy, everywhere: bool) -> tuple[Any, Any]:
         """Predictions and labels of all processes in the dataset's order: everywhere, or on the main process alone."""
-        shares = strategy.gather_object(self.blocks) if everywhere else strategy.gather_to_main(self.blocks)
+        shares = (
+            strategy.collectives.gather_object(self.blocks)
+            if everywhere
+            else strategy.collectives.gather_to_main(self.blocks)
+        )
         self.blocks = []
         blocks = [
             block for row in itertools.zip_longest(*shares) for block in row if block is not None

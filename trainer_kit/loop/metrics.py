@@ -53,8 +53,12 @@ class MeanLoss:
             self._fold()
 
     def _fold(self) -> None:
-        values = self.strategy.read([value for value, _, _ in self.waiting])
-        on_device = iter(self.strategy.read([count for _, count, _ in self.waiting if isinstance(count, torch.Tensor)]))
+        values = self.strategy.collectives.read_scalars([value for value, _, _ in self.waiting])
+        on_device = iter(
+            self.strategy.collectives.read_scalars(
+                [count for _, count, _ in self.waiting if isinstance(count, torch.Tensor)]
+            )
+        )
         for value, (_, count, is_mean) in zip(values, self.waiting, strict=True):
             count = next(on_device) if isinstance(count, torch.Tensor) else float(count)
             if count:
@@ -150,7 +154,7 @@ def gather_metrics(metrics: Mapping[str, Metric], strategy: Strategy, updated: b
         On the main process what `joined_result` wants from each of the others by name; elsewhere nothing.
     """
     share = {name: _share(metric) for name, metric in metrics.items()} if updated and not strategy.is_main else None
-    return [each for each in strategy.gather_to_main(share) if each is not None]
+    return [each for each in strategy.collectives.gather_to_main(share) if each is not None]
 
 
 def joined_result(metric: Metric, others: list[Any]) -> Any:
@@ -257,7 +261,7 @@ def predictions_in(output: Any) -> Any:
         rest = [output.logits] if hasattr(output, "logits") else []
     if not any(True for _ in tensors(rest)):
         raise ValueError(
-            "the model's output holds no predictions for the metrics; return them beside the loss, as 'logits' or in "
+            "the model's output holds no predictions for the metrics; return them with the loss, as 'logits' or in "
             "a tuple (loss, predictions), or return (loss, outputs) from compute_loss"
         )
     return rest[0] if len(rest) == 1 else tuple(rest)

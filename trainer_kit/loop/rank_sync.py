@@ -58,19 +58,21 @@ class RankSync:
             if flag:
                 setattr(asked, name, False)
         here = (1, window.stop, int(window.closes_epoch)) if window is not None else (0, 0, 0)
-        sums = run.strategy.sum_numbers([*flags, *here, *(window.numbers() if window is not None else (0, 0, 0, 0))])
+        sums = run.strategy.collectives.all_reduce_ints(
+            [*flags, *here, *(window.numbers() if window is not None else (0, 0, 0, 0))]
+        )
         self.all_have_read = sums[6] == run.strategy.world_size
         if window is not None:
             self.disagreement = _disagreement(here, sums[6:9], run.strategy.world_size)
             if self.disagreement is None:
-                window.set_numbers(sums[9:], run.strategy.all_reduce)
+                window.set_numbers(sums[9:], run.strategy.collectives.all_reduce)
         if not any(sums[:6]):
             return pending.log or pending.evaluate or pending.save or pending.stop or pending.written
         for name, asking in zip(_FLAGS, sums, strict=False):
             if asking:
                 setattr(pending, name, True)
         if sums[5]:
-            codes = run.strategy.gather_object(asked.exit_code if leaves else None)
+            codes = run.strategy.collectives.gather_object(asked.exit_code if leaves else None)
             pending.exit_code = next((code for code in codes if code is not None), _TOLD_TO_LEAVE)
             run.requests.exit_code = pending.exit_code
             pending.stop = True
@@ -96,7 +98,7 @@ def check_same_start(run: Run) -> None:
     Raises:
         ValueError: Naming the first process and the first of these that differs.
     """
-    if run.strategy.is_alone:
+    if run.strategy.collectives.is_alone:
         return
     facts: dict[str, Any] = {"the version of Python": platform.python_version()}
     facts |= {f"the version of {name}": _version(name) for name in _PACKAGES}
@@ -107,7 +109,7 @@ def check_same_start(run: Run) -> None:
     for role in ("train_dataset", "eval_dataset"):
         dataset = getattr(run, role)
         facts[f"the length of {role}"] = len(dataset) if hasattr(dataset, "__len__") else None
-    run.strategy.check_same(facts)
+    run.strategy.collectives.check_same_on_all_ranks(facts)
 
 
 def _version(package: str) -> str | None:

@@ -71,8 +71,10 @@ class MetricBuffer:
     def read(self, strategy: Strategy) -> list[StepResult]:
         """The figures since the last reading; waits for the device once. Losses are summed over all processes."""
         waiting, self._waiting = self._waiting, []
-        losses = iter(strategy.read([loss for _, loss, _ in waiting if loss is not None], summed=True))
-        totals = iter(strategy.read([norms.total for _, _, norms in waiting if norms is not None]))
+        losses = iter(
+            strategy.collectives.read_scalars([loss for _, loss, _ in waiting if loss is not None], summed=True)
+        )
+        totals = iter(strategy.collectives.read_scalars([norms.total for _, _, norms in waiting if norms is not None]))
         figures = []
         for taken, share, norms in waiting:
             loss = None if share is None else next(losses)

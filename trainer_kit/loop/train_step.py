@@ -113,7 +113,7 @@ class Steps:
             window = micro.global_batch
             if micro.index == 0:
                 emit("on_step_begin", run)
-                strategy.dispatch()  # what callbacks computed, and an evaluation left
+                strategy.device_info.mark_step()  # what callbacks computed, and an evaluation left
             passed = self._pass(micro) if self._fitting is None else self._attempt(micro)
             if passed is None:
                 pair_count = None  # the step begins anew
@@ -125,12 +125,12 @@ class Steps:
             if micro.is_last:
                 break
             emit("on_substep_end", run)
-        strategy.exchange(loss.model)
+        strategy.sync_gradients(loss.model)
         if pair_count is not None:
-            in_all = strategy.operand(_summed(strategy, pair_count))
+            in_all = strategy.device_info.traced_scalar(_summed(strategy, pair_count))
             run.last_loss = scale_gradients(run.optimizer, run.last_loss, window.samples, in_all)
         if args.gradient_accumulation_steps > 1:  # the optimizer's part is one computation then, whatever came before
-            strategy.dispatch()
+            strategy.device_info.mark_step()
         copies = self._checkpoints.saver.copies
         if copies.is_under_way:  # of the optimizer's state, which must not change before they are there
             with ledger.during("saving"):
@@ -141,7 +141,7 @@ class Steps:
         ledger.enter("loop")
         emit("on_optimizer_step", run)
         self._step_scheduler()
-        strategy.clear_gradients(run.optimizer)
+        strategy.zero_grad(run.optimizer)
         self._count(window)
         return window
 
@@ -175,11 +175,11 @@ class Steps:
                 batch = self._on_device(micro)
                 self._inspection.detect_label_shift(batch)
             finally:  # the other processes wait for the answer
-                self._checkpoints.shifts_labels = loss.set_label_shift(strategy.gather_object(loss.shifts))
+                self._checkpoints.shifts_labels = loss.set_label_shift(strategy.collectives.gather_object(loss.shifts))
         items, total = loss.items(micro.counts), loss.items(window)
         # A step's only micro-batch has the weight 1, whatever it counts.
         if not (micro.index == 0 and micro.is_last and isinstance(items, int) and items):
-            items, total = strategy.operand(items), strategy.operand(total)
+            items, total = strategy.device_info.traced_scalar(items), strategy.device_info.traced_scalar(total)
         if not (isinstance(items, int) and items):
             batch = loss.with_valid_labels(batch, items, strategy.autocast)
         run.ledger.enter("forward")
@@ -189,7 +189,11 @@ class Steps:
                 value, count = loss(batch)
             if count is not None and not micro.counts.samples:  # a stand-in
                 value, count = value * 0, count * 0
-            share = weighed(value, items, total) if count is None else value / strategy.operand(window.samples)
+            share = (
+                weighed(value, items, total)
+                if count is None
+                else value / strategy.device_info.traced_scalar(window.samples)
+            )
             run.ledger.enter("backward")
             strategy.backward(share)
         run.ledger.enter("loop")
@@ -248,5 +252,9 @@ class Steps:
 def _summed(strategy: Strategy, count: Any) -> Any:
     """The count over all processes of a loss that counts for itself."""
     if isinstance(count, int):
-        return strategy.sum_numbers([count])[0]
-    return strategy.all_reduce(count) if isinstance(count, torch.Tensor) else sum(strategy.gather_object(count))
+        return strategy.collectives.all_reduce_ints([count])[0]
+    return (
+        strategy.collectives.all_reduce(count)
+        if isinstance(count, torch.Tensor)
+        else sum(strategy.collectives.gather_object(count))
+    )

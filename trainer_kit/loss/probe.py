@@ -233,6 +233,6 @@ def _warn_of_swallowed_columns(module: torch.nn.Module, batch: Mapping[Any, Any]
     if unknown and len(unknown) < len(keys(batch)):
         warn(
             f"{type(module).__name__}.forward has no parameter for the column{'s' * (len(unknown) > 1)} "
-            f"{', '.join(unknown)} and takes what it does not know as **kwargs; if that is a mistake, rename or "
+            f"{', '.join(unknown)} and takes other arguments as **kwargs; if that is a mistake, rename or "
             "remove them in the dataset or data_collator",
         )

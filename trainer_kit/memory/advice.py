@@ -71,7 +71,7 @@ class Estimate:
         lines = [self.anatomy.table(), "", self._verdict()]
         if self.options:
             width = max(len(option.name) for option in self.options)
-            lines += ["", f"{'what would need less':<{width}}{'peak':>12}{'saved':>12}"]
+            lines += ["", f"{'options that need less':<{width}}{'peak':>12}{'saved':>12}"]
         for option in self.options:
             fits = {None: "", True: "  fits", False: "  does not fit"}[option.fits]
             saved = size_text(self.anatomy.peak - option.peak)
@@ -87,11 +87,9 @@ class Estimate:
             )
         fits = f"{peak} {'fits' if self.fits else 'does not fit'} into {size_text(self.device_memory)}"
         if self.largest_batch_size is None:
-            return (
-                f"{fits}; the largest that does is not known, since the batch's tensors do not begin with its samples"
-            )
+            return f"{fits}; the largest micro-batch is unknown: the batch's tensors do not begin with its samples"
         found = self.largest_batch_size
-        largest = "no batch does" if not found else f"the largest micro-batch that does has {found} samples"
+        largest = "no micro-batch fits" if not found else f"the largest micro-batch that fits is {found} samples"
         return f"{fits}; {largest}{' or more' if found == LARGEST else ''}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -305,7 +303,7 @@ def _frozen(
     if not _freeze_half(copied):
         return None
     made = fakes.copy(optimizer) if optimizer is not None else None
-    return tried({}, "the first half of the weights frozen", model=copied, optimizer=made)
+    return tried({}, "the first half of the parameters frozen", model=copied, optimizer=made)
 
 
 def _freeze_half(model: torch.nn.Module) -> bool:

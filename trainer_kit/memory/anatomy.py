@@ -7,14 +7,14 @@ from typing import Any
 
 KINDS = {
     "weights": "the model's parameters, tied ones once",
-    "buffers": "what a model keeps beside its parameters",
+    "buffers": "tensors of the model that are not parameters",
     "batch": "a micro-batch on the device",
-    "gradients": "of the trainable weights, in their dtype",
-    "optimizer": "its state, as its own code makes it",
+    "gradients": "of the trainable parameters, in their dtype",
+    "optimizer": "the state of the optimizer",
     "casts": "autocast's copies of weights, kept by its cache in the forward pass, by autograd for the backward pass",
-    "activations": "what autograd keeps for the backward pass",
-    "temporary": "what operators return and nothing keeps, or take for themselves",
-    "runtime": "taken beside the tensors",
+    "activations": "tensors that autograd keeps for the backward pass",
+    "temporary": "results that are not kept, and workspaces of operators",
+    "runtime": "the CUDA context and libraries",
 }
 """What memory is used for, by the names that components have."""
 

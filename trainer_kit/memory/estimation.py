@@ -23,6 +23,7 @@ from trainer_kit.memory.step import Inference, Step
 from trainer_kit.memory.tracker import Tracker
 from trainer_kit.optim import make_optimizer, parameter_groups
 from trainer_kit.profiling.flops import FlopCounter
+from trainer_kit.strategies.device_info import DeviceInfo
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.single import SingleDevice
 from trainer_kit.utils.pytree import map_tensors, tensors
@@ -80,7 +81,7 @@ def estimate(
         strategy.setup()
         copied = fakes.copy(model).train()
         if args.gradient_checkpointing and not inference:
-            strategy.recompute_activations(copied)
+            strategy.enable_activation_checkpointing(copied)
         if is_cuda:
             stack.enter_context(cuda.AsOnCuda())
         stack.enter_context(fakes.computing())
@@ -168,6 +169,14 @@ def _optimizer(model: torch.nn.Module, args: TrainingArguments) -> torch.optim.O
     return make_optimizer(model, args)
 
 
+class _FarInfo(DeviceInfo):
+    """A device whose values the host has to wait for."""
+
+    @property
+    def reads_without_sync(self) -> bool:
+        return False
+
+
 class _Pretended(SingleDevice):
     """The CPU in the place of the device that is estimated.
 
@@ -178,8 +187,5 @@ class _Pretended(SingleDevice):
 
     def __init__(self, is_far: bool, precision: Precision) -> None:
         super().__init__("cpu", precision)
-        self._is_far = is_far
-
-    @property
-    def reads_freely(self) -> bool:
-        return not self._is_far
+        if is_far:
+            self.device_info = _FarInfo(self.device)

@@ -22,7 +22,7 @@ from trainer_kit.memory.estimation import make_anatomy
 from trainer_kit.memory.step import Inference, Step
 from trainer_kit.memory.tracker import Tracker
 from trainer_kit.optim import make_optimizer
-from trainer_kit.strategies.base import GIB
+from trainer_kit.strategies.device_info import GIB
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.single import SingleDevice
 from trainer_kit.utils.rng import generators_kept
@@ -71,7 +71,7 @@ def measure(
         strategy.setup()
         copied = strategy.prepare(copied).train()
         if args.gradient_checkpointing and not inference:
-            strategy.recompute_activations(copied)
+            strategy.enable_activation_checkpointing(copied)
         step: Step | Inference
         if inference:
             step = Inference(copied, strategy.to_device(batch), compute_loss, strategy)
@@ -116,7 +116,7 @@ def runtime_on_cuda(step: Step | Inference, before: int) -> Runtime:
         before: Bytes that were allocated before anything of the step was.
     """
     kept = torch.cuda.memory_allocated(step.strategy.device) - before - _held(step, GRANULARITY)
-    figures = step.strategy.memory()
+    figures = step.strategy.device_info.memory()
     reserved = figures["reserved_memory_gib"]
     context = figures.get("process_memory_gib", reserved) - reserved
     return Runtime(max(0, kept), max(0, round(context * GIB)))

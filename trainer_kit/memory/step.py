@@ -57,7 +57,7 @@ class Step:
             share = weighed(value, self._samples, total) if items is None else value / total
             strategy.backward(share)
         strategy.step(self.optimizer, args.max_grad_norm, args.max_grad_value, args.nonfinite)
-        strategy.clear_gradients(self.optimizer)
+        strategy.zero_grad(self.optimizer)
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         """The tensors that are there before and after the step, by what they are used for."""

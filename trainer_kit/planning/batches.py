@@ -51,7 +51,7 @@ def batch_warnings(first: First, model: nn.Module) -> Iterator[str]:
     """What is odd about the first batches, alone and beside the model."""
     batches = first.micro_batches
     if isinstance(first.error, ReadOnceError):
-        yield "train_dataset can be read only once: nothing of it was looked at, and memory and work are not known"
+        yield "train_dataset can be read only once: it was not read, so memory and FLOPs are unknown"
     if not batches:
         return
     labels = [labels_of(each.batch) for each in batches]

@@ -64,7 +64,7 @@ def cadence_warnings(cadence: Cadence, steps: StepsSection) -> Iterator[str]:
             "comes at the end"
         )
     elif args.logging_strategy == "no":
-        yield "logging_strategy='no': no loss is written down"
+        yield "logging_strategy='no': no loss is logged"
     if run.eval_dataset is None and args.eval_strategy != "no":
         yield f"eval_strategy={args.eval_strategy!r} has no effect without eval_dataset"
     elif run.eval_dataset is not None:
@@ -84,13 +84,13 @@ def _of_evaluations(cadence: Cadence, steps: StepsSection) -> Iterator[str]:
             f"{steps.last - cadence.evaluations[-1]:,} steps give is not evaluated"
         )
     if run.eval_dataset is run.train_dataset:
-        yield "eval_dataset is train_dataset: an evaluation does not show what the model makes of new samples"
+        yield "eval_dataset is train_dataset: an evaluation does not show how the model does on new samples"
 
 
 def _of_saves(cadence: Cadence, steps: StepsSection) -> Iterator[str]:
     args = cadence.run.args
     if args.save_strategy == "no":
-        yield "save_strategy='no': no checkpoint is saved, a run that breaks off is lost"
+        yield "save_strategy='no': no checkpoint is saved, an interrupted run is lost"
     elif args.save_strategy == "steps" and args.save_steps > steps.last and args.save_minutes is None:
         yield (
             f"save_steps={args.save_steps:,}, but training ends after {steps.last:,} steps: the only checkpoint comes "
@@ -99,11 +99,9 @@ def _of_saves(cadence: Cadence, steps: StepsSection) -> Iterator[str]:
     needs_best = args.save_strategy == "best" or args.load_best_model_at_end
     if needs_best and not cadence.evaluations:
         named = "save_strategy='best'" if args.save_strategy == "best" else "load_best_model_at_end=True"
-        yield f"{named}, but no evaluation tells which checkpoint is the best"
+        yield f"{named}, but no evaluation decides which checkpoint is the best"
     elif args.save_strategy == "best" and cadence.evaluations[0] == steps.last:
-        yield (
-            "save_strategy='best' saves nothing before the only evaluation, at the end: a run that breaks off is lost"
-        )
+        yield "save_strategy='best' saves nothing before the only evaluation, at the end: an interrupted run is lost"
 
 
 def storage_warnings(storage: Storage) -> Iterator[str]:
@@ -122,11 +120,11 @@ def start_warnings(start: StartSection, run: Run) -> Iterator[str]:
     which = listed(start.others)
     if start.checkpoint is None:
         yield (
-            f"{run.args.output_dir} holds {which}, where this run does not go on from: it would move them aside (to go "
-            "on use resume_from_checkpoint=True)"
+            f"{run.args.output_dir} holds {which}, and this run does not resume from there: it would move them to "
+            "earlier-N/ (set resume_from_checkpoint=True to resume)"
         )
     else:
-        yield f"{which} in {run.args.output_dir} would be moved aside: this run goes on from {start.checkpoint}"
+        yield f"{which} in {run.args.output_dir} would be moved to earlier-N/: this run resumes from {start.checkpoint}"
 
 
 def hardware_warnings(hardware: Hardware) -> Iterator[str]:

@@ -29,12 +29,10 @@ class Stage(Strategy):
     """
 
     def __init__(self, real: Strategy, processes: int | None, device: torch.device) -> None:
-        self.static_shapes = real.static_shapes
+        self.static_shapes, self.device, self.devices = real.static_shapes, device, _devices(real)
         super().__init__(copy.copy(real.precision))
-        self.world_size = processes or real.world_size
-        self.rank = real.rank if processes is None else 0
-        self.devices = _devices(real)
-        self.device = device
+        self.collectives.world_size = processes or real.world_size
+        self.collectives.rank = real.rank if processes is None else 0
 
 
 def _devices(real: Strategy) -> int:

@@ -79,7 +79,7 @@ class Cadence:
             self._save_event(),
             _event("epoch ends", "", ends)
             if ends is not None
-            else EventSection("epoch ends", "not known before", (), None, None),
+            else EventSection("epoch ends", "not known in advance", (), None, None),
         )
 
     def _save_event(self) -> EventSection:

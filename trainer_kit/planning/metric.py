@@ -73,7 +73,7 @@ class Evaluation:
             found = certain
         elif size_of(run.model) > _CHEAP:
             if wanted is not None and wanted not in certain:
-                self.warnings.append(f"whether an evaluation gives {wanted!r} is not known before the first one")
+                self.warnings.append(f"whether an evaluation gives {wanted!r} is unknown until the first one")
             return []
         else:
             try:

@@ -49,7 +49,7 @@ def try_step(run: Run, batch: Any, compute_loss: ComputeLoss | None) -> Trial:
     try:
         model = fakes.copy(run.model)
         if run.args.gradient_checkpointing:
-            strategy.recompute_activations(model)
+            strategy.enable_activation_checkpointing(model)
         loss, shapes = Loss(model, model, compute_loss), fakes.batch(batch)
         with fakes.computing():
             missed = _without_gradient(loss, shapes, strategy.precision.autocast(torch.device("cpu")))
@@ -60,7 +60,7 @@ def try_step(run: Run, batch: Any, compute_loss: ComputeLoss | None) -> Trial:
     try:
         model = copy.deepcopy(run.model)
         if run.args.gradient_checkpointing:
-            strategy.recompute_activations(model)
+            strategy.enable_activation_checkpointing(model)
         loss, batch = Loss(model, model, compute_loss), strategy.to_device(batch)
         LossProbe(loss, strategy).detect_label_shift(batch)  # says what is wrong with the batch's columns
         return Trial(_without_gradient(loss, batch, strategy.autocast()), None, is_real=True)

@@ -34,7 +34,7 @@ class TrainingPlan:
         hardware: Where it computes, in what, and why.
         schedule: The learning rate; None where there is none to be had (see `problems`).
         events: When what happens.
-        callbacks: Those that may ask for more, or for the end.
+        callbacks: Those that may request more, or stop the run.
         storage: The checkpoints on the disk; None where none is saved.
         memory: Of a step.
         compute: The arithmetic; None where the model's is not known.
@@ -73,7 +73,7 @@ class TrainingPlan:
             *(text.storage_lines(self.storage) if self.storage is not None else []),
             *text.memory_lines(self.memory),
             *(text.compute_lines(self.compute) if self.compute is not None else []),
-            *text.bullets("train() would not go through", self.problems),
+            *text.bullets("train() would fail", self.problems),
             *text.bullets("warnings", self.warnings),
         ]
         return "\n".join(lines)

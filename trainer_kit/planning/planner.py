@@ -93,7 +93,7 @@ class _Rehearsal:
         self.reading: LoaderConfig = make_reading(run.args, self.stage, subject.collate)
         self.loader: TrainLoader | StreamLoader = make_train_loader(run, self.reading)
         if resume is None:
-            resume = self.strategy.restarts > 0
+            resume = self.strategy.session.restarts > 0
         self.beginning = Beginning(run, resume)
         self.steps = self.beginning.lay_out(self.loader)
         if self.beginning.directory is not None:
@@ -245,7 +245,7 @@ class _Rehearsal:
         if mode != args.mixed_precision:
             told = "the strategy was given with it"
         elif mode != "no" and mode == environment.mixed_precision():
-            told += ", as the launcher was told"
+            told += ", as the launcher set it"
         reason = strategy.reason
         if stage.world_size != strategy.world_size:
             reason += f"; planned as if {stage.world_size} processes were launched"
@@ -269,7 +269,7 @@ def _of_trial(trial: Trial | None, first: First, stage: Strategy) -> Iterator[st
     if trial is None:
         return
     if trial.error is not None and not trial.is_real:
-        yield f"the model could not be tried on shapes alone: {said(trial.error)}"
+        yield f"the model could not be run on shapes alone: {said(trial.error)}"
     if trial.without_gradient:
         sentence = f"the loss does not depend on {listed(trial.without_gradient)}: they get no gradient"
         yield sentence + ("; DDP needs find_unused_parameters=True" if stage.world_size > 1 else "")

@@ -111,13 +111,13 @@ def event_lines(events: Sequence[EventSection], callbacks: Sequence[str]) -> lis
     lines = ["", "after which steps"]
     for event in events:
         lines += labelled(f"  {event.name}", _when(event))
-    others = f"{', '.join(callbacks)} may ask for more, or for the end" if callbacks else ""
+    others = f"{', '.join(callbacks)} may request more, or stop the run" if callbacks else ""
     return lines + labelled("  callbacks", others)
 
 
 def _when(event: EventSection) -> str:
     if not event.first:
-        return event.rule if event.rule.startswith(("never", "not ")) else f"{event.rule}: not once".removeprefix(": ")
+        return event.rule if event.rule.startswith(("never", "not ")) else f"{event.rule}: never".removeprefix(": ")
     steps = ", ".join(f"{step:,}" for step in event.first)
     if event.last is not None and event.last != event.first[-1]:
         between = ", … " if event.count is None or event.count > len(event.first) + 1 else ", "
@@ -131,10 +131,10 @@ def storage_lines(storage: Storage) -> list[str]:
     parts = ", ".join(f"{name} {readable_size(size)}" for name, size in storage.parts.items())
     unknown = f"and {storage.unknown}, whose size is not known" if storage.unknown else ""
     if storage.at_once is None:
-        count = "how many are there at once is not known before; save_total_limit bounds it"
+        count = "how many will exist at the same time is unknown; save_total_limit limits it"
     else:
         count = f"at most {storage.at_once:,} at once: {readable_size(storage.size * storage.at_once)}"
-        count += f" ({storage.there:,} are there already)" * (storage.there > 0)
+        count += f" ({storage.there:,} exist already)" * (storage.there > 0)
     free = f"{readable_size(storage.free)} are free"
     return ["", *labelled("checkpoints", f"{readable_size(storage.size)} each: {parts}", unknown, f"{count}; {free}")]
 
@@ -143,7 +143,7 @@ def memory_lines(memory: MemorySection) -> list[str]:
     """The memory of a step."""
     if memory.peak is None:
         return labelled("memory", f"not known: {memory.note}")
-    available = "" if memory.available is None else f" of {size_text(memory.available)} that are there"
+    available = "" if memory.available is None else f" of {size_text(memory.available)}"
     parts = ", ".join(f"{name} {size_text(size)}" for name, size in memory.parts.items() if size >= 0.005 * memory.peak)
     return labelled("memory", f"{size_text(memory.peak)}{available}, at the peak of a step with {memory.batch}", parts)
 

@@ -48,7 +48,7 @@ class Figure(NamedTuple):
 def status(history: RunHistory) -> Status:
     """How the newest start of the run ended."""
     if not history.starts:
-        return Status("open", "no training", "The log tells of no start of a training.")
+        return Status("open", "no training", "The log holds no start of a training.")
     begins = history.starts[-1].place
     last = {event.name: event for event in history.events if event.place >= begins}
     total = _whole(history.beginning.get("total_steps"))
@@ -86,7 +86,7 @@ def _unended(start: LoggedEvent, where: str) -> Status:
         is_there = False
     if is_there:
         return Status("open", "still running", f"{wording.capitalized(where)}, as process {process}.")
-    why = "its process ended without a word: it was killed, or the machine went down"
+    why = "its process ended without a message: it was killed, or the machine went down"
     return Status("bad", "lost", f"{wording.capitalized(where)} {why}.")
 
 

@@ -193,7 +193,9 @@ def _arguments(runs: _Runs) -> Section | None:
     parts = [blocks.table(Table(head, rows, len(rows)), "Arguments that are not the default")] if rows else []
     if usual:
         noun = wording.count(len(usual), "other argument" if rows else "argument")
-        parts.append(blocks.details(f"{noun} as by default", blocks.table(Table(head, usual, len(usual)), "Defaults")))
+        parts.append(
+            blocks.details(f"{noun} with the default value", blocks.table(Table(head, usual, len(usual)), "Defaults"))
+        )
     return Section("arguments", "Arguments", joined(parts))
 
 

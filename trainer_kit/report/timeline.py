@@ -146,7 +146,7 @@ class Timeline:
         told = [f"Wall time of {wording.duration(self.wall)}, most of it on {parts}."]
         for mark in self.marks[:_TOLD]:
             told.append(
-                f"A {mark.kind} {wording.duration(mark.second)} after the beginning, going on from step {mark.step:,}."
+                f"A {mark.kind} {wording.duration(mark.second)} after the beginning, resuming from step {mark.step:,}."
             )
         if len(self.marks) > _TOLD:
             told.append(f"And {len(self.marks) - _TOLD:,} more of them.")

@@ -123,7 +123,7 @@ class ShapeLedger:
     def advice(self) -> str:
         """How many graphs a TPU would compile for these batches, what varies in them and what to change."""
         if not self.batches:
-            return "no batch came yet; train or evaluate first, a few steps tell enough"
+            return "no batch has been seen yet; train or evaluate for a few steps first"
         training, evaluation = self.of(TRAINING), self.of(EVALUATION)
         sentences = [self._summary(len(training), len(evaluation))]
         for kind, shapes in ((TRAINING, training), (EVALUATION, evaluation)):

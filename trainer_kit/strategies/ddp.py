@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import logging
 import multiprocessing.util
+import socket
 import weakref
 from typing import Any, Literal
 
@@ -14,11 +15,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer_kit.config import environment
-from trainer_kit.strategies.collectives import Processes
 from trainer_kit.strategies.ddp_module import Replica, take_from_main
 from trainer_kit.strategies.grad_norms import GradientNorms
 from trainer_kit.strategies.precision import Precision
-from trainer_kit.strategies.process_group import Session, check_own_gpus
+from trainer_kit.strategies.process_collectives import ProcessCollectives
+from trainer_kit.strategies.process_group import Membership, ProcessGroup, check_own_gpus
+from trainer_kit.strategies.process_session import ProcessSession
 from trainer_kit.strategies.single import SingleDevice
 
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters
@@ -31,7 +33,7 @@ _SENDS_BY_ITSELF: dict[str, Any] = {
 logger = logging.getLogger("trainer_kit")
 
 
-class DDP(Processes, SingleDevice):
+class DDP(SingleDevice):
     """Trains on the processes of one machine that a launcher started; with one process it is a `SingleDevice`.
 
     Gradients are summed over all processes in the backward pass, weights are the main process's at the start, buffers
@@ -55,6 +57,7 @@ class DDP(Processes, SingleDevice):
     """
 
     spans_machines = False
+    session_type: type[ProcessSession] = ProcessSession
 
     def __init__(
         self,
@@ -83,8 +86,11 @@ class DDP(Processes, SingleDevice):
                 raise ValueError(f"{name}={seconds!r} must be a number of seconds above 0")
         if device is None and place.world_size > 1:
             device = _own_gpu(place) if torch.cuda.is_available() else "cpu"
-        super().__init__(place, ddp_timeout, heartbeat_timeout, device, precision)
-        self.rank, self.local_rank, self.world_size = place.rank, place.local_rank, place.world_size
+        super().__init__(device, precision)
+        self.group = ProcessGroup(place, ddp_timeout, heartbeat_timeout)
+        self.device_info.host_processes = place.local_world_size
+        self.collectives: ProcessCollectives = ProcessCollectives(self.group)
+        self.session = self.session_type(self.collectives)
         self.sync_batch_norm = sync_batch_norm
         self.gradient_compression = gradient_compression
         self.options: dict[str, Any] = {
@@ -99,19 +105,26 @@ class DDP(Processes, SingleDevice):
 
     # The run's beginning and end
 
-    def _have_met(self) -> None:
-        places = self.gather_object(self._location())
-        check_own_gpus(places)  # in a group that the program made, too
-        self._report(places)
+    def setup(self) -> None:
+        """Meet the other processes; a process group that the program has made already is used.
+
+        Raises:
+            ValueError: If they cannot meet: no process answers, a port is in use, or processes are missing.
+        """
+        super().setup()
+        if not self.group.is_alone and self.group.join(self.device, self._location()):
+            places = self.collectives.gather_object(self._location())
+            check_own_gpus(places)  # in a group that the program made, too
+            self._report(places)
 
     def _report(self, places: list[tuple[str, str]]) -> None:
-        """Says who runs where; all processes take part."""
+        """Log the machine and the device of each process. Collective."""
         if self.is_main:
             logger.info("%d processes: %s", self.world_size, _listed(places))
 
     def _location(self) -> tuple[str, str]:
         """The machine of this process and its device, with a GPU's own number."""
-        host, device = super()._location()
+        host, device = socket.gethostname(), str(self.device)
         if self.device.type == "cuda":
             properties = torch.cuda.get_device_properties(self.device)
             device = f"{properties.name} {getattr(properties, 'uuid', self.device)}"
@@ -129,9 +142,9 @@ class DDP(Processes, SingleDevice):
                 )
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
         model = super().prepare(model)
-        replica = Replica(model, self._wrap, self._watched, self._later)
-        self.check_same(replica.facts())
-        with self._watched():
+        replica = Replica(model, self._wrap, self.group.watched, self._later)
+        self.collectives.check_same_on_all_ranks(replica.facts())
+        with self.group.watched():
             take_from_main([*model.parameters(), *replica.buffers_to_share()])
         self._replicas = [each for each in self._replicas if each.module is not model] + [replica]
         return replica
@@ -139,8 +152,8 @@ class DDP(Processes, SingleDevice):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Compares its parameters over all processes, in order: its state is saved and loaded by position."""
         prepared = super().prepare_optimizer(optimizer)
-        if not self.is_alone:
-            self.check_same(self._optimizer_facts(prepared))
+        if not self.group.is_alone:
+            self.collectives.check_same_on_all_ranks(self._optimizer_facts(prepared))
         return prepared
 
     def _optimizer_facts(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -159,7 +172,7 @@ class DDP(Processes, SingleDevice):
                 facts[f"parameter {name} {owner}"] = str(list(parameter.shape))
         return facts
 
-    def forget_models(self) -> None:
+    def release_models(self) -> None:
         self._replicas = []
         self._trained.clear()
 
@@ -175,8 +188,8 @@ class DDP(Processes, SingleDevice):
         return model.module if isinstance(model, Replica) else model
 
     def to_device(self, batch: Any) -> Any:
-        if self._session is not None:
-            self._session.heartbeat.calls += 1
+        if self.group.heartbeat is not None:
+            self.group.heartbeat.calls += 1
         return super().to_device(batch)
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
@@ -185,22 +198,18 @@ class DDP(Processes, SingleDevice):
             return model.no_sync()
         return super().no_sync(model)
 
-    def exchange_later(self, later: bool) -> None:
-        if later and self.sync_batch_norm:
+    def defer_gradient_sync(self, is_deferred: bool) -> None:
+        if is_deferred and self.sync_batch_norm:
             raise ValueError(
                 "auto_find_batch_size=True is not possible with sync_batch_norm=True: where one process runs out of "
                 "memory the others would wait for its batch statistics; set one of them to False"
             )
-        self._later = later
+        self._later = is_deferred
 
-    def free_memory(self) -> int:
-        free = super().free_memory()
-        return free // self.place.local_world_size if self.device.type == "cpu" else free  # shared with the others
-
-    def exchange(self, model: torch.nn.Module) -> None:
+    def sync_gradients(self, model: torch.nn.Module) -> None:
         if isinstance(model, Replica) and model.later:
-            with self._watched():
-                model.exchange(self.sum_numbers, self.gradient_compression == "bf16")
+            with self.group.watched():
+                model.exchange(self.collectives.all_reduce_ints, self.gradient_compression == "bf16")
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         if not any(replica.called for replica in self._replicas) and self._replicas:
@@ -208,7 +217,7 @@ class DDP(Processes, SingleDevice):
                 "the loss was computed without calling the model itself, so that processes would not exchange its "
                 "gradients; call model(...), in compute_loss too, not a method of it or its parts"
             )
-        with self._watched():
+        with self.group.watched():
             # DistributedDataParallel divides the sum of the gradients by the number of processes.
             super().backward(loss if self.world_size == 1 else loss * self.world_size, **options)
 
@@ -219,16 +228,16 @@ class DDP(Processes, SingleDevice):
         max_value: float | None = None,
         nonfinite: str = "ignore",
     ) -> GradientNorms | None:
-        if self._session is None:
+        if self.group.heartbeat is None:
             return super().step(optimizer, max_norm, max_value, nonfinite)
         self._check_optimizer(optimizer)
         norms = super().step(optimizer, max_norm, max_value, nonfinite)
         # Of what it trains alone: another model's graph may still need its buffers (GANs).
         buffers = [buffer for replica in self._trained[optimizer] for buffer in replica.buffers_to_share()]
         if buffers:
-            with self._watched():
+            with self.group.watched():
                 take_from_main(buffers)
-        self._session.heartbeat.steps += 1
+        self.group.heartbeat.steps += 1
         return norms
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -253,7 +262,7 @@ def shut_down() -> None:
     # which they want Python: where that is ending at the time, the process aborts.
     for replica in list(Replica.alive):
         replica.let_go()
-    Session.leave()
+    Membership.leave()
 
 
 multiprocessing.util.Finalize(None, shut_down, exitpriority=10)  # at the end of a multiprocessing child too

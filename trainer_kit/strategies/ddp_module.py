@@ -109,16 +109,16 @@ class Replica(torch.nn.Module):
             buffers.append(buffer)
         return buffers
 
-    def exchange(self, sum_numbers: Callable[[Sequence[int]], Sequence[int]], compress: bool) -> None:
+    def exchange(self, all_reduce_ints: Callable[[Sequence[int]], Sequence[int]], compress: bool) -> None:
         """Makes the gradients their mean over all processes, as DistributedDataParallel does.
 
         Args:
-            sum_numbers: Sums whole numbers over all processes.
+            all_reduce_ints: Sums whole numbers over all processes.
             compress: Send them in bfloat16.
         """
         trained = [parameter for _, parameter in self._named if parameter.requires_grad]
         are_sparse = any(parameter.grad is not None and parameter.grad.is_sparse for parameter in trained)
-        *having, sparse = sum_numbers([*(parameter.grad is not None for parameter in trained), are_sparse])
+        *having, sparse = all_reduce_ints([*(parameter.grad is not None for parameter in trained), are_sparse])
         if sparse:
             raise ValueError("sparse gradients cannot be exchanged with auto_find_batch_size=True; set it to False")
         gradients = []

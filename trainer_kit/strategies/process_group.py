@@ -1,14 +1,15 @@
-"""`Session`: this process among those of its run, from the rendezvous to the end of the process."""
+"""`ProcessGroup`: this process among those of its run, from the rendezvous to the end of the process."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
+import multiprocessing.util
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed.nn.functional  # first of all: imported later, it would
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # its stub names fewer
 
 from trainer_kit.config.environment import Place
+from trainer_kit.errors import LostProcessError
 from trainer_kit.strategies.watchdog.heartbeat import Heartbeat
 
 logger = logging.getLogger("trainer_kit")
@@ -30,14 +32,14 @@ SLOW_SECONDS = 60.0
 """After which a process that others wait for is named in a warning; earlier where the wait itself is to end soon."""
 
 
-class Session:
-    """The process group and the heartbeat beside it: one a process, through all its trainings.
+class Membership:
+    """torch's process group and the heartbeat: one for each process, through all its trainings.
 
     Attributes:
         heartbeat: Watches over the other processes.
     """
 
-    current: Session | None = None
+    current: Membership | None = None
 
     def __init__(self, heartbeat: Heartbeat, owns_group: bool) -> None:
         self.heartbeat = heartbeat
@@ -46,8 +48,8 @@ class Session:
     @classmethod
     def join(
         cls, place: Place, device: torch.device, timeout: float, patience: float, location: tuple[str, str]
-    ) -> Session:
-        """Meets the other processes, or goes on with them where they have met before.
+    ) -> Membership:
+        """Meet the other processes; return the present membership where they have met before.
 
         Args:
             place: This process among those that a launcher started.
@@ -94,7 +96,7 @@ class Session:
             dist.destroy_process_group()
 
     def end_training(self, error: BaseException | None) -> None:
-        """A training is over, which may have been told to leave; tells the others of the error that ended it.
+        """End a training, which may have been preempted, and report the error that ended it to the others.
 
         A SystemExit is one too: the others wait for a process that exits in the middle of a training.
         """
@@ -103,10 +105,80 @@ class Session:
             self.heartbeat.report_failure(error)
 
     def recover(self) -> None:
-        """The program has caught the error that ended the last training, and goes on."""
+        """Take back the error that ended the last training: the program has caught it."""
         if self.heartbeat.error:
             self.heartbeat.take_back_failure()
 
+
+class ProcessGroup:
+    """A strategy's link to the other processes of the run.
+
+    Args:
+        place: This process among those that a launcher started.
+        timeout: Seconds after which a collective ends with an error because some process has not come to it.
+        patience: Seconds after which a process that does not answer is taken for lost.
+    """
+
+    def __init__(self, place: Place, timeout: float, patience: float) -> None:
+        self.place = place
+        self.timeout = timeout
+        self.patience = patience
+        self._membership: Membership | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there are no other processes in the run."""
+        return self.place.world_size == 1
+
+    @property
+    def heartbeat(self) -> Heartbeat | None:
+        """Watches over the other processes; None before they have met, and where there are none."""
+        return None if self._membership is None else self._membership.heartbeat
+
+    def join(self, device: torch.device, location: tuple[str, str]) -> bool:
+        """Meet the other processes, once; a process group that the program has made already is used.
+
+        Args:
+            device: Where this process computes.
+            location: Its machine and device.
+
+        Returns:
+            Whether they have met in this call.
+
+        Raises:
+            ValueError: If they cannot meet: no process answers, a port is in use, or processes are missing.
+        """
+        if self._membership is not None:
+            self._membership.recover()
+            return False
+        if self.is_alone:
+            return False
+        self._membership = Membership.join(self.place, device, self.timeout, self.patience, location)
+        return True
+
+    def end_training(self, error: BaseException | None) -> None:
+        """End a training; `error` is what ended it, None where it ended in good order."""
+        if self._membership is not None:
+            self._membership.end_training(error)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Enclose what may wait for other processes: where it fails, the error names them."""
+        heartbeat = self.heartbeat
+        if heartbeat is None:
+            assert self.is_alone, "setup() comes first"
+            yield
+            return
+        heartbeat.calls += 1
+        try:
+            yield
+        except RuntimeError as error:
+            if not failed_to_communicate(error):
+                raise
+            raise LostProcessError(heartbeat.explain(error)) from error
+
+
+multiprocessing.util.Finalize(None, Membership.leave, exitpriority=9)  # at the end of a multiprocessing child too
 
 # A child waits for ever if, in the moment of the fork, a thread of C++ enters Python (github.com/python/cpython/issues/
 # 112275), as gloo's do once after each collective. Their turn takes microseconds, so that they are given milliseconds.
@@ -115,7 +187,7 @@ _REST_SECONDS = 0.005
 
 
 def _let_threads_finish() -> None:
-    if Session.current is not None:
+    if Membership.current is not None:
         time.sleep(_REST_SECONDS)
 
 
@@ -200,6 +272,6 @@ def _connect(place: Place, serves: bool) -> TCPStore:
                 "(launch --master-port) to a free one"
             ) from error
         raise ValueError(
-            f"rank {place.rank} found nobody at {where} within {JOIN_SECONDS:.0f} s; start rank 0 first, and check "
+            f"rank {place.rank} found no process at {where} within {JOIN_SECONDS:.0f} s; start rank 0 first, and check "
             "MASTER_ADDR and MASTER_PORT (launch --master-addr --master-port)"
         ) from error

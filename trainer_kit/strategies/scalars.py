@@ -49,7 +49,7 @@ def read_scalars(values: Mapping[Key, Any], strategy: Strategy) -> dict[Key, Any
             groups.setdefault((value.device, value.dtype), []).append(name)
     read: dict[Key, Any] = {}
     for names in groups.values():
-        read |= zip(names, strategy.read([values[name] for name in names]), strict=True)
+        read |= zip(names, strategy.collectives.read_scalars([values[name] for name in names]), strict=True)
     return {name: read.get(name, value) for name, value in values.items()}
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 
-from trainer_kit.profiling.time_ledger import Clock
-from trainer_kit.strategies.base import GIB, Strategy
-from trainer_kit.strategies.nvml import card_memory
+from trainer_kit.strategies.base import Strategy
+from trainer_kit.strategies.cuda_info import CudaInfo
+from trainer_kit.strategies.device_info import DeviceInfo
+from trainer_kit.strategies.mps_info import MpsInfo
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.utils.pytree import map_tensors, tensors
 
 T = TypeVar("T")
+_KINDS: dict[str, type[DeviceInfo]] = {"cuda": CudaInfo, "mps": MpsInfo}
 
 
 class SingleDevice(Strategy):
@@ -31,6 +31,7 @@ class SingleDevice(Strategy):
         self.device = torch.device(device) if device is not None else _best_device()
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device_info = _KINDS.get(self.device.type, DeviceInfo)(self.device)
 
     def setup(self) -> None:
         if self.device.type == "cuda":
@@ -69,59 +70,6 @@ class SingleDevice(Strategy):
         if tensor.device.type == "cpu":
             tensor = tensor if tensor.is_pinned() else tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
-
-    def free_memory(self) -> int:
-        if self.device.type == "cuda":
-            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            return torch.cuda.mem_get_info(self.device)[0] + unused
-        if self.device.type == "mps":
-            return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-        return super().free_memory()
-
-    def clock(self) -> Clock:
-        return CudaClock(self.device) if self.device.type == "cuda" else super().clock()
-
-    def memory(self) -> dict[str, float]:
-        """On CUDA: `memory_gib` and `peak_memory_gib` in tensors, `reserved_memory_gib` held by PyTorch's allocator.
-
-        There NVML, where it can be asked (`pip install nvidia-ml-py`), adds `device_memory_gib`, in use on the
-        whole card, and `process_memory_gib`, of it by this process. On MPS the driver keeps no peak: `memory_gib` is in
-        tensors, the peak that of the process.
-        """
-        if self.device.type == "cuda":
-            return {
-                "memory_gib": torch.cuda.memory_allocated(self.device) / GIB,
-                "reserved_memory_gib": torch.cuda.memory_reserved(self.device) / GIB,
-                "peak_memory_gib": torch.cuda.max_memory_allocated(self.device) / GIB,
-                **card_memory(torch.cuda.get_device_properties(self.device)),
-            }
-        figures = super().memory()
-        if self.device.type == "mps":
-            figures["memory_gib"] = torch.mps.current_allocated_memory() / GIB
-        return figures
-
-
-class CudaClock:
-    """Events on a GPU's present stream: they are passed when all is done that it was given before."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._free: list[torch.cuda.Event] = []  # to make one takes longer than to record it
-
-    def mark(self) -> torch.cuda.Event:
-        """An event that is recorded now."""
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def passed(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
-        """Seconds between the events that have passed."""
-        all_passed = len(marks) if marks[-1].query() else None
-        count = all_passed or bisect.bisect(marks, False, key=lambda event: not event.query())
-        there = marks[:count]
-        seconds = [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(there)]  # it tells ms
-        self._free += there[:-1]
-        return seconds
 
 
 def _best_device() -> torch.device:

@@ -197,8 +197,8 @@ class _Replay:
                 f"fine: replay {CRASH_PREFIX}{self.report['step']}-rank-RANK of another one, if it is there"
             )
         return (
-            f"the CPU now may compute otherwise than {self.report['device']} did then (kernels, precision, what the "
-            "model keeps beside its weights), or the script was given other arguments or has changed"
+            f"the CPU now may compute otherwise than {self.report['device']} did then (kernels, precision, buffers "
+            "that are not saved), or the script was given other arguments or has changed"
         )
 
 

@@ -47,11 +47,11 @@ class SelfTest:
         """Sums, gathers and broadcasts."""
         strategy, count = self.strategy, self.strategy.world_size
         mine = torch.full((strategy.rank + 1,), float(strategy.rank), device=strategy.device)
-        total = strategy.all_reduce(mine.new_tensor([strategy.rank + 1.0])).item()
+        total = strategy.collectives.all_reduce(mine.new_tensor([strategy.rank + 1.0])).item()
         _expect("a sum over all processes", total, count * (count + 1) / 2)
         gathered = strategy.gather(mine).tolist()
         _expect("what was gathered", gathered, [float(rank) for rank in range(count) for _ in range(rank + 1)])
-        _expect("what the main process sent", strategy.broadcast(strategy.rank), 0)
+        _expect("what the main process sent", strategy.collectives.broadcast(strategy.rank), 0)
         strategy.barrier()
         devices = f", {strategy.devices} devices" if strategy.devices > 1 else ""
         return f"{count} process{'es' * (count > 1)} on {strategy.device.type}{devices}"
@@ -69,7 +69,7 @@ class SelfTest:
 
     def saving(self) -> str:
         """Looks at the checkpoint that the training has left."""
-        names = self.strategy.on_main(lambda: self._newest())
+        names = self.strategy.collectives.on_main(lambda: self._newest())
         _expect("the newest valid checkpoint", names, f"checkpoint-{_STEPS}")
         return f"checkpoints in {tempfile.gettempdir()}"
 
@@ -131,7 +131,9 @@ def main() -> None:
     name, folder = "collectives", None
     try:
         strategy.setup()
-        folder = Path(strategy.broadcast(tempfile.mkdtemp(prefix="trainer_kit_test_") if strategy.is_main else ""))
+        folder = Path(
+            strategy.collectives.broadcast(tempfile.mkdtemp(prefix="trainer_kit_test_") if strategy.is_main else "")
+        )
         for name, check in SelfTest(folder, strategy).checks().items():
             found = check()
             if strategy.is_main:
@@ -140,7 +142,7 @@ def main() -> None:
     except Exception as error:
         raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from error
     finally:
-        if folder is not None and strategy.is_local_main:
+        if folder is not None and strategy.collectives.is_local_main:
             shutil.rmtree(folder, ignore_errors=True)
     strategy.teardown()
 

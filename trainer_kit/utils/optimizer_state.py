@@ -203,14 +203,14 @@ def _check_loaded(optimizer: Optimizer, saved: dict[str, Any], loaded: dict[str,
     if lost := saved_tensors.keys() - found.keys():
         raise ValueError(
             f"{_name(optimizer)}.load_state_dict() did not take {len(lost)} of {len(saved_tensors)} tensors of its "
-            f"state ({min(lost)!r}); mend it, or the run would go on without them"
+            f"state ({min(lost)!r}); mend it, or the run would continue without them"
         )
     now = dict(plain_values(tree))
     for place, value in plain_values(saved_tree):
         if place in now and now[place] != value and repr(now[place]) != repr(value):
             raise ValueError(
                 f"{_name(optimizer)}.load_state_dict() brought back {now[place]!r} for {value!r} at {place!r} of its "
-                "state; mend it, or the run would go on with that"
+                "state; mend it, or the run would continue with that"
             )
 
 

@@ -52,7 +52,7 @@ _CLIPPING = (
 _COUNTS = "return (loss_sum, count) from compute_loss to count a batch's items differently"
 _TOKENS = "each record has the tokens; run.state.tokens counts them"
 _FLOPS = "each record has the FLOP/s of the model and of the hardware"
-_RANKS = "ask run.strategy.is_main or run.strategy.is_local_main"
+_RANKS = "ask run.strategy.is_main or run.strategy.collectives.is_local_main"
 _MODEL = "give Trainer(model=) or Trainer(model_init=); run.model holds the model"
 _HUB = "give a Callback whose on_save(run, directory) uploads the checkpoint"
 _SEARCH = "make a Trainer for each trial, with Trainer(model_init=)"

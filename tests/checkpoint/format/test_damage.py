@@ -54,7 +54,7 @@ def passed_over(run: Path) -> str:
     assert found == run / "checkpoint-1", said
     assert len(said) == 1
     assert "\n" not in said[0]
-    return said[0].removeprefix("checkpoint-2 is passed over: ")
+    return said[0].removeprefix("checkpoint-2 is skipped: ")
 
 
 def damaged(run: Path, name: str, contents: Iterator[bytes] | list[bytes]) -> Iterator[str]:

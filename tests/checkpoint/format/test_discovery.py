@@ -118,9 +118,9 @@ def test_the_newest_that_is_whole_is_taken_and_the_others_are_told_of(tmp_path: 
     said: list[str] = []
     assert newest_valid(tmp_path, said.append) == tmp_path / "checkpoint-2"
     assert len(said) == 2
-    assert said[0].startswith("checkpoint-30 is passed over: ")
+    assert said[0].startswith("checkpoint-30 is skipped: ")
     assert "has no manifest.json" in said[0]
-    assert said[1].startswith("checkpoint-10 is passed over: ")
+    assert said[1].startswith("checkpoint-10 is skipped: ")
     assert "optimizer.safetensors is truncated: " in said[1]
 
 

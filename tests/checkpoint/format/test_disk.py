@@ -151,7 +151,7 @@ def test_a_file_system_that_knows_no_fsync_is_reported_once(
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
         f"{tmp_path / 'run'}: its file system does not flush to the disk when asked (fsync: {os.strerror(number)}), so "
-        "a power cut could lose the newest checkpoint, and training would go on from the one before"
+        "a power cut could lose the newest checkpoint, and training would resume from the one before"
     )
 
 

@@ -140,7 +140,7 @@ def test_an_engine_that_waits_for_a_gpu_is_ended_too(run: Run) -> None:
     assert run.exit_code(0) == 1
     sentence = last_line(run.errors(0))
     assert f"{run.name(1)} has not answered for " in sentence
-    assert "; rank 0 (this process) was in item (trainer_kit/loop/step_metrics.py:2), after 5 steps" in sentence
+    assert "; rank 0 (this process) was in item (loop/step_metrics.py:2), after 5 steps" in sentence
 
 
 @pytest.mark.parametrize("first_serves", [False, True])
@@ -173,13 +173,13 @@ def test_a_killed_process_is_named_in_an_exception(run: Run) -> None:
     assert run.exit_code(0) == 1
     sentence = last_line(run.errors(0))
     assert sentence.startswith("trainer_kit.errors.LostProcessError: rank 1 (")
-    assert f"{run.name(1)} has ended without a word; rank 0 (this process) waited in " in sentence
+    assert f"{run.name(1)} has ended without a message; rank 0 (this process) waited in " in sentence
 
 
 def test_a_process_that_exits_without_a_word_is_named(run: Run) -> None:
     run.start(2, watched.exits_without_a_word)
     assert run.exit_code(0) == 1
-    assert f"{run.name(1)} has ended without a word; " in last_line(run.errors(0))
+    assert f"{run.name(1)} has ended without a message; " in last_line(run.errors(0))
 
 
 def test_a_failed_process_is_named_with_its_error(run: Run) -> None:

@@ -34,21 +34,22 @@ def caller(frame: FrameType) -> FrameType | None:
 
 
 SCRIPT = (Path("project", "train.py"), "main")
-LOOP = (PACKAGE / "steps.py", "_pass")
+LOOP = (PACKAGE / "loop" / "train_step.py", "_pass")
 STRATEGY = PACKAGE / "strategies" / "ddp.py"
+CHECKPOINT = PACKAGE / "checkpoint" / "format"
 
 
 def test_a_collective_is_called_by_the_strategys_name() -> None:
     torchs = (TORCH / "distributed" / "distributed_c10d.py", "all_gather")
-    where = seen(SCRIPT, LOOP, (STRATEGY, "sum_numbers"), (STRATEGY, "_all_gather"), torchs)
+    where = seen(SCRIPT, LOOP, (STRATEGY, "all_reduce_ints"), (STRATEGY, "_all_gather"), torchs)
     assert where.waits
-    assert where.place == "sum_numbers, called in _pass (trainer_kit/loop/train_step.py:2)"
+    assert where.place == "all_reduce_ints, called in _pass (loop/train_step.py:2)"
 
 
 def test_a_backward_pass_waits() -> None:
     where = seen(SCRIPT, LOOP, (STRATEGY, "backward"), (TORCH / "autograd" / "graph.py", "_engine_run_backward"))
     assert where.waits
-    assert where.place == "backward, called in _pass (trainer_kit/loop/train_step.py:2)"
+    assert where.place == "backward, called in _pass (loop/train_step.py:2)"
 
 
 def test_torchs_own_name_where_no_strategy_took_part() -> None:
@@ -70,9 +71,9 @@ def test_a_library_is_named_with_its_caller() -> None:
 
 
 def test_the_engine_may_wait_for_a_gpu_but_not_while_it_saves() -> None:
-    assert seen(SCRIPT, LOOP) == StackLocation("_pass (trainer_kit/loop/train_step.py:2)", waits=False, inside=True)
+    assert seen(SCRIPT, LOOP) == StackLocation("_pass (loop/train_step.py:2)", waits=False, inside=True)
     assert seen(SCRIPT, LOOP, (TORCH / "optim" / "adamw.py", "step")).inside
-    save, write = (PACKAGE / "checkpoint" / "writer.py", "save"), (PACKAGE / "checkpoint" / "format.py", "write")
+    save, write = (CHECKPOINT / "commit.py", "save"), (CHECKPOINT / "manifest.py", "write")
     assert not seen(SCRIPT, LOOP, save, write).inside
     assert not seen(SCRIPT, LOOP, save, (TORCH / "serialization.py", "save")).inside
     assert not seen(SCRIPT, (TORCH / "optim" / "adamw.py", "step")).inside
@@ -87,7 +88,7 @@ def test_where_an_error_was_raised() -> None:
     except Exception as error:  # whichever it is, torch.distributed raises it
         where = locate(sys._getframe(), error)
     assert where.waits
-    assert where.place.startswith("get_rank, called in fail (strategies/test_whereabouts.py:")
+    assert where.place.startswith("get_rank, called in fail (watchdog/test_stack.py:")
 
 
 def test_nothing_is_known_without_frames() -> None:

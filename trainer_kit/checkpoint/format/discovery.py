@@ -88,7 +88,7 @@ def first_valid(
         try:
             check(directory)
         except CheckpointError as error:
-            say(f"{directory.name} is passed over: {error}")
+            say(f"{directory.name} is skipped: {error}")
         else:
             return directory
     return None

@@ -132,7 +132,7 @@ def rename_folder(source: Path, target: Path) -> None:
         _warn_once(
             target.parent,
             "a folder that was renamed became another one, so its file system seems to copy instead: a kill at that "
-            "moment may leave a checkpoint in parts, which is passed over for the one before; use another output_dir",
+            "moment may leave an incomplete checkpoint, which is skipped for the one before; use another output_dir",
         )
 
 
@@ -219,7 +219,7 @@ def _fsync(descriptor: int, path: Path) -> None:
         _warn_once(
             _lasting(path),
             f"its file system does not flush to the disk when asked (fsync: {error.strerror}), so a power cut could "
-            "lose the newest checkpoint, and training would go on from the one before",
+            "lose the newest checkpoint, and training would resume from the one before",
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from trainer_kit.utils.wrappers import without_wrappers
 _SHOWN = 3
 
 Device = str | int | torch.device
+LoadState = Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], object]
+"""Loads a part of a model's state, as `Strategy.load_model_state` does."""
 
 
 def load_checkpoint_in_model(
@@ -87,8 +89,18 @@ def _places(
     return places
 
 
+def _load_state(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    model.load_state_dict(state, strict=False)
+
+
 def load_weights(
-    model: torch.nn.Module, checkpoint: Path, strict: bool = True, stem: str = "model", *, is_verified: bool
+    model: torch.nn.Module,
+    checkpoint: Path,
+    strict: bool = True,
+    stem: str = "model",
+    *,
+    is_verified: bool,
+    load_state: LoadState = _load_state,
 ) -> None:
     """Does what `load_checkpoint_in_model` does.
 
@@ -98,6 +110,7 @@ def load_weights(
         strict: See there.
         stem: See there.
         is_verified: Whether `newest_valid` or `verify` has just read the checkpoint and found it whole.
+        load_state: Called with the model and the tensors of each file.
     """
     found, model = _find(checkpoint, stem, is_verified), without_wrappers(model)
     state = _tensors_of(model)
@@ -106,7 +119,7 @@ def load_weights(
         loaded = load_source(source, into=_readable_into(state, source))
         for name in [name for name in loaded if name in state and repeated_dimensions(state[name])]:
             _fill_repeated(state[name], loaded.pop(name), name, checkpoint)
-        model.load_state_dict(loaded, strict=False)
+        load_state(model, loaded)
 
 
 def check_weights(model: torch.nn.Module, checkpoint: Path) -> None:

@@ -334,7 +334,7 @@ class Heartbeat:
         texts = [problem.text for problem in roots or problems]
         if len(texts) > _NAMED_AT_MOST:
             texts[_NAMED_AT_MOST:] = [f"and {len(texts) - _NAMED_AT_MOST} more"]
-        cause = "; ".join(texts) or f"nobody is known to be missing ({error})"
+        cause = "; ".join(texts) or f"no process is known to be missing ({error})"
         verb = "waited" if self._where.waits else "was"
         return f"{cause}; rank {self.rank} (this process) {verb} in {self._where.place}, after {self.steps} steps"
 

@@ -134,12 +134,12 @@ class PeerTable:
         for rank, beat in self._beats().items():
             state = "" if rank in causes or rank == self.rank or beat.error or beat.left else state_of(beat)
             if state in ("gone", "stopped"):
-                text = "has ended without a word" if state == "gone" else "does not answer (it is stopped)"
+                text = "has ended without a message" if state == "gone" else "does not answer (it is stopped)"
                 causes[rank] = Problem(rank, "gone", f"{_who(rank, beat)} {text}")
         return _worst_first(causes.values())
 
     def suspects(self, seconds: float) -> list[Problem]:
-        """While nobody is known to be missing: who has not answered for `seconds`, else who does not wait, else all."""
+        """While none is known to be missing: who has not answered for `seconds`, else who does not wait, else all."""
         beats = {rank: beat for rank, beat in self._beats().items() if rank != self.rank}
         mute = [self._lost(rank, beat) for rank, beat in beats.items() if self._silence(rank) >= seconds]
         busy = [Problem(rank, "slow", self.account(rank)) for rank in beats if not self._may_wait(rank)]

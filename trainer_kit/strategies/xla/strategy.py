@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import socket
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer_kit.config import environment
-from trainer_kit.strategies.base import GIB
-from trainer_kit.strategies.collectives import Processes
+from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.precision import Precision
+from trainer_kit.strategies.process_group import ProcessGroup
+from trainer_kit.strategies.xla.collectives import XLACollectives
+from trainer_kit.strategies.xla.device_info import XLADeviceInfo
 from trainer_kit.strategies.xla.mesh import Division, check_axes
 from trainer_kit.strategies.xla.model import (
     DOWNCAST,
@@ -26,6 +29,7 @@ from trainer_kit.strategies.xla.model import (
     tie_again,
 )
 from trainer_kit.strategies.xla.optimizer import computes_on_device, varying_rates
+from trainer_kit.strategies.xla.session import XLASession
 from trainer_kit.utils.pytree import map_tensors, move, tensors
 from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.wrappers import without_wrappers
@@ -36,10 +40,8 @@ logger = logging.getLogger("trainer_kit")
 _HOST_TIMEOUT = 1800.0
 _HOST_PATIENCE = 60.0
 
-NOT_REPORTED = "not reported by this device"
 
-
-class XLA(Processes):
+class XLA(Strategy):
     """Trains on all XLA devices, as one program over a mesh of them (SPMD).
 
     Computations are recorded and compiled for each new shape of a batch; the loop hands over one graph a micro-batch.
@@ -73,15 +75,19 @@ class XLA(Processes):
         downcast_bf16: bool = False,
         precision: Precision | None = None,
     ) -> None:
-        super().__init__(environment.place(), _HOST_TIMEOUT, _HOST_PATIENCE, precision)
+        super().__init__(precision)
+        self.group = ProcessGroup(environment.place(), _HOST_TIMEOUT, _HOST_PATIENCE)
+        self.device_info: XLADeviceInfo = XLADeviceInfo(self.device)
+        self.collectives: XLACollectives = XLACollectives(self.group)
+        self.session: XLASession = XLASession(self.collectives)
         self.mesh = mesh
         self.fsdp = fsdp
         self.downcast_bf16 = downcast_bf16
         check_axes(mesh, fsdp)
-        if fsdp and not self.is_alone:
+        if fsdp and not self.group.is_alone:
             raise ValueError(
-                f"fsdp=True is for one host, but this run has {self.place.world_size}: a model that is divided over "
-                "hosts cannot be saved yet; use fsdp=False"
+                f"fsdp=True is for one host, but this run has {self.group.place.world_size}: a model that is divided "
+                "over hosts cannot be saved yet; use fsdp=False"
             )
         self._moved: Any = WeakIdKeyDictionary()  # parameters by what they were on the host, while somebody keeps that
         self._followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -120,8 +126,12 @@ class XLA(Processes):
             division = Division(self.mesh, count, "fsdp" if self.fsdp else "data")
             self._division = division if count > 1 else None
             self.devices = division.parts
+        self.device_info.device, self.collectives.division = self.device, self._division
+        self.device_info.division = self._division if self.group.is_alone else None
         super().setup()
-        self.set_rng_state(self.broadcast(torch.initial_seed()))  # as torch.manual_seed gives it to other devices
+        self.group.join(self.device, (socket.gethostname(), str(self.device)))
+        # As torch.manual_seed gives it to other devices.
+        self.device_info.set_rng_state(self.collectives.broadcast(torch.initial_seed()))
         if self.precision is not None and self.precision.mode == "fp16":
             warn(
                 "mixed_precision='fp16' on XLA: 'bf16' is recommended, which TPUs compute in and whose gradients need "
@@ -136,60 +146,22 @@ class XLA(Processes):
                 f"torch_xla.launch started {runtime.world_size()} replicas, each of which would train by itself; call "
                 "the function without it: one process uses all devices"
             )
-        if runtime.device_type() == "TPU" and runtime.process_count() != self.place.world_size:
+        hosts = self.group.place.world_size
+        if runtime.device_type() == "TPU" and runtime.process_count() != hosts:
             raise ValueError(
-                f"the TPU has {runtime.process_count()} hosts, but this process knows of {self.place.world_size}; "
+                f"the TPU has {runtime.process_count()} hosts, but this process knows of {hosts}; "
                 "start all with `trainer-kit launch --tpu --num-nodes … --node-rank … --master-addr …`"
             )
         return int(runtime.global_runtime_device_count())
 
     def seed(self, value: int) -> None:
         super().seed(value)
-        self.set_rng_state(value)
-
-    def rng_state(self) -> int:
-        state: int = _module("torch_xla.core.xla_model").get_rng_state(str(self.device))
-        return state
-
-    def set_rng_state(self, state: Any) -> None:
-        if isinstance(state, int):
-            _module("torch_xla.core.xla_model").set_rng_state(state, str(self.device))
-
-    # Hosts
-
-    @property
-    def is_main(self) -> bool:
-        return self.place.rank == 0
-
-    @property
-    def leaving(self) -> bool:
-        # Several hosts run in lockstep: none may break off alone. The loop agrees on it after the step.
-        return self.is_alone and super().leaving
-
-    def sum_numbers(self, numbers: Sequence[int]) -> Sequence[int]:
-        # Counts are the same on all hosts; a request may be one host's.
-        return numbers if self.is_alone else [max(column) for column in zip(*self._gathered([*numbers]), strict=True)]
-
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        return tensor  # what is computed is of all devices
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, whole on each device: reading one that is divided would be compiled anew each time."""
-        if self._division is None or tensor.ndim == 0:
-            return tensor
-        # A tensor of its own: this one keeps how it is divided.
-        return self._division.mark_whole(torch.stack([tensor.detach()])[0])
-
-    def gather_object(self, value: T) -> list[T]:
-        return [value]
-
-    def gather_to_main(self, value: T) -> list[T]:
-        return [value]
+        self.device_info.set_rng_state(value)
 
     # Model and optimizer
 
-    def exchange_later(self, later: bool) -> None:
-        if later:
+    def defer_gradient_sync(self, is_deferred: bool) -> None:
+        if is_deferred:
             raise ValueError(
                 "auto_find_batch_size=True is not possible with XLA, whose devices run out of memory when they compile "
                 "a whole step; set it to False and try a smaller per_device_train_batch_size"
@@ -216,8 +188,8 @@ class XLA(Processes):
         model._backward_hooks.popitem()  # its barrier takes only tuples of tensors, and warns of other outputs
         return wrapped
 
-    def recompute_activations(self, model: torch.nn.Module) -> None:
-        super().recompute_activations(model)
+    def enable_activation_checkpointing(self, model: torch.nn.Module) -> None:
+        super().enable_activation_checkpointing(model)
         # torch's own function knows no generator of XLA, and the compiler would find the recomputation needless.
         recompute = _module("torch_xla.utils.checkpoint").checkpoint
         for module in model.modules():
@@ -227,11 +199,8 @@ class XLA(Processes):
     def compile(self, model: torch.nn.Module) -> None:
         logger.warning("torch_compile=True has no effect on XLA, which compiles everything by itself")
 
-    def forget_models(self) -> None:
+    def release_models(self) -> None:
         self._moved.clear()
-
-    def empty_cache(self) -> None:
-        """There is none."""
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         return getattr(model, "_orig_module", model)
@@ -264,14 +233,14 @@ class XLA(Processes):
                 state[name] = value = value.to(self.device)
                 if self.fsdp and self._division is not None and value.shape == parameter.shape and value.ndim:
                     self._division.mark_longest(value)
-        self.dispatch()
+        self.device_info.mark_step()
 
     # Step
 
-    def prepare_loader(self, windows: Iterable[Any]) -> Iterator[Any]:
+    def prepare_loader(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Sends each batch while the one before it is worked on."""
         waiting: Any = None
-        for item in windows:
+        for item in batches:
             item.batch = self._sent(item.batch)
             if waiting is not None:
                 yield waiting
@@ -305,19 +274,13 @@ class XLA(Processes):
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(DOWNCAST.get(tensor.dtype, tensor.dtype)) if self.downcast_bf16 else tensor
 
-    def operand(self, number: Any) -> Any:
-        """A number in a tensor that is sent; a Python number of 0 or 1 would be a constant of another graph."""
-        if isinstance(number, torch.Tensor):
-            return number
-        return _module("torch_xla.core.xla_model").send_cpu_data_to_device([torch.tensor(number)], self.device)[0]
-
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
         yield
-        self.dispatch()
+        self.device_info.mark_step()
 
     def _take_step(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor | None) -> None:
-        with varying_rates(optimizer, self.operand):
+        with varying_rates(optimizer, self.device_info.traced_scalar):
             super()._take_step(optimizer, norm)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
@@ -331,49 +294,14 @@ class XLA(Processes):
                 "in it (https://github.com/pytorch/xla/issues/4174); train on the CPU in another process"
             ) from error
 
-    def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Frees the gradients, then lets the device begin: so they are no results of the step that it would keep."""
-        super().clear_gradients(optimizer)
-        self.dispatch()
-
-    def whole(self, outputs: Any) -> Any:
-        return outputs if self._division is None else map_tensors(self._division.mark_whole, outputs)
-
-    def dispatch(self) -> None:
-        state = self.rng_state()
-        _module("torch_xla").sync()
-        self.set_rng_state(state)  # it changes that, so that random numbers would depend on how often it is called
-
-    def read(self, scalars: Sequence[torch.Tensor], summed: bool = False) -> list[float]:
-        # Not stacked, which would be one more graph for each number of them.
-        return [scalar.item() for scalar in _module("torch_xla")._XLAC._xla_get_cpu_tensors([*scalars])]
-
-    # Figures
-
-    def compilations(self) -> tuple[int, float]:
-        data = _module("torch_xla.debug.metrics").metric_data("CompileTime")
-        return (data[0], data[1] / 1e9) if data is not None else (0, 0.0)
+        super().zero_grad(optimizer)
+        self.device_info.mark_step()
 
     def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         # Parameters themselves: on XLA only the objects tell which are tied.
         return without_wrappers(self.unwrap(model)).state_dict(keep_vars=True)
-
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._division is None or not self.is_alone or tensor.device.type != "xla":
-            return tensor.cpu()
-        return self._division.joined(tensor)
-
-    def copy_to_host(self, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor], moment: Any = None) -> None:
-        for tensor, place in zip(tensors, places, strict=True):
-            place.copy_(self.to_host(tensor.detach()))
-
-    def memory(self) -> dict[str, Any]:
-        """`memory_gib` in use on the first device now and `peak_memory_gib`, as far as the device reports them."""
-        try:
-            info = _module("torch_xla.core.xla_model").get_memory_info(self.device)
-        except RuntimeError:
-            return {"memory_gib": NOT_REPORTED, "peak_memory_gib": NOT_REPORTED}
-        return {"memory_gib": info["bytes_used"] / GIB, "peak_memory_gib": info["peak_bytes_used"] / GIB}
 
 
 def import_torch_xla() -> Any:

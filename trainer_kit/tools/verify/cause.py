@@ -116,7 +116,7 @@ def _other_ids() -> Cause:
 
 
 def _other_batch(evidence: Evidence) -> Cause:
-    when = "" if evidence.is_reproducible else "; two runs that nobody stopped differ as well"
+    when = "" if evidence.is_reproducible else "; two uninterrupted runs differ as well"
     suspects = evidence.suspects(_DATA)
     generators = [name for name in suspects if evidence.is_generator(name)]
     if _is_stream(evidence):
@@ -177,7 +177,7 @@ def _not_reproducible(evidence: Evidence) -> Cause:
         )
     return Cause(
         "nondeterministic kernel",
-        "all was equal before, and two runs that nobody stopped differ as well: an operation of the device that gives "
+        "all was equal before, and two uninterrupted runs differ as well: an operation of the device that gives "
         "other bits each time (torch.use_deterministic_algorithms(True) names it), or something that draws from the "
         "system's randomness or reads the clock",
     )

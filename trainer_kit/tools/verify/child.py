@@ -49,7 +49,7 @@ def watch(trainer: Trainer, start: RecordedStart) -> None:
     trainer.events = CallbackList([*trainer.events.callbacks, *recorder.callbacks])
     strategy = trainer.run.strategy
     prepare = strategy.prepare_loader
-    strategy.prepare_loader = lambda windows: recorder.watch_batches(prepare(windows))  # type: ignore[method-assign]
+    strategy.prepare_loader = lambda batches: recorder.watch_batches(prepare(batches))  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

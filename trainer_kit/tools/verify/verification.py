@@ -122,7 +122,7 @@ class Verification:
         at = min(resumed.lines[0])
         result = dataclasses.replace(begun, kill=kill, resumed_from=at)
         if at == 0:
-            raise ScriptFailed("the start after the kill found no checkpoint to go on from")
+            raise ScriptFailed("the start after the kill found no checkpoint to resume from")
         difference = _first(straight, resumed, at) or _other_end(straight, resumed)
         return result if difference is None else self._explained(result, difference, straight, stopped, resumed)
 

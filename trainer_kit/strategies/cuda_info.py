@@ -1,0 +1,60 @@
+"""`CudaInfo`: memory and time of an NVIDIA GPU."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trainer_kit.strategies.device_info import GIB, DeviceInfo
+from trainer_kit.strategies.nvml import card_memory
+
+
+class CudaInfo(DeviceInfo):
+    """One GPU of this machine."""
+
+    def memory(self) -> dict[str, Any]:
+        """Return `memory_gib` and `peak_memory_gib` in tensors, `reserved_memory_gib` held by PyTorch's allocator.
+
+        Where NVML is installed (`pip install nvidia-ml-py`), also `device_memory_gib`, in use on the whole card, and
+        `process_memory_gib`, this process's part of it.
+        """
+        return {
+            "memory_gib": torch.cuda.memory_allocated(self.device) / GIB,
+            "reserved_memory_gib": torch.cuda.memory_reserved(self.device) / GIB,
+            "peak_memory_gib": torch.cuda.max_memory_allocated(self.device) / GIB,
+            **card_memory(torch.cuda.get_device_properties(self.device)),
+        }
+
+    def free_memory(self) -> int:
+        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return torch.cuda.mem_get_info(self.device)[0] + unused
+
+    def clock(self) -> CudaClock:
+        return CudaClock(self.device)
+
+
+class CudaClock:
+    """Events on a GPU's present stream: they are passed when all is done that it was given before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[torch.cuda.Event] = []  # to make one takes longer than to record it
+
+    def mark(self) -> torch.cuda.Event:
+        """An event that is recorded now."""
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def passed(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+        """Seconds between the events that have passed."""
+        all_passed = len(marks) if marks[-1].query() else None
+        count = all_passed or bisect.bisect(marks, False, key=lambda event: not event.query())
+        there = marks[:count]
+        seconds = [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(there)]  # it returns ms
+        self._free += there[:-1]
+        return seconds

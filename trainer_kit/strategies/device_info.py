@@ -1,0 +1,170 @@
+"""`DeviceInfo`: memory, time and random numbers of a device, and its copies on the host."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import psutil
+import torch
+
+from trainer_kit.profiling.time_ledger import Clock, HostClock
+from trainer_kit.utils.pytree import strides_of_copy
+
+GIB = 2**30
+
+_NO_MEMORY = (
+    "out of memory",
+    "not enough memory: you tried to allocate",
+    "can't allocate memory",
+    "_STATUS_ALLOC_FAILED",
+)
+"""What CUDA's and MPS's runtime, torch's CPU allocator, cuBLAS and cuDNN say in errors without a class of their own."""
+
+
+class DeviceInfo:
+    """A device as the loop, callbacks and checkpoints see it; this base is for the CPU.
+
+    Args:
+        device: Where the model and the batches go.
+        host_processes: Number of processes that share the host's memory.
+    """
+
+    def __init__(self, device: torch.device, host_processes: int = 1) -> None:
+        self.device = device
+        self.host_processes = host_processes
+
+    @property
+    def pins_memory(self) -> bool:
+        """Whether batches reach the device faster from page-locked memory."""
+        return self.device.type == "cuda"
+
+    @property
+    def reads_without_sync(self) -> bool:
+        """Whether the host reads a tensor's value without waiting."""
+        return self.device.type == "cpu"
+
+    @property
+    def supports_concurrent_copy(self) -> bool:
+        """Whether `copy_to_host` may be called in another thread, while the device computes."""
+        return self.device.type in ("cpu", "cuda")
+
+    def memory(self) -> dict[str, Any]:
+        """Return GiB in use by name: `memory_gib` now and `peak_memory_gib` since the start of the process.
+
+        Here it is the resident set of the process, whose peak the operating system keeps.
+        """
+        info = _process(os.getpid()).memory_info()
+        peak = max(info.rss, _peak_resident_bytes(info))
+        return {"memory_gib": info.rss / GIB, "peak_memory_gib": peak / GIB}
+
+    def free_memory(self) -> int:
+        """Return the bytes that tensors can still take on the device.
+
+        Of a host's memory a tenth is left to others: where nothing is left, the system ends a process.
+        """
+        return int(psutil.virtual_memory().available * 0.9) // self.host_processes
+
+    def empty_cache(self) -> None:
+        """Return memory to the device that its allocator keeps for reuse."""
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).empty_cache()
+
+    def oom_message(self, error: BaseException) -> str | None:
+        """Return the first line of an out-of-memory error; None for any other error."""
+        is_known = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
+        if not is_known and not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return None
+        return str(error).partition("\n")[0] or type(error).__name__
+
+    def rng_state(self) -> Any:
+        """Return the state of the device's own generator; None where there is only the host's."""
+        return None if self.device.type == "cpu" else torch.get_device_module(self.device).get_rng_state()
+
+    def set_rng_state(self, state: Any) -> None:
+        """Restore a state that `rng_state` returned; ignore one of another kind of device."""
+        if isinstance(state, torch.Tensor) and self.device.type != "cpu":
+            torch.get_device_module(self.device).set_rng_state(state)
+
+    def clock(self) -> Clock:
+        """Return what measures the time that the device takes."""
+        return HostClock()
+
+    def compilations(self) -> tuple[int, float]:
+        """Return the number of computations that this process has compiled, and the seconds that took.
+
+        Here they are those of torch.compile, whose modules are not imported to count nothing.
+        """
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if dynamo is None or not dynamo.counters["stats"]["unique_graphs"]:
+            return 0, 0.0
+        return dynamo.counters["stats"]["unique_graphs"], float(dynamo.calculate_time_spent()["total_wall_time"])
+
+    def traced_scalar(self, number: int) -> Any:
+        """Return a number that a step computes with, in a form in which its value does not change the graph."""
+        return number
+
+    def mark_step(self) -> None:
+        """Let a device that records computations run what was recorded so far."""
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of a model or an optimizer on the host, whole."""
+        return tensor.cpu()
+
+    def host_memory(self, tensors: Iterable[torch.Tensor], free: Iterable[torch.Tensor] = ()) -> list[torch.Tensor]:
+        """Return host memory for a copy of each tensor, taken from `free` where one of its tensors fits."""
+        places: dict[Any, list[torch.Tensor]] = {}
+        for place in free:
+            places.setdefault((place.shape, place.dtype, place.stride()), []).append(place)
+        return [
+            found.pop()
+            if (found := places.get((tensor.shape, tensor.dtype, strides)))
+            else torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, pin_memory=self.pins_memory)
+            for tensor in tensors
+            for strides in [strides_of_copy(tensor)]  # other strides would need a second copy on the device
+        ]
+
+    def record_event(self) -> Any:
+        """Return the present end of the device's queue, for `copy_to_host` in another thread; None without a queue."""
+        return torch.get_device_module(self.device).current_stream().record_event() if self.pins_memory else None
+
+    def copy_to_host(self, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor], moment: Any = None) -> None:
+        """Copy tensors, whole, and wait until they are there.
+
+        Args:
+            tensors: Of a model or an optimizer, on any device.
+            places: Where to, as `host_memory` gives them.
+            moment: What `record_event` returned: copy the values of then, while the device computes what it was
+                given since. None: copy after everything.
+        """
+        stream: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if moment is not None:
+            module = torch.get_device_module(self.device)
+            side = module.Stream(self.device)
+            side.wait_event(moment)
+            stream = module.stream(side)
+        with stream:
+            if tensors:
+                torch._foreach_copy_([*places], [each.detach() for each in tensors], non_blocking=self.pins_memory)
+            if self.pins_memory:
+                torch.get_device_module(self.device).current_stream(self.device).synchronize()
+
+
+@functools.cache
+def _process(number: int) -> psutil.Process:
+    """This process, by a number that a fork changes; looking it up costs more than asking it."""
+    return psutil.Process(number)
+
+
+def _peak_resident_bytes(info: Any) -> int:
+    """Peak resident set: psutil has it on Windows, the resource module elsewhere (KiB on Linux, bytes on macOS)."""
+    if hasattr(info, "peak_wset"):
+        return int(info.peak_wset)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak if psutil.MACOS else peak * 1024)

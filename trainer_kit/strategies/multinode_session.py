@@ -1,0 +1,215 @@
+"""`MultiNodeSession`: a run whose machines may each have a disk of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer_kit.strategies.process_collectives import ProcessCollectives
+from trainer_kit.strategies.process_session import ProcessSession
+
+logger = logging.getLogger("trainer_kit")
+
+_PIECE_BYTES = 2**24
+
+_LOOKS = (0.0, 0.1, 0.3, 0.6)
+"""Seconds before each look for a new file, which a network file system may show late."""
+
+
+class MultiNodeSession(ProcessSession):
+    """Sends a checkpoint to the machines that do not see its folder.
+
+    Args:
+        collectives: Those of the strategy.
+
+    Attributes:
+        machines: Ranks by machine, the first process of each first; known once the processes have met.
+    """
+
+    def __init__(self, collectives: ProcessCollectives) -> None:
+        super().__init__(collectives)
+        self.collectives: ProcessCollectives = collectives
+        self.machines: dict[int, list[int]] = {}
+        self._copied = False  # whether some machine has a copy
+        self._remove_copy: Callable[[], Any] | None = None  # how this process removes its own
+
+    def end_training(self, error: BaseException | None) -> None:
+        super().end_training(error)
+        self._discard()
+
+    def log_output_visibility(self, directory: Path) -> None:
+        blind = self._ranks_without(directory)
+        if self.collectives.is_main and blind:
+            logger.info(
+                "%s is not shared with %s: checkpoints and logs are on %s alone, where rank 0 must run again to resume",
+                directory, self._hosts_of(blind), self.collectives.hosts[0],
+            )  # fmt: skip
+        elif self.collectives.is_main and self.group.place.has_several_machines:
+            logger.info("%s is shared by all machines", directory)
+
+    def fetch_checkpoint(self, directory: Path) -> Path:
+        """See `Session`; copies lie in the folder for temporary files (TMPDIR) until `release_checkpoint_copies`.
+
+        Raises:
+            OSError: If a file cannot be read or written, or there is no room, naming the machine.
+        """
+        blind = self._ranks_without(directory)
+        if not blind:
+            return directory
+        self._discard()
+        self._copied = True
+        sizes = self.collectives.on_main(lambda: _sizes(directory))
+        total = sum(sizes.values())
+        if self.collectives.is_main:
+            logger.info(
+                "sending %s (%s) to %s, where it is not seen", directory, _mib(total), self._hosts_of(blind)
+            )  # fmt: skip
+        folder, problems = directory, list[str]()
+        if self.collectives.rank in blind:
+            with _kept_in(problems):
+                folder = self._new_folder(total)
+        self._raise_any(problems, directory)
+        chain = [0, *blind]
+        for name, size in sizes.items():
+            if self.collectives.rank in chain:
+                self._pass_on(folder / name, size, chain, problems)
+            self._raise_any(problems, directory)  # after each file, lest those without a part in this wait too long
+        return self.collectives.gather_object(folder)[self.machines[self.group.place.node][0]]
+
+    def release_checkpoint_copies(self) -> None:
+        if self._copied:
+            self.collectives.barrier()  # all processes of a machine read the same copy
+            self._discard()
+
+    def _discard(self) -> None:
+        if self._remove_copy is not None:
+            self._remove_copy()
+        self._copied, self._remove_copy = False, None
+
+    def _ranks_without(self, directory: Path) -> list[int]:
+        """The first processes of the machines that do not see the main process's folder of this name.
+
+        The main process puts a file into it for the others to look for; where it cannot, no other machine sees it.
+        """
+        if not self.group.place.has_several_machines:
+            return []
+        marker = self.collectives.on_main(lambda: _mark(directory))
+        try:
+            sees = self.collectives.gather_object(
+                self.collectives.is_main or (self.collectives.is_local_main and _appears(marker))
+            )
+        finally:
+            if self.collectives.is_main and marker is not None:
+                marker.unlink(missing_ok=True)
+        return [ranks[0] for ranks in self.machines.values() if not any(sees[rank] for rank in ranks)]
+
+    def _hosts_of(self, ranks: list[int]) -> str:
+        return ", ".join(self.collectives.hosts[rank] for rank in ranks)
+
+    def _new_folder(self, needed: int) -> Path:
+        folder = Path(tempfile.mkdtemp(prefix="trainer_kit-"))
+        self._remove_copy = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            raise OSError(f"{folder.parent} has {_mib(free)} left of the {_mib(needed)} needed")
+        return folder
+
+    def _pass_on(self, path: Path, size: int, chain: list[int], problems: list[str]) -> None:
+        """Reads a file (the main process) or receives and writes it, and sends it on, all of it whatever goes wrong.
+
+        From machine to machine, piece by piece, so that each sends it once. By the group of all processes, on the
+        host: with GPUs to make a group of some would be a collective of all, which the others begin alone, for ever.
+        """
+        place = chain.index(self.collectives.rank)
+        if place > 0:
+            with _kept_in(problems):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch()
+        buffer = torch.empty(min(size, _PIECE_BYTES), dtype=torch.uint8)
+        for start in range(0, size, _PIECE_BYTES):
+            piece = buffer[: size - start]
+            if place > 0:
+                with self.group.watched():
+                    dist.recv(piece, chain[place - 1])
+            elif not problems:
+                with _kept_in(problems):
+                    _read_piece(path, start, piece)
+            if place + 1 < len(chain):
+                with self.group.watched():
+                    dist.send(piece, chain[place + 1])
+            if place > 0 and not problems:
+                with _kept_in(problems), open(path, "ab") as file:
+                    file.write(piece.numpy().data)
+
+    def _raise_any(self, problems: list[str], directory: Path) -> None:
+        """Raises on all processes what went wrong on some."""
+        if not any(self.collectives.all_reduce_ints([len(problems)])):
+            return
+        found = [
+            f"{self.collectives.describe_rank(rank)}: {each[0]}"
+            for rank, each in enumerate(self.collectives.gather_object(problems))
+            if each
+        ]
+        raise OSError(
+            f"{directory} cannot be sent to the machines that do not see it ({'; '.join(found)}); set TMPDIR there to "
+            "a folder with room, or put it on a disk that all machines share"
+        )
+
+
+@contextlib.contextmanager
+def _kept_in(problems: list[str]) -> Iterator[None]:
+    """Keeps what goes wrong with a file for later, when no process waits for this one any more."""
+    try:
+        yield
+    except OSError as error:
+        problems.append(str(error))
+
+
+def _mark(directory: Path) -> Path | None:
+    """A new file in the folder; None where it cannot be written."""
+    marker = directory / f".seen-{uuid.uuid4().hex}"
+    try:
+        marker.touch()
+    except OSError:
+        return None
+    return marker
+
+
+def _appears(marker: Path | None) -> bool:
+    if marker is None:
+        return False
+    for pause in _LOOKS:
+        time.sleep(pause)
+        with contextlib.suppress(OSError):
+            if marker.name in os.listdir(marker.parent):  # which asks a network file system again
+                return True
+    return False
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    """Size of each file below a folder, by its path from there."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
+
+
+def _read_piece(path: Path, start: int, piece: torch.Tensor) -> None:
+    with open(path, "rb") as file:
+        file.seek(start)
+        if file.readinto(piece.numpy().data) != len(piece):
+            raise OSError(f"{path} has become shorter")
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"

@@ -1,0 +1,159 @@
+"""`ProcessCollectives`: collectives of several processes, by `torch.distributed`."""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from trainer_kit.strategies.collectives import Collectives
+from trainer_kit.strategies.process_group import ProcessGroup
+
+T = TypeVar("T")
+# Kept, so that the last ones are not freed by a thread of the group while the process ends: see `ddp.shut_down`.
+_recent_numbers: deque[list[torch.Tensor]] = deque(maxlen=8)
+
+
+class ProcessCollectives(Collectives):
+    """Collectives of the processes that a launcher started.
+
+    Args:
+        group: They have met in it before the first collective.
+
+    Attributes:
+        hosts: Names of the machines by rank, for errors; empty where all processes are on one.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        place = group.place
+        super().__init__(place.rank, place.local_rank, place.world_size)
+        self.group = group
+        self.hosts: list[str] = []
+
+    @property
+    def is_alone(self) -> bool:
+        return self.group.is_alone
+
+    def describe_rank(self, rank: int) -> str:
+        """Return a process's number, and its machine where there are several."""
+        return f"rank {rank} ({self.hosts[rank]})" if self.hosts else f"rank {rank}"
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        if self.is_alone:
+            return tensor
+        tensor = tensor.detach().clone(memory_format=torch.contiguous_format)  # backends sum in the order of memory
+        with self.group.watched():
+            dist.all_reduce(tensor, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
+        return tensor
+
+    def all_reduce_ints(self, numbers: Sequence[int]) -> Sequence[int]:
+        if self.is_alone:
+            return numbers
+        # Gathered, since gloo takes less than half the time for that than for reducing; on the host, since no
+        # process shall wait for a GPU.
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        parts = self._all_gather(tensor)
+        _recent_numbers.append([tensor, *parts])
+        return [sum(column) for column in zip(*(part.tolist() for part in parts), strict=True)]
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.is_alone:
+            return tensor
+        tensor = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
+        lengths = [int(part) for part in self._all_gather(torch.tensor([tensor.shape[0]]))]
+        padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
+        padded[: tensor.shape[0]] = tensor
+        # As bytes: not every backend knows every dtype.
+        parts = self._all_gather(padded.reshape(-1).view(torch.uint8))
+        rows = [part.view(tensor.dtype).reshape(padded.shape) for part in parts]
+        return torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
+
+    def gather_object(self, value: T) -> list[T]:
+        return self._gathered(value)
+
+    def _gathered(self, value: T) -> list[T]:
+        if self.is_alone:
+            return [value]
+        values: list[Any] = [None] * self.group.place.world_size
+        with self.group.watched():
+            dist.all_gather_object(values, value)
+        return values
+
+    def gather_to_main(self, value: T) -> list[T]:
+        if self.is_alone:
+            return [value]
+        values: list[Any] = [None] * self.group.place.world_size if self.is_main else []
+        with self.group.watched():
+            dist.gather_object(None if self.is_main else value, values or None)
+        return [value, *values[1:]] if self.is_main else []
+
+    def broadcast(self, value: T) -> T:
+        if self.is_alone:
+            return value
+        values = [value]
+        with self.group.watched():
+            dist.broadcast_object_list(values, 0)
+        return values[0]
+
+    def barrier(self) -> None:
+        self.all_reduce_ints([0])
+
+    def on_main(self, function: Callable[[], T]) -> T:
+        if self.is_alone:
+            return function()
+        outcome: tuple[T | None, BaseException | None] = (None, None)
+        if self.is_main:
+            try:
+                outcome = (function(), None)
+                pickle.dumps(outcome[0])
+            except BaseException as error:  # the others must not wait for ever
+                self.broadcast((None, _portable(error)))
+                raise
+        value, raised = self.broadcast(outcome)
+        if raised is not None:
+            raise raised
+        return cast("T", value)
+
+    def check_same_on_all_ranks(self, facts: Mapping[str, Any]) -> None:
+        if self.is_alone:
+            return
+        if len(set(self._gathered(xxhash.xxh3_64_hexdigest(repr([*facts.items()]).encode())))) == 1:
+            return  # without sending the names of all parameters to everyone
+        main, *others = self._gathered(dict(facts))
+        first = self.describe_rank(0)
+        for rank, other in enumerate(others, start=1):
+            there = self.describe_rank(rank)
+            for name in [*main, *other]:
+                ours, theirs = main.get(name, "nothing"), other.get(name, "nothing")
+                if ours != theirs:
+                    raise ValueError(
+                        f"{name} differs: {theirs!r} on {there}, {ours!r} on {first}; start every "
+                        "process with the same script, arguments and versions"
+                    )
+            for name, another in zip(main, other, strict=True):
+                if name != another:
+                    raise ValueError(
+                        f"{another} on {there} stands where {name} does on {first}: the same things "
+                        "in another order; make them in the same order in every process (that of a set of strings "
+                        "changes from process to process: sort it, or give all processes the same PYTHONHASHSEED)"
+                    )
+
+    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self.group.place.world_size)]
+        with self.group.watched():
+            dist.all_gather(parts, tensor)
+        return parts
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error itself, or its text where it cannot be sent to another process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever its __reduce__ does
+        return RuntimeError(f"on rank 0: {type(error).__name__}: {error}")
+    return error

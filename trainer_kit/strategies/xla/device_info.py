@@ -1,0 +1,75 @@
+"""`XLADeviceInfo`: memory, compilations, random numbers and host copies of XLA devices."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trainer_kit.strategies.device_info import GIB, DeviceInfo
+from trainer_kit.strategies.xla.mesh import Division
+
+NOT_REPORTED = "not reported by this device"
+
+
+class XLADeviceInfo(DeviceInfo):
+    """The XLA devices of this host.
+
+    Args:
+        device: All of them, as one program uses them.
+
+    Attributes:
+        division: How tensors are divided over them; None where each is whole on the host's devices.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.division: Division | None = None
+
+    def memory(self) -> dict[str, Any]:
+        """Return `memory_gib` in use on the first device and `peak_memory_gib`, as far as the device reports them."""
+        try:
+            info = self._model().get_memory_info(self.device)
+        except RuntimeError:
+            return {"memory_gib": NOT_REPORTED, "peak_memory_gib": NOT_REPORTED}
+        return {"memory_gib": info["bytes_used"] / GIB, "peak_memory_gib": info["peak_bytes_used"] / GIB}
+
+    def empty_cache(self) -> None:
+        """Do nothing: there is no cache."""
+
+    def rng_state(self) -> int:
+        state: int = self._model().get_rng_state(str(self.device))
+        return state
+
+    def set_rng_state(self, state: Any) -> None:
+        if isinstance(state, int):
+            self._model().set_rng_state(state, str(self.device))
+
+    def compilations(self) -> tuple[int, float]:
+        data = importlib.import_module("torch_xla.debug.metrics").metric_data("CompileTime")
+        return (data[0], data[1] / 1e9) if data is not None else (0, 0.0)
+
+    def traced_scalar(self, number: Any) -> Any:
+        """Return a number in a tensor that is sent; a Python number of 0 or 1 would be a constant of another graph."""
+        if isinstance(number, torch.Tensor):
+            return number
+        return self._model().send_cpu_data_to_device([torch.tensor(number)], self.device)[0]
+
+    def mark_step(self) -> None:
+        state = self.rng_state()
+        importlib.import_module("torch_xla").sync()
+        self.set_rng_state(state)  # it changes that, so that random numbers would depend on how often it is called
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.division is None or tensor.device.type != "xla":
+            return tensor.cpu()
+        return self.division.joined(tensor)
+
+    def copy_to_host(self, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor], moment: Any = None) -> None:
+        for tensor, place in zip(tensors, places, strict=True):
+            place.copy_(self.to_host(tensor.detach()))
+
+    def _model(self) -> Any:
+        return importlib.import_module("torch_xla.core.xla_model")
