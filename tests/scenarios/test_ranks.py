@@ -14,6 +14,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,6 +92,13 @@ class Job:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
+
+
+def wait_until(ready: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + LIMIT
+    while not ready():
+        assert time.monotonic() < end, f"{what} never came"
+        time.sleep(0.001)
 
 
 class Ending(NamedTuple):
@@ -238,23 +246,39 @@ def test_a_resume_with_another_layout_sees_each_sample_once(
 def test_a_signal_to_one_rank_saves_once_and_ends_all(
     place: Place, straight: Ending, number: signal.Signals, workers: int
 ) -> None:
-    """Five times at random moments, so that it is 20 times in all; each start goes on from where the last one left."""
+    """Five times at random moments, so that it is 20 times in all; each start resumes where the last one left.
+
+    The first start is the launcher's, the others are of processes that stand ready.
+    """
     options = ("--epochs", EPOCHS, "--workers", workers)
     chance = random.Random(f"{number} {workers}")
-    for moment in chance.sample(["step", "step", "evaluating", "saving", chance.choice(["evaluating", "saving"])], 5):
+    moments = ["step", "step", "evaluating", "saving", chance.choice(["evaluating", "saving"])]
+    for start, moment in enumerate(chance.sample(moments, 5)):
         before = place.checkpoints()
         begin = max(before, default=0)
-        job = place.launch(2, *options, "--pause", PAUSE)
         wanted = begin + chance.randint(2, 9)
-        job.wait_until(lambda: max(place.steps(0, moment), default=0) >= wanted, f"{moment} {wanted}")  # noqa: B023
-        time.sleep(chance.random() * 4 * PAUSE)
-        os.kill(place.events(chance.randrange(2), "begin")[0]["pid"], number)
-        code, err = job.finish()
-        assert code == 143, err
+
+        def send(ready: Callable[[Callable[[], bool], str], None]) -> None:
+            ready(lambda: max(place.steps(0, moment), default=0) >= wanted, f"{moment} {wanted}")  # noqa: B023
+            time.sleep(chance.random() * 4 * PAUSE)
+            os.kill(place.events(chance.randrange(2), "begin")[0]["pid"], number)
+
+        if start == 0:
+            job = place.launch(2, *options, "--pause", PAUSE)
+            send(job.wait_until)
+            code, err = job.finish()
+            assert code == 143, err
+            assert f"left at step {place.steps(0, 'step')[-1]} of {STEPS}; the newest checkpoint is " in err
+        else:
+            with ThreadPoolExecutor(1) as thread:
+                words = place.words(*options, "--pause", PAUSE)
+                sent = thread.submit(send, wait_until)
+                failed = try_on_ranks(2, rank_task.train, words)
+                sent.result()
+            assert [getattr(each.error, "code", each) for each in failed] == [143, 143]
         assert place.steps(0, "begin") == place.steps(1, "begin") == [begin]
         last = place.steps(0, "step")[-1]
         assert place.steps(1, "step")[-1] == last
-        assert f"left at step {last} of {STEPS}; the newest checkpoint is " in err
         regular = range(begin - begin % SAVE_STEPS + SAVE_STEPS, last + 1, SAVE_STEPS)
         assert place.checkpoints() == before | {*regular, last}
     place.run(2, *options)
