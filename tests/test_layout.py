@@ -70,7 +70,7 @@ def go_on(folder: Path, batch_size: int, accumulation: int, until: int) -> Left:
     schedule = trainer.run.lr_scheduler
     assert isinstance(schedule, Schedule)
     vector = torch.nn.utils.parameters_to_vector(trainer.run.model.parameters())
-    plan = trainer._checkpoints.plan
+    plan = trainer._loop.checkpoints.plan
     return Left(notes.steps, vector.tolist(), plan.schedule_step, plan.schedule_length, schedule.get_last_lr()[0])
 
 

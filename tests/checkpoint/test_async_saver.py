@@ -399,7 +399,7 @@ def test_the_copy_of_the_state_is_made_in_the_same_memory_again(tmp_path: Path) 
 
     class Look(Callback):
         def on_save(self, run: Run, directory: Path) -> None:
-            places.append({buffer.data_ptr() for buffer in trainer._checkpoints.saver.copies._places})
+            places.append({buffer.data_ptr() for buffer in trainer._loop.checkpoints.saver.copies._places})
 
     trainer = make_trainer(tmp_path, Look())
     trainer.train()

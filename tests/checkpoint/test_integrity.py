@@ -328,7 +328,7 @@ def test_objects_of_the_users_are_no_damage(
         trainer.optimizer, trainer.lr_scheduler = optimizer(trainer.run.model.parameters()), schedule
         trainer.train(resume_from_checkpoint=True)
     assert "passed over" not in caplog.text
-    assert trainer._checkpoints.resumed_from == tmp_path / "checkpoint-4"
+    assert trainer._loop.checkpoints.resumed_from == tmp_path / "checkpoint-4"
 
 
 def test_options_that_changed_are_no_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -347,7 +347,7 @@ def test_options_that_changed_are_no_damage(tmp_path: Path, caplog: pytest.LogCa
         trainer.optimizer = make(trainer.run.model.parameters(), **options)
         trainer.train(resume_from_checkpoint=True)
     assert "passed over" not in caplog.text
-    assert trainer._checkpoints.resumed_from == tmp_path / "checkpoint-4"
+    assert trainer._loop.checkpoints.resumed_from == tmp_path / "checkpoint-4"
 
 
 def test_a_dataset_smaller_than_a_batch_goes_on_with_smaller_ones(
@@ -360,7 +360,7 @@ def test_a_dataset_smaller_than_a_batch_goes_on_with_smaller_ones(
             eval_strategy="no", gradient_accumulation_steps=1,
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=True)
-        resumed.append(trainer._checkpoints.resumed_from and trainer._checkpoints.resumed_from.name)
+        resumed.append(trainer._loop.checkpoints.resumed_from and trainer._loop.checkpoints.resumed_from.name)
     assert "passed over" not in caplog.text
     assert resumed == [None, "checkpoint-2", "checkpoint-3"]
 

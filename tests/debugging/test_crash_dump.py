@@ -398,7 +398,7 @@ def test_an_earlier_folder_is_replaced_and_retention_leaves_it(tmp_path: Path) -
 def test_other_processes_write_what_is_their_own(tmp_path: Path) -> None:
     trainer = make(tmp_path, points(), max_steps=1)
     trainer.train()
-    postmortem = CrashDump(trainer.run, trainer._loss, trainer._loader)
+    postmortem = CrashDump(trainer.run, trainer._probe.loss, trainer._loop.loader)
     trainer.run.strategy.collectives.rank = 1
     start = 4 * step_of(BAD) - 4
     assert start > 0

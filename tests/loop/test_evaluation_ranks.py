@@ -299,7 +299,7 @@ def shifted(length: int) -> tuple[float, bool | None]:
     args = TrainingArguments("unused", use_cpu=True, report_to="none", disable_tqdm=True, per_device_eval_batch_size=1)
     trainer = Trainer(Shifting(), args)
     loss = trainer.evaluate([{"input_ids": row, "labels": row} for row in rows])["eval_loss"]
-    return loss, trainer._loss.shifts
+    return loss, trainer._probe.loss.shifts
 
 
 @pytest.mark.distributed

@@ -294,4 +294,4 @@ def test_a_loss_that_does_not_call_the_model_itself_is_told_to_return_outputs(tm
 def test_training_keeps_no_outputs(tmp_path: Any) -> None:
     one = trainer(tmp_path, Points(), points(), compute_loss=with_outputs, max_steps=2)
     one.train()
-    assert one._loss.outputs is None
+    assert one._probe.loss.outputs is None

@@ -26,7 +26,7 @@ from trainer_kit.checkpoint import async_saver as saving
 from trainer_kit.checkpoint import manager as resume
 from trainer_kit.checkpoint.format.manifest import REPLACED_PREFIX, STAGING_PREFIX
 from trainer_kit.checkpoint.staging import HostStaging
-from trainer_kit.loop.train_step import Steps
+from trainer_kit.loop.train_step import TrainStep
 
 ON_ANY_RANK = ("training", "evaluation", "fetching", "a data worker", "a snapshot", "leaving", "reading a checkpoint")
 KINDS = ("the weights", "a state", "the manifest", "the arguments")
@@ -134,7 +134,7 @@ class Watch(Callback):
         passes = self.passes
         _before(resume, "read_state", lambda *_, **__: passes("reading a checkpoint"))
         _before(resume, "load_weights", lambda *_, **__: passes("reading a checkpoint"))
-        _before(Steps, "_fetch", lambda *_, **__: passes("fetching"))
+        _before(TrainStep, "_fetch", lambda *_, **__: passes("fetching"))
         _before(saving.AsyncSaver, "begin", lambda *_, **__: (self.note(f"begins {self.step}"), passes("a snapshot")))
         _before(saving.AsyncSaver, "_copies", lambda *_, **__: passes("a snapshot"))
         _before(HostStaging, "complete", lambda *_, **__: passes("copying the rest"))

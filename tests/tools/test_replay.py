@@ -133,7 +133,7 @@ def line_of(text: str) -> int:
 
 def postmortem_of_the_script() -> CrashDump:
     trainer = vars(sys.modules["__main__"])["trainer"]
-    return CrashDump(trainer.run, trainer._loss, trainer._loader)
+    return CrashDump(trainer.run, trainer._probe.loss, trainer._loop.loader)
 
 
 Broken = Callable[[str, type[Exception]], Path]

@@ -63,7 +63,7 @@ class AsyncSaver:
         is_busy: Whether a checkpoint is being written, or nobody has asked what became of it.
         failed: The last save, where it failed.
         failures: How many saves have failed in this start.
-        copies: The host's copies of the run, for the loop to wait for.
+        copies: The host's copies of the run.
     """
 
     def __init__(self, run: Run, is_own: Callable[[Path], bool], confirm: Callable[[], object]) -> None:
@@ -115,6 +115,12 @@ class AsyncSaver:
         self.run.strategy.session.set_abort_handler(self.drain)
         self.run.strategy.collectives.on_main(lambda: self._begin(model_state, states, metric, protect))
         self.is_busy = True
+
+    def wait_for_staging(self) -> None:
+        """Wait until what a save copies from the device is on the host, so that the optimizer may change it."""
+        if self.copies.is_under_way:
+            with self.run.ledger.during("saving"):
+                self.copies.wait()
 
     def finish(self) -> Path | None:
         """Waits until the checkpoint is written; all processes take part.

@@ -75,7 +75,6 @@ class CheckpointManager:
         saver: Writes them.
         lock: Holds the folder for this training, on the main process.
         metric: Step and value of `metric_for_best_model` in the last evaluation.
-        plan: The steps of the run, as `lay_out` found them last.
     """
 
     def __init__(self, run: Run, events: CallbackList) -> None:
@@ -89,11 +88,17 @@ class CheckpointManager:
         self.lock = RunLock(self.folder)
         self.saver = AsyncSaver(run, self._is_of_this_run, self.lock.confirm)
         self.metric: tuple[int, float] | None = None
-        self.plan: RunLength = None  # type: ignore[assignment]  # made by lay_out()
+        self._plan: RunLength | None = None
         self._made: list[Path] = []  # folders that were not there before
         self._starts_again = False  # whether a checkpoint was asked for
         self._source: Path | None = None  # the same, as this process can read it
         self._earlier: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None  # the plan and arguments in it
+
+    @property
+    def plan(self) -> RunLength:
+        """The steps of the run, as `lay_out` found them last."""
+        assert self._plan is not None
+        return self._plan
 
     @property
     def newest(self) -> Path | None:
@@ -150,8 +155,8 @@ class CheckpointManager:
         run.state.enter_epochs_of(loader.epoch_length)
         if run.state.epoch != epoch:
             self.data_state = None  # that of the epoch before
-        self.plan = make_plan(run, loader, self._earlier)
-        run.total_steps = self.plan.last_step
+        self._plan = make_plan(run, loader, self._earlier)
+        run.total_steps = self._plan.last_step
 
     def restore(self) -> None:
         """Takes up everything else: weights, optimizer, schedule, precision, callbacks, the user's own objects.

@@ -37,14 +37,18 @@ class Padding:
         self._training = training
 
     def filled(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """The micro-batches, filled up as far as it is not known yet that they cannot be."""
-        return self._filled(micro_batches) if self._strategy.static_shapes else micro_batches
+        """Yield the micro-batches, filled up as far as it is not known yet that they cannot be."""
+        for micro_batch in micro_batches:
+            if self.wants(micro_batch.batch, micro_batch.samples):
+                micro_batch.unfilled, micro_batch.batch = micro_batch.batch, pad_rows(micro_batch.batch, self.rows)
+            yield micro_batch
 
-    def _filled(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        for micro in micro_batches:
-            if self.wants(micro.batch, micro.samples):
-                micro.unfilled, micro.batch = micro.batch, pad_rows(micro.batch, self.rows)
-            yield micro
+    def kept(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield what `filled` gave, but as it was before where filling up would change the loss."""
+        for micro_batch in micro_batches:
+            if micro_batch.unfilled is not None and not self._is_exact(micro_batch.unfilled):
+                micro_batch.unfilled, micro_batch.batch = None, micro_batch.unfilled
+            yield micro_batch
 
     def wants(self, batch: Any, samples: int, with_loss: bool = True) -> bool:
         """Whether to fill up a batch of fewer samples than others."""
@@ -63,13 +67,15 @@ class Padding:
             batch: Filled up, on the device.
             unfilled: As it was before, on the host; None if it was full.
         """
-        if unfilled is None:
-            return batch
-        known = self._inspection.ignores_filler
-        if known[self._training] is None and not self._normalizes():
+        return batch if unfilled is None or self._is_exact(unfilled) else self._strategy.to_device(unfilled)
+
+    def _is_exact(self, unfilled: Any) -> bool:
+        """Return whether a batch has the same loss when it is filled up; the model is probed once."""
+        if self._normalizes():
+            return False
+        if self._inspection.ignores_filler[self._training] is None:
             self._inspection.detect_padding_invariance(pad_rows(unfilled, self.rows), self._training)
-        exact = known[self._training] and not self._normalizes()
-        return batch if exact else self._strategy.to_device(unfilled)
+        return bool(self._inspection.ignores_filler[self._training])
 
     def _normalizes(self) -> bool:
         """Whether a layer takes its statistics from the batch (`wants` may see the model during an evaluation)."""

@@ -1,0 +1,68 @@
+"""`EvaluationLoop`: the evaluations and predictions of a run, with their callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainer_kit.callback import CallbackList
+from trainer_kit.data.build import make_evaluation_batches
+from trainer_kit.data.map_loader import LoaderConfig
+from trainer_kit.errors import DoesNotFitError
+from trainer_kit.loop.batch_size_finder import evaluation_batch_size, halve_evaluation_batch
+from trainer_kit.loop.evaluation import EvalPrediction, Evaluator, PredictionOutput
+from trainer_kit.loop.metrics import Metric
+from trainer_kit.loss.probe import LossProbe
+from trainer_kit.run import Run
+
+
+class EvaluationLoop:
+    """Evaluates datasets and calls the hooks around each evaluation.
+
+    Args:
+        run: Its strategy and model are prepared.
+        events: Its callbacks.
+        probe: Of the run's loss.
+        loader_config: How samples are read.
+        metrics: Streaming metrics by name.
+        compute_metrics: See `Evaluator`.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        events: CallbackList,
+        probe: LossProbe,
+        loader_config: LoaderConfig,
+        metrics: Mapping[str, Metric],
+        compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None,
+    ) -> None:
+        self.run = run
+        self.events = events
+        self.probe = probe
+        self.loader_config = loader_config
+        self._evaluator = Evaluator(run, probe, metrics, compute_metrics)
+
+    def evaluate(self, dataset: Any, prefix: str) -> dict[str, Any]:
+        """Return the metrics of a dataset, or of a dict of datasets with each name in the prefix."""
+        if not isinstance(dataset, Mapping):
+            return self.predict(dataset, prefix, keep=False).metrics
+        metrics: dict[str, Any] = {}
+        for name, each in dataset.items():
+            metrics |= self.predict(each, f"{prefix}_{name}", keep=False).metrics
+        return metrics
+
+    def predict(self, dataset: Any, prefix: str, keep: bool = True) -> PredictionOutput:
+        """Return the metrics of one dataset and, with `keep`, its predictions and labels."""
+        run = self.run
+        with run.ledger.during("evaluation"):
+            try:
+                self.events.call("on_evaluate_begin", run)
+                while True:
+                    batches = make_evaluation_batches(run, dataset, self.loader_config, evaluation_batch_size(run))
+                    try:
+                        return self._evaluator(batches, prefix, keep)
+                    except DoesNotFitError as error:
+                        halve_evaluation_batch(run, error)
+            finally:
+                self.events.call("on_evaluate_end", run)

@@ -1,0 +1,82 @@
+"""Everything between the call of `train` and the first step."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from trainer_kit.checkpoint.manager import CheckpointManager, check_stateful, check_storable
+from trainer_kit.data.build import make_train_loader
+from trainer_kit.debugging.crash_dump import CrashDump
+from trainer_kit.loop.batch_size_finder import BatchSizeFinder
+from trainer_kit.loop.evaluation_loop import EvaluationLoop
+from trainer_kit.loop.rank_sync import RankSync
+from trainer_kit.loop.retrying_train_step import RetryingTrainStep
+from trainer_kit.loop.train_step import TrainStep
+from trainer_kit.loop.training_loop import TrainingLoop, default_scheduler
+from trainer_kit.optim import check_optimizer, make_optimizer, own_scheduler
+from trainer_kit.run import Run
+
+logger = logging.getLogger("trainer_kit")
+
+
+def set_up_training(
+    evaluation: EvaluationLoop,
+    checkpoints: CheckpointManager,
+    optimizer: torch.optim.Optimizer | None,
+    lr_scheduler: Any,
+    resume: bool | str | Path | None,
+) -> TrainingLoop:
+    """Make the optimizer, the batches and the schedule of a run, and restore the checkpoint that is asked for.
+
+    Args:
+        evaluation: That of the run, whose strategy, model and loss are prepared.
+        checkpoints: Those of the training.
+        optimizer: The user's own; None: as the arguments say.
+        lr_scheduler: The user's own, or what makes it; None: as the arguments say.
+        resume: The checkpoint, see `Trainer.train`.
+    """
+    run, args, events, loss = evaluation.run, evaluation.run.args, evaluation.events, evaluation.probe.loss
+    if args.gradient_checkpointing:
+        run.strategy.enable_activation_checkpointing(run.model)
+    if args.torch_compile:
+        run.strategy.compile(run.model)
+    run.model.train()
+    run.model.zero_grad()  # of a training that broke off, or of the user's own
+    run.optimizer = run.strategy.prepare_optimizer(optimizer or make_optimizer(run.model, args))
+    check_optimizer(run.optimizer, run.model)
+    loader = make_train_loader(run, evaluation.loader_config)
+    checkpoints.find(run.strategy.collectives.broadcast(resume))
+    finder = None
+    if args.auto_find_batch_size:
+        finder = BatchSizeFinder(run, loader)
+        finder.begin(loss.compute_loss, optimizer)
+    checkpoints.lay_out(loader)
+    run.lr_scheduler = _scheduler(run, checkpoints, lr_scheduler)
+    check_stateful(run)
+    check_storable(run)
+    checkpoints.restore()
+    loss.shifts = checkpoints.shifts_labels
+    if run.total_steps <= run.state.step:
+        logger.warning(
+            "nothing is left to do: step %d is reached, training ends at %d", run.state.step, run.total_steps
+        )
+    sync = RankSync(run)
+    parts = run, events, evaluation.probe, loader, checkpoints, sync
+    step = TrainStep(*parts) if finder is None else RetryingTrainStep(*parts, finder)
+    crash_dump = CrashDump(run, loss, loader)
+    return TrainingLoop(evaluation, loader, step, checkpoints, sync, crash_dump, lr_scheduler is not None)
+
+
+def _scheduler(run: Run, checkpoints: CheckpointManager, own: Any) -> Any:
+    if own is None:
+        return default_scheduler(run, checkpoints.plan)
+    assert run.optimizer is not None
+    scheduler = own_scheduler(own, run.optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau) and (run.args.eval_strategy == "no" or run.eval_dataset is None):
+        raise ValueError("ReduceLROnPlateau steps at evaluations; set eval_strategy and give eval_dataset")
+    return scheduler

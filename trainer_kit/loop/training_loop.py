@@ -1,0 +1,360 @@
+"""`TrainingLoop`: the steps of a training, and the logs, evaluations and checkpoints between them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from trainer_kit.checkpoint.manager import CheckpointManager
+from trainer_kit.data.iterable_loader import StreamLoader
+from trainer_kit.data.map_loader import GlobalBatch, TrainLoader
+from trainer_kit.data.run_length import RunLength
+from trainer_kit.debugging.crash_dump import CrashDump
+from trainer_kit.errors import EvaluationInterrupted, NonFiniteError
+from trainer_kit.loop.evaluation_loop import EvaluationLoop
+from trainer_kit.loop.rank_sync import RankSync
+from trainer_kit.loop.step_metrics import StepMetrics, StepSpan
+from trainer_kit.loop.train_step import TrainStep
+from trainer_kit.optim import make_scheduler
+from trainer_kit.run import Run, TrainOutput
+from trainer_kit.utils.streams import warn_of_failed_streams
+
+logger = logging.getLogger("trainer_kit")
+
+_MAX_UNREAD_STEPS = 1000
+"""Steps after which losses are read from the device though no record is due, so that they do not pile up."""
+
+
+class TrainingLoop:
+    """Trains from the step that a run stands at to its end, once.
+
+    After each step it does what callbacks and arguments asked for, on all ranks: log, evaluate, save, stop.
+
+    Args:
+        evaluation: Evaluates the run's model; its run is set up, the state of a checkpoint restored.
+        loader: The training batches.
+        step: Takes the optimizer steps.
+        checkpoints: Those of the training.
+        sync: Shares the ranks' requests.
+        crash_dump: Keeps what the run was at if it ends by an error.
+        has_own_scheduler: Whether the learning rate's schedule is the user's own.
+    """
+
+    def __init__(
+        self,
+        evaluation: EvaluationLoop,
+        loader: TrainLoader | StreamLoader,
+        step: TrainStep,
+        checkpoints: CheckpointManager,
+        sync: RankSync,
+        crash_dump: CrashDump,
+        has_own_scheduler: bool,
+    ) -> None:
+        self.run = evaluation.run
+        self.args = evaluation.run.args
+        self.events = evaluation.events
+        self.loss = evaluation.probe.loss
+        self.loader = loader
+        self.checkpoints = checkpoints
+        self.crash_dump = crash_dump
+        self._evaluation = evaluation
+        self._step = step
+        self._sync = sync
+        self._has_own_scheduler = has_own_scheduler
+        self._metrics = StepMetrics(self.run)
+        self._first_step, self._first_sample, self._begin = 0, 0, 0.0
+        self._is_stopping = False
+        self._has_checked_space = False
+        self._saved_step: int | None = None  # of the newest checkpoint of this start
+        self._record: dict[str, Any] = {}  # the newest one
+        self._records_metric: bool | None = None  # whether records hold metric_for_best_model; None before one is asked
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code that a signal to any rank asks for; None without one."""
+        return self._sync.pending.exit_code
+
+    def begin(self) -> None:
+        """Call `on_train_begin` and start the clock."""
+        self.events.call("on_train_begin", self.run)
+        self._first_step, self._first_sample = self.run.state.step, self.run.state.samples
+        self._begin = time.perf_counter()
+        self.run.ledger.enter("loop")
+
+    def take_steps(self) -> None:
+        """Train to the last step; with "rollback", from a checkpoint again after each step that was not finite.
+
+        Raises:
+            NonFiniteError: If the loss or a gradient is not finite and `nonfinite="stop"`, or it happens too often.
+        """
+        run, step, state, call = self.run, self._step, self.run.state, self.events.call
+        while True:
+            try:
+                # An evaluation that was broken off before the checkpoint, or a callback that has seen enough by then.
+                if self._sync.sync():
+                    self._handle_requests()
+                in_epoch = False
+                while state.step < run.total_steps and not self._is_stopping:
+                    if not in_epoch:
+                        call("on_epoch_begin", run)
+                        step.prefetch()
+                    global_batch = step.run()
+                    in_epoch = not global_batch.closes_epoch
+                    self._end_step(global_batch)
+                self._read_metrics()
+                return
+            except NonFiniteError as error:
+                self._roll_back(error)
+
+    def finish(self) -> TrainOutput:
+        """Log the figures of the training, do what is still asked for, and wait for the last checkpoint.
+
+        Raises:
+            SaveError: If the last checkpoint could not be written.
+        """
+        run, sync, saver = self.run, self._sync, self.checkpoints.saver
+        seconds = time.perf_counter() - self._begin
+        self._finish_save()  # the record at the end tells of it
+        output = self._summary(seconds)
+        if self.exit_code is None:
+            self.events.call("on_log", run, output.metrics)
+        self.events.call("on_train_end", run)
+        sync.sync()
+        self._handle_requests()
+        self._finish_save()
+        if self.args.load_best_model_at_end and self.exit_code is None:
+            self.checkpoints.load_best()
+        sync.sync()  # a signal that came meanwhile
+        saver.close()
+        if saver.failed and self.exit_code is None:
+            raise saver.error()
+        warn_of_failed_streams()
+        self.events.call("on_exit", run)
+        sync.sync()
+        return output
+
+    def abort(self, error: BaseException) -> None:
+        """Keep what an error leaves: the checkpoint that is being written, and a crash dump. Not collective."""
+        saver = self.checkpoints.saver
+        saver.drain()
+        saver.close()
+        self.crash_dump.write(error, saver.newest, self._step.micro_batch, self._step.is_fetching)
+
+    def close(self) -> None:
+        """Release the batches that were read, what reads them, and copies on the device."""
+        self._step.close()
+        self.run.requests.exit_code = None
+
+    def warn_of_exit(self) -> None:
+        """Log where a signal ended the training and what a resume begins from."""
+        run, saver = self.run, self.checkpoints.saver
+        kept = f"; the newest checkpoint is {saver.newest}" if saver.newest else ""
+        if saver.failed:
+            kept = f", but {saver.error()}"
+        logger.warning(
+            "left at step %d of %d%s; train(resume_from_checkpoint=True) goes on", run.state.step, run.total_steps, kept
+        )
+
+    # Steps
+
+    def _end_step(self, global_batch: GlobalBatch) -> None:
+        """Keep the step's figures, and do what callbacks and arguments ask for after it."""
+        run, args, call = self.run, self.args, self.events.call
+        self._record_step(global_batch)
+        call("on_step_end", run)
+        if not self._has_checked_space and args.save_strategy != "no":  # the optimizer's state exists now
+            self._has_checked_space = True
+            self.checkpoints.check_space(run.strategy.model_state(self.loss.model))
+        self._request_by_step()
+        if global_batch.closes_epoch:
+            call("on_epoch_end", run)
+        is_last = run.state.step == run.total_steps  # perhaps within an epoch, and within an interval of records
+        if global_batch.closes_epoch or is_last:
+            self._request_by_epoch()
+        if is_last and args.logging_strategy != "no":
+            run.requests.log = True
+        # An epoch's first batch is fetched after on_epoch_begin, which may change the dataset.
+        prefetches = not (global_batch.closes_epoch or is_last)
+        if self._step.prefetch() if prefetches else self._sync.sync():
+            self._handle_requests()
+        elif len(self._metrics) >= _MAX_UNREAD_STEPS:
+            self._read_metrics()
+
+    def _record_step(self, global_batch: GlobalBatch) -> None:
+        """Keep loss and gradient norms of the step that is over, for a record."""
+        # A step in which no label counts has no loss, not one of zero (labels on a device are not waited for).
+        items = self.loss.items(global_batch)
+        has_items = not isinstance(items, int) or items > 0
+        span = StepSpan(self.run.state.step, global_batch.epoch, global_batch.start, global_batch.stop)
+        self._metrics.append(span, has_items)
+
+    def _request_by_step(self) -> None:
+        args, requests, step = self.args, self.run.requests, self.run.state.step
+        requests.log = requests.log or args.logs_after(step)
+        requests.evaluate = requests.evaluate or args.evaluates_after(step)
+
+    def _request_by_epoch(self) -> None:
+        requests = self.run.requests
+        requests.log = requests.log or self.args.logging_strategy == "epoch"
+        requests.evaluate = requests.evaluate or self.args.eval_strategy == "epoch"
+
+    def _roll_back(self, error: NonFiniteError) -> None:
+        """Return to the newest checkpoint, from where the samples of the bad step are skipped."""
+        run = self.run
+        self._finish_save()
+        if run.args.nonfinite != "rollback" or run.state.rollbacks >= run.args.max_rollbacks or error.span is None:
+            raise error
+        bad, done, passed_over = error.span, run.state.rollbacks, run.state.passed_over
+        found = run.state.micro_batch, run.state.eval_batch
+        directory = self.checkpoints.rollback()
+        if directory is None:
+            raise error
+        run.state.rollbacks, (run.state.micro_batch, run.state.eval_batch) = done + 1, found
+        run.state.passed_over = [*passed_over, bad[1:]]
+        self.checkpoints.lay_out(self.loader)
+        if not self._has_own_scheduler:  # fewer steps have another schedule
+            run.lr_scheduler = default_scheduler(run, self.checkpoints.plan)
+        self._metrics.forget()
+        pending = self._sync.pending
+        pending.log = pending.evaluate = pending.save = False
+        self._step.open_data()
+        logger.warning(
+            "went back to %s (%d of %d times): %s", directory, run.state.rollbacks, run.args.max_rollbacks, error
+        )
+        self.events.call("on_rollback", run, directory)
+        epoch, position = run.state.epoch, run.state.position
+        if position and self.loader.epoch_length and not self.loader.steps_left(epoch, position):
+            self._step.leave_epoch()
+            self.events.call("on_epoch_end", run)
+            self._request_by_epoch()
+
+    # Between steps
+
+    def _handle_requests(self) -> None:
+        """Do what the ranks asked for, in a fixed order: a checkpoint holds what its evaluation found."""
+        self.checkpoints.lock.check()
+        run, pending, sync = self.run, self._sync.pending, self._sync.sync
+        if pending.written:
+            self._finish_save()
+            if not (pending.log or pending.evaluate or pending.save or pending.stop):
+                return  # without waiting for the device
+        self._read_metrics()
+        if pending.log:
+            pending.log = False
+            self._log()
+            sync()  # what its listeners ask for
+        if pending.evaluate and run.eval_dataset is None:
+            pending.evaluate = False
+        if pending.evaluate and pending.exit_code is None:
+            try:
+                self._evaluate()
+                pending.evaluate = False
+            except EvaluationInterrupted:
+                logger.info("the evaluation at step %d was broken off; a resume begins with it", run.state.step)
+            sync()
+        if pending.save:
+            pending.save = False
+            # A rank that leaves asks for a checkpoint, which may exist already.
+            if pending.exit_code is None or self._saved_step != run.state.step:
+                self._save()
+            sync()
+        if pending.stop:
+            pending.stop, self._is_stopping = False, True
+
+    def _read_metrics(self) -> None:
+        self._metrics.read(self._newest_checkpoint)
+
+    def _newest_checkpoint(self) -> Path | None:
+        self._finish_save()
+        return self.checkpoints.newest
+
+    def _log(self) -> None:
+        with self.run.ledger.during("logging"):
+            warn_of_failed_streams()
+            self._record = self._metrics.record() | self.events.metrics(self.run)
+            self.events.call("on_log", self.run, self._record)
+
+    def _summary(self, seconds: float) -> TrainOutput:
+        state = self.run.state
+        self._read_metrics()
+        mean = state.loss_sum / state.loss_steps if state.loss_steps else math.nan
+        metrics = {
+            "step": state.step,
+            "epoch": state.epochs,
+            "train_loss": mean,
+            "train_runtime": seconds,
+            "train_samples_per_second": (state.samples - self._first_sample) / seconds,
+            "train_steps_per_second": (state.step - self._first_step) / seconds,
+        }
+        return TrainOutput(
+            state.step, mean, metrics | self.run.strategy.device_info.memory() | self.events.summary(self.run)
+        )
+
+    def _evaluate(self) -> None:
+        """Evaluate, and give the result to callbacks, checkpoints and schedule."""
+        run = self.run
+        metrics = self._evaluation.evaluate(run.eval_dataset, "eval")
+        name = self.args.metric_for_best_model or "eval_loss"
+        if name not in metrics and self.args.metric_for_best_model is not None:
+            self._add_metric_of_callbacks(metrics, name)
+        self.events.call_evaluation(run, metrics, lambda: self._judge(metrics, name))
+
+    def _judge(self, metrics: Mapping[str, Any], name: str) -> None:
+        """Let the metric `name` decide on the best checkpoint and on the learning rate."""
+        run, by_metric = self.run, isinstance(self.run.lr_scheduler, ReduceLROnPlateau)
+        if self.args.metric_for_best_model is None and not by_metric:
+            return
+        value = run.strategy.collectives.broadcast(
+            metrics.get(name)
+        )  # a callback may have added it on the main process alone
+        if not isinstance(value, (int, float)):
+            raise ValueError(
+                f"metric_for_best_model={name!r} is not among the numbers that evaluation and callbacks give: "
+                f"{', '.join(metrics)}"
+            )
+        if self.args.metric_for_best_model is not None:
+            self.checkpoints.record_metric(float(value))
+        if by_metric:
+            run.lr_scheduler.step(value)
+
+    def _add_metric_of_callbacks(self, metrics: dict[str, Any], name: str) -> None:
+        """Take `metric_for_best_model` from the numbers that callbacks give for records, if one of them gives it."""
+        if self._record.get("step") != self.run.state.step and self._records_metric is not False:
+            self._log()
+        given = [each for each in (name, name.removeprefix("eval_")) if each in self._record]
+        self._records_metric = bool(given)
+        if given:
+            metrics[name] = self._record[given[0]]
+
+    def _save(self) -> None:
+        self._finish_save()  # one at a time
+        with self.run.ledger.during("saving"):
+            state = self.run.strategy.model_state(self.loss.model)
+            self.checkpoints.begin_save(state, evaluation_is_due=self._sync.pending.evaluate)
+        self._saved_step = self.run.state.step
+        if not self.args.async_save:
+            self._finish_save()
+
+    def _finish_save(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        self._sync.pending.written = False
+        if not self.checkpoints.saver.is_busy:
+            return
+        with self.run.ledger.during("saving"):
+            directory = self.checkpoints.saver.finish()
+            if directory is not None:
+                self.events.call("on_save", self.run, directory)
+            else:
+                self._saved_step = None
+
+
+def default_scheduler(run: Run, plan: RunLength) -> Any:
+    """Make the learning rate's schedule that the arguments name."""
+    assert run.optimizer is not None
+    return make_scheduler(run.optimizer, plan.scheduled(run.args), plan.schedule_length, plan.schedule_step)
