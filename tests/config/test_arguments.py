@@ -462,7 +462,7 @@ def test_the_module_needs_neither_torch_nor_yaml() -> None:
     script = (
         "import importlib.util, sys, types\n"
         "package = sys.modules['trainer_kit'] = types.ModuleType('trainer_kit')\n"
-        f"package.__path__ = [{str(Path(inspect.getfile(TrainingArguments)).parent)!r}]\n"
+        f"package.__path__ = [{str(Path(inspect.getfile(TrainingArguments)).parents[1])!r}]\n"
         "import trainer_kit.config.arguments as arguments\n"
         "arguments.TrainingArguments()\n"
         "print([name for name in ('torch', 'yaml', 'transformers', 'numpy') if name in sys.modules])\n"

@@ -560,6 +560,7 @@ ranges = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), max_size=3)
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     st.integers(1, 40),

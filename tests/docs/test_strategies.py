@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from guides import Guide
-from ranks import on_ranks
+from kit.guides import Guide
+from kit.ranks import on_ranks
 
 from trainer_kit import SingleDevice, Strategy, Trainer, TrainingArguments
 from trainer_kit.strategies.collectives import Collectives

@@ -28,6 +28,7 @@ def train(output_dir: Path) -> tuple[str, str]:
     return ended.stdout.split()[-1], ended.stderr
 
 
+@pytest.mark.scenario
 @pytest.mark.skipif(
     platform.machine() != "x86_64" or not torch.__version__.startswith("2.13."),
     reason="its first half was computed with other kernels",

@@ -242,7 +242,7 @@ def test_a_tree_that_contains_itself_is_refused() -> None:
     ],
 )
 def test_join_refuses_what_split_did_not_make(json_tree: Any) -> None:
-    with pytest.raises(ValueError, match="no state that split"):
+    with pytest.raises(ValueError, match="no state that flatten_state"):
         unflatten_state(json_tree, {"bytes": torch.zeros(8, dtype=torch.uint8)})
 
 
@@ -257,7 +257,7 @@ def test_plain_values_come_with_their_place() -> None:
         "empty": {},
     }
     assert list(plain_values(flatten_state(7)[0])) == [("", 7)]
-    with pytest.raises(ValueError, match="no state that split"):
+    with pytest.raises(ValueError, match="no state that flatten_state"):
         list(plain_values({"a": [{"__kind__": "function", "value": "os.system"}]}))
 
 
@@ -329,7 +329,7 @@ def test_tied_tensors_in_another_order_stay_tied() -> None:
 )
 def test_strides_that_fit_no_tensor_are_refused(strides: Any) -> None:
     entry = {"__kind__": "tensor", "value": "x", "strides": strides}
-    with pytest.raises(ValueError, match="this is no state that split"):
+    with pytest.raises(ValueError, match="this is no state that flatten_state"):
         unflatten_state(entry, {"x": torch.zeros(2, 3)})
 
 
