@@ -103,7 +103,7 @@ class TrainStep:
         """Take one optimizer step and return its global batch."""
         run, args, strategy, call = self._run, self._run.args, self._run.strategy, self._events.call
         assert run.optimizer is not None
-        run.last_loss = self._item_count = None
+        run.local_loss = self._item_count = None
         micro_batch = self._next_micro_batch()
         call("on_step_begin", run)
         strategy.dispatch()  # what callbacks computed, and an evaluation left
@@ -153,7 +153,7 @@ class TrainStep:
             strategy.backward(share)
         run.ledger.enter("loop")
         share = share.detach()
-        run.last_loss = share if run.last_loss is None else run.last_loss + share
+        run.local_loss = share if run.local_loss is None else run.local_loss + share
 
     def leave_epoch(self) -> None:
         """Count the epoch under way as over."""
@@ -225,17 +225,18 @@ class TrainStep:
         if not micro_batch.counts.samples:  # a dummy batch
             loss_sum, count = loss_sum * 0, count * 0
         self._item_count = count if self._item_count is None else self._item_count + count
-        return loss_sum / self._run.strategy.operand(micro_batch.global_batch.samples)
+        share: torch.Tensor = loss_sum / self._run.strategy.operand(micro_batch.global_batch.samples)
+        return share
 
     def _divide_by_item_count(self, global_batch: GlobalBatch) -> None:
         """Turn the step's loss and gradients from a mean over samples into the mean over what the ranks counted."""
         run, strategy, count = self._run, self._run.strategy, self._item_count
         assert run.optimizer is not None
-        assert run.last_loss is not None
+        assert run.local_loss is not None
         if isinstance(count, int):
             count = strategy.sum_numbers([count])[0]
         elif isinstance(count, torch.Tensor):
             count = strategy.all_reduce(count)
         else:
             count = sum(strategy.gather_object(count))
-        run.last_loss = scale_gradients(run.optimizer, run.last_loss, global_batch.samples, strategy.operand(count))
+        run.local_loss = scale_gradients(run.optimizer, run.local_loss, global_batch.samples, strategy.operand(count))
