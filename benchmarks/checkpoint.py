@@ -131,7 +131,7 @@ class Stall(Callback):
             self.memory = memory
         self._end = time.perf_counter()
 
-    def on_train_end(self, run: Run) -> None:
+    def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
         self._ended.set()
 
     def _watch(self) -> None:

@@ -50,7 +50,7 @@ class Checkpointing(Callback):
     def on_save(self, run: Run, directory: Path) -> None:
         self._saved_step = int(directory.name.rpartition("-")[2])
 
-    def on_train_end(self, run: Run) -> None:
+    def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
         if run.args.save_strategy != "no" and self._saved_step != run.state.step:
             run.requests.save = True
 

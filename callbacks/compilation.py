@@ -72,14 +72,14 @@ class Compilation(Callback):
     def on_evaluate_begin(self, run: Run) -> None:
         self._mark = _measure(run)
 
-    def on_evaluate_end(self, run: Run) -> None:
+    def on_evaluate_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
         self._evaluations += 1
         datasets = len(run.eval_dataset) if isinstance(run.eval_dataset, Mapping) else 1
         now = _measure(run)
         if now.compiles > self._mark.compiles and self._evaluations > datasets and self._training and not self._warned:
             self._warn(run, f"the evaluation at step {run.state.step}", now)
 
-    def on_train_end(self, run: Run) -> None:
+    def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
         self._training = False
 
     def on_exception(self, run: Run, error: BaseException) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_kit.callback import Callback
 
-from .formatting import HIDDEN, duration, is_summary, metrics_line, pairs, summary_line
+from .formatting import HIDDEN, duration, metrics_line, pairs, summary_line
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
@@ -52,10 +52,6 @@ class Console(Callback):
             self._write(run, f"epoch {run.state.epochs:.4g}{self._time_left(run)}")
 
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
-        if is_summary(record):
-            self._write_waiting(run)
-            self._write(run, summary_line(record))
-            return
         self._waiting = record
         if time.monotonic() >= self._record_due:
             self._write_waiting(run)
@@ -69,13 +65,16 @@ class Console(Callback):
     def on_predict(self, run: Run, metrics: dict[str, Any]) -> None:
         self.on_evaluate(run, metrics)
 
-    def on_train_end(self, run: Run) -> None:
+    def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
+        if metrics is not None:
+            self._write_waiting(run)
+            self._write(run, summary_line(metrics))
         self._training, self._sign_due = False, math.inf
         self._write_waiting(run)
 
     def on_exception(self, run: Run, error: BaseException) -> None:
         if self._training:
-            self.on_train_end(run)
+            self.on_train_end(run, None)
             passed = duration(time.monotonic() - self._began)
             self._write(run, f"training ends by {type(error).__name__} after {passed}")
 

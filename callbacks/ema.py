@@ -77,7 +77,7 @@ class EMA(Callback):
             self._trained = [tensor.detach().clone() for tensor in self._weights]
             self._fill(list(self._averages.values()))
 
-    def on_evaluate_end(self, run: Run) -> None:
+    def on_evaluate_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
         self._swap_out()
 
     def on_exception(self, run: Run, error: BaseException) -> None:

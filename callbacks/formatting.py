@@ -54,14 +54,9 @@ def _text(name: str, value: Any) -> str:
     return f"{value:.1%}" if name == "mfu" else number(value)
 
 
-def summary_line(record: Mapping[str, Any]) -> str:
+def summary_line(metrics: Mapping[str, Any]) -> str:
     """The figures of the whole run in one line, as far as they fit into it."""
-    return pairs(record, _HIDDEN_AT_THE_END)
-
-
-def is_summary(record: Mapping[str, Any]) -> bool:
-    """Whether a record holds the figures of the whole run, as the last one does."""
-    return "train_runtime" in record
+    return pairs(metrics, _HIDDEN_AT_THE_END)
 
 
 def duration(seconds: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -80,7 +80,7 @@ class Freezing(Callback):
             text = "froze %d parameters after step %d" if due else "unfroze %d parameters after step %d"
             _logger.info(text, len(self._parameters), run.state.step)
 
-    def on_train_end(self, run: Run) -> None:
+    def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
         self._set(False)
 
     def on_exception(self, run: Run, error: BaseException) -> None:

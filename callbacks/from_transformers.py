@@ -96,7 +96,9 @@ class _Adapter(Callback):
             self._state.best_model_checkpoint = str(directory)
         self._call("on_save", run)
 
-    def on_train_end(self, run: Run) -> None:
+    def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
+        if metrics is not None:
+            self._log(run, metrics)
         self._call("on_train_end", run)
 
     def state_dict(self) -> dict[str, Any]:

@@ -93,7 +93,9 @@ class JsonLines(Callback):
     def on_save(self, run: Run, directory: Path) -> None:
         self._write(run, "save", step=int(directory.name.rpartition("-")[2]), directory=directory.name)
 
-    def on_train_end(self, run: Run) -> None:
+    def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
+        if metrics is not None:
+            self._write(run, "log", **metrics)
         self._write(run, "end", **_ending(run))
 
     def on_rollback(self, run: Run, directory: Path) -> None:

@@ -98,7 +98,7 @@ class Profiler(Callback):
         else:
             self._finish(run)
 
-    def on_train_end(self, run: Run) -> None:
+    def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
         self._finish(run)
 
     def on_exception(self, run: Run, error: BaseException) -> None:

@@ -14,7 +14,7 @@ import tqdm
 
 from trainer_kit.callback import Callback
 
-from .formatting import HIDDEN, is_summary, metrics_line, pairs, summary_line
+from .formatting import HIDDEN, metrics_line, pairs, summary_line
 
 with warnings.catch_warnings():
     # In a notebook without widgets; the bar of characters serves there as well.
@@ -82,11 +82,7 @@ class Progress(Callback):
             self._bar.update(run.state.step - self._bar.n)
 
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
-        if self._bar is None:
-            return
-        if is_summary(record):
-            self._bar.write(summary_line(record), file=sys.stderr)
-        else:  # drawn with the bar's next move
+        if self._bar is not None:  # drawn with the bar's next move
             self._bar.set_postfix_str(pairs(record, _HIDDEN), refresh=False)
 
     def on_evaluate_begin(self, run: Run) -> None:
@@ -94,7 +90,7 @@ class Progress(Callback):
             self._bar.set_description("evaluate (compiling first)" if self._compiles_evaluation else "evaluate")
             self._compiles_evaluation = False
 
-    def on_evaluate_end(self, run: Run) -> None:
+    def on_evaluate_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
         if self._bar is not None:
             self._bar.set_description("train", refresh=False)
 
@@ -105,7 +101,9 @@ class Progress(Callback):
     def on_predict(self, run: Run, metrics: dict[str, Any]) -> None:
         self.on_evaluate(run, metrics)
 
-    def on_train_end(self, run: Run) -> None:
+    def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
+        if self._bar is not None and metrics is not None:
+            self._bar.write(summary_line(metrics), file=sys.stderr)
         self._close()
 
     def on_exception(self, run: Run, error: BaseException) -> None:

@@ -27,7 +27,7 @@ class TensorBoard(Callback):
     """Writes every number of the records as a scalar, and the arguments as text and for TensorBoard's table "HPARAMS".
 
     Tags are `train/loss`, `eval/loss`, `test/loss` and the like, as transformers has them; the step is the optimizer
-    step. What the last record says of the whole run is not mixed with the records' figures: it stands under `run/`.
+    step. What `on_train_end` says of the whole run is not mixed with the records' figures: it stands under `run/`.
     Numbers that are not finite are written as they are. Each record is written at once. Where that fails (a full or
     read-only disk), a warning says so, and records are written again once it is possible. After a resume the same
     folder is gone on with, and what had been written beyond that step is hidden.
@@ -59,12 +59,7 @@ class TensorBoard(Callback):
         self._write(run, {}, "train")
 
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
-        if "train_runtime" not in record:
-            self._write(run, record, "train")
-            return
-        its_own = {name for name in record if name.startswith("train_") or name in ("step", "epoch")}
-        self._write(run, {name: record[name] for name in record if name in its_own}, "train")
-        self._write(run, {name: record[name] for name in record if name not in its_own}, "run")
+        self._write(run, record, "train")
 
     def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
         self._write(run, metrics, "eval")
@@ -77,7 +72,11 @@ class TensorBoard(Callback):
             if self._file is not None:
                 self._file.flush()
 
-    def on_train_end(self, run: Run) -> None:
+    def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
+        if metrics is not None:
+            its_own = {name for name in metrics if name.startswith("train_") or name in ("step", "epoch")}
+            self._write(run, {name: metrics[name] for name in metrics if name in its_own}, "train")
+            self._write(run, {name: metrics[name] for name in metrics if name not in its_own}, "run")
         with self._failures_told():
             if self._file is not None and self._session_end is not None:
                 self._file.add(self._session_end)

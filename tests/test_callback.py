@@ -301,3 +301,24 @@ def test_only_its_own_callback_is_blamed_for_what_is_no_number(run: Run, caplog:
     (sentence,) = caplog.messages
     assert sentence.startswith("callback Wrong raised in on_log: TypeError: 'text' is 'fine', a str; ")
     assert (len(records), record) == (1, {"loss": 1.0, "event": "kept"})
+
+
+def test_a_hook_of_other_parameters_is_refused_before_training() -> None:
+    class Old(Callback):
+        def on_train_end(self, run: Run) -> None: ...  # type: ignore[override]
+
+    with pytest.raises(TypeError) as caught:
+        CallbackList([Old()])
+    assert str(caught.value) == (
+        "callback Old cannot be called in on_train_end: too many positional arguments; define "
+        "on_train_end(self, run, metrics)"
+    )
+
+
+def test_a_hook_may_take_its_parameters_as_it_likes() -> None:
+    class Loose(Callback):
+        def on_log(self, *given: Any) -> None: ...
+
+        def on_train_end(self, run: Run, metrics: Any = None, more: int = 0) -> None: ...
+
+    CallbackList([Loose()])

@@ -140,7 +140,7 @@ def test_hooks_come_in_the_documented_order(tmp_path: Path) -> None:
     step = ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"]
     evaluation = ["on_evaluate_begin", "on_evaluate_end", "on_evaluate"]
     epoch = ["on_epoch_begin", *step, *step, "on_epoch_end", "on_log", *evaluation, "on_save"]
-    assert calls == ["on_init_end", "on_train_begin", *epoch, *epoch, "on_log", "on_train_end", "on_exit"]
+    assert calls == ["on_init_end", "on_train_begin", *epoch, *epoch, "on_train_end", "on_exit"]
 
 
 def test_callbacks_are_called_by_priority_then_in_order(tmp_path: Path) -> None:
@@ -156,6 +156,35 @@ def test_callbacks_are_called_by_priority_then_in_order(tmp_path: Path) -> None:
     listeners = [Listener("c", 5), Listener("a", -5), Listener("d", 5), Listener("b", -5)]
     Trainer(Linear(), arguments(tmp_path), points(), callbacks=listeners).train()
     assert calls == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_the_end_of_training_has_its_figures_unless_a_signal_ends_it(tmp_path: Path, leaves: bool) -> None:
+    found: list[dict[str, Any] | None] = []
+
+    class End(Callback):
+        def on_step_end(self, run: Run) -> None:
+            if leaves:
+                run.requests.exit_code = 143
+
+        def on_log(self, run: Run, record: dict[str, Any]) -> None:
+            assert "train_loss" not in record
+
+        def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
+            if metrics is not None:
+                metrics["mine"] = torch.tensor(2.5)
+            found.append(metrics)
+
+    trainer = Trainer(Linear(), arguments(tmp_path, logging_steps=1), points(), callbacks=[End()])
+    if leaves:
+        with pytest.raises(SystemExit):
+            trainer.train()
+        assert found == [None]
+    else:
+        result = trainer.train()
+        assert found == [result.metrics]
+        assert result.metrics["mine"] == 2.5
+        assert result.metrics["train_loss"] == result.training_loss
 
 
 def test_at_most_five_frames_from_train_to_the_users_loss(tmp_path: Path) -> None:

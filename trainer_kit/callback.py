@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -58,19 +59,25 @@ class Callback:
         """The optimizer has stepped, gradients are still there."""
 
     def on_step_end(self, run: Run) -> None:
-        """The step is counted; `run.last_loss` is its loss on the device (reading it waits for the device)."""
+        """The step is counted; `run.local_loss` is this rank's share of its loss (reading it waits for the device)."""
 
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
-        """A record is due: `record` holds step, epoch, loss and every callback's `metrics`; numbers may be added."""
+        """A record is due: `record` holds step, epoch, loss and every callback's `metrics`; numbers may be added.
+
+        The figures of the whole training are for `on_train_end`.
+        """
 
     def on_evaluate_begin(self, run: Run) -> None:
         """An evaluation or prediction is about to begin."""
 
-    def on_evaluate_end(self, run: Run) -> None:
-        """That evaluation or prediction ended, also where it raised or was broken off; before `on_evaluate`."""
+    def on_evaluate_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
+        """That evaluation or prediction of one dataset ended with `metrics`; None where it raised or was broken off.
+
+        It comes before `on_evaluate` and `on_predict`. Numbers may be added.
+        """
 
     def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
-        """An evaluation ended with `metrics`, to which numbers may be added.
+        """An evaluation ended with `metrics`, those of all its datasets; numbers may be added.
 
         They count for `metric_for_best_model`. It is judged between callbacks with a `priority` below 50 and the
         others, for whom `run.state.best_metric` and `best_step` hold this evaluation.
@@ -88,8 +95,11 @@ class Callback:
     def on_epoch_end(self, run: Run) -> None:
         """The last step of an epoch ended."""
 
-    def on_train_end(self, run: Run) -> None:
-        """Training is over; requests made here are still served."""
+    def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
+        """Training is over, with `metrics` of the whole of it, as `Trainer.train` returns them; numbers may be added.
+
+        They are None where a signal ends the training. Requests made here are still served.
+        """
 
     def on_exit(self, run: Run) -> None:
         """The last of all: what was asked for is done. An error has `on_exception` instead."""
@@ -116,7 +126,7 @@ class Callback:
 JUDGED = 50
 """The least `priority` of callbacks that see in `run.state` whether an evaluation is the best."""
 
-_WITH_NUMBERS = ("on_log", "on_evaluate", "on_predict")
+_WITH_NUMBERS = ("on_log", "on_evaluate_end", "on_evaluate", "on_predict", "on_train_end")
 """Hooks whose callbacks may add numbers to what they are given."""
 
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
@@ -151,7 +161,7 @@ class CallbackList:
     @property
     def may_add_metrics(self) -> bool:
         """Whether a callback that does not ship with trainer_kit may add metrics to an evaluation."""
-        heard = [each for hook in ("on_evaluate", "metrics") for each, _, _ in self._listeners[hook]]
+        heard = [each for hook in ("on_evaluate_end", "on_evaluate", "metrics") for each, _, _ in self._listeners[hook]]
         return any(not type(each).__module__.startswith("trainer_kit.") for each in heard)
 
     def call_evaluation(self, run: Run, metrics: dict[str, Any], judge: Callable[[], None]) -> None:
@@ -296,6 +306,7 @@ def checked_callbacks(callbacks: Any) -> list[Callback]:
         if not isinstance(each, Callback):
             raise TypeError(f"callbacks holds {each!r}, which is no trainer_kit Callback")
         _warn_of_unknown_hooks(kind)
+        _check_parameters(each)
     return given
 
 
@@ -326,6 +337,24 @@ def _warn_of_unknown_hooks(kind: type) -> None:
             f"callback {kind.__name__} defines {name}, which is no hook of a Callback and is never called; the nearest "
             f"is {near}",
         )
+
+
+def _check_parameters(callback: Callback) -> None:
+    """Refuse a hook that cannot be called, before training and not at its end.
+
+    Raises:
+        TypeError: Naming the hook and what it is called with.
+    """
+    for hook in HOOKS:
+        if _overrides(callback, hook):
+            names = list(inspect.signature(getattr(Callback, hook)).parameters)
+            try:
+                inspect.signature(getattr(callback, hook)).bind(*names[1:])
+            except TypeError as error:
+                raise TypeError(
+                    f"callback {type(callback).__name__} cannot be called in {hook}: {error}; define "
+                    f"{hook}({', '.join(names)})"
+                ) from None
 
 
 def _overrides(callback: Callback, hook: str) -> bool:

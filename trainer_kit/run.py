@@ -30,8 +30,8 @@ class Run:
         train_dataset: As the user gave it.
         eval_dataset: As the user gave it.
         processing_class: Tokenizer or processor, saved with the model.
-        last_loss: This process's share of the last step's loss (the sum over all processes is the loss), a scalar on
-            the device; reading it waits for the device.
+        local_loss: This rank's share of the last step's loss, a scalar on the device. The sum over all ranks is the
+            loss, and on one rank the share is the loss. Reading it waits for the device.
         last_norms: Norms of the last step's gradients before clipping, on the device.
         batch: The micro-batch being worked on, on the device.
         ledger: Where the time goes.
@@ -49,7 +49,7 @@ class Run:
     train_dataset: Any = None
     eval_dataset: Any = None
     processing_class: Any = None
-    last_loss: torch.Tensor | None = None
+    local_loss: torch.Tensor | None = None
     last_norms: GradientNorms | None = None
     batch: Any = None
     ledger: Ledger = dataclasses.field(default_factory=Ledger)

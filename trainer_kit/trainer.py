@@ -52,7 +52,7 @@ class Trainer:
         on_train_begin                                        a checkpoint is loaded by now
         while steps are left and nobody asked to stop:
             on_epoch_begin                                    where an epoch begins or goes on
-            fetch the window: all micro-batches of the step, their items counted
+            fetch the global batch: all micro-batches of the step, their items counted
             on_step_begin
             for each micro-batch:
                 to device -> seed -> autocast(loss) -> backward
@@ -65,7 +65,7 @@ class Trainer:
             on_epoch_end                                      where an epoch ends
             what was asked for, in this order:
                 log:       metrics -> on_log
-                evaluate:  on_evaluate_begin -> on_evaluate
+                evaluate:  on_evaluate_begin -> on_evaluate_end -> on_evaluate
                 save:      on_save
                 stop
         on_rollback                                           after a step that was not finite, where it goes back

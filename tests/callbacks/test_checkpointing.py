@@ -34,7 +34,7 @@ def saved_steps(run: Run, take_step: Callable[[Run], None], metrics: dict[int, f
             events.call("on_epoch_end", run)
         run.requests.evaluate = run.state.step in metrics
         serve()
-    events.call("on_train_end", run)
+    events.call("on_train_end", run, None)
     serve()
     return saved
 

@@ -164,7 +164,7 @@ def test_each_evaluation_may_compile_the_first_time(train: Train) -> None:
         def on_evaluate_begin(self, run: Run) -> None:
             self.seen += 1
 
-        def on_evaluate_end(self, run: Run) -> None:
+        def on_evaluate_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
             if self.seen in compiling:
                 with torch.no_grad():
                     feed(20 + self.seen)(run)

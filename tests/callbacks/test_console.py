@@ -50,7 +50,7 @@ def test_a_thousand_records_do_not_flood(make_run: Callable[..., Run], clock: Cl
     for _ in range(1000):
         clock.now += 0.01
         log(run, callback)
-    callback.on_train_end(run)
+    callback.on_train_end(run, None)
     shown = lines()
     assert len(shown) == 3  # at 0.01 s the first, at 5.01 s, and the last
     assert shown[0] == "step 1/1000  epoch 0.5  loss 1  0:00:10 left"
@@ -91,8 +91,7 @@ def test_the_figures_of_the_run_come_last_and_whole(make_run: Callable[..., Run]
     callback.on_train_begin(run)
     log(run, callback)
     log(run, callback)
-    callback.on_log(run, {"train_loss": 0.5, "train_runtime": 1.5})
-    callback.on_train_end(run)
+    callback.on_train_end(run, {"train_loss": 0.5, "train_runtime": 1.5})
     assert [line.split("  ", 1)[1].split("  ")[0:2] for line in lines()[1:]] == [
         ["epoch 0.5", "loss 1"],
         ["epoch 0.5", "loss 0.5"],
@@ -129,7 +128,7 @@ def test_other_processes_are_silent(make_run: Callable[..., Run], lines: Lines) 
     callback.on_train_begin(run)
     log(run, callback)
     callback.on_evaluate(run, {"eval_loss": 1.0})
-    callback.on_train_end(run)
+    callback.on_train_end(run, None)
     assert lines() == []
 
 

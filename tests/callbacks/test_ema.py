@@ -29,7 +29,7 @@ def evaluated(run: Run, callback: EMA) -> dict[str, torch.Tensor]:
     """The weights in an evaluation."""
     callback.on_evaluate_begin(run)
     weights = copy.deepcopy(run.model.state_dict())
-    callback.on_evaluate_end(run)
+    callback.on_evaluate_end(run, None)
     return weights
 
 
@@ -55,9 +55,9 @@ def test_the_trained_weights_come_back_bitwise(make_run: Callable[..., Run], how
     *_, trained = train(run, callback, 3)
     callback.on_evaluate_begin(run)
     assert not same(run.model.state_dict(), trained)
-    getattr(callback, how)(run, *([ValueError()] if how == "on_exception" else []))
+    getattr(callback, how)(run, ValueError() if how == "on_exception" else None)
     assert same(run.model.state_dict(), trained)
-    getattr(callback, how)(run, *([ValueError()] if how == "on_exception" else []))
+    getattr(callback, how)(run, ValueError() if how == "on_exception" else None)
     assert same(run.model.state_dict(), trained)
 
 
@@ -126,7 +126,7 @@ def test_tied_weights_stay_tied(make_run: Callable[..., Run]) -> None:
     assert list(callback.state_dict()["averages"]) == ["0.weight"]
     callback.on_evaluate_begin(run)
     assert model[0].weight is model[1].weight
-    callback.on_evaluate_end(run)
+    callback.on_evaluate_end(run, None)
 
 
 def test_the_optimizer_and_gradients_are_left_alone(make_run: Callable[..., Run]) -> None:

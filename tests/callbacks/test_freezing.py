@@ -34,7 +34,7 @@ def changed(run: Run, take_step: Any, *callbacks: Freezing, steps: int = 10) -> 
             if not torch.equal(tensor, before[name]):
                 moved[name].append(run.state.step)
     for callback in callbacks:
-        callback.on_train_end(run)
+        callback.on_train_end(run, None)
     return moved
 
 

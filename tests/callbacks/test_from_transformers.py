@@ -59,7 +59,7 @@ def train(run: Run, events: CallbackList, take_step: Any, evaluations: Mapping[i
         if requests.save:
             events.call("on_save", run, Path(f"checkpoint-{run.state.step}"))
         requests.log = requests.evaluate = requests.save = False
-    events.call("on_train_end", run)
+    events.call("on_train_end", run, None)
 
 
 def test_all_hooks_and_what_they_are_given(make_run: Callable[..., Run], take_step: Any) -> None:

@@ -49,7 +49,7 @@ def test_every_event_is_a_line(make_run: Callable[..., Run]) -> None:
     callback.on_save(run, Path("out/checkpoint-5"))
     callback.on_predict(run, {"test_loss": 0.25})
     callback.on_exception(run, ValueError("nothing left"))
-    callback.on_train_end(run)
+    callback.on_train_end(run, None)
     records = [json.loads(line) for line in path_of(run).read_text().splitlines()]
     assert [record["event"] for record in records] == [
         "start",

@@ -31,7 +31,7 @@ def profile(run: Run, callback: Profiler, steps: int, how: str = "on_train_end")
         run.ledger.enter("callback/Profiler")
         callback.on_step_end(run)
         run.ledger.enter("loop")
-    getattr(callback, how)(run, *([ValueError()] if how == "on_exception" else []))
+    getattr(callback, how)(run, ValueError() if how == "on_exception" else None)
 
 
 def events(path: Path) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ def test_a_run_that_never_gets_there_writes_nothing(make_run: Callable[..., Run]
     callback.on_train_begin(run)
     run.state.step = 3
     callback.on_step_begin(run)  # step 4 makes step 5 ready
-    callback.on_train_end(run)
+    callback.on_train_end(run, None)
     assert list(tmp_path.iterdir()) == []
     profile(make_run(), Profiler(1, 1, directory=tmp_path), 1)  # and others can record
 

@@ -53,7 +53,7 @@ def test_the_bar_goes_to_the_end(make_run: Callable[..., Run], take_step: Any, s
         callback.on_step_end(run)
     record = {"step": 10, "epoch": 2.0, "loss": 0.51234, "learning_rate": 1e-4, "samples_per_second": 80.0, "other": 1}
     callback.on_log(run, record)
-    callback.on_train_end(run)
+    callback.on_train_end(run, None)
     (line, _) = screen.lines()
     assert re.match(r"train: 100%\|.*\| 10/10 \[", line)
     assert line.endswith("epoch 2  loss 0.5123  lr 0.0001  samples/s 80  other 1]")
@@ -80,10 +80,9 @@ def test_what_is_written_meanwhile_stands_above_the_bar(make_run: Callable[..., 
         callback.on_step_end(run)
         logger.warning("a checkpoint was passed over")
         callback.on_evaluate_begin(run)
-        callback.on_evaluate_end(run)
+        callback.on_evaluate_end(run, None)
         callback.on_evaluate(run, {"eval_loss": 0.25, "eval_accuracy": 1.0})
-        callback.on_log(run, {"train_loss": 0.5, "train_runtime": 2.0})
-        callback.on_train_end(run)
+        callback.on_train_end(run, {"train_loss": 0.5, "train_runtime": 2.0})
         assert logger.handlers == [handler]
         logger.warning("after training")
     finally:
@@ -109,7 +108,7 @@ def test_a_message_is_shown_once_where_no_logger_is_set_up(
     callback.on_train_begin(run)
     logging.getLogger("trainer_kit").warning("take care")
     other.warning("it too")
-    callback.on_train_end(run)
+    callback.on_train_end(run, None)
     assert logging.root.handlers == []
     assert screen.lines()[:2] == ["take care", "it too"]
     assert screen.getvalue().count("take care") == 1
@@ -120,8 +119,8 @@ def test_the_bar_says_when_it_evaluates(make_run: Callable[..., Run], screen: Sc
     callback.on_train_begin(run)
     callback.on_evaluate_begin(run)
     assert screen.lines()[-1].startswith("evaluate:")
-    callback.on_evaluate_end(run)
-    callback.on_train_end(run)
+    callback.on_evaluate_end(run, None)
+    callback.on_train_end(run, None)
     assert screen.lines()[-2].startswith("train:")
 
 
@@ -149,10 +148,10 @@ def test_the_bar_says_that_the_first_steps_of_a_start_are_compiled(
     assert shown == [f"compiling (step {step + 1})", f"compiling (step {step + 2})", "train"]
     callback.on_evaluate_begin(run)
     assert screen.lines()[-1].startswith("evaluate (compiling first):")
-    callback.on_evaluate_end(run)
+    callback.on_evaluate_end(run, None)
     callback.on_evaluate_begin(run)
     assert screen.lines()[-1].startswith("evaluate:")
-    callback.on_train_end(run)
+    callback.on_train_end(run, None)
 
 
 @pytest.mark.parametrize(("compiles", "first"), [(True, "compiling (step 1)"), (False, "train")])
@@ -162,7 +161,7 @@ def test_with_torch_compile_it_is_the_first_step(
     run, callback = make_run(torch_compile=compiles), Progress()
     callback.on_train_begin(run)
     assert descriptions(run, callback, screen, take_step, 2) == [first, "train"]
-    callback.on_train_end(run)
+    callback.on_train_end(run, None)
 
 
 def test_a_warning_stands_above_the_bar(
@@ -175,7 +174,7 @@ def test_a_warning_stands_above_the_bar(
     run, callback = make_run(), Progress()
     callback.on_train_begin(run)
     warnings.showwarning("take care", UserWarning, "file.py", 1)
-    callback.on_train_end(run)
+    callback.on_train_end(run, None)
     assert warnings.showwarning is show
     assert screen.lines()[0] == "take care"
     assert screen.lines()[1].startswith("train:")
@@ -194,7 +193,7 @@ def test_other_processes_show_nothing(make_run: Callable[..., Run], screen: Scre
     callback.on_step_end(run)
     callback.on_log(run, {"loss": 1.0})
     callback.on_evaluate(run, {"eval_loss": 1.0})
-    callback.on_train_end(run)
+    callback.on_train_end(run, None)
     assert screen.getvalue() == ""
 
 
@@ -207,5 +206,5 @@ def test_a_run_that_goes_back_moves_the_bar_back(make_run: Callable[..., Run], s
     run.state.step, run.total_steps = 2, 9
     callback.on_rollback(run, Path("checkpoint-2"))
     callback.on_step_end(run)
-    callback.on_train_end(run)
+    callback.on_train_end(run, None)
     assert "| 3/9 [" in screen.lines()[0]

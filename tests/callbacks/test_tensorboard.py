@@ -35,7 +35,7 @@ def test_scalars_by_tag(make_run: Callable[..., Run]) -> None:
     log(run, callback, 1, 2, 4)
     callback.on_evaluate(run, {"eval_loss": 0.5, "eval_val_loss": 0.75, "mine": 3})
     callback.on_log(run, {"train_loss": 0.25})
-    callback.on_train_end(run)
+    callback.on_train_end(run, None)
     callback.on_predict(run, {"test_loss": 0.125})
     directory = run.args.log_dir
     assert set(read(directory).Tags()["scalars"]) == {
@@ -55,7 +55,7 @@ def test_scalars_by_tag(make_run: Callable[..., Run]) -> None:
 def test_arguments_as_text(make_run: Callable[..., Run]) -> None:
     run, callback = make_run(learning_rate=0.125), TensorBoard()
     callback.on_train_begin(run)
-    callback.on_train_end(run)
+    callback.on_train_end(run, None)
     (event,) = read(run.args.log_dir).Tensors("arguments/text_summary")
     assert '"learning_rate": 0.125' in event.tensor_proto.string_val[0].decode()
 
@@ -66,7 +66,7 @@ def test_numbers_are_written_as_they_are(make_run: Callable[..., Run]) -> None:
     for step, value in enumerate((math.nan, math.inf, -math.inf)):
         run.state.step = step
         callback.on_log(run, {"loss": value})
-    callback.on_train_end(run)
+    callback.on_train_end(run, None)
     values = [value for _, value in scalars(run.args.log_dir, "train/loss")]
     assert math.isnan(values[0])
     assert values[1:] == [math.inf, -math.inf]
@@ -81,7 +81,7 @@ def test_a_resume_hides_the_steps_that_are_taken_again(make_run: Callable[..., R
     again = TensorBoard()
     again.on_train_begin(run)
     log(run, again, 4, 6)
-    again.on_train_end(run)
+    again.on_train_end(run, None)
     assert [step for step, _ in scalars(run.args.log_dir, "train/loss")] == [1, 2, 4, 6]
 
 
@@ -91,14 +91,14 @@ def test_a_save_brings_everything_to_the_disk(make_run: Callable[..., Run], tmp_
     log(run, callback, 3)
     callback.on_save(run, Path())
     assert [step for step, _ in scalars(tmp_path / "mine", "train/loss")] == [3]
-    callback.on_train_end(run)
+    callback.on_train_end(run, None)
 
 
 def test_other_processes_write_nothing(make_run: Callable[..., Run]) -> None:
     run, callback = make_run(rank=1), TensorBoard()
     callback.on_train_begin(run)
     log(run, callback, 1)
-    callback.on_train_end(run)
+    callback.on_train_end(run, None)
     assert not run.args.log_dir.exists()
 
 
@@ -109,7 +109,7 @@ def test_going_back_hides_later_records(make_run: Callable[..., Run]) -> None:
     run.state.step = 1
     callback.on_rollback(run, Path("checkpoint-1"))
     log(run, callback, 2)
-    callback.on_train_end(run)
+    callback.on_train_end(run, None)
     assert [step for step, _ in scalars(run.args.log_dir, "train/loss")] == [1, 2]
 
 
@@ -119,7 +119,7 @@ def test_what_was_logged_is_there_at_once(make_run: Callable[..., Run]) -> None:
     callback.on_train_begin(run)
     log(run, callback, 1, 2)
     assert scalars(run.args.log_dir, "train/loss") == [(1, 1.0), (2, 0.5)]
-    callback.on_train_end(run)
+    callback.on_train_end(run, None)
 
 
 def test_it_writes_again_after_a_spell_without_a_disk(
@@ -134,7 +134,7 @@ def test_it_writes_again_after_a_spell_without_a_disk(
             log(run, callback, 2, 3)
             callback.on_save(run, Path("checkpoint-3"))
         log(run, callback, 4)
-        callback.on_train_end(run)
+        callback.on_train_end(run, None)
     assert scalars(folder, "train/loss") == [(1, 1.0), (4, 0.25)]
     assert [message.partition(":")[0] for message in caplog.messages] == [
         "TensorBoard's files cannot be written",
@@ -156,7 +156,7 @@ def test_what_it_could_not_begin_is_begun_later(make_run: Callable[..., Run]) ->
     folder.unlink()
     away.rename(folder)
     log(run, callback, 3)
-    callback.on_train_end(run)
+    callback.on_train_end(run, None)
     assert [step for step, _ in scalars(folder, "train/loss")] == [1, 3]
     assert "_hparams_/session_end_info" in hyperparameters(folder)
 
@@ -173,7 +173,7 @@ def test_a_disk_that_fills_up_and_is_cleared(
             log(run, callback, *range(2, 400))
         filler.unlink()
         log(run, callback, 400)
-        callback.on_train_end(run)
+        callback.on_train_end(run, None)
         steps = [step for step, _ in scalars(disk / "logs", "train/loss")]
         assert len([*(disk / "logs").iterdir()]) == 2
     assert steps[0] == 1
@@ -186,7 +186,7 @@ def test_a_path_in_bytes_that_the_locale_does_not_know(make_run: Callable[..., R
     run, callback = make_run(logging_dir=os.fsdecode(os.fsencode(tmp_path) + b"/\xff")), TensorBoard()
     callback.on_train_begin(run)
     log(run, callback, 1)
-    callback.on_train_end(run)
+    callback.on_train_end(run, None)
     readable = Path(run.args.log_dir).rename(tmp_path / "readable")  # TensorBoard itself reads no other names
     assert scalars(readable, "train/loss") == [(1, 1.0)]
 
@@ -202,7 +202,7 @@ def test_arguments_for_the_table_of_runs(make_run: Callable[..., Run]) -> None:
     run, callback = make_run(learning_rate=0.125, optim="sgd", gradient_checkpointing=True, **metric), TensorBoard()
     callback.on_train_begin(run)
     log(run, callback, 1)
-    callback.on_train_end(run)
+    callback.on_train_end(run, None)
     found = hyperparameters(run.args.log_dir)
     started = dict(found["_hparams_/session_start_info"].session_start_info.hparams)
     assert started["learning_rate"].number_value == 0.125
@@ -231,8 +231,7 @@ def test_figures_of_the_whole_run_stand_apart(make_run: Callable[..., Run]) -> N
     run.state.step = 3
     callback.on_log(run, {"step": 3, "epoch": 1.0, "loss": 2.0, "mfu": 0.5, "seconds/callback/Progress": 1.0})
     last = {"train_runtime": 9.0, "train_loss": 3.0, "mfu": 0.25, "seconds/callback/Progress": 8.0}
-    callback.on_log(run, {"step": 3, "epoch": 1.0, **last})
-    callback.on_train_end(run)
+    callback.on_train_end(run, {"step": 3, "epoch": 1.0, **last})
     found = {tag: scalars(run.args.log_dir, tag) for tag in read(run.args.log_dir).Tags()["scalars"]}
     assert found == {
         "train/epoch": [(3, 1.0), (3, 1.0)], "train/loss": [(3, 2.0)], "train/mfu": [(3, 0.5)],

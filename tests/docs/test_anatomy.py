@@ -114,7 +114,7 @@ def test_the_names_are_those_of_the_records(tmp_path: Path) -> None:
     emit = trainer.events.call
 
     def listen(hook: str, run: Any, *given: Any) -> None:
-        names.update(given[0] if hook == "on_log" else ())
+        names.update(given[0] if hook in ("on_log", "on_train_end") else ())
         emit(hook, run, *given)
 
     trainer.events.call = listen  # type: ignore[method-assign]

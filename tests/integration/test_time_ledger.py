@@ -63,6 +63,9 @@ class Slow(Callback):
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
         self.ended = time.perf_counter()
 
+    def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
+        self.ended = time.perf_counter()
+
 
 @pytest.fixture(autouse=True)
 def _slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,8 +43,8 @@ class Recorder(Callback):
         self.gradients.append(gradient(run.model))
 
     def on_step_end(self, run: Run) -> None:
-        assert run.last_loss is not None
-        self.losses.append(run.last_loss.item())
+        assert run.local_loss is not None
+        self.losses.append(run.local_loss.item())
 
 
 def gradient(model: nn.Module) -> torch.Tensor:

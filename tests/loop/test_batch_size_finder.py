@@ -463,7 +463,7 @@ class Bare(Strategy):
 
     def prepare_loader(self, micro_batches: Iterator[Any]) -> Iterator[Any]:
         for micro in micro_batches:
-            if micro.window.start:
+            if micro.global_batch.start:
                 raise torch.OutOfMemoryError("no room")
             yield micro
 

@@ -375,8 +375,8 @@ def test_callbacks_hear_of_evaluations(tmp_path: Any) -> None:
         def on_evaluate_begin(self, run: Run) -> None:
             heard.append("begin")
 
-        def on_evaluate_end(self, run: Run) -> None:
-            heard.append("end")
+        def on_evaluate_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
+            heard.append("broken off" if metrics is None else f"end {min(metrics)}")
 
         def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
             heard.append(sorted(metrics)[0])
@@ -389,7 +389,11 @@ def test_callbacks_hear_of_evaluations(tmp_path: Any) -> None:
     trainer.predict(samples())
     with pytest.raises(ValueError, match="empty"):
         trainer.evaluate([])
-    assert heard == ["begin", "end", "eval_loss", "begin", "end", "test_loss", "begin", "end"]
+    assert heard == [
+        *("begin", "end eval_loss", "eval_loss"),
+        *("begin", "end test_loss", "test_loss"),
+        *("begin", "broken off"),
+    ]
 
 
 # Static shapes

@@ -178,13 +178,13 @@ def test_no_operator_of_a_step_waits(tmp_path: Path, kind: str, changes: dict[st
 def test_the_counter_sees_what_waits(tmp_path: Path) -> None:
     class LoaderConfig(Callback):
         def on_step_end(self, run: Run) -> None:
-            assert run.last_loss is not None
+            assert run.local_loss is not None
             if run.state.step == 3:
-                run.last_loss.item()
+                run.local_loss.item()
             if run.state.step == 4:
-                run.last_loss.tolist()
-            if run.state.step == 5 and run.last_loss > 0:
-                losses = run.last_loss.reshape(1)
+                run.local_loss.tolist()
+            if run.state.step == 5 and run.local_loss > 0:
+                losses = run.local_loss.reshape(1)
                 losses[losses > 0]
 
     window = GlobalBatch(Waits())
@@ -216,8 +216,8 @@ class Steps(Callback):
         self.taken = 0
 
     def on_step_end(self, run: Run) -> None:
-        assert run.last_loss is not None
-        assert run.last_loss.is_meta
+        assert run.local_loss is not None
+        assert run.local_loss.is_meta
         self.taken += 1
 
 

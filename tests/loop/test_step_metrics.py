@@ -26,7 +26,7 @@ def make_figures(nonfinite: str = "stop") -> StepMetrics:
 def take_step(figures: StepMetrics, loss: float, *gradients: float) -> None:
     run = figures.run
     run.state.step += 1
-    run.last_loss = torch.tensor(loss)
+    run.local_loss = torch.tensor(loss)
     run.last_norms = norms(*gradients) if gradients else None
     figures.append(taken(run.state.step))
 

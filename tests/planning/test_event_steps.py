@@ -32,8 +32,7 @@ class Watcher(Callback):
         self.rates.append(float(run.optimizer.param_groups[0]["lr"]))
 
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
-        if "train_runtime" not in record:
-            self.steps["log"].append(run.state.step)
+        self.steps["log"].append(run.state.step)
 
     def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
         self.steps["evaluate"].append(run.state.step)

@@ -121,7 +121,7 @@ class Watch(Callback):
     def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
         self.passes("evaluation")
 
-    def on_train_end(self, run: Run) -> None:
+    def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
         self.passes("leaving")
 
     def on_exit(self, run: Run) -> None:

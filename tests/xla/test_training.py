@@ -52,7 +52,7 @@ def test_in_bf16_the_loss_is_reported_in_float32_and_close_to_that_of_float32(tm
         )
         trainer.train()
         weight = next(trainer.run.model.parameters())
-        return xla_task.losses(folder), str(trainer.run.last_loss.dtype), str(weight.dtype)
+        return xla_task.losses(folder), str(trainer.run.local_loss.dtype), str(weight.dtype)
 
     found, loss, weight = on_xla(1, run, "xla", "bf16")
     assert (loss, weight) == ("torch.float32", "torch.float32")

@@ -56,13 +56,20 @@ class EvaluationLoop:
         """Return the metrics of one dataset and, with `keep`, its predictions and labels."""
         run = self.run
         with run.ledger.during("evaluation"):
+            metrics = None
             try:
                 self.events.call("on_evaluate_begin", run)
-                while True:
-                    batches = make_evaluation_batches(run, dataset, self.loader_config, evaluation_batch_size(run))
-                    try:
-                        return self._evaluator(batches, prefix, keep)
-                    except DoesNotFitError as error:
-                        halve_evaluation_batch(run, error)
+                output = self._predict(dataset, prefix, keep)
+                metrics = output.metrics
             finally:
-                self.events.call("on_evaluate_end", run)
+                self.events.call("on_evaluate_end", run, metrics)
+            return output
+
+    def _predict(self, dataset: Any, prefix: str, keep: bool) -> PredictionOutput:
+        run = self.run
+        while True:
+            batches = make_evaluation_batches(run, dataset, self.loader_config, evaluation_batch_size(run))
+            try:
+                return self._evaluator(batches, prefix, keep)
+            except DoesNotFitError as error:
+                halve_evaluation_batch(run, error)

@@ -105,7 +105,7 @@ class StepMetrics:
 
     def append(self, taken: StepSpan, has_items: bool = True) -> None:
         """Keeps the loss, if it has items to be one of, and the norms of the step that was just counted."""
-        self.history.append(taken, self.run.last_loss if has_items else None, self.run.last_norms)
+        self.history.append(taken, self.run.local_loss if has_items else None, self.run.last_norms)
 
     def forget(self) -> None:
         """Leaves out what nobody has read: steps that are not part of the run any more."""

@@ -103,7 +103,7 @@ class TrainStep:
         """Take one optimizer step and return its global batch."""
         run, args, strategy, call = self._run, self._run.args, self._run.strategy, self._events.call
         assert run.optimizer is not None
-        run.last_loss = self._item_count = None
+        run.local_loss = self._item_count = None
         micro_batch = self._next_micro_batch()
         call("on_step_begin", run)
         strategy.device_info.mark_step()  # what callbacks computed, and an evaluation left
@@ -153,7 +153,7 @@ class TrainStep:
             strategy.backward(share)
         run.ledger.enter("loop")
         share = share.detach()
-        run.last_loss = share if run.last_loss is None else run.last_loss + share
+        run.local_loss = share if run.local_loss is None else run.local_loss + share
 
     def leave_epoch(self) -> None:
         """Count the epoch under way as over."""
@@ -234,13 +234,13 @@ class TrainStep:
         """Turn the step's loss and gradients from a mean over samples into the mean over what the ranks counted."""
         run, strategy, count = self._run, self._run.strategy, self._item_count
         assert run.optimizer is not None
-        assert run.last_loss is not None
+        assert run.local_loss is not None
         if isinstance(count, int):
             count = strategy.collectives.all_reduce_ints([count])[0]
         elif isinstance(count, torch.Tensor):
             count = strategy.collectives.all_reduce(count)
         else:
             count = sum(strategy.collectives.gather_object(count))
-        run.last_loss = scale_gradients(
-            run.optimizer, run.last_loss, global_batch.samples, strategy.device_info.traced_scalar(count)
+        run.local_loss = scale_gradients(
+            run.optimizer, run.local_loss, global_batch.samples, strategy.device_info.traced_scalar(count)
         )

@@ -122,9 +122,7 @@ class TrainingLoop:
         seconds = time.perf_counter() - self._begin
         self._finish_save()  # the record at the end tells of it
         output = self._summary(seconds)
-        if self.exit_code is None:
-            self.events.call("on_log", run, output.metrics)
-        self.events.call("on_train_end", run)
+        self.events.call("on_train_end", run, output.metrics if self.exit_code is None else None)
         sync.sync()
         self._handle_requests()
         self._finish_save()

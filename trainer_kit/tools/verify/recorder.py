@@ -139,8 +139,8 @@ class Recorder:
 
     def end_step(self, run: Run) -> None:
         """What follows a step: the checkpoint, the end."""
-        assert run.last_loss is not None
-        self.note("loss", {"": _number(run.last_loss)})
+        assert run.local_loss is not None
+        self.note("loss", {"": _number(run.local_loss)})
         if run.last_norms is not None:
             self.note("gradients", {"norm": _number(run.last_norms.total)})
         if run.state.step == self.save_at:
@@ -239,7 +239,7 @@ class _First(Callback):
     def on_step_begin(self, run: Run) -> None:
         self.recorder.between_steps(run)
 
-    def on_train_end(self, run: Run) -> None:
+    def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
         self.recorder.between_steps(run)
 
 
