@@ -44,14 +44,7 @@ class Function:
         Raises:
             SystemExit: With code 1 after an exception, with 130 after Ctrl-C, or the function's own.
         """
-        for name, handler in _SIGNALS.items():
-            if hasattr(signal, name):
-                signal.signal(getattr(signal, name), handler)
-        if hasattr(os, "setsid"):
-            os.setsid()
-        guard_standard_streams()
-        if environment.use_tpu():
-            renew_threads()
+        self._set_up_process()
         try:
             if hasattr(signal, "pthread_sigmask"):
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the agent has blocked it
@@ -68,6 +61,16 @@ class Function:
                 sys.excepthook(type(error), error, trace)
             sys.stdout.flush()
             raise SystemExit(1) from None
+
+    def _set_up_process(self) -> None:
+        for name, handler in _SIGNALS.items():
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), handler)
+        if hasattr(os, "setsid"):
+            os.setsid()
+        guard_standard_streams()
+        if environment.use_tpu():
+            renew_threads()
 
     def _called(self) -> Any:
         try:

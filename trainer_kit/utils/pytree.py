@@ -200,8 +200,12 @@ def _encode(value: Any, path: tuple[Any, ...], found: dict[str, torch.Tensor]) -
         return _encode_array(value, path, found)
     if isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS:
         return {_TAG: "numpy", "value": value.tobytes().hex(), "dtype": value.dtype.str}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        kind = tuple
+    return _encode_tagged(value, path, found)
+
+
+def _encode_tagged(value: Any, path: tuple[Any, ...], found: dict[str, torch.Tensor]) -> Any:
+    """Encodes a value of a kind that JSON lacks."""
+    kind = tuple if isinstance(value, tuple) and hasattr(value, "_fields") else type(value)
     if kind not in _KIND_OF:
         raise TypeError(
             f"{_place(path)} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; "
