@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from trainer_kit.callback import CallbackList
 from trainer_kit.checkpoint import (
     CHECKPOINT_PREFIX,
     Committed,
-    find_checkpoints,
     read_arguments,
     read_state,
     remove_stale_staging,
@@ -33,13 +32,13 @@ from trainer_kit.checkpoint.compatibility import (
     load_optimizer,
     report_changes,
 )
+from trainer_kit.checkpoint.earlier_runs import records_of, set_aside
 from trainer_kit.checkpoint.format.discovery import first_valid, is_of_run, read_outline
 from trainer_kit.checkpoint.format.disk import make_writable_folder
 from trainer_kit.checkpoint.format.loading import check_weights, load_weights
 from trainer_kit.checkpoint.format.safetensors_writer import refuse_unstorable
 from trainer_kit.checkpoint.format.trainer_state import read_committed, read_data_state, read_ledger, read_trainer
 from trainer_kit.checkpoint.integrity import check_resumable
-from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import TrainLoader
 from trainer_kit.data.run_length import RunLength, make_plan
@@ -55,9 +54,6 @@ logger = logging.getLogger("trainer_kit")
 
 OWN_STATES = ("trainer", "optimizer", "lr_scheduler", "precision", "callbacks", "data", "ledger")
 """Names that `run.stateful` may not use."""
-
-_REPORTS = ("report.html", "report.md")
-_EVENTS, _ARGUMENTS_TAG, _HEAD_BYTES = "events.out.tfevents.*", b"arguments/text_summary", 4096
 
 
 class CheckpointManager:
@@ -218,7 +214,7 @@ class CheckpointManager:
         kept = {each.name for each in self.saver.committed}
         comes_from = self.folder if self.resumed_from is None else self.resumed_from.parent
         goes_on = bool(kept) or (self._starts_again and comes_from.resolve() == self.folder.resolve())
-        records = [] if goes_on else _records_of(self.run.args)
+        records = [] if goes_on else records_of(self.run.args)
         set_aside(self.folder, kept, records)
         self._made = []  # they stay from now on
 
@@ -402,55 +398,6 @@ def check_storable(run: Run) -> None:
             refuse_unstorable(name, tensor)
         except (TypeError, ValueError) as error:
             raise type(error)(f"the model cannot be saved: {error}, or set save_strategy='no'") from None
-
-
-def set_aside(output_dir: Path, keep: Collection[str] = (), records: Collection[Path] = ()) -> None:
-    """Moves what this run does not go on from into a folder of its own, so that two runs never mix.
-
-    That are checkpoints of another run, those of this one after the step where it is taken up, and damaged ones.
-
-    Args:
-        output_dir: Folder of the run.
-        keep: Names of the checkpoints that stay.
-        records: Files below `output_dir` in which another run has recorded what it did, moved too.
-    """
-    found = [directory for directory in find_checkpoints(output_dir) if directory.name not in keep]
-    if not found and not records:
-        return
-    number = 1
-    while (folder := output_dir / f"earlier-{number}").exists():
-        number += 1
-    folder.mkdir()
-    for each in (*found, *records):
-        target = folder / each.relative_to(output_dir)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        each.rename(target)
-    names = ", ".join(each.relative_to(output_dir).as_posix() for each in (*found, *records))
-    remedy = "; to resume from the newest checkpoint, set resume_from_checkpoint=True" if found else ""
-    logger.warning("moved %s of another run from %s to %s%s", names, output_dir, folder, remedy)
-
-
-def _records_of(args: TrainingArguments) -> list[Path]:
-    """What an earlier run has recorded in the folder: its log, its report and TensorBoard's events.
-
-    What an evaluation before this training has written there is none of that: it begins no run.
-    """
-    folder, found = Path(args.output_dir), list[Path]()
-    with contextlib.suppress(OSError, ValueError):  # no log, or a damaged one
-        records = itertools.chain.from_iterable(LogFile(folder / LOG).pieces())
-        if any(record["event"] == "start" for record in records):
-            found = [folder / name for name in (LOG, *_REPORTS) if (folder / name).is_file()]
-    if args.log_dir.resolve().is_relative_to(folder.resolve()):  # else it may be that of several runs
-        found += sorted(path for path in args.log_dir.glob(_EVENTS) if _begins_a_run(path))
-    return found
-
-
-def _begins_a_run(events: Path) -> bool:
-    """Whether a file of TensorBoard's begins with a run's arguments, as the callback writes them."""
-    if not events.is_file():
-        return False
-    with open(events, "rb") as file:
-        return _ARGUMENTS_TAG in file.read(_HEAD_BYTES)
 
 
 def _restore_stateful(run: Run, directory: Path) -> None:

@@ -1,0 +1,68 @@
+"""What another run has left in the folder, and its move into `earlier-N/`."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Collection
+from pathlib import Path
+
+from trainer_kit.checkpoint import find_checkpoints
+from trainer_kit.config.arguments import TrainingArguments
+from trainer_kit.utils.run_log import NAME as LOG
+from trainer_kit.utils.run_log import LogFile
+
+logger = logging.getLogger("trainer_kit")
+
+_REPORTS = ("report.html", "report.md")
+_EVENTS, _ARGUMENTS_TAG, _HEAD_BYTES = "events.out.tfevents.*", b"arguments/text_summary", 4096
+
+
+def set_aside(output_dir: Path, keep: Collection[str] = (), records: Collection[Path] = ()) -> None:
+    """Move what this run does not resume from into a folder of its own, so that two runs never mix.
+
+    These are checkpoints of another run, those of this run after the step that it resumes at, and damaged ones.
+
+    Args:
+        output_dir: Folder of the run.
+        keep: Names of the checkpoints that stay.
+        records: Files below `output_dir` in which another run has recorded what it did, moved too.
+    """
+    found = [directory for directory in find_checkpoints(output_dir) if directory.name not in keep]
+    if not found and not records:
+        return
+    number = 1
+    while (folder := output_dir / f"earlier-{number}").exists():
+        number += 1
+    folder.mkdir()
+    for each in (*found, *records):
+        target = folder / each.relative_to(output_dir)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        each.rename(target)
+    names = ", ".join(each.relative_to(output_dir).as_posix() for each in (*found, *records))
+    remedy = "; to resume from the newest checkpoint, set resume_from_checkpoint=True" if found else ""
+    logger.warning("moved %s of another run from %s to %s%s", names, output_dir, folder, remedy)
+
+
+def records_of(args: TrainingArguments) -> list[Path]:
+    """Return the files in which an earlier run recorded what it did: its log, report and TensorBoard's events.
+
+    What an evaluation before this training wrote stays: an evaluation begins no run.
+    """
+    folder, found = Path(args.output_dir), list[Path]()
+    with contextlib.suppress(OSError, ValueError):  # no log, or a damaged one
+        records = itertools.chain.from_iterable(LogFile(folder / LOG).pieces())
+        if any(record["event"] == "start" for record in records):
+            found = [folder / name for name in (LOG, *_REPORTS) if (folder / name).is_file()]
+    if args.log_dir.resolve().is_relative_to(folder.resolve()):  # else it may be that of several runs
+        found += sorted(path for path in args.log_dir.glob(_EVENTS) if _begins_a_run(path))
+    return found
+
+
+def _begins_a_run(events: Path) -> bool:
+    """Whether a file of TensorBoard's begins with a run's arguments, as the callback writes them."""
+    if not events.is_file():
+        return False
+    with open(events, "rb") as file:
+        return _ARGUMENTS_TAG in file.read(_HEAD_BYTES)
