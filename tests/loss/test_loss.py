@@ -34,7 +34,7 @@ from transformers import BatchEncoding, BertForSequenceClassification
 
 from trainer_kit.data.collate import PadCollator
 from trainer_kit.data.sampling import permutation
-from trainer_kit.loss import loss as loss_module
+from trainer_kit.loss import batch as batch_module
 from trainer_kit.loss.batch import Counts, count, labels_of, samples_of
 from trainer_kit.loss.loss import Loss, found_loss, scale_gradients, weighed
 
@@ -403,7 +403,7 @@ def test_counts_on_a_device_give_the_same(case: str, tmp_path: Any, monkeypatch:
         return recorder.gradients
 
     expected = gradients()
-    monkeypatch.setattr(loss_module, "_count_labels", lambda labels: (labels != -100).sum())
+    monkeypatch.setattr(batch_module, "_count_labels", lambda labels: (labels != -100).sum())
     for found, wanted in zip(gradients(), expected, strict=True):
         torch.testing.assert_close(found, wanted, **EXACT)
 
