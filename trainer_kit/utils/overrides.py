@@ -124,7 +124,7 @@ _BY_REPLACEMENT = {
 REPLACEMENTS = {name: sentence for sentence, names in _BY_REPLACEMENT.items() for name in names.split()}
 """What does here what transformers' Trainer does in the method or attribute of this name."""
 
-_OWN_METHODS = frozenset({"evaluate", "save_model", "_save"})
+_OWN_METHODS = frozenset({"evaluate", "save_model"})
 """Names of `REPLACEMENTS` that are methods of the Trainer here too: those of a subclass are not called in training."""
 
 _OWN_ATTRIBUTES = frozenset({"collate", "compute_loss", "compute_metrics", "lr_scheduler", "metrics", "optimizer"})
