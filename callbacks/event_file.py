@@ -32,7 +32,7 @@ class EventFile:
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        # TensorBoard reads the files of a folder in the order of their names, which begin with the time.
+        # TensorBoard reads the files of a folder in the order of their names.
         name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.{next(_numbers):04}"
         self._path = os.path.join(folder, name)
         self._file = RecordWriter(_opened(folder, name))
