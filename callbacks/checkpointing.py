@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Checkpointing(Callback):
-    """Requests checkpoints as `args.save_strategy` says, and one of the last step.
+    """Request checkpoints as `args.save_strategy` says, and one of the last step.
 
     - "steps": every `args.save_steps` optimizer steps.
     - "epoch": at the end of each epoch.

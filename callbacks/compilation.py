@@ -27,7 +27,7 @@ class _Snapshot(NamedTuple):
 
 
 class Compilation(Callback):
-    """Counts compilations, and warns if a step compiles again after the warm-up.
+    """Count compilations, and warn if a step compiles again after the warm-up.
 
     It adds this process's totals since training began to every record: `xla/compiles` and `xla/compile_seconds`, or
     `compile/compiles` and `compile/compile_seconds` for `torch.compile`; nothing if there are no compilations.

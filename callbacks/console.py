@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Console(Callback):
-    """Writes one line to stderr every few seconds, however often the run logs.
+    """Write one line to stderr every few seconds, however often the run logs.
 
     The first and the last record always get a line, and so do the metrics of every evaluation and of the whole run. If
     records are further apart than twice `every`, a line without a loss shows that the run is alive.

@@ -14,7 +14,7 @@ _logger = logging.getLogger("trainer_kit")
 
 
 class EarlyStopping(Callback):
-    """Ends training after `patience` evaluations in a row without an improvement.
+    """End training after `patience` evaluations in a row without an improvement.
 
     Checkpoints keep the count. A metric of NaN is not an improvement. This callback is called after the writers, so
     that it sees the metrics that all others add, and its log line follows theirs.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class EMA(Callback):
-    """Keeps an exponential moving average of the weights; evaluations and predictions use it.
+    """Keep an exponential moving average of the weights, which evaluations and predictions use.
 
     Each update computes `average = decay * average + (1 - decay) * weight` for all floating-point parameters and
     buffers, including a batch norm's running mean and variance. Integer buffers are not averaged. Averages are on the

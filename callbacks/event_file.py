@@ -16,7 +16,7 @@ _numbers = itertools.count()
 
 
 class EventFile:
-    """Writes events immediately in the caller's thread: errors reach the caller, and a kill loses nothing.
+    """Write events immediately in the caller's thread: errors reach the caller, and a kill loses nothing.
 
     torch's `SummaryWriter` writes in another thread, up to two minutes later, and its first error ends that thread.
 

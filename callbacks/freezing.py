@@ -18,7 +18,7 @@ _logger = logging.getLogger("trainer_kit")
 
 
 class Freezing(Callback):
-    """Freezes the parameters whose names match, and unfreezes them on schedule.
+    """Freeze the parameters whose names match, and unfreeze them on schedule.
 
     Parameters are frozen once `from_step` steps are taken, until `until_step` steps or `until_epoch` epochs are taken,
     whichever comes first. The schedule depends only on steps and epochs, so a resumed run continues it. Use several of

@@ -44,7 +44,7 @@ def from_transformers(callback: TrainerCallback | type[TrainerCallback]) -> Call
 
 
 class _Adapter(Callback):
-    """Translates hooks, state and control.
+    """Translate hooks, state and control.
 
     transformers updates the best metric after `on_evaluate`, but this Trainer before callbacks of this priority.
     Therefore the adapter copies the best metric into the state after each `on_evaluate`.

@@ -33,7 +33,7 @@ _LONGEST_WARNING = 2000
 
 
 class JsonLines(Callback):
-    """Appends one JSON object per line to a file, which `read_log` reads.
+    """Append one JSON object per line to a file, which `read_log` reads.
 
     Each line has `event`, `time` (seconds since 1970), `step` and the event's own fields. The events are:
 
@@ -144,7 +144,7 @@ class JsonLines(Callback):
 
 
 class _WarningListener(logging.Handler):
-    """Forwards the warnings of Python and of trainer_kit's logger while it is attached.
+    """Forward the warnings of Python and of trainer_kit's logger while attached.
 
     Args:
         take: Called with the source and the message of each.

@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 class Memory(Callback):
-    """Adds the memory of this process, in GiB, to every record and to the metrics of the whole training.
+    """Add the memory of this process, in GiB, to every record and to the metrics of the whole training.
 
     - The device's memory: `memory_gib` in use, `peak_memory_gib` since training began, `reserved_memory_gib` by torch's
       allocator, `device_memory_gib` in use on the whole device by all processes, and `process_memory_gib` by this
@@ -51,7 +51,7 @@ class Memory(Callback):
             self._gradients = _nbytes(each.grad for each in run.model.parameters() if each.grad is not None)
 
     def metrics(self, run: Run) -> dict[str, Any]:
-        # A device without memory figures reports a text, which is not a number for a record.
+        # A device that cannot measure its memory reports a text, which is not a number for a record.
         figures = {
             name: value for name, value in run.strategy.device_info.memory().items() if not isinstance(value, str)
         }

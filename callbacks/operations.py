@@ -17,7 +17,7 @@ _MOST_STEPS = 8
 
 
 class Operations:
-    """Counts the operations of a batch of each shape in some steps, and sums up the operations of the run.
+    """Count the operations of a batch of each shape in some steps, and sum up the operations of the run.
 
     Attributes:
         due: Number of next steps to count.

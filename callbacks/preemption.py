@@ -1,4 +1,4 @@
-"""`Preemption`: saves a checkpoint and ends the run when a signal asks for it."""
+"""`Preemption`: saves a checkpoint and ends the run after a signal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ processes, and the launcher forwards the signal."""
 
 
 class Preemption(Callback):
-    """Ends training on Ctrl-C, SIGTERM and SIGUSR1 after a checkpoint; a second signal ends it immediately.
+    """End training on Ctrl-C, SIGTERM and SIGUSR1 after a checkpoint; a second signal ends it immediately.
 
     After the first signal to any process of the run, all processes finish the same step, save one checkpoint (unless
     `args.save_strategy` is "no") and exit with code 130 (Ctrl-C) or 143 (a request for a restart). The second signal

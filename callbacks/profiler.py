@@ -26,7 +26,7 @@ _RANGE = re.compile(r'("cat": "user_annotation",\s*"name": "(?:[^"\\]|\\.)*",\s*
 
 
 class Profiler(Callback):
-    """Profiles the optimizer steps `start` to `stop` with torch.profiler.
+    """Profile the optimizer steps `start` to `stop` with torch.profiler.
 
     It writes `steps-START-STOP.json`, a trace for chrome://tracing or https://ui.perfetto.dev, and
     `steps-START-STOP.txt`, a table of the 20 operators that took longest. With several processes, each writes its own

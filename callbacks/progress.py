@@ -30,7 +30,7 @@ _HIDDEN = HIDDEN | {"grad_norm", "tokens_per_second"}
 
 
 class Progress(Callback):
-    """Shows a progress bar of optimizer steps with the metrics of the last record.
+    """Show a progress bar of optimizer steps with the metrics of the last record.
 
     A resumed run starts at its step. The bar moves with every step; its metrics change with every record. Evaluation
     metrics and log lines appear above it. If steps are compiled, the bar says so in the steps that always compile: the
@@ -48,7 +48,7 @@ class Progress(Callback):
 
     def on_train_begin(self, run: Run) -> None:
         self._close()
-        # On XLA the second step is another computation, since its optimizer state comes from the first.
+        # On XLA the second step is another computation, since it starts from a state that the first one makes.
         self._compiling_steps = 2 if run.strategy.static_shapes else int(run.args.torch_compile)
         self._compiles_evaluation = self._compiling_steps > 0
         if run.strategy.is_main:

@@ -22,7 +22,7 @@ _logger = logging.getLogger("trainer_kit")
 
 
 class Report(Callback):
-    """Writes `report.html` to `args.output_dir` when training ends, normally or by an error.
+    """Write `report.html` to `args.output_dir` when training ends, normally or by an error.
 
     It writes the same report as `trainer-kit report`, from the records of `JsonLines`. If that fails, a warning is
     logged. Without matplotlib or records, a line is logged instead.

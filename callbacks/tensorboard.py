@@ -24,7 +24,7 @@ _FIGURES = ("train/loss", "train/train_loss", "train/train_runtime", "train/peak
 
 
 class TensorBoard(Callback):
-    """Writes every number of the records as a scalar, and the arguments as text and for TensorBoard's table "HPARAMS".
+    """Write every number of the records as a scalar, and the arguments as text and for TensorBoard's table "HPARAMS".
 
     Tags are `train/loss`, `eval/loss`, `test/loss` and so on, as in transformers. The step is the optimizer step.
     Callbacks' metrics of the whole run are under `run/`, separate from those of records. Non-finite numbers are written

@@ -36,7 +36,7 @@ class _Interval(NamedTuple):
 
 
 class Throughput(Callback):
-    """Adds the speed since the previous record, over all processes, to every record.
+    """Add the speed since the previous record, over all processes, to every record.
 
     - `samples_per_second`, `steps_per_second` and, if batches have tokens, `tokens_per_second` (without padding).
     - `data_wait`: the share of the time, 0 to 1, in which the loop waits for the next batch. These four leave out the

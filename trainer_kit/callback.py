@@ -142,7 +142,7 @@ _Listener = tuple[Callback, str, Any]
 
 
 class CallbackList:
-    """Calls the callbacks' hooks in order, and collects their states.
+    """An ordered list of callbacks, which calls their hooks and collects their states.
 
     Args:
         callbacks: The callbacks, in the user's order.

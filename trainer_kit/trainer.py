@@ -44,7 +44,7 @@ logger = logging.getLogger("trainer_kit")
 
 
 class Trainer:
-    """Trains, evaluates, saves and resumes a model.
+    """Train, evaluate, save and resume a model.
 
     The life of a run::
 

@@ -110,7 +110,7 @@ def _row(value: list[Any]) -> Any:
 
 
 class PadCollator:
-    """Pads each batch to its longest sample, or to one of a few lengths.
+    """Pad each batch to its longest sample, or to one of a few lengths.
 
     `input_ids` are padded with the tokenizer's padding token, `attention_mask` with 0, `token_type_ids` with the
     tokenizer's padding type, `labels` with -100 and every other column with 0. `label` is renamed `labels`, the name

@@ -24,7 +24,7 @@ _first_draws: dict[int, tuple[float, float]] = {}
 
 
 class Fetcher(Dataset[Any]):
-    """Fetches and collates the samples of a batch.
+    """Fetch and collate the samples of a batch.
 
     Every sample's randomness (torch, numpy, random) is seeded from (seed, epoch, dataset index). Seeding before each
     sample costs more than reading a small one, so a batch is first read with one seed. If the dataset draws random

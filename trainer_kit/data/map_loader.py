@@ -108,7 +108,7 @@ class MicroBatch:
 
 @dataclasses.dataclass(frozen=True)
 class LoaderConfig:
-    """How samples are read.
+    """The configuration of reading samples.
 
     Attributes:
         collate: Makes a batch from a list of samples.

@@ -16,7 +16,7 @@ from trainer_kit.utils.pytree import map_tensors, tensors
 
 
 class Padding:
-    """Pads batches with rows on the host if the strategy has static shapes; otherwise leaves them unchanged.
+    """Pad batches with rows on the host if the strategy has static shapes; otherwise leave them unchanged.
 
     The added rows have labels of -100, and the counts of a batch stay those of its own samples. Losses and gradients
     stay the same if the model's loss is the mean over the valid labels and no sample's loss depends on others (as with

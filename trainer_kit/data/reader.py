@@ -88,7 +88,7 @@ class _Mark:
 
 
 class _Cursor:
-    """Reads a dataset batch by batch, and records the sizes of the batches and the marks.
+    """Read a dataset batch by batch, and record the sizes of the batches and the marks.
 
     Args:
         source: The reader, whose dataset is at the mark.

@@ -66,7 +66,7 @@ def worker_items(loader: DataLoader[Any], timeout_name: str = "timeout") -> Iter
 
 
 class _Watch(threading.Thread):
-    """Kills workers that are stopped (SIGSTOP) when the wait for a batch exceeds the timeout.
+    """A thread that kills stopped workers (SIGSTOP) when the wait for a batch exceeds the timeout.
 
     torch's own timeout misses them if it waits for the shared memory of a batch that such a worker made.
 

@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 
 class BatchSizeFinder:
-    """Makes the loader cut micro-batches into parts that fit into the memory of all devices.
+    """A search for the largest parts of micro-batches that fit into the memory of all devices.
 
-    Its methods are collective.
+    The loader cuts micro-batches into these parts. The methods are collective.
 
     Args:
         run: The run; its model is on the device, and its optimizer is made.

@@ -96,7 +96,7 @@ class _Outcome(NamedTuple):
 
 
 class Evaluator:
-    """Runs a model over a dataset's batches.
+    """Evaluate a model on a dataset's batches.
 
     Every process evaluates its own batches at its own pace. The results are merged at the end.
 

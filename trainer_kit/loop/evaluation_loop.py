@@ -17,7 +17,7 @@ from trainer_kit.run import Run
 
 
 class EvaluationLoop:
-    """Evaluates datasets and calls the hooks around each evaluation.
+    """Evaluate datasets, and call the hooks around each evaluation.
 
     Args:
         run: The run; its strategy and model are prepared.

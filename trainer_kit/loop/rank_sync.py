@@ -22,7 +22,7 @@ _PACKAGES = ("trainer_kit", "torch", "transformers", "numpy")
 
 
 class RankSync:
-    """Shares each rank's requests with all ranks.
+    """Share each rank's requests with all ranks.
 
     A callback or a signal makes a request on one rank, at any moment. `run.requests` holds this rank's requests since
     the last reduction. `pending` holds the requests that all ranks know and have not served yet.

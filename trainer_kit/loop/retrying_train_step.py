@@ -20,7 +20,7 @@ class _StepDoesNotFit(Exception):
 
 
 class RetryingTrainStep(TrainStep):
-    """Takes optimizer steps with `auto_find_batch_size`.
+    """Optimizer steps with `auto_find_batch_size`, repeated after an out-of-memory error.
 
     Args:
         run: See `TrainStep`.

@@ -27,9 +27,9 @@ _SYNC = contextlib.nullcontext()
 
 
 class TrainStep:
-    """Takes a run's optimizer steps, one after another, without waiting for the device.
+    """A run's optimizer steps, taken one after another without waiting for the device.
 
-    It waits only for data, for the staging of a checkpoint, and for the probe of the loss.
+    A step waits only for data, for the staging of a checkpoint, and for the probe of the loss.
 
     Args:
         run: The run, set up and with the state of a checkpoint restored.
@@ -220,7 +220,7 @@ class TrainStep:
         if global_batch.closes_epoch:
             self.leave_epoch()
 
-    # A loss that counts for itself: (loss_sum, count)
+    # compute_loss that returns (loss_sum, count)
 
     def _add_item_count(self, micro_batch: MicroBatch, loss_sum: torch.Tensor, count: Any) -> torch.Tensor:
         """Add a micro-batch's item count, and return its share of the loss over the step's samples."""

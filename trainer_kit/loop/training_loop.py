@@ -32,7 +32,7 @@ _MAX_UNREAD_STEPS = 1000
 
 
 class TrainingLoop:
-    """Trains a run from its current step to its end. An instance is used once.
+    """The loop that trains a run from its current step to its end. Use an instance once.
 
     After each step it serves the requests of callbacks and arguments on all ranks: log, evaluate, save, stop.
 
@@ -71,8 +71,8 @@ class TrainingLoop:
         self._first_step, self._first_sample, self._begin = 0, 0, 0.0
         self._is_stopping = False
         self._has_checked_space = False
-        self._saved_step: int | None = None  # of the newest checkpoint of this start
-        self._record: dict[str, Any] = {}  # the newest one
+        self._saved_step: int | None = None  # step of the newest checkpoint of this start
+        self._record: dict[str, Any] = {}  # the newest record
         self._records_metric: bool | None = None  # whether records have metric_for_best_model; None if not known yet
 
     @property
@@ -335,7 +335,7 @@ class TrainingLoop:
             metrics[name] = self._record[given[0]]
 
     def _save(self) -> None:
-        self._finish_save()  # one at a time
+        self._finish_save()  # one save at a time
         with self.run.ledger.during("saving"):
             state = self.run.strategy.model_state(self.loss.model)
             self.checkpoints.begin_save(state, evaluation_is_due=self._sync.pending.evaluate)

@@ -22,7 +22,7 @@ ComputeLoss = Callable[[torch.nn.Module, Any], Any]
 
 
 class Loss:
-    """Computes a batch's loss by the model or the user's `compute_loss`, and counts its items.
+    """The loss of a run: computed by the model or the user's `compute_loss`.
 
     Args:
         model: The model as prepared by the strategy.
@@ -202,7 +202,7 @@ def weighed(mean: torch.Tensor, items: Any, total: Any) -> torch.Tensor:
         exact = _exact(mean)
         share: torch.Tensor = torch.where(items > 0, mean, 0.0) * (items.to(exact) / total.clamp(min=1).to(exact))
         return share
-    if items == 0:  # the mean of nothing may be NaN
+    if items == 0:  # the mean over no items may be NaN
         return (mean * 0.0).nan_to_num(0.0)
     return mean if items == total else mean * (items / total)  # multiplying by 1 costs a kernel each way
 

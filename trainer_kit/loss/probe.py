@@ -24,7 +24,7 @@ _CLOSE = 0.05
 
 
 class LossProbe:
-    """Probes how a model's loss treats labels and padding, with a run's first batches.
+    """Probe how a model's loss treats labels and padding, with a run's first batches.
 
     A probe is a forward pass without gradient, in evaluation mode unless noted. Batches are changed on the host, so
     that all probes are one computation for the device.
