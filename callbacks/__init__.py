@@ -1,15 +1,15 @@
-"""The callbacks that ship with trainer_kit, and `default_callbacks`, those that every run has.
+"""The callbacks that ship with trainer_kit, and `default_callbacks`, those of every run.
 
 Within a hook, callbacks are called by `priority`, then in the order of the list:
 
-- -100: those that change the model (`EMA`, `Freezing`), so that all others see it as it will be used;
-- 0: yours, and those that only ask for things (`Preemption`);
-- 50: from here on (`Checkpointing`) an evaluation is judged: `run.state.best_metric` and `best_step` hold it;
-- 100: those that write down what happened (`Progress`, `Console`, `TensorBoard`, `JsonLines`) and those of
-  transformers, so that they also see what yours added to a record or to an evaluation's metrics;
-- 110: `Throughput`, which counts the operations of a step without what the others compute;
-- 150: `EarlyStopping`, which judges what all others added, and speaks after the record that it judged;
-- 200: `Report`, which reads what was written.
+- -100: callbacks that change the model (`EMA`, `Freezing`), so that all others see the changed model;
+- 0: your callbacks, and those that only make requests (`Preemption`);
+- 50: `Checkpointing`; from here on, `run.state.best_metric` and `best_step` include the current evaluation;
+- 100: callbacks that write records (`Progress`, `Console`, `TensorBoard`, `JsonLines`, `Profiler`) and those of
+  transformers, so that they see the numbers that your callbacks add to a record or to an evaluation's metrics;
+- 110: `Throughput`, which counts the operations of a step without those of other callbacks;
+- 150: `EarlyStopping`, which uses the metrics that all others add, and logs after the record;
+- 200: `Report`, which reads the written records.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ __all__ = [
     "read_log",
 ]
 
-# Loaded when first asked for, so that nobody pays for tensorboard or tqdm without using them. (`from_transformers` is
-# imported above: the module has the same name, and would take the function's place if it were imported later.)
+# Loaded on first access: tensorboard and tqdm are slow to import. (`from_transformers` is imported above: its module
+# has the same name and would replace the function if it were imported later.)
 _MODULES = {
     "Checkpointing": "checkpointing",
     "Compilation": "compilation",
@@ -95,12 +95,15 @@ def __dir__() -> list[str]:
 
 
 def default_callbacks(args: TrainingArguments, own: Sequence[Callback] = ()) -> list[Callback]:
-    """The callbacks of every run, new instances.
+    """Return new instances of the default callbacks of a run.
 
-    Checkpoints, clean leaving on signals, compilations, memory and throughput always; a progress bar on a terminal or
-    in a notebook, plain lines elsewhere and with `args.disable_tqdm` (neither with that and a `log_level` of "error");
-    the writers that `args.report_to` names; a `Profiler` of the steps that `args.profile` names. One of the user's
-    `own` callbacks takes the place of a default of its class; bar and lines take each other's.
+    `Checkpointing`, `Preemption`, `Compilation`, `Memory` and `Throughput` are always included. `Progress` is included
+    on a terminal or in a notebook, else `Console`; with `args.disable_tqdm` it is `Console`, or neither if `log_level`
+    is "error" or "critical". `args.report_to` names the writers, and `args.profile` the steps of a `Profiler`.
+
+    Args:
+        args: The arguments of the run.
+        own: The user's callbacks. Each replaces a default of its class; `Progress` and `Console` replace each other.
     """
     from .checkpointing import Checkpointing
     from .compilation import Compilation
@@ -143,14 +146,14 @@ def _display(args: TrainingArguments) -> Callback:
 
 
 def _is_terminal() -> bool:
-    """Whether a bar can be drawn; some terminals without a window (`docker -t`, `script`) have no columns."""
+    """Return whether a bar can be drawn; some terminals without a window (`docker -t`, `script`) have no columns."""
     if sys.stderr is None or not sys.stderr.isatty():
         return False
     return all(os.get_terminal_size(sys.stderr.fileno()))
 
 
 def _is_notebook() -> bool:
-    """Whether this process is the kernel of a notebook (which has no terminal, and shows bars all the same)."""
+    """Return whether this process is the kernel of a notebook, which shows bars without a terminal."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     return shell is not None and "IPKernelApp" in shell.config

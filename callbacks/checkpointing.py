@@ -1,4 +1,4 @@
-"""`Checkpointing`: asks for checkpoints when they are due."""
+"""`Checkpointing`: requests checkpoints when they are due."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ if TYPE_CHECKING:
 
 
 class Checkpointing(Callback):
-    """Asks for a checkpoint as `args.save_strategy` says, and for one of the last step.
+    """Request checkpoints as `args.save_strategy` says, and one of the last step.
 
-    With "steps" every `args.save_steps` optimizer steps, with "epoch" at the end of each epoch, with "best" (and
-    with `args.load_best_model_at_end` in any case) whenever an evaluation is the best so far; beside that whenever
-    `args.save_minutes` have passed since it asked last. With "no" it asks for none. The Trainer writes checkpoints,
-    keeps track of the best one, and removes old ones.
+    - "steps": every `args.save_steps` optimizer steps.
+    - "epoch": at the end of each epoch.
+    - "best": when an evaluation is the best so far. `args.load_best_model_at_end` adds this to the other strategies.
+    - "no": never.
+
+    In addition, it requests one when `args.save_minutes` have passed since its last request. The Trainer writes the
+    checkpoints, keeps track of the best one, and removes old ones.
     """
 
     priority = JUDGED
@@ -31,7 +34,7 @@ class Checkpointing(Callback):
         self._saved_step = run.state.step
         self._wind_up(run)
         if run.args.nonfinite == "rollback" and run.state.step == 0:
-            run.requests.save = True  # what there is to go back to before the first checkpoint that is due
+            run.requests.save = True  # a rollback needs a checkpoint before the first one is due
 
     def on_step_end(self, run: Run) -> None:
         if run.args.saves_after(run.state.step) or time.monotonic() >= self._due:

@@ -1,4 +1,4 @@
-"""`Compilation`: what the device's compiler does, and a warning where it goes on doing it."""
+"""`Compilation`: counts compilations, and warns about those after the warm-up."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from trainer_kit.run import Run
 
 _LEAST_STEPS = 3
-"""Steps of the warm-up where an epoch has fewer: the first two compile even where all batches are alike."""
+"""Minimal steps of the warm-up: the first two compile even if all batches have one shape."""
 
 _COMPILED_STEPS = 10
-"""Steps that may compile in the warm-up: a few lengths of text take less, a length for each batch takes more."""
+"""Steps that may compile in the warm-up: enough for a few lengths of text, too few for a length per batch."""
 
 
 class _Snapshot(NamedTuple):
-    """What was compiled, and the newest shape of a batch (None before the first), at some point of the run."""
+    """Compilations so far, their seconds, and the newest shape of a batch (None before the first)."""
 
     compiles: int
     seconds: float
@@ -27,14 +27,14 @@ class _Snapshot(NamedTuple):
 
 
 class Compilation(Callback):
-    """Counts what is compiled, and warns where a step compiles again after the warm-up.
+    """Count compilations, and warn if a step compiles again after the warm-up.
 
-    Adds to every record, over this process since training began: `xla/compiles` and `xla/compile_seconds`, or
-    `compile/compiles` and `compile/compile_seconds` for `torch.compile`; nothing where nothing is ever compiled.
+    It adds this process's totals since training began to every record: `xla/compiles` and `xla/compile_seconds`, or
+    `compile/compiles` and `compile/compile_seconds` for `torch.compile`; nothing if there are no compilations.
 
-    The warning comes once, with the shape that caused the compilation and what to change. The warm-up is the first
-    whole epoch of this start, at least 3 steps, and the first evaluation of each dataset. It ends early when 10 steps
-    have compiled (with gradient accumulation, where the same shape is compiled for several places in a step, up to 30).
+    The warning is given once, with the shape that caused the compilation and a remedy. The warm-up is the first whole
+    epoch of this start, at least 3 steps, and the first evaluation of each dataset. It ends early when 10 steps have
+    compiled; with gradient accumulation up to 30, since a shape is compiled for several positions in a step.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ def _measure(run: Run) -> _Snapshot:
 
 
 def _cause_without_shape(run: Run) -> tuple[str, str]:
-    """Why something is compiled for a batch of a known shape, and what to change."""
+    """Return the cause of a compilation for a known shape, and the remedy."""
     if not run.strategy.static_shapes:
         cause = "no shape was new, so a Python value that the model's code depends on has changed"
         return cause, "start with TORCH_LOGS=recompiles in the environment, which names that value"

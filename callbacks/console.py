@@ -1,4 +1,4 @@
-"""`Console`: a plain line now and then, for runs whose output goes to a file."""
+"""`Console`: a plain line every few seconds, for runs whose output goes to a file."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class Console(Callback):
-    """Writes one line to stderr every few seconds, however often the run logs.
+    """Write one line to stderr every few seconds, however often the run logs.
 
-    The first and the last record always get a line, and so do the metrics of every evaluation and the figures of the
-    whole run. Where records are further apart than twice `every`, a line without a loss shows that the run is alive.
+    The first and the last record always get a line, and so do the metrics of every evaluation and of the whole run. If
+    records are further apart than twice `every`, a line without a loss shows that the run is alive.
 
     Args:
-        every: Seconds between two lines of records; 0 shows every record.
+        every: Seconds between two lines of records; 0 shows every record and no such lines in between.
 
     Raises:
         ValueError: If `every` is negative.
@@ -84,7 +84,7 @@ class Console(Callback):
             self._write(run, f"{pairs(record, HIDDEN)}{self._time_left(run)}", record.get("step"))
 
     def _write(self, run: Run, text: str, step: int | None = None) -> None:
-        """One line in one write, so that lines of several processes do not mix."""
+        """Write a line in one call, so that lines of several processes do not mix."""
         if self._training and self.every:
             self._sign_due = time.monotonic() + 2 * self.every
         if run.strategy.is_main and sys.stderr is not None:

@@ -14,21 +14,21 @@ _logger = logging.getLogger("trainer_kit")
 
 
 class EarlyStopping(Callback):
-    """Ends training after `patience` evaluations in a row without an improvement.
+    """End training after `patience` evaluations in a row without an improvement.
 
-    How many there were is kept in checkpoints. A metric that is not a number (NaN) is no improvement. It is called
-    after the writers, so that it sees what all others added to the metrics, and its line follows theirs.
+    Checkpoints keep the count. A metric of NaN is not an improvement. This callback is called after the writers, so
+    that it sees the metrics that all others add, and its log line follows theirs.
 
     Args:
         patience: Evaluations without an improvement after which training ends.
-        min_delta: What counts as an improvement: a change for the better by more than this.
+        min_delta: Change of the metric that an improvement must exceed.
         metric: Name of the metric, with or without `eval_`; None: `args.metric_for_best_model`, else "eval_loss".
-        greater_is_better: Whether a greater metric is better; None: as in `args` where the metric is the same one,
-            else unless its name ends with "loss".
+        greater_is_better: Whether a greater metric is better; None: as `args.greater_is_better` says if the metric is
+            `args.metric_for_best_model`, else true unless the name ends with "loss".
 
     Raises:
-        ValueError: If `patience` is below 1 or `min_delta` is negative; in training, if evaluation has no such metric
-            or never takes place.
+        ValueError: If `patience` is below 1 or `min_delta` is negative; in training, if evaluations have no such
+            metric or `args.eval_strategy` is "no".
     """
 
     priority = 150
@@ -58,7 +58,7 @@ class EarlyStopping(Callback):
             run.requests.stop = True
 
     def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
-        if not run.strategy.is_main:  # callbacks may give the metric there alone; all hear of the request
+        if not run.strategy.is_main:  # callbacks may add the metric there only; the request reaches all ranks
             return
         name = self._metric(run)
         if name not in metrics:

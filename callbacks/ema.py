@@ -1,4 +1,4 @@
-"""`EMA`: an exponential moving average of the weights, evaluated in their place."""
+"""`EMA`: an exponential moving average of the weights, which evaluations use."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ if TYPE_CHECKING:
 
 
 class EMA(Callback):
-    """Keeps an exponential moving average of the weights; evaluations and predictions use it.
+    """Keep an exponential moving average of the weights, which evaluations and predictions use.
 
-    After each step, `average = decay * average + (1 - decay) * weight`. Averaged are all floating-point parameters and
-    buffers (a batch norm's running mean and variance too); whole-number buffers are as in the model. Averages lie on
-    the model's device, in its dtype, but in float32 where that is half precision, which would round the small updates
-    away. A checkpoint's weights are those being trained (so the best model that is loaded at the end has them
-    too), and the averages are in the checkpoint's state; `copy_to` puts the averages into a model.
+    Each update computes `average = decay * average + (1 - decay) * weight` for all floating-point parameters and
+    buffers, including a batch norm's running mean and variance. Integer buffers are not averaged. Averages are on the
+    model's device and in its dtype; for half precision they are in float32, since small updates would be rounded away.
+    A checkpoint's weights are the trained ones, and so are those of the best model loaded at the end. The averages are
+    in the callback's state in the checkpoint; `copy_to` copies them into a model.
 
     Args:
-        decay: Share of the old average that each update keeps, 0 to below 1. About 1 / (1 - decay) updates count.
+        decay: Share of the old average that each update keeps, from 0 to below 1. The average spans about
+            1 / (1 - decay) updates.
         every: Optimizer steps between two updates.
-        start_step: Until this step the average is the weights as they are.
+        start_step: Up to this step the averages equal the weights.
 
     Raises:
-        ValueError: If one of them makes no sense, or a checkpoint's averages do not fit the model.
+        ValueError: If an argument is out of range; in training, if a checkpoint's averages do not fit the model.
     """
 
     priority = -100
@@ -48,7 +49,7 @@ class EMA(Callback):
         self._update = get_ema_multi_avg_fn(decay)
         self._averages: dict[str, torch.Tensor] = {}
         self._weights: list[torch.Tensor] = []  # the model's own tensors, in the order of the averages
-        self._trained: list[torch.Tensor] = []  # copies of them while the averages are in their place
+        self._trained: list[torch.Tensor] = []  # copies of the weights while the model has the averages
 
     def on_train_begin(self, run: Run) -> None:
         live = _floating(run.model)
@@ -84,10 +85,13 @@ class EMA(Callback):
         self._swap_out()
 
     def copy_to(self, model: torch.nn.Module) -> None:
-        """Puts the averages into `model`, which must be of the shape of the one trained, on any device.
+        """Copy the averages into a model.
+
+        Args:
+            model: A model with the same parameters and buffers as the trained one, on any device.
 
         Raises:
-            ValueError: If its parameters and buffers are others, or there are no averages yet.
+            ValueError: If its parameters or buffers have other names or shapes, or there are no averages yet.
         """
         live = _floating(model)
         self._check(live)
@@ -122,7 +126,7 @@ class EMA(Callback):
 
 
 def _floating(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The floating-point parameters and buffers by name, tied ones once, and of expanded ones what lies in memory."""
+    """Return floating-point parameters and buffers by name: tied ones once, expanded ones without repetition."""
     named = itertools.chain(model.named_parameters(), model.named_buffers())
     return {name: _stored(tensor) for name, tensor in named if tensor.is_floating_point()}
 
@@ -134,12 +138,12 @@ def _stored(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or in float32 where it is in half precision."""
+    """Convert a tensor to float32 if it is in half precision."""
     return tensor.detach().float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.detach()
 
 
 def _like(weight: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
-    """The average on the weight's device, in its dtype, and in its order in memory, which one kernel for all needs."""
+    """Return the average with the weight's device, dtype and strides, which the fused update needs."""
     average = average.to(weight)
     return average if average.stride() == weight.stride() else torch.empty_like(weight).copy_(average)
 
@@ -148,4 +152,4 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     wide = _wide(tensor)
     if wide.device.type == "cpu":
         return wide.clone() if wide.data_ptr() == tensor.data_ptr() else wide
-    return wide.cpu().to(wide.device)  # by way of the host: XLA would give both one buffer, which a step frees
+    return wide.cpu().to(wide.device)  # via the host: on XLA both would share one buffer, which a step frees

@@ -1,4 +1,4 @@
-"""`EventFile`: a file of events that TensorBoard shows."""
+"""`EventFile`: an event file of TensorBoard."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _numbers = itertools.count()
 
 
 class EventFile:
-    """Writes events at once, in the caller's thread, so that an error reaches the caller and a kill loses nothing.
+    """Write events immediately in the caller's thread: errors reach the caller, and a kill loses nothing.
 
-    torch's `SummaryWriter` has a thread write them up to two minutes later, which the first error ends for good.
+    torch's `SummaryWriter` writes in another thread, up to two minutes later, and its first error ends that thread.
 
     Args:
-        folder: Made where it is missing; any that TensorBoard can read, a bucket too.
-        purge_step: Hides what was written before from this step on; None hides nothing.
+        folder: A folder or bucket that TensorBoard can read; made if it is missing.
+        purge_step: Hides earlier events from this step on; None hides none.
 
     Raises:
-        OSError: If it cannot be written.
+        OSError: If the file cannot be written.
     """
 
     def __init__(self, folder: str, purge_step: int | None = None) -> None:
@@ -47,16 +47,16 @@ class EventFile:
             raise
 
     def add(self, summary: Any, step: int | None = None) -> None:
-        """Writes a `Summary`, for a step or for the whole run."""
+        """Write a `Summary`; a `step` of None is for the whole run."""
         self._write(step=step, summary=summary)
 
     def flush(self) -> None:
-        """Brings everything to where it is read, which for a bucket is not done with each event."""
+        """Flush all events to the file; a bucket does not get each event by itself."""
         self._file.flush()
         self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Writes no more, and leaves no file without a summary."""
+        """Close the file, and remove it if it has no summary."""
         self._file.close()
         if not self._has_summary:
             with contextlib.suppress(OSError):
@@ -72,7 +72,7 @@ class EventFile:
 
 
 class _WholeRecords(io.FileIO):
-    """A new file that takes a record in whole or not at all."""
+    """A new file to which a record is written completely or not at all."""
 
     def write(self, data: Any) -> int:
         before = self.tell()

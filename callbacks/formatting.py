@@ -1,4 +1,4 @@
-"""How numbers are shown to people."""
+"""Formatting of numbers for the console and the progress bar."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ HIDDEN = frozenset(
         "fragmentation",
     }
 )  # fmt: skip
-"""What a record holds beside what fits into a line, and `_GROUPS`; the writers of files have it all."""
+"""Names in a record that a line leaves out, in addition to `_GROUPS`; files have all of them."""
 
 _GROUPS = ("seconds/", "anatomy/", "xla/", "compile/")
 
 _HIDDEN_AT_THE_END = HIDDEN - {"peak_memory_gib", "goodput"}
 
 _LEAST_MFU = 0.001
-"""Below it MFU says nothing but that the model is small."""
+"""MFU below this is not shown: it only means that the model is small."""
 
 _SHORT_NAMES = {"learning_rate": "lr", "samples_per_second": "samples/s", "tokens_per_second": "tokens/s"}
 
 
 def number(value: Any) -> str:
-    """Four significant digits, thousands set apart: 0.4321, 5e-05, 1,234, nan."""
+    """Format a number with four significant digits and separated thousands: 0.4321, 5e-05, 1,234, nan."""
     if not isinstance(value, float):
         return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def pairs(record: Mapping[str, Any], hidden: Collection[str] = ()) -> str:
-    """A record in one line, without the step, `hidden` names and groups ("seconds/data"): "loss 0.4321  lr 5e-05"."""
+    """Format a record in one line, without the step, `hidden` names and groups: "loss 0.4321  lr 5e-05"."""
     shown = {name: value for name, value in record.items() if name not in hidden and not name.startswith(_GROUPS)}
     return _line(shown)
 
 
 def metrics_line(metrics: Mapping[str, Any]) -> str:
-    """An evaluation's metrics in one line, without its steps per second."""
+    """Format an evaluation's metrics in one line, without its steps per second."""
     return _line({name: value for name, value in metrics.items() if not name.endswith("_steps_per_second")})
 
 
@@ -55,10 +55,10 @@ def _text(name: str, value: Any) -> str:
 
 
 def summary_line(metrics: Mapping[str, Any]) -> str:
-    """The figures of the whole run in one line, as far as they fit into it."""
+    """Format the main metrics of the whole run in one line."""
     return pairs(metrics, _HIDDEN_AT_THE_END)
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds: 0:01:23."""
+    """Format seconds as hours, minutes and seconds: 0:01:23."""
     return str(datetime.timedelta(seconds=round(seconds)))

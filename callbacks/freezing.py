@@ -1,4 +1,4 @@
-"""`Freezing`: keeps parameters as they are for a part of the training."""
+"""`Freezing`: freezes parameters for a part of the training."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _logger = logging.getLogger("trainer_kit")
 
 
 class Freezing(Callback):
-    """Freezes the parameters whose names match, and unfreezes them by schedule.
+    """Freeze the parameters whose names match, and unfreeze them on schedule.
 
-    Frozen are the steps after `from_step` steps are taken, until `until_step` steps or `until_epoch` epochs are; all
-    steps if none is given. What is frozen depends on nothing else, so a resumed run goes on right. Freeze and unfreeze
-    at other times with several of these callbacks. Parameters that need no gradient from the outset stay so. A frozen
-    batch norm goes on updating its running statistics, as these are no parameters.
+    Parameters are frozen once `from_step` steps are taken, until `until_step` steps or `until_epoch` epochs are taken,
+    whichever comes first. The schedule depends only on steps and epochs, so a resumed run continues it. Use several of
+    these callbacks for other schedules. Parameters that require no gradient from the start stay frozen. A frozen batch
+    norm still updates its running statistics, which are not parameters.
 
     Args:
-        patterns: Patterns of parameter names as in a shell: `["encoder.*", "*.bias"]`.
-        until_step: Optimizer steps after which they are trained.
-        until_epoch: Whole epochs after which they are trained.
-        from_step: Optimizer steps after which they are frozen.
+        patterns: Shell patterns of parameter names: `["encoder.*", "*.bias"]`.
+        until_step: Optimizer steps after which the parameters are trained; None: no limit.
+        until_epoch: Whole epochs after which the parameters are trained; None: no limit.
+        from_step: Optimizer steps after which the parameters are frozen.
 
     Raises:
-        ValueError: If the schedule makes no sense; in training, if a pattern matches no parameter, or nothing is left
-            to train.
+        ValueError: If the patterns are empty or the schedule is not valid; in training, if a pattern matches no
+            parameter, or every parameter would be frozen.
     """
 
     priority = -100
@@ -100,5 +100,5 @@ class Freezing(Callback):
         for parameter in self._parameters:
             parameter.requires_grad_(not frozen)
             if frozen:
-                parameter.grad = None  # else the optimizer would go on using the last one
+                parameter.grad = None  # else the optimizer would keep using the last gradient
         self._frozen = frozen

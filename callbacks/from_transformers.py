@@ -1,4 +1,4 @@
-"""`from_transformers`: runs a callback that was written for transformers' Trainer."""
+"""`from_transformers`: an adapter for callbacks written for transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ if TYPE_CHECKING:
 
     from trainer_kit.run import Run
 
-# Hooks of every step: taken only where the callback has them, as each call costs some microseconds.
+# Hooks of every step, defined only if the callback overrides them: each call costs some microseconds.
 _FREQUENT = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end")
 
 
 def from_transformers(callback: TrainerCallback | type[TrainerCallback]) -> Callback:
-    """A callback of trainer_kit that calls `callback`, which stays as it is.
+    """Return a trainer_kit callback that calls a transformers callback.
 
-    It is given what transformers would give it: arguments, state and control, and as keywords model, processing_class,
-    optimizer, lr_scheduler, train_dataloader and eval_dataloader (both None), logs and metrics. What it sets in the
-    control becomes a request to the loop. Two things of transformers have no counterpart here: `on_prediction_step`
-    and `on_push_begin` are never called, and `should_epoch_stop` is refused.
+    The hooks get transformers' arguments: args, state and control, and as keywords model, processing_class, optimizer,
+    lr_scheduler, train_dataloader and eval_dataloader (both None), logs and metrics. Flags set in the control become
+    requests to the loop. `on_prediction_step` and `on_push_begin` are never called. A callback that sets
+    `should_epoch_stop` raises an error.
 
     Args:
         callback: An instance, or a class that needs no arguments.
 
     Raises:
-        TypeError: If it is no transformers TrainerCallback.
+        TypeError: If it is not a transformers TrainerCallback.
     """
     from transformers import TrainerCallback
 
     instance = callback() if isinstance(callback, type) else callback
     if not isinstance(instance, TrainerCallback):
         raise TypeError(f"from_transformers takes a transformers TrainerCallback, but got {callback!r}")
-    # A class of its own name, by which errors and checkpoints know the callback.
+    # A class with the callback's name, which errors and checkpoints show.
     adapter: type[_Adapter] = type(type(instance).__name__, (_Adapter,), {})
     return adapter(instance)
 
 
 class _Adapter(Callback):
-    """Translates hooks, state and control.
+    """Translate hooks, state and control.
 
-    Best metrics need care: transformers updates them after `on_evaluate`, the Trainer here before those of this
-    priority, who see what others added to an evaluation.
+    transformers updates the best metric after `on_evaluate`, but this Trainer before callbacks of this priority.
+    Therefore the adapter copies the best metric into the state after each `on_evaluate`.
     """
 
     priority = 100
@@ -126,7 +126,7 @@ class _Adapter(Callback):
         self._state.best_metric, self._state.best_global_step = run.state.best_metric, run.state.best_step
 
     def _call(self, hook: str, run: Run, **event: Any) -> None:
-        """Calls one hook between taking the run's counters and requests in, and giving the requests back."""
+        """Copy counters and requests into state and control, call one hook, and copy the requests back."""
         if self._args is None or self._args.run is not run:
             self._args = _Arguments(run)
         self._take_counters(run)
@@ -166,7 +166,7 @@ class _Adapter(Callback):
 
 
 class _Arguments:
-    """The run's arguments under transformers' names; what the run has no argument for is transformers' default."""
+    """The run's arguments under transformers' names, with transformers' defaults for those that the run lacks."""
 
     def __init__(self, run: Run) -> None:
         self.run = run

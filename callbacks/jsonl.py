@@ -1,4 +1,4 @@
-"""`JsonLines`: everything a run reports as lines of JSON, which `read_log` reads."""
+"""`JsonLines`: the events of a run as lines of JSON, which `read_log` reads."""
 
 from __future__ import annotations
 
@@ -33,19 +33,22 @@ _LONGEST_WARNING = 2000
 
 
 class JsonLines(Callback):
-    """Appends one JSON object a line to a file, read back by `read_log`.
+    """Append one JSON object per line to a file, which `read_log` reads.
 
-    Each line holds `event` ("start", "log", "evaluate", "predict", "save", "rollback", "warning", "end" or
-    "exception"), `time` (seconds since 1970), `step`, and what belongs to the event. A line "start" heads each start
-    and restart of the run: a reader must pass over earlier lines of a greater step, since the run went back; "rollback"
-    says the same of a run that did so by itself. A "start" tells the version of this `format`, when this start `began`
-    to set up, the `environment`, the `arguments`, and how many `parameters` the model has and how many of them are
-    `trainable`. An "end" tells its `ending` ("finished", "stopped" by a callback, "signal") and the `reason` where one
-    is known. A "warning" holds the `message` and the `source` of one of Python's warnings or of a line that
-    trainer_kit logged as a warning or an error; the first 1,000 of a start are written.
+    Each line has `event`, `time` (seconds since 1970), `step` and the event's own fields. The events are:
 
-    JSON has no NaN or infinity, so these are written as the strings "nan", "inf" and "-inf". Each line is written at
-    once and in whole; where that fails (a full disk), a warning says so once and the run goes on without it.
+    - "log", "evaluate", "predict": a record or metrics. "save": the `directory` of a checkpoint.
+    - "start": begins each start and restart. A reader must skip earlier lines of a greater step. Fields: the version
+      of this `format`, the time when this start `began`, the `environment`, the `arguments`, and the number of
+      `parameters` of the model and of `trainable` ones.
+    - "rollback": the run returned to a checkpoint. A reader must skip earlier lines of a greater step here too.
+    - "warning": the `message` and `source` of a Python warning, or of a warning or error logged by trainer_kit. The
+      first 1,000 of a start are written.
+    - "end": the `ending` ("finished", "stopped" by a callback, "signal") and the `reason` if it is known.
+    - "exception": the `type` and `message` of the error that ended the run.
+
+    NaN and infinity, which JSON lacks, are written as the strings "nan", "inf" and "-inf". Each line is written
+    immediately and completely. If that fails (a full disk), one warning is logged and training continues.
 
     Args:
         path: The file; None: `log.jsonl` in `args.output_dir`.
@@ -56,7 +59,7 @@ class JsonLines(Callback):
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self._path = path
-        self._state: TrainState | None = None  # of the training that is written down
+        self._state: TrainState | None = None  # state of the training being logged
         self._wrote = False
         self._failed = False
         self._listener: _WarningListener | None = None
@@ -102,7 +105,7 @@ class JsonLines(Callback):
         self._write(run, "rollback")
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        if run.state is self._state and not isinstance(error, FolderInUseError):  # which leaves it to another
+        if run.state is self._state and not isinstance(error, FolderInUseError):  # else another run owns it
             self._write(run, "exception", type=type(error).__name__, message=str(error))
         self._stop_listening()
 
@@ -128,7 +131,7 @@ class JsonLines(Callback):
         try:
             self._append(path, record, begins=event == "start")
         except OSError as error:
-            failed_before, self._failed = self._failed, True  # before the warning, which is to be written down too
+            failed_before, self._failed = self._failed, True  # set before the warning, which is written to the file too
             if not failed_before:
                 _logger.warning("%s could not be written to: %s; training continues", path, error.strerror)
 
@@ -141,10 +144,10 @@ class JsonLines(Callback):
 
 
 class _WarningListener(logging.Handler):
-    """Hands on the warnings of Python and of trainer_kit's logger while it is attached.
+    """Forward the warnings of Python and of trainer_kit's logger while attached.
 
     Args:
-        take: Gets the source and the message of each.
+        take: Called with the source and the message of each.
     """
 
     def __init__(self, take: Callable[[str, str], None]) -> None:
@@ -160,13 +163,13 @@ class _WarningListener(logging.Handler):
     def detach(self) -> None:
         self._left = 0
         _logger.removeHandler(self)
-        if warnings.showwarning == self._show:  # else somebody else goes on to call it
+        if warnings.showwarning == self._show:  # else another hook still calls it
             warnings.showwarning = self._show_before
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._hand_on(record.name, record.getMessage())
-        except Exception:  # as every handler of the standard library does
+        except Exception:  # as handlers of the standard library do
             self.handleError(record)
 
     def _show(self, message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
@@ -180,7 +183,7 @@ class _WarningListener(logging.Handler):
 
 
 def _ending(run: Run) -> dict[str, Any]:
-    """How a training came to its end, and why where it stopped before its last step."""
+    """Return how a training ended, and why if it stopped before its last step."""
     reason = {} if run.requests.reason is None else {"reason": run.requests.reason}
     if run.requests.exit_code is not None:
         return {"ending": "signal", "exit_code": run.requests.exit_code, **reason}
@@ -188,7 +191,7 @@ def _ending(run: Run) -> dict[str, Any]:
 
 
 def _environment(run: Run) -> dict[str, Any]:
-    """What the run is at work with."""
+    """Return versions, host, process, device and precision of the run."""
     strategy = run.strategy
     transformers = sys.modules.get("transformers")
     versions = {"CUDA": torch.version.cuda, "transformers": transformers and transformers.__version__}
@@ -211,14 +214,14 @@ def _device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
         return device.type
-    facts = Path("/proc/cpuinfo")  # platform.processor() knows no more than the architecture on Linux
+    facts = Path("/proc/cpuinfo")  # on Linux, platform.processor() is only the architecture
     lines = facts.read_text(encoding="utf-8", errors="replace").splitlines() if facts.exists() else []
     named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return named or platform.processor() or platform.machine()
 
 
 def _is_cut(path: Path) -> bool:
-    """Whether the file ends in the middle of a line."""
+    """Return whether the file ends in the middle of a line."""
     if not path.exists() or path.stat().st_size == 0:
         return False
     with open(path, "rb") as file:

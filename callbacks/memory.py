@@ -1,4 +1,4 @@
-"""`Memory`: how much memory the run takes, and what for."""
+"""`Memory`: the memory of the run, in total and by component."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ GIB = 2**30
 
 
 class Memory(Callback):
-    """Adds to every record, and to the last one, what this process takes, in GiB.
+    """Add the memory of this process, in GiB, to every record and to the metrics of the whole training.
 
-    - what the strategy tells of its device: `memory_gib` in use, `peak_memory_gib` since training began,
-      `reserved_memory_gib` that torch's allocator holds, `device_memory_gib` in use on the whole card, by whomever, and
-      `process_memory_gib` of it by this process (the last two from NVML, which needs the extra `gpu`);
-    - `fragmentation`: the share of the reserved memory, 0 to 1, that no tensor uses: 1 - in use / reserved. It is high
-      between steps, when activations are freed, too; what fragmentation costs is the rise of `reserved_memory_gib`
-      above `peak_memory_gib`;
-    - `host_memory_gib`: the process's resident set;
-    - `anatomy/weights_gib` (parameters and buffers), `anatomy/gradients_gib` (when the optimizer steps),
-      `anatomy/optimizer_gib` (its states), each memory counted once, however many tensors share it, and
-      `anatomy/activations_gib`: what is left of the peak, so activations and temporary buffers, where torch's allocator
-      tells the peak.
+    - The device's memory: `memory_gib` in use, `peak_memory_gib` since training began, `reserved_memory_gib` by torch's
+      allocator, `device_memory_gib` in use on the whole device by all processes, and `process_memory_gib` by this
+      process. The last two come from NVML, which needs the extra `gpu`.
+    - `fragmentation`: the share of the reserved memory that no tensor uses, 0 to 1. It is also high between steps, when
+      activations are freed. The cost of fragmentation is `reserved_memory_gib` minus `peak_memory_gib`.
+    - `host_memory_gib`: the resident set of the process.
+    - `anatomy/weights_gib` (parameters and buffers), `anatomy/gradients_gib` (at the optimizer's step) and
+      `anatomy/optimizer_gib` (its states). Memory that several tensors share is counted once.
+    - `anatomy/activations_gib`: the rest of the peak, so activations and temporary buffers, if torch's allocator
+      reports the peak.
 
-    Parts are measured after the first step, and again when parameters were frozen or unfrozen or the optimizer has more
-    states. Nothing waits for the device.
+    Components are measured after the first step, and again after parameters are frozen or unfrozen or the optimizer has
+    more states. No measurement waits for the device.
     """
 
     def __init__(self) -> None:
         self._weights = self._states = self._gradients = 0  # bytes
-        self._seen: tuple[int, int] | None = None  # parameters trained, states of the optimizer, when measured
-        self._is_due = True  # to measure the gradients at the next step
+        self._seen: tuple[int, int] | None = None  # when measured: number of trained parameters, of optimizer states
+        self._is_due = True  # whether to measure the gradients at the next step
         self._process = psutil.Process()
 
     def on_train_begin(self, run: Run) -> None:
@@ -52,7 +51,7 @@ class Memory(Callback):
             self._gradients = _nbytes(each.grad for each in run.model.parameters() if each.grad is not None)
 
     def metrics(self, run: Run) -> dict[str, Any]:
-        # A device that reports none has a text in their place, which is no number of a record.
+        # A device that cannot measure its memory reports a text, which is not a number for a record.
         figures = {
             name: value for name, value in run.strategy.device_info.memory().items() if not isinstance(value, str)
         }
@@ -86,7 +85,7 @@ class Memory(Callback):
 
 
 def _nbytes(parts: Iterable[torch.Tensor]) -> int:
-    """Bytes that tensors take, memory that several share counted once."""
+    """Return the bytes of tensors; shared memory counts once."""
     sizes: dict[int, int] = {}
     for part in parts:
         for tensor in _inner(part):
@@ -96,7 +95,7 @@ def _nbytes(parts: Iterable[torch.Tensor]) -> int:
 
 
 def _inner(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors in which a tensor keeps its numbers."""
+    """Return the plain tensors that store a sparse or wrapped tensor."""
     if tensor.is_sparse:
         return [tensor._indices(), tensor._values()]
     if is_traceable_wrapper_subclass(tensor):  # such as the states of 8-bit optimizers

@@ -1,4 +1,4 @@
-"""How many floating-point operations the batches of a training take, by their shapes."""
+"""`Operations`: counts the floating-point operations of a training by the shapes of its batches."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from trainer_kit.run import Run
 
 _MOST_STEPS = 8
-"""Steps that are counted while they run; other shapes are taken in proportion to their elements, padding included."""
+"""Maximal steps counted while they run; other shapes are scaled by their number of elements, padding included."""
 
 
 class Operations:
-    """Knows what a batch of each shape takes from steps that were counted, and adds up what the run has done.
+    """Count the operations of a batch of each shape in some steps, and sum up the operations of the run.
 
     Attributes:
-        due: Steps that are to be counted next.
-        unknown: Steps that would have to be counted to know all batches that were last added up: one for each shape
-            that was taken in proportion, and one where parameters were frozen or unfrozen since.
-        reason: Why nothing is known, for people; None where something is.
+        due: Number of next steps to count.
+        unknown: Steps to count so that no batch in the sum is scaled: one per shape that was scaled, and one if
+            parameters were frozen or unfrozen since.
+        reason: Why operations are not known, for the log; None if they are.
     """
 
     def __init__(self) -> None:
@@ -32,14 +32,14 @@ class Operations:
         self._left = 0
         self._is_compiled = False
         self._counter: FlopCounter | None = None
-        self._noted, self._batch = Flops(), 0  # what was counted before the latest batch, and its number
+        self._noted, self._batch = Flops(), 0  # operations before the latest batch, and its number
         self._known: dict[int, tuple[int, Flops]] = {}  # by id of the shape: elements, operations of one batch
-        self._taken: dict[int, int] = {}  # batches of each shape that are in the sum
+        self._taken: dict[int, int] = {}  # by id of the shape: batches in the sum
         self._sum = Flops()
         self._trained = 0  # parameters that need a gradient
 
     def begin(self, run: Run) -> None:
-        """A training begins."""
+        """Reset everything at the beginning of a training."""
         self.stop()
         self._known, self._sum, self.reason = {}, Flops(), None
         self._trained = _trained(run.model)
@@ -54,7 +54,7 @@ class Operations:
         self.due, self.unknown = min(self._left, 1), 0
 
     def start(self, run: Run) -> None:
-        """Begins to count a step, at its beginning: a loader must not start its processes under a counter."""
+        """Start counting a step. Call it at the step's beginning, since a loader must not start workers under it."""
         self.stop()
         self.so_far(run)
         self._left, self.due = max(0, self._left - 1), max(0, self.due - 1)
@@ -63,9 +63,9 @@ class Operations:
         counter.__enter__()  # type: ignore[no-untyped-call]
 
     def _counts(self, run: Run) -> bool:
-        """Whether an operator belongs to the forward or backward pass of the batch that came last.
+        """Return whether an operator belongs to the forward or backward pass of the latest batch.
 
-        What came before it was a look at how the model counts its labels, or did not fit into memory.
+        Operators before it belong to a probe of the loss or to an attempt that ran out of memory.
         """
         if run.ledger.activity not in ("forward", "backward"):
             return False
@@ -75,7 +75,7 @@ class Operations:
         return True
 
     def note(self, run: Run) -> None:
-        """A micro-batch of a counted step went forward and backward."""
+        """Record the operations of a micro-batch after its backward pass, in a counted step."""
         assert self._counter is not None
         shape, flops = run.strategy.shapes.latest, self._counter.flops.minus(self._noted)
         assert shape is not None
@@ -89,17 +89,17 @@ class Operations:
         self._take(run)
 
     def stop(self) -> None:
-        """Counts no more."""
+        """Stop counting."""
         if self._counter is not None:
             self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._counter = None
 
     def expect(self, unknown: int) -> None:
-        """Lets as many steps be counted as shapes are unknown, as far as there are steps left for that."""
+        """Set the number of next steps to count to `unknown`, at most the number of steps left to count."""
         self.due = min(self._left, unknown)
 
     def so_far(self, run: Run) -> Flops:
-        """What this process has done since training began; nothing where it is not known."""
+        """Return the operations of this process since training began; zero if they are not known."""
         shapes = run.strategy.shapes
         if self._is_compiled and not self._known and self.reason is None:
             self._count_compiled(run)
@@ -115,7 +115,7 @@ class Operations:
         return self._sum
 
     def _take(self, run: Run) -> None:
-        """Has the sum hold all batches that came."""
+        """Mark all batches so far as included in the sum."""
         self._taken = {id(shape): shape.count for shape in run.strategy.shapes.of("training")}
 
     def _of(self, shape: int, elements: int) -> Flops:

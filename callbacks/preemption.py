@@ -1,4 +1,4 @@
-"""`Preemption`: leaves a run in good order when it is told to end from outside."""
+"""`Preemption`: saves a checkpoint and ends the run after a signal."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("trainer_kit")
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")  # Windows has no SIGUSR1
 _ONE_SIGNAL = 0.25
-"""Seconds in which a second signal is the first one again: a scheduler or a terminal tells the launcher and each of its
-processes, and the launcher tells them too."""
+"""Seconds within which a repeated signal counts as one: a scheduler or a terminal signals both the launcher and its
+processes, and the launcher forwards the signal."""
 
 
 class Preemption(Callback):
-    """Ends training on Ctrl-C, SIGTERM and SIGUSR1 after a checkpoint; a second signal ends it at once.
+    """End training on Ctrl-C, SIGTERM and SIGUSR1 after a checkpoint; a second signal ends it immediately.
 
-    On the first signal, to any one process of the run, all finish the same step, save one checkpoint (unless
-    `args.save_strategy` is "no") and leave with exit code 130 (Ctrl-C) or 143 ("start me again"). On the second one the
-    signal does what it would have done without this callback. A signal that the process ignores stays ignored. Signals
-    reach Python's main thread only: a training in another thread is left to its program.
+    After the first signal to any process of the run, all processes finish the same step, save one checkpoint (unless
+    `args.save_strategy` is "no") and exit with code 130 (Ctrl-C) or 143 (a request for a restart). The second signal
+    has its effect without this callback. A signal that the process ignores stays ignored. Python delivers signals to
+    the main thread only, so a training in another thread does not handle them.
 
     Args:
-        requeue: Under SLURM, put the job back into the queue (`scontrol requeue`) when SIGTERM or SIGUSR1 ended it, so
-            that it starts anew by itself; `train()` then goes on from the newest checkpoint.
+        requeue: Whether to requeue a SLURM job (`scontrol requeue`) that SIGTERM or SIGUSR1 ended. `train()` of the
+            restarted job then resumes from the newest checkpoint.
     """
 
     def __init__(self, requeue: bool = False) -> None:
@@ -52,7 +52,7 @@ class Preemption(Callback):
         self._run, self._process, self._told = run, os.getpid(), None
         for number in (getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)):
             handler = signal.getsignal(number)
-            if handler not in (None, signal.SIG_IGN):  # None: set outside Python, which cannot set it again
+            if handler not in (None, signal.SIG_IGN):  # None: set outside Python, which cannot restore it
                 self._handlers[number] = handler
                 signal.signal(number, self._on_signal)
 
@@ -85,7 +85,7 @@ class Preemption(Callback):
         return number == self._told[0] and time.monotonic() < self._told[1] + _ONE_SIGNAL
 
     def _in_child(self, number: int) -> None:
-        """A forked child (a data loader's worker) has this handler too; Ctrl-C is for its parent to act on."""
+        """Handle a signal in a forked child (a data loader's worker), which leaves Ctrl-C to its parent."""
         if number != signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
@@ -112,6 +112,6 @@ def _requeue() -> None:
 
 
 def _say(sentence: str) -> None:
-    """Writes past Python's buffers: a signal may come while these are being written to, when they refuse a second."""
+    """Write to stderr without Python's buffers, which refuse a write from a signal handler during another write."""
     with contextlib.suppress(OSError):
         os.write(2, f"\n{sentence}\n".encode())

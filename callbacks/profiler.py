@@ -20,35 +20,35 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("trainer_kit")
 
-# Python's frames are events of the thread that they run in, and so are ranges, which begin in a frame of
-# `record_function.__enter__` and outlive it. Viewers want the events of a track nested: Perfetto leaves the ranges out.
+# Ranges begin in a frame of `record_function.__enter__`, an event of the same track, and outlive it. Perfetto needs
+# nested events and drops such ranges.
 _RANGE = re.compile(r'("cat": "user_annotation",\s*"name": "(?:[^"\\]|\\.)*",\s*"pid": (\d+),\s*"tid": )(\d+)')
 
 
 class Profiler(Callback):
-    """Records what the optimizer steps `start` to `stop` spend their time on.
+    """Profile the optimizer steps `start` to `stop` with torch.profiler.
 
-    Writes `steps-START-STOP.json`, a trace for chrome://tracing or https://ui.perfetto.dev, and `steps-START-STOP.txt`,
-    a table of the 20 operators that took longest. Where there are several processes, each writes its own files, with
-    `-rank-N` in their names: they wait for one another, so that only all of them tell which one was slow. (On XLA the
-    trace shows the host's part.)
+    It writes `steps-START-STOP.json`, a trace for chrome://tracing or https://ui.perfetto.dev, and
+    `steps-START-STOP.txt`, a table of the 20 operators that took longest. With several processes, each writes its own
+    files, with `-rank-N` in their names. Processes wait for each other, so compare all traces to find the slow one. On
+    XLA the trace shows the host only.
 
-    In the trace a track "activities" shows what the ledger counts, such as `forward`, `optimizer` and `callback/NAME`,
-    in ranges `ProfilerStep#N`: step N from the end of the step before. On the track of the thread are Python's
-    functions with file and line (`train.py(12): collate`), modules (`nn.Module: Linear_0`) and PyTorch's operators.
+    In the trace, the track "activities" shows the activities of the time ledger, such as `forward`, `optimizer` and
+    `callback/NAME`, in ranges `ProfilerStep#N`. Step N begins at the end of the step before. The thread's own track
+    shows Python functions with file and line (`train.py(12): collate`), modules (`nn.Module: Linear_0`) and operators.
 
-    On CUDA there is `steps-START-STOP.pickle` too, a snapshot of the allocator with all that was allocated and freed in
-    these steps, for https://pytorch.org/memory_viz. It is a pickle, because that is what PyTorch writes and the viewer
-    takes; nothing here ever reads it.
+    On CUDA it also writes `steps-START-STOP.pickle`, a snapshot of the allocator with all allocations of these steps,
+    for https://pytorch.org/memory_viz. PyTorch writes it as a pickle and the viewer takes that; trainer_kit never
+    reads it.
 
     Args:
-        start: First step to record. A run that is resumed beyond that records nothing.
-        stop: Last step to record; a run that ends before writes what there is.
+        start: First step to record, from 1. A run that resumes after that step records nothing.
+        stop: Last step to record. A run that ends earlier writes the steps so far.
         directory: Folder of the files; None: `profile` in `args.output_dir`.
-        record_shapes: Records the shapes of operators' inputs.
-        profile_memory: Records allocations.
-        with_stack: Records Python's functions. It makes steps slower by about a tenth and traces twice as large, and is
-            left out on Python 3.13 with a PyTorch before 2.8, which it crashes.
+        record_shapes: Whether to record the shapes of operators' inputs.
+        profile_memory: Whether to record allocations.
+        with_stack: Whether to record Python functions. It makes steps slower by about a tenth and traces twice as
+            large. It is disabled on Python 3.13 with PyTorch before 2.8, where it crashes the process.
 
     Raises:
         ValueError: If `start` is below 1 or above `stop`.
@@ -76,7 +76,7 @@ class Profiler(Callback):
             "with_stack": with_stack and _can_record_functions(),
         }
         self._profile: profile | None = None
-        self._step: record_function | None = None  # the range of the present step, while it records
+        self._step: record_function | None = None  # the range of the current step while recording
         self._has_memory_history = False
 
     def on_train_begin(self, run: Run) -> None:
@@ -86,7 +86,7 @@ class Profiler(Callback):
 
     def on_step_begin(self, run: Run) -> None:
         if run.state.step + 2 == self.start and self._profile is None:
-            self._prepare()  # with the step before, so that the start costs nothing in those recorded
+            self._prepare()  # one step early, so that recorded steps do not include the preparation
 
     def on_step_end(self, run: Run) -> None:
         if self._profile is None:
@@ -117,7 +117,7 @@ class Profiler(Callback):
         self._open_step(run)
 
     def _open_step(self, run: Run) -> None:
-        """Begins the range of the next step, in which the ledger's ranges begin and end."""
+        """Begin the range of the next step, which contains the ledger's ranges."""
         self._close_step(run)
         self._step = record_function(f"ProfilerStep#{run.state.step + 1}")
         self._step.__enter__()
@@ -139,7 +139,7 @@ class Profiler(Callback):
         if has_steps:
             self._close_step(run)
         else:
-            recorded.start_trace()  # what is prepared can only be stopped after that
+            recorded.start_trace()  # a prepared trace can be stopped only after its start
         recorded.stop_trace()
         if has_steps:
             self._write(run, recorded)
@@ -165,14 +165,14 @@ class Profiler(Callback):
 
 
 def _can_record_functions() -> bool:
-    """Whether torch.profiler's `with_stack` works (it ends the process where not: pytorch/pytorch issue 144094)."""
+    """Return whether `with_stack` works; where it does not, it crashes (pytorch/pytorch issue 144094)."""
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     return sys.version_info < (3, 13) or (major, minor) >= (2, 8)
 
 
 def _move_ranges(trace: Path) -> None:
-    """Moves the ranges of each thread to a track of their own."""
-    # PyTorch on Python 3.11 may write names that are no text: pytorch/pytorch issue 121219.
+    """Move the ranges of each thread to a track of their own."""
+    # PyTorch on Python 3.11 may write names that are not valid UTF-8: pytorch/pytorch issue 121219.
     text = trace.read_text(encoding="utf-8", errors="replace")
     threads = {(int(process), int(thread)) for _, process, thread in _RANGE.findall(text)}
     names = [
@@ -189,12 +189,12 @@ def _track(thread: int) -> str:
 
 
 def _is_operator(event: Any) -> bool:
-    """Or a kernel; not a function of Python, which are events since torch 2.13, and not a range."""
+    """Return whether an event is an operator or kernel, not a range or (since torch 2.13) a Python function."""
     return not getattr(event, "is_python_function", False) and not event.is_user_annotation
 
 
 def _table(recorded: profile) -> str:
-    """The 20 operators that took longest, on the device where it has one."""
+    """Return a table of the 20 operators that took longest, by device time if it was recorded."""
     events = recorded.events()
     assert events is not None
     events[:] = [event for event in events if _is_operator(event)]

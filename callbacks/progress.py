@@ -1,4 +1,4 @@
-"""`Progress`: a bar on a terminal or in a notebook."""
+"""`Progress`: a progress bar on a terminal or in a notebook."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer_kit.callback import Callback
 from .formatting import HIDDEN, metrics_line, pairs, summary_line
 
 with warnings.catch_warnings():
-    # In a notebook without widgets; the bar of characters serves there as well.
+    # tqdm warns in a notebook without widgets, where the text bar works too.
     warnings.simplefilter("ignore", tqdm.TqdmWarning)
     from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -30,11 +30,11 @@ _HIDDEN = HIDDEN | {"grad_norm", "tokens_per_second"}
 
 
 class Progress(Callback):
-    """Shows a bar of optimizer steps, from where a resumed run goes on, with the figures of the last record.
+    """Show a progress bar of optimizer steps with the metrics of the last record.
 
-    The bar moves with every step, its figures change when a record is due. Metrics of evaluations and what is logged
-    meanwhile appear above it. Where steps are compiled, it says so in those that always are: the first of this start,
-    and under XLA the second too.
+    A resumed run starts at its step. The bar moves with every step; its metrics change with every record. Evaluation
+    metrics and log lines appear above it. If steps are compiled, the bar says so in the steps that always compile: the
+    first of this start, and on XLA also the second.
     """
 
     priority = 100
@@ -48,7 +48,7 @@ class Progress(Callback):
 
     def on_train_begin(self, run: Run) -> None:
         self._close()
-        # Under XLA the second step is another computation: it goes on from a state that the first one made.
+        # On XLA the second step is another computation, since it starts from a state that the first one makes.
         self._compiling_steps = 2 if run.strategy.static_shapes else int(run.args.torch_compile)
         self._compiles_evaluation = self._compiling_steps > 0
         if run.strategy.is_main:
@@ -117,7 +117,7 @@ class Progress(Callback):
 
 
 def _bar_class() -> type[tqdm.tqdm[Any]]:
-    """The widget in a notebook that can show one, else the bar of characters."""
+    """Return the widget bar in a notebook with ipywidgets, else the text bar."""
     if "ipykernel" in sys.modules and importlib.util.find_spec("ipywidgets"):
         from tqdm.auto import tqdm as auto
 
@@ -127,7 +127,7 @@ def _bar_class() -> type[tqdm.tqdm[Any]]:
 
 @contextlib.contextmanager
 def _warnings_above(bar: type[tqdm.tqdm[Any]]) -> Iterator[None]:
-    """Lets Python's warnings, which know nothing of bars, begin on a line of their own."""
+    """Show Python's warnings above the bar, on lines of their own."""
     show = warnings.showwarning
 
     def show_above(*details: Any, **more: Any) -> None:
@@ -142,7 +142,7 @@ def _warnings_above(bar: type[tqdm.tqdm[Any]]) -> Iterator[None]:
 
 
 def _console_loggers() -> list[logging.Logger]:
-    """The loggers that write to the terminal; the root one too where what is logged here meets no handler at all."""
+    """Return the loggers that write to the terminal, and the root logger if trainer_kit's has no handler."""
     known = [logging.root, *logging.root.manager.loggerDict.values()]
     loggers = [logger for logger in known if isinstance(logger, logging.Logger) and _writes_to_console(logger)]
     return loggers if logging.getLogger("trainer_kit").hasHandlers() else [logging.root, *loggers]

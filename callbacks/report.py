@@ -1,4 +1,4 @@
-"""`Report`: a page about the run, written when it ends."""
+"""`Report`: an HTML report of the run, written when it ends."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _logger = logging.getLogger("trainer_kit")
 
 
 class Report(Callback):
-    """Writes `report.html` into `args.output_dir` when training ends, in good order or by an error.
+    """Write `report.html` to `args.output_dir` when training ends, normally or by an error.
 
-    It is what `trainer-kit report` writes, from the records of `JsonLines`. A report that cannot be written is a
-    warning; without matplotlib or without records there is none, and one line says so.
+    It writes the same report as `trainer-kit report`, from the records of `JsonLines`. If that fails, a warning is
+    logged. Without matplotlib or records, a line is logged instead.
 
     Args:
         path: The file; None: `report.html` in `args.output_dir`.
@@ -36,7 +36,7 @@ class Report(Callback):
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self._path = path
-        self._state: TrainState | None = None  # of the training that it is about
+        self._state: TrainState | None = None  # state of the training to report
 
     def on_train_begin(self, run: Run) -> None:
         self._state = run.state
@@ -45,7 +45,7 @@ class Report(Callback):
         self._write(run)
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        # A start that was refused leaves the folder as it is, and so does one that has lost it.
+        # A training that did not get the folder, or has lost it, leaves it unchanged.
         if run.state is self._state and not isinstance(error, FolderInUseError):
             self._write(run)
 
@@ -62,7 +62,7 @@ class Report(Callback):
         begin = time.perf_counter()
         try:
             path = write_report(log, self._path or log.with_name("report.html"))
-        except Exception as error:  # of any kind: the run itself has come to its end
+        except Exception as error:  # a failed report must not fail the run
             _logger.warning("the report of the run could not be written: %s: %s", type(error).__name__, error)
         else:
             _logger.info("report: %s (%.1f s)", path, time.perf_counter() - begin)

@@ -1,4 +1,4 @@
-"""`TensorBoard`: event files that TensorBoard shows."""
+"""`TensorBoard`: event files for TensorBoard."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ _FIGURES = ("train/loss", "train/train_loss", "train/train_runtime", "train/peak
 
 
 class TensorBoard(Callback):
-    """Writes every number of the records as a scalar, and the arguments as text and for TensorBoard's table "HPARAMS".
+    """Write every number of the records as a scalar, and the arguments as text and for TensorBoard's table "HPARAMS".
 
-    Tags are `train/loss`, `eval/loss`, `test/loss` and the like, as transformers has them; the step is the optimizer
-    step. What `on_train_end` says of the whole run is not mixed with the records' figures: it stands under `run/`.
-    Numbers that are not finite are written as they are. Each record is written at once. Where that fails (a full or
-    read-only disk), a warning says so, and records are written again once it is possible. After a resume the same
-    folder is gone on with, and what had been written beyond that step is hidden.
+    Tags are `train/loss`, `eval/loss`, `test/loss` and so on, as in transformers. The step is the optimizer step.
+    Callbacks' metrics of the whole run are under `run/`, separate from those of records. Non-finite numbers are written
+    unchanged. Each record is written immediately. If that fails (a full or read-only disk), a warning is logged, and
+    each later record is tried again. A resumed run writes to the same folder, and events after its step are hidden.
 
     Args:
         log_dir: Folder of the event files; None: `args.log_dir`.
@@ -45,7 +44,7 @@ class TensorBoard(Callback):
         self._purge_step: int | None = None  # for the next file
         self._is_training = self._has_begun = False
         self._failed = False
-        self._session_end: Any = None  # what tells TensorBoard that the run came to its end
+        self._session_end: Any = None  # the summary that marks the end of the run
 
     def on_train_begin(self, run: Run) -> None:
         self._close()
@@ -88,9 +87,9 @@ class TensorBoard(Callback):
         self._close()
 
     def _write_beginning(self, run: Run, file: EventFile) -> None:
-        """Writes the arguments as text, and what the table "HPARAMS" needs: they, and tags to compare runs by.
+        """Write the arguments as text and, with the tags to compare runs by, for the table "HPARAMS".
 
-        `SummaryWriter.add_hparams` would begin a run of its own for them.
+        `SummaryWriter.add_hparams` would start a separate run for them.
         """
         from torch.utils.tensorboard.summary import hparams, text
 
@@ -110,7 +109,7 @@ class TensorBoard(Callback):
             file.add(summary)
 
     def _opened(self, run: Run) -> EventFile:
-        """The file of this training; a new one after one that could not be written to."""
+        """Return the file of this training; open a new one after a failure."""
         if self._file is None:
             file = self._file = EventFile(os.fspath(self._log_dir or run.args.log_dir), self._purge_step)
             if self._is_training and not self._has_begun:
@@ -147,7 +146,7 @@ class TensorBoard(Callback):
 
     @contextlib.contextmanager
     def _failures_told(self) -> Iterator[None]:
-        """A full or read-only disk is no reason to end the run: a warning says so, and each record tries again."""
+        """Log one warning for an error of the file, such as a full disk, instead of ending the run."""
         try:
             yield
         except OSError as error:
@@ -163,5 +162,5 @@ class TensorBoard(Callback):
 
 
 def _encodable(text: str) -> str:
-    """Text for a protocol buffer: bytes of a path that the locale does not know become escapes."""
+    """Make text valid for a protocol buffer: undecodable bytes of a path become escapes."""
     return text.encode(errors="backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""`Throughput`: how fast the run goes, what its time is spent on, and how much of the devices it uses."""
+"""`Throughput`: the speed of the run, its time by activity, and its utilization of the devices."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _logger = logging.getLogger("trainer_kit")
 _USEFUL = ("forward", "backward", "optimizer")
 _NO_TRAINING = frozenset({"setup", "evaluation", "saving", "lost", "down", "callback/Throughput"})
 _LARGE = 2**40
-"""Operations are summed over processes in multiples of this and the rest: 63 bits would not do for all in one."""
+"""Unit in which operations are summed over processes, with the remainder apart: the sum may exceed 63 bits."""
 
 
 class _Interval(NamedTuple):
-    """What was done until a moment; seconds are those of training, operations those of this process."""
+    """Totals up to a point of time: seconds of training, and floating-point operations of this process."""
 
     seconds: float
     data_seconds: float
@@ -36,36 +36,36 @@ class _Interval(NamedTuple):
 
 
 class Throughput(Callback):
-    """Adds to every record the figures since the record before it, over all processes.
+    """Add the speed since the previous record, over all processes, to every record.
 
-    - `samples_per_second`, `steps_per_second`, `tokens_per_second` (where batches have tokens; padding not counted),
-      and `data_wait`: the share of the time, 0 to 1, that the loop waited for the next batch. Time spent in
-      evaluations and checkpoints is left out.
-    - `model_flops_per_second`: floating-point operations a second that the model needs, forward and backward, and
-      `hardware_flops_per_second`: those with what is computed again (activation checkpointing).
-    - `mfu`: the model's share of what the devices can do at their peak, 0 to 1 (Chowdhery et al. 2022, appendix B).
-    - `seconds/ACTIVITY`: where the time went, see `trainer_kit.profiling.time_ledger`, and `goodput`: the share of it,
-      0 to 1, in which the model went forward, backward and took the optimizer's step.
+    - `samples_per_second`, `steps_per_second` and, if batches have tokens, `tokens_per_second` (without padding).
+    - `data_wait`: the share of the time, 0 to 1, in which the loop waits for the next batch. These four leave out the
+      time of evaluations and checkpoints.
+    - `model_flops_per_second`: floating-point operations per second that the model needs, forward and backward.
+    - `hardware_flops_per_second`: floating-point operations per second including recomputation (activation
+      checkpointing).
+    - `mfu`: model FLOP/s divided by the peak FLOP/s of the devices, 0 to 1 (Chowdhery et al. 2022, appendix B).
+    - `seconds/ACTIVITY`: the time by activity, see `trainer_kit.profiling.time_ledger`.
+    - `goodput`: the share of that time, 0 to 1, spent in forward, backward and the optimizer's step.
 
-    The record at the end has `seconds/ACTIVITY`, `wall_seconds` and `goodput` of all starts of the run, FLOP/s and MFU
-    of this start.
+    The metrics of the whole run have `seconds/ACTIVITY`, `wall_seconds` and `goodput` over all starts of the run, and
+    FLOP/s and MFU of this start.
 
-    Operations are counted while the first step runs, and while a few later ones do where batches come in new shapes
-    (see `trainer_kit.profiling.flops`); that changes no value. Such a step is slower: rates leave it out, its time and
-    what it did, unless there are no others since the record before. What cannot be known is left out, and a line of
-    the log says why: the peak of a device that is not in the table, FLOP/s under XLA, and those of a compiled model
-    that does not run on fake tensors.
+    Operations are counted while the first step runs, and in a few later steps if batches have new shapes (see
+    `trainer_kit.profiling.flops`). Counting changes no value. A counted step is slower, so rates exclude it unless
+    there is no other step since the previous record. Metrics that are not known are left out, and the log gives the
+    reason: a device without a known peak, FLOP/s on XLA, or a compiled model that does not run on fake tensors.
     """
 
     priority = 110
 
     def __init__(self) -> None:
         self._operations = Operations()
-        self._seconds: dict[str, float] = {}  # of the ledger, when the last record was made
-        self._recorded: _Interval | None = None  # when the last record was made
-        self._since: _Interval | None = None  # the same, or the end of a step that was counted since
+        self._seconds: dict[str, float] = {}  # by activity, at the last record
+        self._recorded: _Interval | None = None  # totals at the last record
+        self._since: _Interval | None = None  # totals at the last record, plus the counted steps since
         self._counting_since: _Interval | None = None
-        self._in_all = [0.0, 0.0, 0.0]  # of this start: seconds, operations of the model, of the hardware
+        self._in_all = [0.0, 0.0, 0.0]  # of this start: seconds, model operations, hardware operations
         self._peak: float | None = None
         self._told: set[str] = set()
 
@@ -77,7 +77,7 @@ class Throughput(Callback):
         self._since = self._recorded
 
     def on_step_begin(self, run: Run) -> None:
-        if self._operations.due or self._counting_since is not None:  # one that was broken off is taken again
+        if self._operations.due or self._counting_since is not None:  # an interrupted step is repeated
             self._counting_since = self._measure(run)[1]
             self._operations.start(run)
 
@@ -125,7 +125,7 @@ class Throughput(Callback):
         return figures | _by_activity(passed)
 
     def summary(self, run: Run) -> dict[str, Any]:
-        self.metrics(run)  # what came since the last record
+        self.metrics(run)  # adds the steps since the last record
         seconds = run.ledger.seconds()
         figures = self._use(run, *self._in_all) if self._in_all[1] else {}
         return figures | {"wall_seconds": sum(seconds.values())} | _by_activity(seconds)
@@ -137,7 +137,7 @@ class Throughput(Callback):
         return seconds, _Interval(training, data, state.step, state.samples, state.tokens, flops.model, flops.hardware)
 
     def _flops(self, run: Run, model: float, hardware: float) -> tuple[float, float] | None:
-        """The operations of all processes, which all take part; None where one does not know its own."""
+        """Return the operations of all processes; None if they are not known on one. Collective."""
         operations = self._operations
         fails = operations.reason is not None
         parts = (*divmod(int(model), _LARGE), *divmod(int(hardware), _LARGE))
@@ -168,7 +168,7 @@ class Throughput(Callback):
 
 
 def _by_activity(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by activity, as far as there are any, and the share of those that bring the model on."""
+    """Return the positive seconds by activity, and the goodput."""
     figures = {f"seconds/{name}": value for name, value in seconds.items() if value > 0}
     total = sum(figures.values())
     if total > 0:

@@ -25,125 +25,130 @@ _CHECKED = ("trainer_kit.callbacks.ema", "trainer_kit.callbacks.early_stopping")
 
 
 class Callback:
-    """Base of all listeners. Override the hooks you need; a hook that nobody overrides costs nothing.
+    """Base class of callbacks. Override the hooks you need; a hook without an override costs nothing.
 
-    Hooks get the `Run`, on every process. Callbacks with a lower `priority` are called first, those with the same
-    one in the order of the list. A callback asks for things by `run.requests.log|evaluate|save|stop = True`;
-    the loop acts on them at the end of the step.
+    Hooks take the `Run` and are called on every process. Callbacks with a lower `priority` are called first; those
+    with the same priority are called in the order of the list. A callback requests an action by
+    `run.requests.log|evaluate|save|stop = True`; the loop serves requests at the end of the step.
     """
 
     priority: int = 0
     is_reporter: bool = False
-    """Whether it only reports: an error in one of its hooks is a warning, once a training, and training continues. Such
-    hooks must not communicate between processes."""
+    """Whether the callback only reports. An error in its hooks is then a warning, once per training, and training
+    continues. Such hooks must not use collectives."""
 
     def on_init_end(self, run: Run) -> None:
-        """The Trainer is made; the model is still where the user left it."""
+        """Called when the Trainer is made; the model is still on its original device."""
 
     def on_train_begin(self, run: Run) -> None:
-        """Model, optimizer and state are in place, a checkpoint to resume from is loaded."""
+        """Called before the first step; model and optimizer are ready, and a checkpoint to resume from is loaded."""
 
     def on_epoch_begin(self, run: Run) -> None:
-        """An epoch begins, or goes on after a resume (`run.state.position > 0`)."""
+        """Called when an epoch begins or resumes (`run.state.position > 0`)."""
 
     def on_step_begin(self, run: Run) -> None:
-        """The window of micro-batches of this step is fetched."""
+        """Called when the global batch of the step is fetched and counted."""
 
     def on_substep_end(self, run: Run) -> None:
-        """A micro-batch that is not the step's last went forward and backward; `run.batch` is that batch."""
+        """Called after the backward pass of each micro-batch except the step's last; `run.batch` is that batch."""
 
     def on_pre_optimizer_step(self, run: Run) -> None:
-        """All gradients of the step are there, not yet clipped."""
+        """Called when all gradients of the step are computed and not yet clipped."""
 
     def on_optimizer_step(self, run: Run) -> None:
-        """The optimizer has stepped, gradients are still there."""
+        """Called after the optimizer's step; gradients are not yet zeroed."""
 
     def on_step_end(self, run: Run) -> None:
-        """The step is counted; `run.local_loss` is this rank's share of its loss (reading it waits for the device)."""
+        """Called after each step; `run.local_loss` is this rank's share of its loss, and reading it is slow."""
 
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
-        """A record is due: `record` holds step, epoch, loss and every callback's `metrics`; numbers may be added.
+        """Called with each record: step, epoch, loss and every callback's `metrics`. Numbers may be added to it.
 
-        The figures of the whole training are for `on_train_end`.
+        The metrics of the whole training are passed to `on_train_end`.
         """
 
     def on_evaluate_begin(self, run: Run) -> None:
-        """An evaluation or prediction is about to begin."""
+        """Called before each evaluation or prediction of a dataset."""
 
     def on_evaluate_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
-        """That evaluation or prediction of one dataset ended with `metrics`; None where it raised or was broken off.
+        """Called after each evaluation or prediction of a dataset, before `on_evaluate` and `on_predict`.
 
-        It comes before `on_evaluate` and `on_predict`. Numbers may be added.
+        Args:
+            run: The run.
+            metrics: The dataset's metrics; numbers may be added. None if the evaluation raised or was interrupted.
         """
 
     def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
-        """An evaluation ended with `metrics`, those of all its datasets; numbers may be added.
+        """Called after an evaluation with the metrics of all its datasets. Numbers may be added to `metrics`.
 
-        They count for `metric_for_best_model`. It is judged between callbacks with a `priority` below 50 and the
-        others, for whom `run.state.best_metric` and `best_step` hold this evaluation.
+        `metric_for_best_model` may name an added number if the callback's `priority` is below 50. Callbacks with a
+        priority of 50 or more are called after `run.state.best_metric` and `best_step` are updated.
         """
 
     def on_predict(self, run: Run, metrics: dict[str, Any]) -> None:
-        """A prediction ended with `metrics`."""
+        """Called after a prediction with its metrics. Numbers may be added to `metrics`."""
 
     def on_save(self, run: Run, directory: Path) -> None:
-        """A checkpoint is committed in `directory` (with `async_save` some steps after the one that it holds)."""
+        """Called when a checkpoint is committed in `directory`; with `async_save`, some steps after the saved one."""
 
     def on_rollback(self, run: Run, directory: Path) -> None:
-        """After a step that was not finite the run stands again where the checkpoint in `directory` stands."""
+        """Called after a non-finite step, when the run is restored from the checkpoint in `directory`."""
 
     def on_epoch_end(self, run: Run) -> None:
-        """The last step of an epoch ended."""
+        """Called after the last step of an epoch."""
 
     def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
-        """Training is over, with `metrics` of the whole of it, as `Trainer.train` returns them; numbers may be added.
+        """Called after the last step. Requests made here are still served.
 
-        They are None where a signal ends the training. Requests made here are still served.
+        Args:
+            run: The run.
+            metrics: Metrics of the whole training, as `Trainer.train` returns them; numbers may be added. None if a
+                signal ends the training.
         """
 
     def on_exit(self, run: Run) -> None:
-        """The last of all: what was asked for is done. An error has `on_exception` instead."""
+        """Called last, when all requests are served. After an error `on_exception` is called instead."""
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        """Training ends by `error`, which is raised on after this."""
+        """Called when `error` ends the training; it is raised again after this."""
 
     def metrics(self, run: Run) -> dict[str, Any]:
-        """This callback's own numbers, asked for when a record is due; tensors are read together, not one by one."""
+        """Return this callback's metrics for a record. Scalar tensors are read from the device together."""
         return {}
 
     def summary(self, run: Run) -> dict[str, Any]:
-        """This callback's own numbers for the whole training, asked for when it ends."""
+        """Return this callback's metrics of the whole training, when it ends."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this callback (nothing, unless overridden)."""
+        """Return the state that a checkpoint saves for this callback; empty unless overridden."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave."""
+        """Restore the state that `state_dict` returned."""
 
 
 JUDGED = 50
-"""The least `priority` of callbacks that see in `run.state` whether an evaluation is the best."""
+"""Lowest `priority` of the callbacks that `on_evaluate` calls after the best metric is updated."""
 
 _WITH_NUMBERS = ("on_log", "on_evaluate_end", "on_evaluate", "on_predict", "on_train_end")
-"""Hooks whose callbacks may add numbers to what they are given."""
+"""Hooks whose callbacks may add numbers to their argument."""
 
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 _Listener = tuple[Callback, str, Any]
-"""A callback, its activity in the ledger, and its method for a hook."""
+"""A callback, its activity in the time ledger, and its method for a hook."""
 
 
 class CallbackList:
-    """Calls the callbacks' hooks in order and keeps their states.
+    """An ordered list of callbacks, which calls their hooks and collects their states.
 
     Args:
-        callbacks: The listeners, in the order given by the user.
+        callbacks: The callbacks, in the user's order.
 
     Raises:
-        TypeError: If one of them is no `Callback` instance.
+        TypeError: If one of them is not a `Callback` instance.
     """
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
@@ -165,7 +170,7 @@ class CallbackList:
         return any(not type(each).__module__.startswith("trainer_kit.") for each in heard)
 
     def call_evaluation(self, run: Run, metrics: dict[str, Any], judge: Callable[[], None]) -> None:
-        """Calls `on_evaluate`, and `judge` once those are called that may add to `metrics` (see `JUDGED`)."""
+        """Call `on_evaluate`; call `judge` after the callbacks with a priority below `JUDGED`."""
         listeners = self._listeners["on_evaluate"]
         adding = sum(callback.priority < JUDGED for callback, _, _ in listeners)
         self._call(listeners[:adding], "on_evaluate", run, metrics)
@@ -173,10 +178,10 @@ class CallbackList:
         self._call(listeners[adding:], "on_evaluate", run, metrics)
 
     def call(self, hook: str, run: Run, *arguments: Any) -> None:
-        """Calls one hook of every callback that overrides it.
+        """Call one hook of every callback that overrides it.
 
         Raises:
-            CallbackError: If a callback raised, naming it and the hook.
+            CallbackError: If a callback raises; the message names it and the hook.
         """
         if hook == "on_train_begin":
             self._warned.clear()
@@ -195,7 +200,7 @@ class CallbackList:
                     values.update(_read(_added(values, others), run.strategy))
             except Exception as error:
                 self._raise_or_warn(callback, hook, error)
-                for name in _added(values or {}, others):  # the next callback is not blamed for it
+                for name in _added(values or {}, others):  # else the next callback would be blamed for it
                     del arguments[0][name]
         run.ledger.enter(before)
 
@@ -207,7 +212,7 @@ class CallbackList:
             logger.warning("%s; training continues without what it reports", _named(callback, hook, error))
 
     def call_exception(self, run: Run, error: BaseException) -> None:
-        """Tells every listener of `error`; what one raises itself is logged, so that all are told."""
+        """Call `on_exception` of every callback. An error in one of them is logged, so that all are called."""
         for callback, _, method in self._listeners["on_exception"]:
             try:
                 method(run, error)
@@ -215,11 +220,11 @@ class CallbackList:
                 logger.error("%s", _named(callback, "on_exception", second))
 
     def metrics(self, run: Run) -> dict[str, Any]:
-        """The numbers of all callbacks for a record, merged; those on the device are read in one go."""
+        """Return the merged metrics of all callbacks for a record, read from the device in one transfer."""
         return self._gathered("metrics", run)
 
     def summary(self, run: Run) -> dict[str, Any]:
-        """The numbers of all callbacks for the whole training, merged."""
+        """Return the merged metrics of all callbacks for the whole training."""
         return self._gathered("summary", run)
 
     def _gathered(self, hook: str, run: Run) -> dict[str, Any]:
@@ -235,7 +240,7 @@ class CallbackList:
         return read_scalars(merged, run.strategy)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all callbacks that have one, by class name (`EMA`, the second of its kind `EMA#2`)."""
+        """Return the states of all callbacks that have one, by class name (`EMA`, a second one `EMA#2`)."""
         states = {}
         for name, callback in self._by_name().items():
             try:
@@ -245,7 +250,7 @@ class CallbackList:
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Gives each callback its state back; warns of a state whose callback is no longer there."""
+        """Restore the state of each callback; warn about a state without a callback."""
         callbacks = self._by_name()
         for name, state in state_dict.items():
             if name in callbacks:
@@ -259,10 +264,10 @@ class CallbackList:
                 )
 
     def check_state_dict(self, state_dict: dict[str, Any], directory: Path) -> None:
-        """Tries out the states of EMA and EarlyStopping on copies, which share nothing with them that loading changes.
+        """Check that EMA and EarlyStopping can load their states, on copies of the callbacks.
 
         Raises:
-            CheckpointError: If one does not take its state.
+            CheckpointError: If one cannot load its state.
         """
         callbacks = self._by_name()
         for name, state in state_dict.items():
@@ -285,10 +290,10 @@ class CallbackList:
 
 
 def checked_callbacks(callbacks: Any) -> list[Callback]:
-    """The user's callbacks as a list.
+    """Return the user's callbacks as a list; warn about methods that look like hooks but are none.
 
     Raises:
-        TypeError: If it is no list of `Callback` instances, with what to give instead.
+        TypeError: If `callbacks` is not a list of `Callback` instances, or a hook has the wrong parameters.
     """
     if isinstance(callbacks, (Callback, type)) or not isinstance(callbacks, Iterable):
         name = callbacks.__name__ if isinstance(callbacks, type) else type(callbacks).__name__
@@ -311,7 +316,7 @@ def checked_callbacks(callbacks: Any) -> list[Callback]:
 
 
 def _added(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """What a callback put into `values` that is no plain number; `others` were there before."""
+    """Return the entries that a callback added and that are not plain numbers; `others` were there before."""
     return {
         name: value
         for name, value in values.items()
@@ -320,16 +325,12 @@ def _added(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, An
 
 
 def _read(values: Mapping[str, Any], strategy: Strategy) -> dict[str, Any]:
-    """Plain numbers for values of callbacks.
-
-    Raises:
-        TypeError: If one is no number, with its name.
-    """
+    """Convert values of callbacks to plain numbers; raise a TypeError for one that is not a number."""
     return read_scalars({name: as_scalar(name, value) for name, value in values.items()}, strategy)
 
 
 def _warn_of_unknown_hooks(kind: type) -> None:
-    """Warn of methods that look like hooks and are never called, as Lightning's `on_train_batch_end`."""
+    """Warn about methods that look like hooks but are never called, such as Lightning's `on_train_batch_end`."""
     unknown = [name for name in dir(kind) if name.startswith("on_") and name not in HOOKS]
     for name in unknown:
         near = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.0)[0]
@@ -340,11 +341,7 @@ def _warn_of_unknown_hooks(kind: type) -> None:
 
 
 def _check_parameters(callback: Callback) -> None:
-    """Refuse a hook that cannot be called, before training and not at its end.
-
-    Raises:
-        TypeError: Naming the hook and what it is called with.
-    """
+    """Raise a TypeError for a hook whose parameters do not match, before training begins."""
     for hook in HOOKS:
         if _overrides(callback, hook):
             names = list(inspect.signature(getattr(Callback, hook)).parameters)

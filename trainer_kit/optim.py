@@ -22,30 +22,30 @@ from trainer_kit.utils.wrappers import without_wrappers
 
 logger = logging.getLogger("trainer_kit")
 
-# The learning rate's factor at a step.
+# Maps a step to the learning rate's factor.
 Factor = Callable[[int], float]
 
-# Where torch has a fused AdamW.
+# Device types with a fused AdamW in torch.
 _FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}
 
-# Matches LayerNorm, BatchNorm2d, LlamaRMSNorm, LayerNormalization, but no LogNormal.
+# Matches LayerNorm, BatchNorm2d, LlamaRMSNorm and LayerNormalization, but not LogNormal.
 _NORM_NAME = re.compile(r"norm(?!al(?!i))", re.IGNORECASE)
 
 
 def make_optimizer(model: nn.Module, args: TrainingArguments) -> torch.optim.Optimizer:
-    """The optimizer that `args.optim` names, over the parameters of `model` that require a gradient.
+    """Make the optimizer that `args.optim` names, over the parameters of `model` that require a gradient.
 
-    The model must be on its device already. `args.weight_decay` is applied to all but biases and the parameters of
-    normalization modules; each group carries the names of its parameters as `param_names`.
+    The model must already be on its device. `args.weight_decay` applies to all parameters except biases and those of
+    normalization modules. Each group has the names of its parameters as `param_names`.
 
-    - adamw_torch: `torch.optim.AdamW`, fused where the parameters' device and dtype allow it.
+    - adamw_torch: `torch.optim.AdamW`, fused if the parameters' device and dtype allow it.
     - sgd: `torch.optim.SGD`, with the momentum, dampening and nesterov of `args.optim_args`.
     - adafactor: `torch.optim.Adafactor`; its learning rate is relative to the size of the weights.
     - adamw_8bit: `AdamW8bit` of bitsandbytes, else of torchao.
 
     Raises:
         ValueError: If no parameter requires a gradient.
-        ImportError: If "adamw_8bit" is asked for and neither of its packages can be imported.
+        ImportError: If `args.optim` is "adamw_8bit" and neither of its packages can be imported.
     """
     groups = parameter_groups(model, args.weight_decay)
     adam: dict[str, Any] = {
@@ -65,11 +65,11 @@ def make_optimizer(model: nn.Module, args: TrainingArguments) -> torch.optim.Opt
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Refuses an optimizer with which nothing would be trained.
+    """Check that an optimizer can train a model.
 
     Raises:
-        TypeError: If it is none, or LBFGS, which runs the model itself.
-        ValueError: If it holds no parameter of the model, or would train one that its fused kernel gets wrong.
+        TypeError: If it is not a `torch.optim.Optimizer`, or is LBFGS, which runs the model itself.
+        ValueError: If it has no parameter of the model, or is fused and has a parameter with gaps in memory.
     """
     if isinstance(optimizer, type):
         name = optimizer.__name__
@@ -93,9 +93,9 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The trainable parameters in groups with and without weight decay, as `torch.optim` takes them.
+    """Return the trainable parameters in groups with and without weight decay, as `torch.optim` takes them.
 
-    Each group's "params" are (name, parameter) pairs; a tied parameter comes once, a group without any is left out.
+    Each group's "params" are (name, parameter) pairs. A tied parameter appears once. Empty groups are left out.
 
     Raises:
         ValueError: If no parameter requires a gradient.
@@ -126,7 +126,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _can_fuse(groups: list[dict[str, Any]]) -> bool:
-    """The fused kernel knows real floating dtypes without gaps, and bfloat16 not on every version of MPS."""
+    """Return whether the fused kernel supports all parameters; not every version of MPS supports bfloat16."""
     return all(
         parameter.device.type in _FUSED_DEVICES
         and parameter.is_floating_point()
@@ -151,7 +151,7 @@ def _adamw_8bit() -> Any:
 
 
 class _Span(NamedTuple):
-    """What every schedule starts from: steps of the run, steps of its warmup, the peak learning rate."""
+    """Steps of the run, steps of its warmup, and the peak learning rate."""
 
     total: int
     warmup: int
@@ -159,18 +159,18 @@ class _Span(NamedTuple):
 
 
 class Schedule(LambdaLR):
-    """A schedule that `make_scheduler` made.
+    """A learning rate schedule made by `make_scheduler`.
 
-    It sets the learning rate of each group after each step: a callback that wants another one for good multiplies the
-    peaks (`run.lr_scheduler.base_lrs = [rate / 2 for rate in run.lr_scheduler.base_lrs]`), which checkpoints keep. A
-    `param_groups[0]["lr"]` that is set directly is in force for one step.
+    It sets the learning rate of each group after each step. To change the learning rate permanently, scale the peaks:
+    `run.lr_scheduler.base_lrs = [rate / 2 for rate in run.lr_scheduler.base_lrs]`. Checkpoints keep the peaks. A value
+    set directly in `param_groups[0]["lr"]` holds for one step.
     """
 
-    _warned: ClassVar[weakref.WeakSet[Schedule]] = weakref.WeakSet()  # no attribute, which checkpoints would keep
+    _warned: ClassVar[weakref.WeakSet[Schedule]] = weakref.WeakSet()  # checkpoints would keep an attribute
 
-    @property  # not an attribute, which a rollback or a resume would set apart from the groups
+    @property  # after a rollback or resume, an attribute would differ from the groups
     def base_lrs(self) -> list[Any]:
-        """The peak of each group, its "initial_lr"."""
+        """The peak learning rate of each group, its "initial_lr"."""
         return [group["initial_lr"] for group in self._groups()]
 
     @base_lrs.setter
@@ -179,11 +179,11 @@ class Schedule(LambdaLR):
             group["initial_lr"] = peak
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Those of the schedule; groups that were added to the optimizer later have no peak."""
+        """Return the groups with a peak; groups that were added to the optimizer later have none."""
         return [group for group in self.optimizer.param_groups if "initial_lr" in group]
 
     def step(self, epoch: int | None = None) -> None:
-        """Sets the learning rates of the next step; warns once where somebody else had set one."""
+        """Set the learning rates of the next step; warn once if other code has set one."""
         for group, own in zip(self.optimizer.param_groups, getattr(self, "_last_lr", ()), strict=False):
             rate = group["lr"]
             if rate is not own and not isinstance(rate, torch.Tensor) and rate != own:
@@ -199,7 +199,7 @@ class Schedule(LambdaLR):
             )  # fmt: skip
 
     def go_on_at(self, step: int) -> None:
-        """Takes up another place in the schedule; the optimizer's groups get its learning rates at once."""
+        """Move to a step of the schedule, and set the learning rates of that step."""
         self.last_epoch, self._step_count = step, step + 1
         self._last_lr = [peak * factor(step) for peak, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]
         for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
@@ -209,11 +209,11 @@ class Schedule(LambdaLR):
 def make_scheduler(
     optimizer: torch.optim.Optimizer, args: TrainingArguments, total_steps: int, place: int = 0
 ) -> Schedule:
-    """The schedule that `args.lr_scheduler_type` names, to be stepped once after each optimizer step.
+    """Make the schedule that `args.lr_scheduler_type` names, to be stepped once after each optimizer step.
 
-    The learning rate of step s (from 0) is the optimizer's own, the peak, times a factor. The warmup takes
-    w = `args.warmup_steps`, or ceil(`args.warmup_ratio` * total) where that is 0; in it the factor is s / w. After it,
-    with p = (s - w) / (total - w), which goes from 0 to 1:
+    The learning rate of step s (from 0) is the peak, the optimizer's own learning rate, times a factor. The warmup
+    takes w = `args.warmup_steps` steps, or ceil(`args.warmup_ratio` * total) if that is 0. Its factor is s / w. After
+    the warmup, p = (s - w) / (total - w) goes from 0 to 1, and the factor is:
 
     - linear: 1 - p
     - cosine: (1 + cos(2 pi num_cycles p)) / 2, num_cycles=0.5
@@ -225,16 +225,16 @@ def make_scheduler(
     - one_cycle: `torch.optim.lr_scheduler.OneCycleLR` without its momentum: half a cosine from 1 / div_factor (25) up
       to 1 at pct_start (0.3) of the run, and one down to 1 / (div_factor * final_div_factor) (1e4) in its last step
 
-    The numbers named here are given by `args.lr_scheduler_kwargs`.
+    `args.lr_scheduler_kwargs` sets the named parameters, such as num_cycles.
 
     Args:
         optimizer: Its groups' learning rates are the peaks.
         args: The arguments of the run.
         total_steps: Optimizer steps of the whole run.
-        place: The step that comes next.
+        place: The step of the schedule to start at, from 0.
 
     Raises:
-        ValueError: If `total_steps` is less than 1, or a name or number in `lr_scheduler_kwargs` makes no sense.
+        ValueError: If `total_steps` is less than 1, or a name or number in `lr_scheduler_kwargs` is not allowed.
     """
     if total_steps < 1:
         raise ValueError(f"total_steps={total_steps} is not allowed; a schedule needs at least 1 step")
@@ -261,10 +261,10 @@ def make_scheduler(
 
 
 def own_scheduler(given: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """The user's own scheduler, or what the user's function makes for the optimizer.
+    """Return the user's scheduler, calling it with the optimizer if it is a function or class.
 
     Raises:
-        TypeError: If it is none, or a function or class that needs more than the optimizer.
+        TypeError: If the result is not a scheduler, or the function or class needs more than the optimizer.
     """
     made = given
     if isinstance(given, type) or (callable(given) and not hasattr(given, "state_dict")):
@@ -276,11 +276,11 @@ def own_scheduler(given: Any, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _check_takes_optimizer(function: Callable[..., Any]) -> None:
-    """Whether a function, or a class, can be called with an optimizer alone."""
+    """Raise a TypeError unless a function or class can be called with an optimizer alone."""
     try:
         inspect.signature(function).bind(None)
     except ValueError:
-        return  # it does not say what it takes
+        return  # the signature is not known
     except TypeError as error:
         name = getattr(function, "__name__", repr(function))
         raise TypeError(
@@ -295,12 +295,12 @@ def _require(holds: bool, name: str, value: float, allowed: str) -> None:
 
 
 def _warmup(span: _Span, step: int, start: float = 0.0) -> float:
-    """A line from `start` to 1."""
+    """Return the factor of a linear warmup from `start` to 1."""
     return start + (1 - start) * step / span.warmup
 
 
 def _warmup_then(span: _Span, curve: Callable[[float], float]) -> Factor:
-    """The warmup from 0, then `curve` of p."""
+    """Return the factor of a warmup from 0, then `curve` of p."""
 
     def factor(step: int) -> float:
         if step < span.warmup:
@@ -311,7 +311,7 @@ def _warmup_then(span: _Span, curve: Callable[[float], float]) -> Factor:
 
 
 def _cosine_between(start: float, end: float, progress: float) -> float:
-    """Half a cosine from `start` to `end` as `progress` goes from 0 to 1."""
+    """Return half a cosine from `start` to `end` as `progress` goes from 0 to 1."""
     return end + (start - end) * (1 + math.cos(math.pi * progress)) / 2
 
 

@@ -1,4 +1,4 @@
-"""`Run`: what the loop drives, a checkpoint keeps and a callback sees."""
+"""`Run`: the state that the loop, checkpoints and callbacks share; `TrainOutput`: the result of a training."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from trainer_kit.strategies.grad_norms import GradientNorms
 
 @dataclasses.dataclass
 class Run:
-    """The nouns of a training run.
+    """The parts of a training run.
 
     Attributes:
         args: The arguments, validated.
         strategy: Owns device, precision and collectives.
         model: The model as the user gave it, on the strategy's device once training begins.
-        optimizer: Made when training begins.
-        lr_scheduler: Stepped once per optimizer step.
+        optimizer: Made when training begins; None before.
+        lr_scheduler: Stepped once per optimizer step; None before training begins.
         state: The counters.
-        requests: What callbacks ask of the loop.
+        requests: The requests of callbacks to the loop.
         total_steps: Optimizer steps that the whole training takes.
         train_dataset: As the user gave it.
         eval_dataset: As the user gave it.
         processing_class: Tokenizer or processor, saved with the model.
-        local_loss: This rank's share of the last step's loss, a scalar on the device. The sum over all ranks is the
-            loss, and on one rank the share is the loss. Reading it waits for the device.
+        local_loss: This rank's share of the last step's loss, a scalar on the device. The loss is the sum of the
+            shares over all ranks. Reading it waits for the device.
         last_norms: Norms of the last step's gradients before clipping, on the device.
-        batch: The micro-batch being worked on, on the device.
-        ledger: Where the time goes.
-        stateful: The user's own objects; each is kept in every checkpoint under its name.
+        batch: The current micro-batch, on the device.
+        ledger: The time spent on each activity.
+        stateful: The user's own stateful objects by name; every checkpoint saves and restores them.
     """
 
     args: TrainingArguments
@@ -57,13 +57,13 @@ class Run:
 
 
 class TrainOutput(NamedTuple):
-    """The result of `Trainer.train`. `print()` shows the main figures in one line.
+    """The result of `Trainer.train`. `print()` shows the main metrics in one line.
 
     Attributes:
-        global_step: Optimizer steps taken, those before a resume included.
+        global_step: Optimizer steps taken, including those before a resume.
         training_loss: Mean loss of all steps.
         metrics: train_loss, train_runtime (seconds), train_samples_per_second, train_steps_per_second,
-            peak_memory_gib, epoch, and the numbers that callbacks give for the whole run.
+            peak_memory_gib, epoch, and the callbacks' metrics of the whole run.
     """
 
     global_step: int

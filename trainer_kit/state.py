@@ -1,4 +1,4 @@
-"""What a run counts (`TrainState`), what listeners may ask of the loop (`Requests`), and the `Stateful` protocol."""
+"""`TrainState`, the counters of a run; `Requests`, those of callbacks to the loop; and the `Stateful` protocol."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything that can be kept in a checkpoint.
+    """An object that a checkpoint can save and restore.
 
     The state is a tree of dicts, lists, tuples, tensors, numpy arrays, strings, numbers, booleans and None.
     """
@@ -21,27 +21,27 @@ class Stateful(Protocol):
 
 @dataclasses.dataclass
 class TrainState:
-    """The counters of a run. Steps are optimizer steps, samples are counted over all processes.
+    """The counters of a run. Steps are optimizer steps; samples are counted over all processes.
 
     Attributes:
         step: Optimizer steps taken.
         epoch: Whole epochs finished.
-        position: Samples of the current epoch already trained on: where a resume goes on.
+        position: Samples of the current epoch already trained on, from where a resume continues.
         epoch_length: Samples in one epoch; 0 while unknown (an iterable dataset without length).
         samples: Samples trained on since the start, all epochs together.
-        tokens: Tokens trained on since the start, padding left out (0 where batches hold no `input_ids`).
+        tokens: Tokens trained on since the start, without padding (0 if batches have no `input_ids`).
         skipped_steps: Steps not taken because their gradient was not finite (`nonfinite="skip"`).
-        loss_sum: Sum of the losses of all steps taken, as far as they were read from the device.
-        loss_steps: How many steps that sum holds.
-        interval_loss_sum: The same sum since the last record.
-        interval_steps: How many steps that sum holds.
-        grad_norm: Norm of all gradients before clipping in the last step that was read.
-        best_metric: Best value of `metric_for_best_model` so far.
-        best_step: The step that gave it.
-        passed_over: Samples that `nonfinite="rollback"` passes over, as (epoch, first position, position after).
-        rollbacks: How often it went back.
-        micro_batch: Samples that were found to fit at once (`auto_find_batch_size`); None where nothing was cut.
-        eval_batch: The same in evaluations; None where all were seen to fit.
+        loss_sum: Sum of the losses of all steps that were read from the device.
+        loss_steps: Number of steps in `loss_sum`.
+        interval_loss_sum: Sum of the losses read since the last record.
+        interval_steps: Number of steps in `interval_loss_sum`.
+        grad_norm: Norm of all gradients before clipping in the last step that was read; None before the first.
+        best_metric: Best value of `metric_for_best_model` so far; None before the first.
+        best_step: Step of the best value.
+        passed_over: Ranges of samples that `nonfinite="rollback"` skips, as (epoch, start, stop).
+        rollbacks: Number of rollbacks.
+        micro_batch: Samples that fit into memory in one pass (`auto_find_batch_size`); None if nothing was cut.
+        eval_batch: Samples that fit into memory in one pass of an evaluation; None if nothing was cut.
     """
 
     step: int = 0
@@ -65,11 +65,11 @@ class TrainState:
 
     @property
     def epochs(self) -> float:
-        """Epochs trained, as a fraction: 1.5 in the middle of the second."""
+        """Epochs trained, with the fraction of the current one: 1.5 in the middle of the second."""
         return self.epoch + (self.position / self.epoch_length if self.epoch_length else 0.0)
 
     def enter_epochs_of(self, length: int) -> None:
-        """Takes the length of an epoch as it is now; a position at its end or beyond begins the next epoch."""
+        """Set the length of an epoch in samples; a position at its end or beyond begins the next epoch."""
         self.epoch_length = length
         if length and self.position >= length:
             self.epoch, self.position = self.epoch + 1, 0
@@ -84,13 +84,20 @@ class TrainState:
 
 @dataclasses.dataclass
 class Requests:
-    """What callbacks ask for; the loop serves them after the step, in the order of the fields.
+    """Requests of callbacks, which the loop serves after the step in the order of the fields.
 
-    A callback sets a flag to True, on one process or on all of them; at the end of the step the loop takes it up, for
-    all processes. `exit_code` is set by a listener that stops the run from outside (Ctrl-C, a preempted machine): a
-    checkpoint is saved (unless `args.save_strategy` is "no"), and `train()` leaves the process with it. `written` is
-    set by the thread that writes checkpoints, when one is there (or has failed) and can be announced. `reason` says why
-    the run shall stop, for the log and the report.
+    A callback sets a flag to True on one process or on all of them. At the end of the step the loop serves it on all
+    processes.
+
+    Attributes:
+        log: Make a record.
+        evaluate: Evaluate.
+        save: Save a checkpoint.
+        stop: End the training.
+        written: A checkpoint is written or has failed. The thread that writes checkpoints sets it.
+        exit_code: Exit code with which `train()` leaves the process after a signal (Ctrl-C, preemption). A checkpoint
+            is saved first, unless `args.save_strategy` is "no". None: no signal.
+        reason: Why the run stops, for the log and the report.
     """
 
     log: bool = False

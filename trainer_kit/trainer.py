@@ -1,4 +1,4 @@
-"""`Trainer`: the loop."""
+"""`Trainer`: the entry point to train, evaluate, predict and save."""
 
 from __future__ import annotations
 
@@ -44,65 +44,66 @@ logger = logging.getLogger("trainer_kit")
 
 
 class Trainer:
-    """Trains, evaluates, saves and resumes a model.
+    """Train, evaluate, save and resume a model.
 
     The life of a run::
 
         on_init_end
         on_train_begin                                        a checkpoint is loaded by now
-        while steps are left and nobody asked to stop:
-            on_epoch_begin                                    where an epoch begins or goes on
+        while steps are left and no stop is requested:
+            on_epoch_begin                                    where an epoch begins or resumes
             fetch the global batch: all micro-batches of the step, their items counted
             on_step_begin
             for each micro-batch:
                 to device -> seed -> autocast(loss) -> backward
-                on_substep_end                                but for the last
+                on_substep_end                                except after the last
             on_pre_optimizer_step
             clip, optimizer
             on_optimizer_step
-            scheduler, zero gradients, count
+            scheduler, zero gradients, advance the counters
             on_step_end
             on_epoch_end                                      where an epoch ends
-            what was asked for, in this order:
+            requests, in this order:
                 log:       metrics -> on_log
                 evaluate:  on_evaluate_begin -> on_evaluate_end -> on_evaluate
                 save:      on_save
                 stop
-        on_rollback                                           after a step that was not finite, where it goes back
-        on_train_end                                          what is asked for here is done too
+        on_rollback                                           after a return to a checkpoint from a non-finite step
+        on_train_end                                          requests made here are still served
         on_exit
-        on_exception                                          instead, where something raised
+        on_exception                                          instead of on_exit, after an error
 
     Args:
-        model: Any `torch.nn.Module` that returns its loss, or any with `compute_loss`.
-        args: See `TrainingArguments`.
-        train_dataset: Map-style or iterable.
-        eval_dataset: The same, or a dict of several by name.
-        data_collator: Makes a batch from a list of samples; default: pads with a tokenizer, else stacks.
-        processing_class: Tokenizer or processor; pads, and is saved with the model.
+        model: A `torch.nn.Module` that returns its loss; with `compute_loss`, any module. None with `model_init`.
+        args: The arguments; None: the defaults of `TrainingArguments`.
+        train_dataset: Map-style or iterable; None if the Trainer does not train.
+        eval_dataset: Map-style or iterable, or a dict of several by name; None: no evaluation during training.
+        data_collator: Makes a batch from a list of samples; None: pads with a tokenizer, else stacks.
+        processing_class: Tokenizer or processor. It pads batches and is saved with the model.
         compute_loss: `compute_loss(model, batch)` returns the mean loss over the batch's items (labels that are not
-            -100, else samples) or `(loss_sum, count)`.
-        compute_metrics: Gets an `EvalPrediction` with everything predicted, returns a dict.
-        metrics: Streaming metrics (update, compute, reset as torchmetrics has them): one, a list, or a dict by name.
-        callbacks: Listeners beside the default ones; one of a default's class takes its place.
-        strategy: Where to train; default: as `args.strategy` says.
-        optimizer: Default: as `args.optim` says.
-        lr_scheduler: A scheduler of `optimizer`, or a function that makes one from an optimizer.
-        model_init: Makes the model, seeded with `args.seed`, where none is given.
+            -100, else samples) or `(loss_sum, count)`; None: the loss that the model returns.
+        compute_metrics: Takes an `EvalPrediction` of the whole dataset and returns a dict of metrics.
+        metrics: Streaming metrics with torchmetrics' `update`, `compute` and `reset`: one, a list, or a dict by name.
+        callbacks: Callbacks in addition to the default ones; one of a default's class replaces that default.
+        strategy: The strategy to train with; None: as `args.strategy` says.
+        optimizer: The optimizer; None: as `args.optim` says.
+        lr_scheduler: A scheduler of `optimizer`, or a function that makes one from an optimizer; None: as
+            `args.lr_scheduler_type` says.
+        model_init: Makes the model after torch is seeded with `args.seed`; given instead of `model`.
 
     Raises:
-        TypeError: If something is of the wrong kind.
+        TypeError: If an argument is of the wrong type.
         ValueError: If arguments contradict one another.
 
-    A subclass that defines a method of transformers' Trainer which is not called here (`compute_loss`, `training_step`)
-    raises a TypeError where the class is made, and a foreign attribute an AttributeError where it is set.
+    A subclass that overrides a method of transformers' Trainer that this Trainer never calls (`compute_loss`,
+    `training_step`) raises a TypeError when it is defined. Setting an unknown attribute raises an AttributeError.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_class(cls, Trainer)
 
-    if not TYPE_CHECKING:  # under which every attribute could be set
+    if not TYPE_CHECKING:  # a visible __setattr__ would let a type checker accept every attribute
 
         def __setattr__(self, name: str, value: Any) -> None:
             check_attribute(type(self), name)
@@ -165,35 +166,35 @@ class Trainer:
             eval_dataset=eval_dataset,
             processing_class=processing_class,
         )
-        self._probe: LossProbe | None = None  # of the prepared model; None before it is
-        self._loop: TrainingLoop | None = None  # of the newest training
+        self._probe: LossProbe | None = None  # None until the model is prepared
+        self._loop: TrainingLoop | None = None  # of the latest call of train
         self.events.call("on_init_end", self.run)
 
     @property
     def args(self) -> TrainingArguments:
-        """Those of the run."""
+        """The arguments of the run."""
         return self.run.args
 
     # Training
 
     def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainOutput:
-        """Trains to the end.
+        """Train the model until the last step.
 
         Args:
-            resume_from_checkpoint: True goes on from the newest valid checkpoint in `output_dir`, and starts from the
-                beginning where there is none yet; a path goes on from that checkpoint. None: True where a launcher
-                started this run anew after a failure, else False.
+            resume_from_checkpoint: True resumes from the newest valid checkpoint in `output_dir`, and starts from the
+                beginning if there is none. A path resumes from that checkpoint. None: True if a launcher restarted
+                this run after a failure, else False.
 
         Returns:
-            Steps, mean loss and figures.
+            The number of steps, the mean loss and the metrics of the training.
 
         Raises:
-            ValueError: If something that was given makes no sense, before training begins.
-            FolderInUseError: If another training is at work in `output_dir`, before anything is changed there.
+            ValueError: If an argument is not valid; raised before training begins.
+            FolderInUseError: If another training uses `output_dir`; raised before anything is changed there.
             NonFiniteError: If the loss or a gradient is not finite and `nonfinite="stop"`.
-            CallbackError: If a callback raised.
-            SaveError: If the last checkpoint could not be written, or any with `save_failures="raise"`.
-            SystemExit: With code 130 after Ctrl-C, once the step is finished and a checkpoint saved.
+            CallbackError: If a callback raises.
+            SaveError: If the last checkpoint cannot be written; with `save_failures="raise"`, if any cannot.
+            SystemExit: With code 130 after Ctrl-C, once the step is finished and a checkpoint is saved.
         """
         run, loop = self.run, None
         with contextlib.ExitStack() as at_end:
@@ -218,7 +219,7 @@ class Trainer:
         return output
 
     def _set_up(self, resume: bool | str | Path | None, at_end: contextlib.ExitStack) -> TrainingLoop:
-        """Everything between the call of `train` and the first step; `at_end` releases what it takes."""
+        """Prepare everything up to the first step; `at_end` releases the folder and the loop."""
         run = self.run
         if run.state.step and hasattr(self.lr_scheduler, "state_dict"):
             raise ValueError("train() is called again, but lr_scheduler has run its course; give a function instead")
@@ -234,7 +235,7 @@ class Trainer:
         return self._loop
 
     def _prepare(self) -> LossProbe:
-        """Brings strategy, model and loss together."""
+        """Set up the strategy, and prepare the model and its loss."""
         run = self.run
         run.strategy.setup()
         run.ledger.keep_time_by(run.strategy.device_info.clock())
@@ -251,18 +252,18 @@ class Trainer:
     # Evaluation
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, Any]:
-        """Evaluates the model: the true mean loss over all items, and the metrics.
+        """Evaluate the model: the exact mean loss over all items, and the metrics.
 
         Args:
-            eval_dataset: Instead of the Trainer's own; a dict of datasets is evaluated one by one, each name in the
-                metrics' prefix.
-            metric_key_prefix: Before each metric's name.
+            eval_dataset: The dataset; None: the one given to the Trainer. Datasets in a dict are evaluated one by
+                one, and each name becomes part of the metrics' prefix.
+            metric_key_prefix: Prefix of each metric's name.
 
         Returns:
             The metrics, with runtime (seconds), samples_per_second and steps_per_second.
 
         Raises:
-            ValueError: If there is no dataset, or an empty one, or the model gives no loss.
+            ValueError: If there is no dataset, the dataset is empty, or the model returns no loss.
         """
         dataset = self.run.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
@@ -274,17 +275,17 @@ class Trainer:
         return metrics
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Predicts every sample of a dataset once, in its order.
+        """Predict every sample of a dataset once, in the dataset's order.
 
         Args:
-            test_dataset: With or without labels.
-            metric_key_prefix: Before each metric's name.
+            test_dataset: The dataset, with or without labels.
+            metric_key_prefix: Prefix of each metric's name.
 
         Returns:
             Predictions and labels as arrays on the host, and the metrics.
 
         Raises:
-            ValueError: If the dataset is empty or the model's output holds no predictions.
+            ValueError: If the dataset is empty, or the model's output has no predictions.
         """
         evaluation = self._evaluation()
         with generators_kept(self.run.strategy.device):
@@ -293,20 +294,20 @@ class Trainer:
         return output
 
     def estimate(self, device_memory: int | str | None = None) -> Estimate:
-        """The memory of a step with this model, these arguments and the first batch, found without memory for it.
+        """Estimate the memory of a step from the model, the arguments and the first batch, without allocating it.
 
         Args:
-            device_memory: Bytes, or a string such as "24GiB", that a device has; None: as much as the one here has.
+            device_memory: Memory of a device in bytes, or text such as "24GiB"; None: that of the device here.
 
         Returns:
-            The memory by component, whether it fits, the largest batch that does and what would need less: print its
-            `table()`, or take its `to_dict()`.
+            The memory by component, whether it fits, the largest batch that fits, and options that need less. Print
+            its `table()`, or use its `to_dict()`.
 
         Raises:
-            ValueError: If there is no dataset, or one that can be read only once, if `device_memory` is no size, or if
-                the model computes what hangs on values that are not known.
+            ValueError: If there is no dataset, if it can be read only once, if `device_memory` is not a size, or if
+                the model's computation depends on values, which an estimate does not have.
         """
-        from trainer_kit.memory.advice import advise_run  # takes its time
+        from trainer_kit.memory.advice import advise_run  # slow to import
 
         reading = make_reading(self.args, self.run.strategy, self.collate)
         first = first_batch(self.run, reading)
@@ -315,19 +316,19 @@ class Trainer:
     def plan(
         self, resume_from_checkpoint: bool | str | Path | None = None, num_processes: int | None = None
     ) -> TrainingPlan:
-        """What `train` would do, found without a step, a file or a change to anything.
+        """Plan what `train` would do, without taking a step, writing a file or changing any state.
 
         Args:
             resume_from_checkpoint: As for `train`.
-            num_processes: As if so many processes had been launched; None: as this one was.
+            num_processes: Number of processes to plan for; None: as this process was launched.
 
         Returns:
-            The plan: print it, or take its `to_dict()`.
+            The plan. Print it, or use its `to_dict()`.
 
         Raises:
-            ValueError: If there is no dataset or an empty one, or no checkpoint where one is asked for.
+            ValueError: If there is no dataset, the dataset is empty, or a requested checkpoint does not exist.
         """
-        from trainer_kit.planning import PlannedTraining, make_training_plan  # takes its time
+        from trainer_kit.planning import PlannedTraining, make_training_plan  # slow to import
 
         subject = PlannedTraining(
             run=self.run,
@@ -349,15 +350,15 @@ class Trainer:
         max_shard_size: int | str | None = None,
         safe_serialization: bool = True,
     ) -> None:
-        """Writes the model for use: safetensors, `config.json` and tokenizer files where there are any.
+        """Write the model for use: safetensors, and `config.json` and tokenizer files if the model has them.
 
         Args:
-            output_dir: Default: `args.output_dir`.
-            max_shard_size: Bytes, or text such as "2GB"; default: `args.max_shard_size`.
-            safe_serialization: Must be True: nothing is written as a pickle.
+            output_dir: The folder; None: `args.output_dir`.
+            max_shard_size: Bytes, or text such as "2GB"; None: `args.max_shard_size`.
+            safe_serialization: Must be True, since a pickle is never written.
 
         Raises:
-            ValueError: If `safe_serialization` is False or the size makes no sense.
+            ValueError: If `safe_serialization` is False or the size is not valid.
         """
         if not safe_serialization:
             raise ValueError("safe_serialization=False would write a pickle; only safetensors are written")
@@ -377,7 +378,7 @@ def _full_name(value: object) -> str:
 
 
 def _show_log(level: str) -> None:
-    """Events of a run go to stderr, unless the program has handlers of its own."""
+    """Log to stderr, unless the program has handlers of its own."""
     logger.setLevel(level.upper())
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())

@@ -1,1 +1,1 @@
-"""Data: the order of samples, their reading, and batches for the loop."""
+"""Data: the order of samples, reading them, and making batches for the loop."""

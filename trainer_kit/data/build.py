@@ -1,4 +1,4 @@
-"""From a run's arguments and datasets to its loaders and its number of steps."""
+"""Loaders made from a run's arguments and datasets."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from trainer_kit.strategies.base import Strategy
 
 
 def make_reading(args: TrainingArguments, strategy: Strategy, collate: Collator) -> LoaderConfig:
-    """How this run reads samples."""
+    """Return the loader configuration of a run."""
     pin_memory = args.dataloader_pin_memory and strategy.device_info.pins_memory
     return LoaderConfig(collate, args.seed, args.dataloader_num_workers, pin_memory, args.dataloader_timeout)
 
 
 def make_train_loader(run: Run, reading: LoaderConfig) -> TrainLoader | StreamLoader:
-    """The training batches.
+    """Make the loader of the training batches.
 
     Raises:
-        TypeError: If `run.train_dataset` is something else.
-        ValueError: If there is no dataset, an empty one, or one that the arguments do not fit.
+        TypeError: If `run.train_dataset` is a DataLoader or a dict of datasets.
+        ValueError: If there is no dataset, the dataset is empty, or the arguments do not fit it.
     """
     args, dataset = run.args, run.train_dataset
     if dataset is None:
@@ -47,10 +47,16 @@ def make_train_loader(run: Run, reading: LoaderConfig) -> TrainLoader | StreamLo
 def make_evaluation_batches(
     run: Run, dataset: Any, reading: LoaderConfig, size: int | None = None
 ) -> Iterator[tuple[Any, Counts]]:
-    """The batches of an evaluation with their counts; `size` samples on each device, else as many as the arguments say.
+    """Return the batches of an evaluation with their counts.
+
+    Args:
+        run: The run.
+        dataset: The dataset to evaluate, map-style or iterable.
+        reading: How samples are read.
+        size: Samples of a batch on each device; None: `args.eval_batch_size`.
 
     Raises:
-        TypeError: If `dataset` is none.
+        TypeError: If `dataset` is a DataLoader or a dict of datasets.
     """
     _check_dataset("the dataset to evaluate", dataset)
     layout = _layout(run.strategy, size or run.args.eval_batch_size)

@@ -1,4 +1,4 @@
-"""From samples to a batch."""
+"""Collators, which make a batch from a list of samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Collator = Callable[[list[Any]], Any]
 
 
 _UNLIMITED = 1_000_000
-"""From here on a tokenizer's `model_max_length` means that it knows none."""
+"""A tokenizer's `model_max_length` of at least this means that it has no limit."""
 
 
 def default_collator(
@@ -29,10 +29,10 @@ def default_collator(
     pad_to_lengths: list[int] | None = None,
     static_shapes: bool = False,
 ) -> Collator:
-    """The collator where the user gives none: padding where there is a tokenizer, else stacking.
+    """Return the default collator: it pads if there is a tokenizer, else it stacks.
 
     Args:
-        processing_class: Pads if it is a tokenizer.
+        processing_class: A tokenizer to pad with, or anything else; None: none.
         pad_to_multiple_of: See `PadCollator`.
         makes_mask: See `PadCollator`.
         pad_to_lengths: See `PadCollator`.
@@ -50,16 +50,16 @@ def default_collator(
 
 
 def stack(samples: list[Any]) -> Any:
-    """Stacks tensors, arrays and numbers of all samples, inside dicts and tuples too; lists of numbers are rows.
+    """Stack the tensors, arrays and numbers of all samples, also inside dicts and tuples.
 
-    Python's floats get torch's default dtype, as a model's weights have it.
+    A list of numbers becomes a row. Python floats get torch's default dtype, which model weights have too.
 
     Raises:
-        ValueError: If the samples' sizes or keys differ, naming the column.
+        ValueError: If the samples' sizes or keys differ; the message names the column.
     """
     first = samples[0]
     if type(first) is dict and all(type(value) is torch.Tensor for value in first.values()):
-        # Half the time of the general way, which says what is wrong where this one fails.
+        # Twice as fast as the general path, which raises a clear error if this one fails.
         with contextlib.suppress(KeyError, RuntimeError, TypeError):
             if all(len(sample) == len(first) for sample in samples):
                 return {key: torch.stack([sample[key] for sample in samples]) for key in first}
@@ -102,7 +102,7 @@ def _stack_leaves(values: list[Any]) -> Any:
 
 
 def _row(value: list[Any]) -> Any:
-    """A list of numbers (nested evenly) as a tensor; anything else as it is."""
+    """Convert an evenly nested list of numbers to a tensor; return anything else unchanged."""
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError):
@@ -110,22 +110,22 @@ def _row(value: list[Any]) -> Any:
 
 
 class PadCollator:
-    """Pads each batch to its longest sample, or to one of a few lengths.
+    """Pad each batch to its longest sample, or to one of a few lengths.
 
-    `input_ids` are filled with the tokenizer's padding token, `attention_mask` with 0, `token_type_ids` with the
-    tokenizer's padding type, `labels` with -100 and every other column with 0.
-    `label` is renamed `labels`, the name that transformers' models take.
+    `input_ids` are padded with the tokenizer's padding token, `attention_mask` with 0, `token_type_ids` with the
+    tokenizer's padding type, `labels` with -100 and every other column with 0. `label` is renamed `labels`, the name
+    that transformers' models take.
 
     Args:
-        tokenizer: Anything with `pad_token_id` (and `padding_side`, `pad_token_type_id`, `model_max_length`).
-        pad_to_multiple_of: Rounds the padded length up.
-        makes_mask: Makes an `attention_mask` where samples have none; not for a model that takes none.
-        pad_to_lengths: Pads to the smallest of these lengths that fits.
-        static_shapes: Where neither of the two is given, pads to the next power of two, at least 32, but not beyond
-            what the tokenizer says that its model takes.
+        tokenizer: Any object with `pad_token_id` (optional: `padding_side`, `pad_token_type_id`, `model_max_length`).
+        pad_to_multiple_of: Rounds the padded length up to a multiple of this; None: no rounding.
+        makes_mask: Whether to add an `attention_mask` if samples have none; False for a model that takes none.
+        pad_to_lengths: Pads to the smallest of these lengths that fits; None: to the longest sample.
+        static_shapes: Whether, without both options above, to pad to the next power of two of at least 32, but not
+            beyond the tokenizer's `model_max_length`.
 
     Raises:
-        ValueError: If the tokenizer has no padding token, or both ways to pad are asked for.
+        ValueError: If the tokenizer has no padding token, or both padding options are given.
     """
 
     def __init__(
@@ -159,10 +159,10 @@ class PadCollator:
         self.makes_mask = makes_mask
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
-        """Pads and stacks `samples`, a list of dicts.
+        """Pad and stack `samples`, a list of dicts.
 
         Raises:
-            TypeError: If a sample is no dict.
+            TypeError: If a sample is not a dict.
             ValueError: If the samples' keys or sizes beyond the first dimension differ, or a sample is longer than
                 the largest of `pad_to_lengths`.
         """
@@ -190,14 +190,14 @@ class PadCollator:
                 return torch.stack(rows)
             lengths = [len(row) for row in rows]
         length = max(lengths)
-        # Not what has one length for all and none of the tokens', such as the channels of an image.
+        # Leave equal lengths other than those of the tokens, such as the channels of an image.
         if len(set(lengths)) > 1 or lengths == tokens:
             length = self._length(name, length)
         with _naming(name):
             return self._padded(name, rows, length)
 
     def _padded(self, name: str, rows: list[torch.Tensor], length: int) -> torch.Tensor:
-        dtypes = [row.dtype for row in rows if row.numel()] or [rows[0].dtype]  # an empty list has none
+        dtypes = [row.dtype for row in rows if row.numel()] or [rows[0].dtype]  # an empty list has no dtype of its own
         shape = (len(rows), length, *rows[0].shape[1:])
         padded = torch.full(shape, self.fill.get(name, 0), dtype=reduce(torch.promote_types, dtypes))
         for place, row in zip(padded, rows, strict=True):
@@ -205,7 +205,7 @@ class PadCollator:
         return padded
 
     def _length(self, name: str, longest: int) -> int:
-        """What a column is padded to whose longest sample has this length."""
+        """Return the padded length of a column whose longest sample has this length."""
         if self.to_powers:
             power = power_of_two(longest)
             return min(power, self.limit) if longest <= self.limit < _UNLIMITED else power
@@ -221,7 +221,7 @@ class PadCollator:
 
 @contextlib.contextmanager
 def _naming(column: str) -> Iterator[None]:
-    """Says which column it is that cannot be padded."""
+    """Name the column in an error that padding raises."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What samples are, in a few bytes, to find out whether a stream gives the same ones again."""
+"""Digests of samples, to check whether a stream yields the same samples again."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from xxhash import xxh3_64
 
 _PICKLE = 4
 _MARSHAL = 2
-"""The version whose bytes depend on values alone, not on which strings are one object."""
+"""The version whose bytes depend on values only, not on the identity of strings."""
 
 
 def digest(samples: list[Any]) -> bytes | None:
-    """A digest of samples; None where one of them holds what cannot be compared.
+    """Return a digest of samples; None if one of them cannot be compared.
 
     Args:
-        samples: Of any kind. What lies on a device cannot be compared, since the host would wait for it.
+        samples: Samples of any type. Tensors on a device cannot be compared, since the host would wait for them.
     """
     found = xxh3_64()
     try:
         for sample in samples:
             _feed(found, sample)
-    except Exception:  # an object of the user's own, whose pickling may raise anything
+    except Exception:  # pickling a user's object may raise anything
         return None
     return found.digest()
 
@@ -65,10 +65,10 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def has_shuffle_buffer(dataset: Any) -> bool:
-    """Whether a stream of `datasets` shuffles in a buffer, whose samples its state does not hold.
+    """Return whether a stream of `datasets` shuffles in a buffer, whose samples its state does not hold.
 
-    `datasets` says so of `IterableDataset.state_dict`. The buffer may be of one of several interleaved streams, so that
-    the next samples would not show it.
+    `IterableDataset.state_dict` documents this. The buffer may belong to one of several interleaved streams, so that
+    comparing the next samples does not reveal it.
     """
     waiting = [getattr(dataset, "_ex_iterable", None)]
     while waiting:

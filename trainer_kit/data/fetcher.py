@@ -1,4 +1,4 @@
-"""Reads samples so that their randomness is a function of (seed, epoch, sample), in whatever process that happens."""
+"""`Fetcher`: reads samples so that their randomness depends on (seed, epoch, sample) only, in any process."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from trainer_kit.errors import DataError
 from trainer_kit.utils.rng import seed_generators
 
 _SAMPLE, _COLLATE = 1, 2
-"""Tell the seeds of samples and of collation from one another, and from those of the steps (`Strategy.seed`)."""
+"""Keep the seeds of samples and of collation apart, and apart from those of the steps (`Strategy.seed`)."""
 
 _PROBES = 16
-"""Seeds with which a batch is first read; few, so that the draws that follow each are worked out once."""
+"""Number of seeds with which a batch is first read; few, so that their first draws can be cached."""
 
 _first_draws: dict[int, tuple[float, float]] = {}
 
 
 class Fetcher(Dataset[Any]):
-    """Fetches and collates the samples of a slot.
+    """Fetch and collate the samples of a batch.
 
     Every sample's randomness (torch, numpy, random) is seeded from (seed, epoch, dataset index). Seeding before each
-    sample costs more than reading a small one, so a batch is first read with one seed; only a dataset that is seen to
-    draw random numbers is read again, seeded sample by sample, and from then on always.
+    sample costs more than reading a small one, so a batch is first read with one seed. If the dataset draws random
+    numbers, the batch is read again with a seed per sample, and so are all later batches.
 
     Args:
-        dataset: Map-style.
+        dataset: A map-style dataset.
         collate: Makes a batch from a list of samples.
         seed: The run's seed.
     """
@@ -61,13 +61,13 @@ class Fetcher(Dataset[Any]):
         return slot, self.collate(samples)
 
     def _samples(self, indices: list[int]) -> list[Any]:
-        """All samples at once where the dataset can do that, as tables and Hugging Face's datasets can."""
+        """Read all samples in one call if the dataset has `__getitems__`, as Hugging Face's datasets do."""
         if _reads_many(type(self.dataset)):
             try:
                 samples: list[Any] = self.dataset.__getitems__(indices)
                 return samples
             except Exception:
-                return [self._sample(index) for index in indices]  # finds out which one it is
+                return [self._sample(index) for index in indices]  # names the failing sample
         return [self._sample(index) for index in indices]
 
     def _sample(self, index: int) -> Any:
@@ -78,19 +78,19 @@ class Fetcher(Dataset[Any]):
 
 
 def _reads_many(kind: type) -> bool:
-    """Whether a dataset has `__getitems__`, and no subclass another `__getitem__`, which would then be passed by."""
+    """Return whether a dataset has `__getitems__` and no subclass overrides `__getitem__`, which would be bypassed."""
     nearest = next((cls for cls in kind.__mro__ if {"__getitem__", "__getitems__"} & vars(cls).keys()), object)
     return "__getitems__" in vars(nearest)
 
 
 def set_epoch(dataset: Any, epoch: int) -> None:
-    """Tells a dataset that wants to know (`set_epoch`) which epoch begins; evaluations (-1) are none."""
+    """Call the dataset's `set_epoch`, if it has one; do nothing for an evaluation (epoch -1)."""
     if epoch >= 0 and hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)
 
 
 def _reset(seed: int) -> tuple[tuple[float, float], torch.Tensor]:
-    """Seeds the generators; gives what random and numpy will draw next, and torch's state."""
+    """Seed the generators; return the next draws of random and numpy, and torch's state."""
     seed %= _PROBES
     seed_generators(seed)
     if seed not in _first_draws:
@@ -99,7 +99,7 @@ def _reset(seed: int) -> tuple[tuple[float, float], torch.Tensor]:
 
 
 def _drew(before: tuple[tuple[float, float], torch.Tensor]) -> bool:
-    """Whether a number was drawn since `_reset`. Drawing one is far cheaper than looking at the whole state."""
+    """Return whether a number was drawn since `_reset`. Drawing one is far cheaper than comparing whole states."""
     draws, state = before
     return (random.random(), np.random.random_sample()) != draws or not torch.equal(
         torch.default_generator.get_state(), state

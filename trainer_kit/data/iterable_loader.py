@@ -1,4 +1,4 @@
-"""Training and evaluation batches of iterable datasets, resumed by their own state or by reading them again."""
+"""Training and evaluation batches of iterable datasets, which resume by their own state or by reading again."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class _Batch(NamedTuple):
     """A batch to train on.
 
     Attributes:
-        read: What was read.
+        read: The batch as the reader yields it.
         start: Position of its first sample in the epoch.
-        part: Number of the part of the epoch that it belongs to; what is passed over lies between two.
+        part: Number of the part of the epoch that it belongs to; skipped ranges separate the parts.
     """
 
     read: Read
@@ -31,13 +31,13 @@ class _Batch(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """What a process computes at once.
+    """A part of a batch that a process computes in one pass.
 
     Attributes:
-        batch: The batch.
-        counts: What it counts for.
+        batch: The collated samples.
+        counts: Counts of the part.
         start: Position of its first sample in the epoch.
-        samples: Samples that it was made of.
+        samples: Number of samples collated.
     """
 
     batch: Any
@@ -47,10 +47,10 @@ class _Piece(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """The batches that all processes take at once, as this one sees them.
+    """The batches that all processes take at the same time, as this process sees them.
 
     Attributes:
-        pieces: This process's own batch in its parts; where others have more, the row's first part stands in.
+        pieces: The parts of this process's batch, followed by dummy batches if other processes have more parts.
         part: As in `_Batch`.
         start: Position where the row begins.
         stop: Position after the row.
@@ -69,28 +69,29 @@ class _Row(NamedTuple):
 class StreamLoader:
     """The training batches of an iterable dataset.
 
-    A dataset with `state_dict` and `load_state_dict` resumes where it was, if its state is seen to bring back the
-    samples that came after it (see `reader`); another one is read again from the epoch's start up to the position, with
-    a progress bar and a warning. Randomness drawn while reading is seeded before every batch from (seed, epoch, worker,
-    samples that it has read). With workers, each has a copy of the dataset, which divides itself by
+    A dataset with `state_dict` and `load_state_dict` resumes by its state, if the state is verified to bring back the
+    samples that came after it (see `reader`). Any other dataset is read again from the epoch's start up to the
+    position, with a progress bar and a warning. Randomness drawn while reading is seeded before every batch from
+    (seed, epoch, worker, samples read by the worker). Each worker has a copy of the dataset, which divides itself by
     `torch.utils.data.get_worker_info()`, as in PyTorch.
 
-    Every process reads the whole dataset and keeps the batches that are its own, dealt out in turn. So order, steps
-    and states are those of one process, any number of processes can go on, and nobody waits for anybody; the price is
-    the reading. The dataset must give all processes the same samples: it does not divide itself by rank.
+    Every process reads the whole dataset and keeps its own batches, which are dealt out in turn. Order, steps and
+    states are therefore those of one process, a run resumes with any number of processes, and processes never wait for
+    each other to read. The cost is that every process reads everything. The dataset must yield the same samples on all
+    processes, without dividing itself by rank.
 
     Args:
-        dataset: Has `__iter__`; `__len__`, where it has one, counts samples.
+        dataset: A dataset with `__iter__`. Its `__len__`, if it has one, counts samples.
         layout: Batch size, accumulation and processes.
-        reading: Collation, seed and workers (of each process).
-        drop_last: Leave out batches that are not full, and an epoch's last ones where not every process has one.
+        reading: Collation, seed and workers of each process.
+        drop_last: Whether to drop batches that are not full, and an epoch's last ones if not every process has one.
 
     Attributes:
-        passed_over: (epoch, start, stop) of positions that are not trained on; set it before `micro_batches`. They are
-            read and dropped; with several workers whole batches are, every one that holds such a position.
+        passed_over: Positions to skip, as (epoch, start, stop); set it before `micro_batches`. Their samples are read
+            and dropped. With several workers, every batch with such a position is dropped as a whole.
 
     Raises:
-        ValueError: If the dataset's length says that an epoch holds no batch.
+        ValueError: If an epoch has no batch according to the dataset's length.
     """
 
     def __init__(self, dataset: Any, layout: Layout, reading: LoaderConfig, drop_last: bool = False) -> None:
@@ -110,15 +111,15 @@ class StreamLoader:
                 raise ValueError(no_batch(len(dataset), layout))
 
     def steps_left(self, epoch: int, position: int) -> int:
-        """Optimizer steps from a position to the end of an epoch, as far as the dataset's length is true.
+        """Return the optimizer steps from a position to the end of an epoch, according to the dataset's length.
 
-        Workers are taken to share the samples evenly, as `range(worker, length, workers)` does.
+        It assumes that workers share the samples evenly, as by `range(worker, length, workers)`.
         """
         kept = parts(position, self.epoch_length, ranges(self.passed_over, epoch))
         return sum(-(-self._rows_between(start, stop) // self.layout.accumulation) for start, stop in kept)
 
     def _rows_between(self, start: int, stop: int) -> int:
-        """How often all processes take a batch between two positions, of which the second ends an epoch or a part."""
+        """Count the rows of batches between two positions; the second is the end of an epoch or a part."""
         size, processes = self.layout.batch_size, self.layout.world_size
         if stop == self.epoch_length:
             return self._rows_from(start) - self._rows_from(stop)
@@ -127,12 +128,12 @@ class StreamLoader:
         return -(-(self._batches_from(start) - self._batches_from(stop)) // processes)
 
     def _rows_from(self, position: int) -> int:
-        """How often all processes take a batch from a position to the end of an epoch."""
+        """Count the rows of batches from a position to the end of an epoch."""
         batches, processes = self._batches_from(position), self.layout.world_size
         return batches // processes if self.drop_last else -(-batches // processes)
 
     def _batches_from(self, position: int) -> int:
-        """Batches of all processes from a position to the end of an epoch."""
+        """Count the batches of all processes from a position to the end of an epoch."""
         size, tail = self.layout.batch_size, self._tail
         if self._readers == 1:
             left = len(self.dataset) - position
@@ -145,23 +146,24 @@ class StreamLoader:
     def micro_batches(
         self, epoch: int, position: int, steps: int, data_state: dict[str, Any] | None = None
     ) -> Iterator[MicroBatch]:
-        """The micro-batches of the next `steps` steps, from `position` in `epoch` on.
+        """Yield the micro-batches of the next `steps` steps, starting at `position` in `epoch`.
 
         Args:
             epoch: Number of the epoch, from 0.
-            position: Samples of it that were trained on.
-            steps: Steps to take.
+            position: Samples of the epoch that were trained on.
+            steps: Number of optimizer steps.
             data_state: `GlobalBatch.data_state` of the last step; None at the beginning of an epoch.
 
         Raises:
-            ValueError: If there is no `data_state` in the middle of an epoch, or it is one of other workers.
+            ValueError: If `data_state` is None in the middle of an epoch or has another number of workers, or if an
+                epoch yields no sample.
         """
         if position and data_state is None:
             raise ValueError(f"nothing says where train_dataset stood after {position} samples of epoch {epoch}")
         if isinstance(self.dataset, Stateful):
             if self._fresh is None:
                 self._fresh = copy.deepcopy(self.dataset.state_dict())
-            elif data_state is None and self.reading.workers == 0:  # it may stand in the middle of an epoch
+            elif data_state is None and self.reading.workers == 0:  # the dataset may be in the middle of an epoch
                 self.dataset.load_state_dict(copy.deepcopy(self._fresh))
         while steps > 0:
             for window in self._windows(epoch, position, data_state):
@@ -186,7 +188,7 @@ class StreamLoader:
         )
 
     def _windows(self, epoch: int, position: int, data_state: dict[str, Any] | None) -> Iterator[list[MicroBatch]]:
-        """The steps of one epoch. One row is read ahead, to know which step is the last."""
+        """Yield the micro-batches of each step of an epoch. One row is prefetched to find the last step."""
         rows = self._rows(epoch, position, data_state)
         ahead = next(rows, None)
         while ahead is not None:
@@ -219,9 +221,9 @@ class StreamLoader:
                     yield row
 
     def _batches(self, epoch: int, position: int, data_state: dict[str, Any] | None) -> Iterator[_Batch]:
-        """The batches of an epoch from `position` on, without those that hold what is passed over."""
+        """Yield the batches of an epoch starting at `position`, without those that hold skipped positions."""
         passed_over = ranges(self.passed_over, epoch)
-        # A reader that reads alone knows the positions, and ends a batch there.
+        # A single reader knows the positions, and ends a batch there.
         ends = sorted({end for each in passed_over for end in each}) if self._readers == 1 else []
         reader = StreamReader(self.dataset, self.layout, self.reading, epoch, self.drop_last, ends, self._fresh)
         if data_state is not None:
@@ -236,9 +238,10 @@ class StreamLoader:
 
 
 def stream_evaluation_batches(dataset: Any, layout: Layout, reading: LoaderConfig) -> Iterator[tuple[Any, Counts]]:
-    """This process's batches of an evaluation over an iterable dataset, in its order (with workers: in theirs).
+    """Yield this process's batches of an evaluation over an iterable dataset, with their counts.
 
-    As in training, every process reads the whole dataset; its k-th batch is number k * world_size + rank.
+    Every process reads the whole dataset. Its k-th batch is number k * world_size + rank, in the order of the dataset
+    or, with several workers, of their batches in turn.
     """
     for read in islice(StreamReader(dataset, layout, reading).rounds(), layout.rank, None, layout.world_size):
         for batch, samples in zip(read.parts, read.sizes, strict=True):
@@ -246,7 +249,7 @@ def stream_evaluation_batches(dataset: Any, layout: Layout, reading: LoaderConfi
 
 
 def _dealt(batches: Iterator[_Batch], layout: Layout) -> _Row | None:
-    """Deals out a row of batches, one a process; those of others are let go at once. None where no batch is left."""
+    """Deal out a row of batches, one per process, without keeping those of others; None if no batch is left."""
     pieces: list[_Piece] = []
     number, most, first = -1, 0, None
     for number, (read, start, part) in enumerate(batches):
@@ -261,18 +264,18 @@ def _dealt(batches: Iterator[_Batch], layout: Layout) -> _Row | None:
         most, stop, data_state = max(most, len(read.parts)), start + read.samples, read.data_state
     if number < 0:
         return None
-    while len(pieces) < most:  # a stand-in
+    while len(pieces) < most:  # a dummy batch
         pieces.append(_Piece(first, count(first, first_samples).as_nothing(), row_start, first_samples))
     return _Row(pieces, row_part, row_start, stop, number + 1, data_state)
 
 
 def _batches_of(length: int, size: int, readers: int, drop_last: bool) -> tuple[int, list[int]]:
-    """How many full batches an epoch of this length begins with, and the sizes of those that follow.
+    """Return how many full batches an epoch of this length begins with, and the sizes of the batches after them.
 
-    The readers take turns; each has its share and ends with what is left of it.
+    The readers take turns. Each has its share of the samples, and its last batch may not be full.
     """
     least, more = divmod(length, readers)
-    rounds = least // size  # in which every reader has a full batch
+    rounds = least // size  # turns in which every reader has a full batch
     shares = [least + (reader < more) - rounds * size for reader in range(readers)]
     tail = [min(size, share - start) for start in (0, size) for share in shares]
     return rounds * readers, [each for each in tail if each == size or (each > 0 and not drop_last)]

@@ -1,4 +1,4 @@
-"""Micro-batches for the loop: fetched in order, counted by step, ready to go on at any position."""
+"""Micro-batches of map-style datasets: fetched in order, counted by step, resumable at any position."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from trainer_kit.utils.rng import seed_generators
 
 @dataclasses.dataclass(slots=True)
 class GlobalBatch:
-    """The micro-batches of one optimizer step, counted before the first is worked on.
+    """The micro-batches of one optimizer step, counted before the first forward pass.
 
-    The loaders count those of this process; the loop makes the counts those of all processes (`set_numbers`).
+    The loader counts this process's micro-batches. The loop then sets the sums over all processes (`set_numbers`).
 
     Attributes:
         epoch: Number of the epoch, from 0.
@@ -40,10 +40,10 @@ class GlobalBatch:
         stop: Position in the epoch after this step.
         closes_epoch: Whether this step is the epoch's last.
         samples: Samples of the step.
-        tokens: Tokens of the step, padding left out.
-        labels: Items of the step (see `loss.Counts`).
-        shifted: Items for a model that shifts its labels.
-        data_state: What an iterable dataset has to be given to go on after this step; None for map-style ones.
+        tokens: Tokens of the step, without padding.
+        labels: Items of the step (see `loss.batch.Counts`).
+        shifted: Items of the step for a model that shifts its labels.
+        data_state: State from which an iterable dataset resumes after this step; None for map-style datasets.
     """
 
     epoch: int
@@ -63,12 +63,17 @@ class GlobalBatch:
         self.shifted += counts.shifted
 
     def numbers(self) -> tuple[int, int, int, int]:
-        """The counts that lie on the host; 0 for what was counted on a device."""
+        """Return the samples, tokens, labels and shifted labels counted on the host; 0 for counts on a device."""
         labels, shifted = (each if isinstance(each, int) else 0 for each in (self.labels, self.shifted))
         return self.samples, self.tokens, labels, shifted
 
     def set_numbers(self, sums: Sequence[int], reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Takes the sums of `numbers()` over all processes; `reduce` sums what was counted on a device."""
+        """Set the counts to those of all processes.
+
+        Args:
+            sums: The sums of `numbers()` over all processes.
+            reduce: Sums a count on a device over all processes.
+        """
         self.samples, self.tokens = sums[:2]
         self.labels = sums[2] if isinstance(self.labels, int) else reduce(self.labels)
         self.shifted = sums[3] if isinstance(self.shifted, int) else reduce(self.shifted)
@@ -76,18 +81,18 @@ class GlobalBatch:
 
 @dataclasses.dataclass(slots=True)
 class MicroBatch:
-    """One forward and backward pass.
+    """The batch of one forward and backward pass.
 
     Attributes:
-        batch: What the collator made; moved to the device on the way to the loop.
-        counts: What it counts for; all 0 for a stand-in of a process that has no samples left in the step.
-        global_batch: The step it belongs to.
+        batch: The batch from the collator.
+        counts: Counts of the batch; all 0 for a dummy batch of a process without samples left in the step.
+        global_batch: The global batch it belongs to.
         index: Its number in the step, from 0.
         is_last: Whether it is the step's last.
         start: Position of its first sample in the epoch.
-        indices: Dataset indices; empty for iterable datasets.
-        samples: Samples that the batch was made of; those of a stand-in too.
-        unfilled: The batch without the samples that were added for a static shape; None where none were.
+        indices: Dataset indices of its samples; empty for iterable datasets.
+        samples: Number of samples collated, also for a dummy batch.
+        unfilled: The batch before samples were added for a static shape; None if none were added.
     """
 
     batch: Any
@@ -103,14 +108,14 @@ class MicroBatch:
 
 @dataclasses.dataclass(frozen=True)
 class LoaderConfig:
-    """How samples are read.
+    """The configuration of reading samples.
 
     Attributes:
         collate: Makes a batch from a list of samples.
         seed: The run's seed.
-        workers: Worker processes; 0 reads in this one.
+        workers: Number of worker processes; 0 reads in this process.
         pin_memory: Whether workers' batches are copied to page-locked memory.
-        timeout: Seconds that workers may take for a batch; 0: without end.
+        timeout: Seconds that workers may take for a batch; 0: no limit.
     """
 
     collate: Collator
@@ -124,17 +129,17 @@ class TrainLoader:
     """The training batches of a map-style dataset.
 
     Args:
-        dataset: Has `__len__` and `__getitem__`.
+        dataset: A dataset with `__len__` and `__getitem__`.
         layout: Batch size, accumulation and processes.
         reading: Collation, seed and workers.
-        drop_last: Leave out an epoch's last batches where not every process has a full one.
-        group_by_length: Put samples of like length together.
+        drop_last: Whether to drop an epoch's last batches if not every process has a full one.
+        group_by_length: Whether to batch samples of similar length together.
 
     Attributes:
-        passed_over: (epoch, start, stop) of positions that are not trained on; set it before `micro_batches`.
+        passed_over: Positions to skip, as (epoch, start, stop); set it before `micro_batches`.
 
     Raises:
-        ValueError: If an epoch holds no batch.
+        ValueError: If an epoch has no batch, or `group_by_length` finds no lengths.
     """
 
     def __init__(
@@ -155,13 +160,22 @@ class TrainLoader:
             raise ValueError(no_batch(len(dataset), layout))
 
     def steps_left(self, epoch: int, position: int) -> int:
-        """Optimizer steps from a position to the end of an epoch."""
+        """Return the optimizer steps from a position to the end of an epoch."""
         return steps_between(position, self.epoch_length, self.layout, ranges(self.passed_over, epoch))
 
     def micro_batches(
         self, epoch: int, position: int, steps: int, data_state: dict[str, Any] | None = None
     ) -> Iterator[MicroBatch]:
-        """The micro-batches of the next `steps` steps, from `position` in `epoch` on; no sample before it is read."""
+        """Yield the micro-batches of the next `steps` steps, starting at `position` in `epoch`.
+
+        Samples before `position` are not read.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            position: Samples of the epoch that were trained on.
+            steps: Number of optimizer steps.
+            data_state: Not used by map-style datasets.
+        """
         fetched: list[tuple[BatchIndices, Any]] = []
         for slot, batch in _fetched(self.dataset, self._slots(epoch, position, steps), self.reading):
             fetched.append((slot, batch))
@@ -181,7 +195,7 @@ class TrainLoader:
 
 
 def no_batch(length: int, layout: Layout) -> str:
-    """What is wrong with a training dataset of this length that gives no batch."""
+    """Return the error message for a training dataset of this length without a batch."""
     if length == 0:
         return "train_dataset is empty; give at least one sample"
     return (
@@ -191,13 +205,13 @@ def no_batch(length: int, layout: Layout) -> str:
 
 
 def evaluation_batches(dataset: Any, layout: Layout, reading: LoaderConfig) -> Iterator[tuple[Any, Counts]]:
-    """This process's batches of an evaluation, in the dataset's order."""
+    """Yield this process's batches of an evaluation in the dataset's order, with their counts."""
     for slot, batch in _fetched(dataset, evaluation_slots(len(dataset), layout), reading):
         yield batch, count(batch, len(slot.indices))
 
 
 def _counted(fetched: list[tuple[BatchIndices, Any]]) -> Iterator[MicroBatch]:
-    """The micro-batches of one step. All are counted first: each is weighed by its share in the step."""
+    """Yield the micro-batches of one step; all are counted first, since each is weighted by its share of the step."""
     slot = fetched[-1][0]
     window = GlobalBatch(slot.epoch, slot.window_start, slot.window_stop, slot.closes_epoch)
     all_counts = [_counts(slot, batch) for slot, batch in fetched]
@@ -221,9 +235,14 @@ def _fetched(dataset: Any, plan: Iterable[BatchIndices], reading: LoaderConfig) 
 
 
 def from_workers(dataset: Any, reading: LoaderConfig, sampler: Iterable[Any] | None = None) -> Iterator[Any]:
-    """What a DataLoader gives whose workers do all the work and whose randomness is its own.
+    """Return an iterator over the items that DataLoader workers read, without drawing from the global generator.
 
-    The generator matters: `iter(DataLoader)` would otherwise draw from the global one and shift dropout.
+    The DataLoader has its own generator. Otherwise `iter(DataLoader)` draws from the global one and changes dropout.
+
+    Args:
+        dataset: The dataset that workers read, which collates by itself.
+        reading: Workers, timeout and seed.
+        sampler: Yields the dataset's indices; None for an iterable dataset.
 
     Raises:
         WorkerError: See `worker_items`.
@@ -247,13 +266,16 @@ def _as_is(item: Any) -> Any:
 
 
 def sample_lengths(dataset: Any, seed: int = 0) -> np.ndarray:
-    """The length of each sample, shape [samples]: the dataset's column `length`, else that of its `input_ids`.
+    """Return the length of each sample: the dataset's column `length`, else the length of its `input_ids`.
 
-    Without the column every sample is read once, with randomness that follows from `seed`: all processes, and a
-    resumed run, find the same lengths.
+    Without the column, every sample is read once. Randomness is seeded from `seed` and the index, so that all
+    processes and a resumed run find the same lengths.
+
+    Returns:
+        The lengths, shape [samples].
 
     Raises:
-        ValueError: If samples have neither.
+        ValueError: If samples have neither `length` nor `input_ids`.
     """
     columns = getattr(dataset, "column_names", None)
     if columns is not None and "length" in columns:
@@ -272,5 +294,5 @@ def _length_of(dataset: Any, index: int, seed: int) -> int:
 
 
 def is_iterable(dataset: Any) -> bool:
-    """Whether a dataset can only be read from the start on (no `__getitem__` or no length)."""
+    """Return whether a dataset can only be read from its start: it has no `__getitem__` or no length."""
     return isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))

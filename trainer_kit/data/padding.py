@@ -1,4 +1,4 @@
-"""Batches of one size: the last of an epoch is filled up where that leaves the loss as it is."""
+"""Padding of incomplete batches to the size of full ones, if that leaves the loss unchanged."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from trainer_kit.utils.pytree import map_tensors, tensors
 
 
 class Padding:
-    """Fills up batches on the host, for a strategy that wants static shapes; for others it leaves them as they are.
+    """Pad batches with rows on the host if the strategy has static shapes; otherwise leave them unchanged.
 
-    Rows are added whose labels are -100. What a batch counts for stays what its own samples count for, so that losses
-    and gradients stay what they are, if the model's own loss is the mean over the labels that count, and no sample's
-    loss depends on others (batch norm). That is looked at once; a batch for which it is not so goes as it is, which
-    costs one more compilation.
+    The added rows have labels of -100, and the counts of a batch stay those of its own samples. Losses and gradients
+    stay the same if the model's loss is the mean over the valid labels and no sample's loss depends on others (as with
+    batch norm). The model is probed for this once. If it does not hold, batches stay unpadded, which costs one more
+    compilation.
 
     Args:
-        inspection: Knows the model.
-        strategy: Whether shapes are to be static; takes batches to the device.
+        inspection: The probe of the model's loss.
+        strategy: The run's strategy, which has static shapes or not.
         rows: Samples of a full batch.
-        training: Whether the model is in training mode.
+        training: Whether the batches are for training.
     """
 
     def __init__(self, inspection: LossProbe, strategy: Strategy, rows: int, training: bool = False) -> None:
@@ -37,40 +37,46 @@ class Padding:
         self._training = training
 
     def filled(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield the micro-batches, filled up as far as it is not known yet that they cannot be."""
+        """Yield the micro-batches, padded unless it is known that padding changes the loss."""
         for micro_batch in micro_batches:
             if self.wants(micro_batch.batch, micro_batch.samples):
                 micro_batch.unfilled, micro_batch.batch = micro_batch.batch, pad_rows(micro_batch.batch, self.rows)
             yield micro_batch
 
     def kept(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield what `filled` gave, but as it was before where filling up would change the loss."""
+        """Yield the micro-batches from `filled`, without the padding if it changes the loss."""
         for micro_batch in micro_batches:
             if micro_batch.unfilled is not None and not self._is_exact(micro_batch.unfilled):
                 micro_batch.unfilled, micro_batch.batch = None, micro_batch.unfilled
             yield micro_batch
 
     def wants(self, batch: Any, samples: int, with_loss: bool = True) -> bool:
-        """Whether to fill up a batch of fewer samples than others."""
+        """Return whether to pad a batch that has fewer samples than a full one.
+
+        Args:
+            batch: The batch on the host.
+            samples: Its samples.
+            with_loss: Whether its loss is needed.
+        """
         if not self._strategy.static_shapes or samples >= self.rows or rows_of(batch) != samples:
-            return False  # the rows are others than the samples where a collator packs them, or those of graphs
-        if not with_loss:  # nothing tells then whether a tensor of another size goes with the samples
+            return False  # with packed samples or graphs, rows are not samples
+        if not with_loss:  # without labels, a tensor of another size may belong to the samples too
             return all(tensor.ndim and len(tensor) == samples for tensor in tensors(batch))
         labels = labels_of(batch)
         counted = labels is not None and is_whole(labels) and len(labels) == samples
         return counted and self._inspection.ignores_filler[self._training] is not False and not self._normalizes()
 
     def settled(self, batch: Any, unfilled: Any) -> Any:
-        """The batch to go on with: as it was filled up, or as it was before.
+        """Return the batch to use: the padded one, or the original if padding changes the loss.
 
         Args:
-            batch: Filled up, on the device.
-            unfilled: As it was before, on the host; None if it was full.
+            batch: The padded batch on the device.
+            unfilled: The batch before padding, on the host; None if it was not padded.
         """
         return batch if unfilled is None or self._is_exact(unfilled) else self._strategy.to_device(unfilled)
 
     def _is_exact(self, unfilled: Any) -> bool:
-        """Return whether a batch has the same loss when it is filled up; the model is probed once."""
+        """Return whether padding leaves the batch's loss unchanged; the model is probed once."""
         if self._normalizes():
             return False
         if self._inspection.ignores_filler[self._training] is None:
@@ -78,15 +84,15 @@ class Padding:
         return bool(self._inspection.ignores_filler[self._training])
 
     def _normalizes(self) -> bool:
-        """Whether a layer takes its statistics from the batch (`wants` may see the model during an evaluation)."""
+        """Return whether a batch norm uses the batch's statistics."""
         modules = self._inspection.loss.module.modules()
         return self._training and any(isinstance(module, _BatchNorm) and module.training for module in modules)
 
 
 def pad_rows(batch: Any, rows: int) -> Any:
-    """A batch filled up to `rows` samples with copies of its last one, whose labels are -100 if they are whole numbers.
+    """Pad a batch to `rows` samples with copies of its last one; integer labels of the copies are -100.
 
-    Tensors whose first dimension is another than that of the samples stay as they are.
+    Tensors whose first dimension is not the number of samples stay unchanged.
     """
     samples = samples_of(batch)
 
@@ -103,7 +109,7 @@ def pad_rows(batch: Any, rows: int) -> Any:
 
 
 def trim_rows(outputs: Any, rows: int, samples: int) -> Any:
-    """What a model gave for the first `samples` of a batch of `rows`: several rows a sample are cut likewise."""
+    """Trim a model's outputs for a batch of `rows` samples to its first `samples`; a sample may have several rows."""
 
     def shorter(tensor: torch.Tensor) -> torch.Tensor:
         by_rows = tensor.ndim > 0 and len(tensor) % rows == 0

@@ -1,4 +1,4 @@
-"""The first batches of a training, to look at before it begins."""
+"""Reading the first batches of a training before it begins, without side effects."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ T = TypeVar("T")
 
 
 def first_batch(run: Run, reading: LoaderConfig) -> MicroBatch:
-    """The first micro-batch from where the run stands; reading it leaves no trace.
+    """Return the first micro-batch at the run's position, without side effects on the training.
 
     Raises:
         ReadOnceError: If the dataset is an iterator.
-        ValueError: If there is no dataset, or an empty one.
-        Exception: What the dataset and the collator raise.
+        ValueError: If there is no dataset, or the dataset is empty.
+        Exception: Any error of the dataset or the collator.
     """
     return first_batches(run, make_train_loader(run, reading), 1)[0]
 
 
 def first_batches(run: Run, loader: TrainLoader | StreamLoader, most: int) -> list[MicroBatch]:
-    """The first micro-batches from where the run stands, each as a step of its own; reading them leaves no trace.
+    """Return the first micro-batches at the run's position, each as a step of its own, without side effects.
 
     Args:
-        run: Where it begins; iterable datasets are read from the beginning of its epoch.
-        loader: Its training batches; it stays as it is.
-        most: How many.
+        run: The run. Iterable datasets are read from the beginning of its epoch, not from its position.
+        loader: The loader of the training batches; it is not changed.
+        most: Maximal number of micro-batches.
 
     Raises:
         ReadOnceError: If the dataset is an iterator.
-        Exception: What the dataset and the collator raise.
+        Exception: Any error of the dataset or the collator.
     """
     if isinstance(run.train_dataset, Iterator):
         raise ReadOnceError(
@@ -59,7 +59,7 @@ def first_batches(run: Run, loader: TrainLoader | StreamLoader, most: int) -> li
 
     def read(reading: LoaderConfig) -> list[MicroBatch]:
         single.reading = reading
-        with closing(single.micro_batches(run.state.epoch, position, most)) as source:  # it may have workers
+        with closing(single.micro_batches(run.state.epoch, position, most)) as source:  # ends the workers
             return list(itertools.islice(source, most))
 
     with generators_kept(run.strategy.device):
@@ -67,19 +67,22 @@ def first_batches(run: Run, loader: TrainLoader | StreamLoader, most: int) -> li
 
 
 def read_ahead(dataset: Any, reading: LoaderConfig, read: Callable[[LoaderConfig], T]) -> T:
-    """Reads something of a dataset before its time.
+    """Read from a dataset before training, without changing the dataset's own state.
 
-    That is done by workers where they are forked, whose datasets are copies: what a dataset keeps in itself (a
-    generator, a counter) is then as it was before. One that gives and takes its state is read here, and so is one that
-    only this process can read, as on a GPU, or whose batches no other process can be given.
+    Forked workers read copies of the dataset, so that its internal state (a generator, a counter) does not change. A
+    dataset with `state_dict` is read in this process, and its state is restored. A dataset that a worker cannot read
+    (on a GPU), or whose batches cannot be sent between processes, is read in this process too.
 
     Args:
-        dataset: What is read.
+        dataset: The dataset.
         reading: How it is read in training.
-        read: Reads it in the way that it is given.
+        read: Reads from the dataset with the given configuration.
+
+    Returns:
+        The result of `read`.
 
     Raises:
-        Exception: What `read` raises.
+        Exception: Any error that `read` raises.
     """
     reading = dataclasses.replace(reading, pin_memory=False)
     if reading.workers:
@@ -98,7 +101,7 @@ def read_ahead(dataset: Any, reading: LoaderConfig, read: Callable[[LoaderConfig
 
 
 class _Portable:
-    """A collator that raises where a worker could not hand over the batch: it would be waited for without end."""
+    """A collator that raises if a worker cannot send the batch, for which the process would wait forever."""
 
     def __init__(self, collate: Collator) -> None:
         self._collate = collate
@@ -110,14 +113,14 @@ class _Portable:
 
 
 def _forks() -> bool:
-    """Whether workers are forked; asking for it settles nothing."""
+    """Return whether workers are forked, without fixing the start method."""
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     return method == "fork"
 
 
 @contextlib.contextmanager
 def _positions_kept() -> Iterator[None]:
-    """Leaves files that are open for reading where they stood: a process and its forks have one position together."""
+    """Restore the positions of files open for reading, which a process shares with its forks."""
     if not _forks():
         yield
         return
@@ -125,12 +128,12 @@ def _positions_kept() -> Iterator[None]:
 
     positions = {}
     for number in map(int, os.listdir("/dev/fd")):
-        with contextlib.suppress(OSError):  # no file, or the folder that has just been looked into
+        with contextlib.suppress(OSError):  # not a file, or the descriptor of the listing itself
             if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
                 positions[number] = os.lseek(number, 0, os.SEEK_CUR)
     try:
         yield
     finally:
         for number, position in positions.items():
-            with contextlib.suppress(OSError):  # closed meanwhile
+            with contextlib.suppress(OSError):  # closed in the meantime
                 os.lseek(number, position, os.SEEK_SET)

@@ -1,8 +1,8 @@
-"""Reads the batches of an iterable dataset, and finds the place again where an earlier start of the run stood.
+"""`StreamReader`: reads the batches of an iterable dataset, and resumes at the position of an earlier start.
 
-The state of a reader holds the sizes of all batches of the epoch, a state of the dataset that is some samples old, and
-a digest of the samples that came since. On a resume the reader takes up that state and reads these samples once more.
-Where they are others, it reads the epoch again from its start, batch by batch as before.
+The state of a reader holds the sizes of all batches of the epoch, a dataset state from some samples ago, and a digest
+of the samples since then. On a resume the reader loads that state and reads these samples again. If they differ, it
+reads the epoch again from its start, with the same batch sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainer_kit.utils.rng import seed_generators
 from trainer_kit.utils.user_warnings import warn
 
 COMPARED = 32
-"""Samples, at least, by which a state is verified; twice as many and two batches at most."""
+"""Minimal number of samples that verify a state; the maximum is twice as many plus two batches."""
 
 _NO_STATE = "train_dataset has no state_dict"
 _BUFFER = "the state of train_dataset does not hold its shuffle buffer"
@@ -36,7 +36,7 @@ _NOT_COMPARABLE = "the samples of train_dataset cannot be compared, so that its 
 
 
 class Read(NamedTuple):
-    """What a reader gives: a batch in its parts, the samples of each, and the state of all readers after it."""
+    """A batch in its parts, the samples of each part, and the state of all readers after the batch."""
 
     parts: list[Any]
     sizes: list[int]
@@ -48,12 +48,12 @@ class Read(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """What a reader says of a resume: once before it reads samples again, once when it has found its place.
+    """A reader's report on a resume: one before it reads samples again, one when it has found its position.
 
     Attributes:
-        again: Samples that it reads again from the epoch's start.
-        why: Why its state is not to be taken up; empty where it is verified, or not asked for.
-        is_exact: Whether the last samples before its place are those that came there.
+        again: Samples to read again from the epoch's start.
+        why: Why the dataset state cannot be used; empty if it is verified or not used.
+        is_exact: Whether the last samples before the position are the same as before.
     """
 
     again: int = 0
@@ -62,11 +62,11 @@ class _Report(NamedTuple):
 
 
 class _Mark:
-    """A place to which a reader can go back, and a digest of what it read since.
+    """A position to which a reader can return, and a digest of the samples read since.
 
     Args:
-        batches: Batches of the epoch before it.
-        dataset: The dataset's state there; None at the epoch's start, or where there is no state.
+        batches: Batches of the epoch before the mark.
+        dataset: The dataset's state at the mark; None at the epoch's start, or if there is no state.
     """
 
     def __init__(self, batches: int, dataset: Any) -> None:
@@ -76,7 +76,7 @@ class _Mark:
         self._digest: xxh3_64 | None = xxh3_64()
 
     def add(self, samples: int, digest: bytes | None) -> None:
-        """Counts a batch that was read since."""
+        """Add a batch read since the mark."""
         self.samples += samples
         if digest is None:
             self._digest = None
@@ -88,20 +88,20 @@ class _Mark:
 
 
 class _Cursor:
-    """Goes through a dataset batch by batch, and notes which way it took.
+    """Read a dataset batch by batch, and record the sizes of the batches and the marks.
 
     Args:
-        source: Whose dataset it is; it stands at the mark.
-        worker: Number of the reader.
-        batches: Sizes of the epoch's batches before the place where the dataset stands.
-        dataset_state: The dataset's state there.
+        source: The reader, whose dataset is at the mark.
+        worker: Number of the worker.
+        batches: Sizes of the epoch's batches before the mark.
+        dataset_state: The dataset's state at the mark; None at the epoch's start.
     """
 
     def __init__(
         self, source: StreamReader, worker: int, batches: Sequence[int] = (), dataset_state: Any = None
     ) -> None:
         self.samples = 0
-        self._runs: list[list[int]] = []  # of batches of one size: how many, and the size
+        self._runs: list[list[int]] = []  # run-length encoding of batch sizes: number, size
         for size in batches:
             self._count(size)
         mark = _Mark(len(batches), dataset_state)
@@ -116,10 +116,10 @@ class _Cursor:
         seed_generators(mix(source.reading.seed, source.epoch, self._worker, self.samples))
 
     def take(self, size: int) -> list[Any]:
-        """The next samples, at most `size`; what is random in them follows from their place.
+        """Return the next samples, at most `size`; their randomness is seeded from their position.
 
         Raises:
-            DataError: If the dataset raised.
+            DataError: If the dataset raises.
         """
         self._seed()
         try:
@@ -131,7 +131,7 @@ class _Cursor:
             ) from error
 
     def note(self, batch: list[Any]) -> None:
-        """Counts a batch as read."""
+        """Record a batch as read."""
         self._count(len(batch))
         found, new = digest(batch), self._marks[1]
         for mark in set(self._marks):
@@ -150,7 +150,7 @@ class _Cursor:
         return _Mark(sum(number for number, _ in self._runs), self._source.dataset_state())
 
     def state(self, ended: bool) -> dict[str, Any]:
-        """Where the reader stands. A dataset that has ended may begin again with its state: hence `ended`."""
+        """Return the reader's state. `ended` is stored since an exhausted dataset may start over from its state."""
         mark = self._marks[0]
         return {
             "batches": [list(run) for run in self._runs],
@@ -160,7 +160,7 @@ class _Cursor:
         }
 
     def skip(self, sizes: Sequence[int], bar: bool) -> None:
-        """Reads batches without a use for them, and begins to compare after them."""
+        """Read and drop batches, and set the mark after them."""
         with tqdm(total=sum(sizes), desc="reading again", unit=" samples", disable=None if bar else True) as progress:
             for size in sizes:
                 self._count(len(self.take(size)))
@@ -170,7 +170,7 @@ class _Cursor:
             self._marks = (mark, mark)
 
     def repeats(self, sizes: Sequence[int], hexdigest: str | None) -> bool:
-        """Reads batches again; whether they are those with this digest."""
+        """Read batches again; return whether they match the digest."""
         mark = self._marks[0]
         for size in sizes:
             batch = self.take(size)
@@ -181,16 +181,16 @@ class _Cursor:
 
 
 class StreamReader(IterableDataset[Any]):
-    """Batches of one worker in their parts, each with the worker's number, the sizes of the parts and its state.
+    """An iterable over one worker's batches: the worker's number, the batch's parts, their sizes and the state.
 
     Args:
-        dataset: Has `__iter__`.
+        dataset: A dataset with `__iter__`.
         layout: Batch size, and how batches are cut.
         reading: Collation, seed and workers.
-        epoch: Number of the epoch; -1 for an evaluation, of which no state is kept.
-        drop_last: Leave out a batch that is not full.
-        ends: Numbers of samples at which a batch ends though it is not full.
-        fresh: The dataset's state where an epoch begins.
+        epoch: Number of the epoch; -1 for an evaluation, which keeps no state.
+        drop_last: Whether to drop a batch that is not full.
+        ends: Positions at which a batch ends even if it is not full.
+        fresh: The dataset's state at the start of an epoch; None without a state.
     """
 
     def __init__(
@@ -216,12 +216,20 @@ class StreamReader(IterableDataset[Any]):
         self._trusted: list[bool] = []
 
     def resume(self, states: list[dict[str, Any]], turn: int) -> None:
-        """Takes up one state a worker; `turn` is the worker whose batch is due."""
+        """Set the states to resume from.
+
+        Args:
+            states: One state per worker.
+            turn: Number of the worker whose batch comes next.
+
+        Raises:
+            ValueError: If the number of workers is another one.
+        """
         check_workers(len(states), self.reading.workers)
         self._states, self._turn, self._trusted = states, turn, [self._has_state] * len(states)
 
     def dataset_state(self) -> Any:
-        """A copy of the dataset's state; None without one that is to be trusted."""
+        """Return a copy of the dataset's state; None if it has none, has a shuffle buffer, or in an evaluation."""
         return copy.deepcopy(self.dataset.state_dict()) if self._has_state and self.epoch >= 0 else None
 
     def __iter__(self) -> Iterator[Any]:
@@ -259,7 +267,7 @@ class StreamReader(IterableDataset[Any]):
     # Resuming
 
     def _found(self, worker: int, state: dict[str, Any]) -> Generator[_Report, None, _Cursor]:
-        """Brings the dataset to where it stood, with two reports on the way; returns the cursor there."""
+        """Bring the dataset to its position, yielding two reports on the way; return the cursor there."""
         batches = list(itertools.chain.from_iterable([size] * count for count, size in state["batches"]))
         place, dataset_state, hexdigest = state["mark"]["batches"], state["mark"]["dataset"], state["digest"]
         before, since = batches[:place], batches[place:]
@@ -270,13 +278,13 @@ class StreamReader(IterableDataset[Any]):
                 cursor = _Cursor(self, worker, before, dataset_state)
                 if hexdigest is None or not cursor.repeats(since, hexdigest):
                     yield _Report(why=_NOT_COMPARABLE if hexdigest is None else _OTHER_ORDER)
-            except Exception as error:  # the dataset is the user's own; read again, it may do better
+            except Exception as error:  # any error of the user's dataset; reading it again may work
                 yield _Report(why=f"train_dataset does not take up its state ({type(error).__name__}: {error})")
             yield _Report()
         else:
-            if self._has_state and get_worker_info() is None:  # a worker has a dataset of its own, which did not begin
+            if self._has_state and get_worker_info() is None:  # a worker's copy is still at the start
                 self.dataset.load_state_dict(copy.deepcopy(self._fresh))
-            # Nothing is said where the epoch's start is itself the place to go back to.
+            # There is no report if the mark is the epoch's start anyway.
             yield _Report(sum(batches) if before or not self._has_state else 0)
             cursor = _Cursor(self, worker)
             cursor.skip(before, bar=worker == self.layout.rank == 0)
@@ -285,7 +293,10 @@ class StreamReader(IterableDataset[Any]):
         return cursor
 
     def rounds(self) -> Iterator[Read]:
-        """The workers' batches in turn, each with the state of all workers after it; says what a resume costs."""
+        """Yield the workers' batches in turn, each with the state of all workers after it.
+
+        A resume that has to read samples again, or is not exact, is warned about.
+        """
         workers = max(1, self.reading.workers)
         current = [_AT_THE_START] * workers
         if self._states is None:
@@ -305,7 +316,7 @@ class StreamReader(IterableDataset[Any]):
         return iter(self) if self.reading.workers == 0 else from_workers(self, self.reading)
 
     def _resumed(self, workers: int) -> Iterator[Any]:
-        """The items of all workers once they have found their places; a state that failed is taken up no more."""
+        """Yield the items of all workers after they found their positions; a state that failed is not tried again."""
         why = _BUFFER if isinstance(self.dataset, Stateful) else _NO_STATE
         while True:
             items = self._items()
@@ -346,10 +357,14 @@ _AT_THE_START: dict[str, Any] = {
 
 
 def check_workers(states: int, workers: int) -> None:
-    """Refuses to go on with another number of workers than those whose states a checkpoint holds.
+    """Check that a resume has as many workers as the checkpoint has states.
+
+    Args:
+        states: Number of states in the checkpoint.
+        workers: Number of worker processes; 0 reads in this process.
 
     Raises:
-        ValueError: If it is another one.
+        ValueError: If the numbers differ.
     """
     if states != max(1, workers):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""How many steps a run takes under its layout, and where its schedule stands after a change of layout.
+"""`RunLength`: the number of steps of a run, and the step of its schedule after a change of layout.
 
-A schedule runs over samples: it is made for the steps that the whole run would take under the present layout, and goes
-on at the step that this layout would have reached with the samples that were trained on. Under one layout that is
+A schedule runs over samples. Its length is the number of steps that the whole run takes under the present layout. It
+resumes at the step that this layout reaches with the samples trained on so far. If the layout never changes, that is
 the number of steps taken.
 """
 
@@ -25,11 +25,11 @@ class RunLength:
 
     Attributes:
         layout: The present layout.
-        last_step: Step at which the run ends, those that were taken under other layouts counted as they were.
-        schedule_length: Steps of the schedule: those of the whole run if it had had this layout from the beginning.
-        schedule_step: Where the schedule stands, in those steps.
-        units: Samples of a step in which an argument that names steps of the schedule is given, by its name: of the
-            layout under which it was set.
+        last_step: Step at which the run ends, including the steps taken under other layouts.
+        schedule_length: Steps of the schedule: those of a whole run under the present layout.
+        schedule_step: Step of the schedule that comes next.
+        units: Samples per step in which each step argument of the schedule (`warmup_steps`, `num_decay_steps`) is
+            given, by name: the global batch size when it was set.
     """
 
     layout: Layout
@@ -39,7 +39,7 @@ class RunLength:
     units: Mapping[str, int]
 
     def scheduled(self, args: TrainingArguments) -> TrainingArguments:
-        """The arguments of the schedule, their step numbers in steps of the present layout."""
+        """Return the arguments with the schedule's step numbers converted to steps of the present layout."""
         if args.max_steps > 0:
             return args
         numbers = step_numbers(args)
@@ -49,7 +49,7 @@ class RunLength:
         if scaled == numbers:
             return args
         warmup = scaled.pop("warmup_steps")
-        # What filled the run to its end may have become a step too long by rounding.
+        # Rounding may make a decay that fills the run one step too long.
         scaled = {name: min(steps, max(0, self.schedule_length - warmup)) for name, steps in scaled.items()}
         return dataclasses.replace(args, warmup_steps=warmup, lr_scheduler_kwargs=args.lr_scheduler_kwargs | scaled)
 
@@ -66,14 +66,14 @@ class RunLength:
 def make_plan(
     run: Run, loader: TrainLoader | StreamLoader, earlier: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
 ) -> RunLength:
-    """The plan of a run that stands where `run.state` says.
+    """Return the length of a run at the position of `run.state`.
 
-    With `max_steps` the length of a run is given in steps: its schedule counts them, whatever the layout.
+    With `max_steps` the schedule counts the steps themselves, whatever the layout.
 
     Args:
         run: The run.
-        loader: Its training batches; what they pass over counts for no step.
-        earlier: What the checkpoint that the run goes on from was written under: the plan's state, and the arguments.
+        loader: The loader of the training batches; ranges that it skips take no steps.
+        earlier: The `RunLength` state and the arguments in the checkpoint to resume from; None without a checkpoint.
     """
     args, state, layout = run.args, run.state, loader.layout
     units = dict.fromkeys(step_numbers(args), layout.global_batch_size)
@@ -89,7 +89,7 @@ def make_plan(
 
 
 def step_numbers(args: TrainingArguments | Mapping[str, Any]) -> dict[str, int]:
-    """The arguments that name steps of the schedule."""
+    """Return the arguments that give a number of steps of the schedule, by name."""
     given = args if isinstance(args, Mapping) else vars(args)
     numbers = {"warmup_steps": given["warmup_steps"]}
     if "num_decay_steps" in given["lr_scheduler_kwargs"]:
@@ -98,12 +98,12 @@ def step_numbers(args: TrainingArguments | Mapping[str, Any]) -> dict[str, int]:
 
 
 def _scaled(steps: int, unit: int, window: int) -> int:
-    """Steps of `unit` samples in steps of `window`; some stay some."""
+    """Convert steps of `unit` samples to steps of `window` samples; at least 1 unless `steps` is 0."""
     return max(1, round(steps * unit / window)) if steps and unit != window else steps
 
 
 def _steps_of(loader: TrainLoader | StreamLoader, epochs: float) -> int:
-    """Optimizer steps of the first `epochs` epochs."""
+    """Return the optimizer steps of the first `epochs` epochs, which may be fractional."""
     whole, cut = int(epochs), {epoch for epoch, _, _ in loader.passed_over}
     usual = loader.steps_left(max(cut, default=-1) + 1, 0)
     steps = whole * usual + sum(loader.steps_left(epoch, 0) - usual for epoch in cut if epoch < whole)

@@ -1,8 +1,8 @@
-"""Who sees which sample when: everything here is a pure function of (seed, epoch, position).
+"""The order of samples, a pure function of (seed, epoch, position), and their distribution over processes and steps.
 
 The order of an epoch is a permutation of the dataset that does not depend on batch size, accumulation or number of
-processes. An optimizer step takes the next `Layout.global_batch_size` samples of it, a position counts samples over all
-processes; so a resume is arithmetic, also under another layout.
+processes. An optimizer step takes the next `Layout.global_batch_size` samples of it. A position counts samples over all
+processes. A resume is therefore arithmetic, also under another layout.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import torch
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _STAND_IN = 2
-"""Samples of a stand-in: batch norm refuses a single one."""
+"""Samples of a dummy batch: batch norm refuses a single one."""
 
 GROUP = 1024
-"""Samples that `group_by_length` sorts together. A constant, so that no layout changes the order."""
+"""Samples that `group_by_length` sorts together: a constant, so that the order does not depend on the layout."""
 
 
 class Layout(NamedTuple):
-    """How the samples of a step are spread.
+    """The distribution of a step's samples over processes and micro-batches.
 
     Attributes:
         batch_size: Samples of one micro-batch on one process.
         accumulation: Micro-batches of one step on one process.
-        world_size: Processes.
-        rank: This process.
-        limit: Samples that a process computes at once, where its micro-batches are cut into parts; the loop takes each
-            part as a micro-batch. Which samples a step and a process have does not depend on it.
+        world_size: Number of processes.
+        rank: Rank of this process.
+        limit: Maximal samples of one pass; larger micro-batches are cut into parts, each of which the loop takes as a
+            micro-batch. The samples of a step and a process do not depend on it. None: no limit.
     """
 
     batch_size: int
@@ -42,7 +42,7 @@ class Layout(NamedTuple):
 
     @property
     def global_micro_batch_size(self) -> int:
-        """Samples that all processes take at once."""
+        """Samples of one micro-batch over all processes."""
         return self.batch_size * self.world_size
 
     @property
@@ -52,15 +52,15 @@ class Layout(NamedTuple):
 
     @property
     def at_once(self) -> int:
-        """Samples that a process computes at once."""
+        """Maximal samples that a process computes in one pass."""
         return self.batch_size if self.limit is None else min(self.batch_size, self.limit)
 
     def parts(self, samples: int) -> int:
-        """Into how many parts a micro-batch of so many samples is cut."""
+        """Return the number of parts of a micro-batch of `samples` samples."""
         return 1 if self.limit is None else -(-samples // self.limit)
 
     def cut(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """(start, stop) of each part of a micro-batch at these positions: as few as can be, and as equal."""
+        """Cut a micro-batch into the fewest parts, of nearly equal size, and return (start, stop) of each part."""
         least, more = divmod(stop - start, parts := self.parts(stop - start))
         sizes = [least + (number < more) for number in range(parts)]
         ends = [*itertools.accumulate(sizes, initial=start)]
@@ -68,13 +68,13 @@ class Layout(NamedTuple):
 
 
 class BatchIndices(NamedTuple):
-    """One micro-batch of one process: what is fetched, and its place in the step.
+    """The dataset indices of one micro-batch of one process, and its place in the step.
 
     Attributes:
         epoch: Number of the epoch, from 0.
         start: Position of its first sample in the epoch's order.
-        indices: Dataset indices.
-        is_dummy: This process has no samples left in the step, but takes part with weight zero.
+        indices: Dataset indices of the samples.
+        is_dummy: Whether it is a dummy batch of weight zero, for a process without samples left in the step.
         micro_batch_index: Number of the micro-batch in the step, from 0.
         is_last: Whether it is the step's last.
         window_start: Position in the epoch where this step begins.
@@ -94,7 +94,7 @@ class BatchIndices(NamedTuple):
 
 
 def mix(*numbers: int) -> int:
-    """A well-spread number below 2**63 from some integers (the finalizer of splitmix64, Steele et al. 2014)."""
+    """Hash integers to a number below 2**63, by the finalizer of splitmix64 (Steele et al. 2014)."""
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & _MASK
@@ -105,15 +105,15 @@ def mix(*numbers: int) -> int:
 
 
 def permutation(length: int, seed: int, epoch: int, lengths: np.ndarray | None = None) -> torch.Tensor:
-    """The order of one epoch.
+    """Return the order of one epoch.
 
     Args:
         length: Samples in the dataset.
         seed: The run's seed.
         epoch: Number of the epoch, from 0.
-        lengths: Length of each sample, shape [length]: samples of like length then stand together. The permutation
-            is cut into groups of `GROUP`, each sorted from long to short, as in transformers' `group_by_length`;
-            the longest sample stands first, so that running out of memory shows at once.
+        lengths: Length of each sample, shape [length], to place samples of similar length together. The permutation is
+            cut into groups of `GROUP`, each sorted from long to short, as in transformers' `group_by_length`. The
+            longest sample comes first, so that an out-of-memory error appears in the first step. None: no grouping.
 
     Returns:
         Dataset indices, int64, shape [length].
@@ -131,17 +131,17 @@ def permutation(length: int, seed: int, epoch: int, lengths: np.ndarray | None =
 
 
 def epoch_length(length: int, layout: Layout, drop_last: bool) -> int:
-    """Samples of an epoch that are trained on; `drop_last` leaves out the last row of batches where it is not full."""
+    """Return the samples of an epoch to train on; `drop_last` drops the last batches unless all processes' are full."""
     return length - length % layout.global_micro_batch_size if drop_last else length
 
 
 def parts(position: int, stop: int, passed_over: Sequence[tuple[int, int]] = ()) -> list[tuple[int, int]]:
-    """What is trained on between two positions of an epoch, as (start, stop) in order; none is empty.
+    """Return the ranges to train on between two positions of an epoch, as non-empty (start, stop) in order.
 
     Args:
         position: The first position.
         stop: The position after the last one.
-        passed_over: Ranges (start, stop) of the epoch that are left out.
+        passed_over: Ranges (start, stop) of the epoch to skip.
     """
     found = []
     for start, end in sorted(passed_over):
@@ -152,26 +152,34 @@ def parts(position: int, stop: int, passed_over: Sequence[tuple[int, int]] = ())
 
 
 def ranges(passed_over: Sequence[tuple[int, int, int]], epoch: int) -> list[tuple[int, int]]:
-    """(start, stop) of those (epoch, start, stop) that are of this epoch."""
+    """Return the skipped ranges of one epoch as (start, stop), from ranges (epoch, start, stop)."""
     return [(start, stop) for number, start, stop in passed_over if number == epoch]
 
 
 def steps_between(position: int, stop: int, layout: Layout, passed_over: Sequence[tuple[int, int]] = ()) -> int:
-    """Optimizer steps between two positions of an epoch."""
+    """Return the optimizer steps between two positions of an epoch, without skipped ranges."""
     return sum(-(-(last - first) // layout.global_batch_size) for first, last in parts(position, stop, passed_over))
 
 
 def slots(
     order: torch.Tensor, epoch: int, position: int, layout: Layout, passed_over: Sequence[tuple[int, int]] = ()
 ) -> Iterator[BatchIndices]:
-    """This process's micro-batches of an epoch from `position` on; `order` is the epoch's (cut to what is used)."""
+    """Yield the indices of this process's micro-batches of an epoch.
+
+    Args:
+        order: The order of the epoch, cut to the samples in use.
+        epoch: Number of the epoch, from 0.
+        position: Position in the epoch to start at.
+        layout: Batch size, accumulation and processes.
+        passed_over: Ranges (start, stop) of the epoch to skip.
+    """
     kept = parts(position, len(order), passed_over)
     for first, stop in _windows(kept, layout):
         pieces = [
             piece for row in range(first, stop, layout.global_micro_batch_size) for piece in _pieces(row, stop, layout)
         ]
         for number, piece in enumerate(pieces):
-            # A stand-in is of the step's first samples.
+            # A dummy batch has the step's first samples.
             begin, end = piece or (first, min(first + min(layout.at_once, _STAND_IN), stop))
             yield BatchIndices(
                 epoch=epoch,
@@ -187,20 +195,20 @@ def slots(
 
 
 def _pieces(row: int, stop: int, layout: Layout) -> list[tuple[int, int] | None]:
-    """(start, stop) of what this process computes of a row; None where it has none while others have."""
+    """Return (start, stop) of this process's parts of a row of batches; None where only other processes have one."""
     start = row + layout.rank * layout.batch_size
     own = layout.cut(start, min(start + layout.batch_size, stop)) if start < stop else []
     return [*own, *[None] * (layout.parts(min(layout.batch_size, stop - row)) - len(own))]
 
 
 def _windows(kept: list[tuple[int, int]], layout: Layout) -> Iterator[tuple[int, int]]:
-    """(start, stop) of each optimizer step; one that would run into what is passed over is cut there."""
+    """Yield (start, stop) of each optimizer step; a skipped range ends a step."""
     for first, last in kept:
         for start in range(first, last, layout.global_batch_size):
             yield start, min(start + layout.global_batch_size, last)
 
 
 def evaluation_slots(length: int, layout: Layout) -> Iterator[BatchIndices]:
-    """This process's batches of an evaluation, in the dataset's order; some processes may have one less than others."""
+    """Yield this process's batches of an evaluation in the dataset's order; some processes may have one less."""
     single = layout._replace(accumulation=1)
     return (slot for slot in slots(torch.arange(length), -1, 0, single) if not slot.is_dummy)

@@ -1,4 +1,4 @@
-"""Runs the workers of a DataLoader, and names the one that gives no batch."""
+"""Supervision of a DataLoader's workers: errors name the worker that delivers no batch."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from trainer_kit.errors import WorkerError
 
 _END = object()
 _LAST_SECONDS = 20
-"""How long a worker goes on after SIGTERM."""
+"""Seconds that a worker keeps running after SIGTERM."""
 
 
 def worker_items(loader: DataLoader[Any], timeout_name: str = "timeout") -> Iterator[Any]:
-    """What the workers of a DataLoader give.
+    """Yield the items of a DataLoader's workers.
 
     Args:
-        loader: Has workers. Where it has a timeout, that is how long they may take for an item.
-        timeout_name: What the user calls the timeout.
+        loader: A DataLoader with workers. Its timeout, in seconds, limits the time for an item; 0: no limit.
+        timeout_name: Name of the timeout for the user, in errors.
 
     Raises:
-        WorkerError: If one was ended from outside while it handed over a batch (torch names other moments), or gave
-            nothing within the timeout.
+        WorkerError: If a worker was killed while it sent a batch (torch reports other cases), or sent nothing within
+            the timeout.
     """
     iterator = iter(loader)
     watch = _Watch(iterator, loader.timeout) if loader.timeout else None
@@ -48,8 +48,8 @@ def worker_items(loader: DataLoader[Any], timeout_name: str = "timeout") -> Iter
                 return
             yield item
     except Exception as error:
-        # The DataLoader's frames form a circle with the error. Left to the garbage collector, the workers would be
-        # ended late and noisily.
+        # The DataLoader's frames form a reference cycle with the error. Without this, the garbage collector ends the
+        # workers late and with error messages.
         traceback.clear_frames(error.__traceback__)
         said = "" if watch is None else watch.found or _found(iterator, str(error))
         if said:
@@ -66,13 +66,13 @@ def worker_items(loader: DataLoader[Any], timeout_name: str = "timeout") -> Iter
 
 
 class _Watch(threading.Thread):
-    """Ends workers that are stopped while a batch is waited for longer than the timeout.
+    """A thread that kills stopped workers (SIGSTOP) when the wait for a batch exceeds the timeout.
 
-    torch's own timeout does not see them where it waits for the memory of a batch that such a worker has made.
+    torch's own timeout misses them if it waits for the shared memory of a batch that such a worker made.
 
     Attributes:
-        since: When the wait for a batch began; None while there is none.
-        found: Which worker was ended; empty while none was.
+        since: Monotonic time at which the wait for a batch began; None if there is no wait.
+        found: Description of the killed worker; empty if none was killed.
     """
 
     def __init__(self, iterator: Any, timeout: float) -> None:
@@ -100,24 +100,24 @@ class _Watch(threading.Thread):
 
 
 def _forget_pids(iterator: Any) -> None:
-    """Keeps torch's handler of SIGCHLD from raising, at any later moment, that a worker was killed."""
+    """Keep torch's SIGCHLD handler from raising later because a worker was killed."""
     if iterator._worker_pids_set:
         iterator._worker_pids_set = False
         torch._C._remove_worker_pids(id(iterator))
 
 
 def _stopped(iterator: Any) -> list[tuple[int, Any]]:
-    """The workers that are stopped, with their numbers."""
+    """Return the stopped workers with their numbers."""
     workers = [(number, worker) for number, worker in enumerate(iterator._workers) if worker.is_alive()]
     return [each for each in workers if psutil.Process(each[1].pid).status() == psutil.STATUS_STOPPED]
 
 
 def _found(iterator: Any, message: str) -> str:
-    """Which worker torch waited for when its timeout was over; empty for another error."""
+    """Describe the worker that torch waited for when its timeout expired; empty for another error."""
     if not message.startswith("DataLoader timed out"):
         return ""
     for number, worker in _stopped(iterator):
-        os.kill(worker.pid, signal.SIGCONT)  # else it could not be ended
+        os.kill(worker.pid, signal.SIGCONT)  # a stopped process does not react to SIGTERM
         return f"DataLoader worker {number} (process {worker.pid}) is stopped (by SIGSTOP)"
     late, *_ = iterator._task_info[iterator._rcvd_idx]
     return (
@@ -127,21 +127,21 @@ def _found(iterator: Any, message: str) -> str:
 
 
 def worker_init() -> Any:
-    """What a worker does first."""
+    """Return the `worker_init_fn` of a DataLoader."""
     return functools.partial(_begin_worker, os.getpid())
 
 
 def _begin_worker(main: int, _: int) -> None:
-    """Ends a worker whose main process was killed meanwhile: torch would take who has adopted it for that, for ever."""
+    """Exit if the main process was killed meanwhile: torch would take the adopting process for it, forever."""
     if multiprocessing.get_start_method() == "fork" and os.getppid() != main:
         os._exit(1)
     _outlive_signals()
 
 
 def _outlive_signals() -> None:
-    """Ctrl-C and a scheduler's signals reach the workers too; the main process finishes the step and needs their data.
+    """Ignore Ctrl-C and a scheduler's signals, since the main process needs data to finish the step.
 
-    SIGTERM is also how a worker that hangs is ended: for that it has a few seconds.
+    SIGTERM also ends a hanging worker, so the worker exits some seconds after it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "SIGUSR1"):

@@ -1,1 +1,1 @@
-"""The training loop: steps, evaluation, and what ranks settle between steps."""
+"""The training loop: steps, evaluation, and the agreement of ranks between steps."""

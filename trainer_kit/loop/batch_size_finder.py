@@ -1,4 +1,4 @@
-"""`auto_find_batch_size`: how many samples of a step fit into the devices' memory at once."""
+"""`BatchSizeFinder`: how many samples fit into the devices' memory in one pass (`auto_find_batch_size`)."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ T = TypeVar("T")
 
 
 class BatchSizeFinder:
-    """Has the loader cut micro-batches into parts that fit into the memory of all devices.
+    """A search for the largest parts of micro-batches that fit into the memory of all devices.
 
-    All processes take part in all that it does.
+    The loader cuts micro-batches into these parts. The methods are collective.
 
     Args:
-        run: Its model is on the device, and its optimizer made.
-        loader: Its training batches, not begun; they are to be read anew after each cut.
+        run: The run; its model is on the device, and its optimizer is made.
+        loader: The loader of the training batches, not yet started. The caller reads the batches again after each cut.
 
     Raises:
-        ValueError: If the dataset is an iterator: the samples of a step that did not fit would be gone.
+        ValueError: If the dataset is an iterator, from which a step that did not fit cannot be read again.
     """
 
     def __init__(self, run: Run, loader: TrainLoader | StreamLoader) -> None:
@@ -48,14 +48,14 @@ class BatchSizeFinder:
         self._loader = loader
         self._buffers = _Buffers(run.model)
         self._least = _least(run.model)
-        self._began: object = None  # when the step under way did
+        self._began: object = None  # time at which the current step began
 
     def begin(self, compute_loss: ComputeLoss | None, optimizer: torch.optim.Optimizer | None) -> None:
-        """Takes what was found in an earlier start, else what is estimated to fit.
+        """Cut micro-batches to the size found in an earlier start, else to the size estimated to fit.
 
         Args:
-            compute_loss: As the Trainer takes it.
-            optimizer: The user's own, where there is one.
+            compute_loss: The user's loss function; None: the model's own loss.
+            optimizer: The user's own optimizer; None: as the arguments say.
         """
         run, layout = self.run, self._loader.layout
         found = run.state.micro_batch
@@ -65,15 +65,15 @@ class BatchSizeFinder:
             how = "are estimated to" if run.state.micro_batch is None else "were found to"
             logger.info("micro-batches are computed in parts of at most %d samples, which %s fit", found, how)
             self._cut(found)
-        self._buffers.keep()  # so that later there is room for them
+        self._buffers.keep()  # allocates the copies now, while there is room
 
     def attempt(self, compute: Callable[[], T], begins: bool) -> T | None:
-        """What `compute` gives for a micro-batch; None if memory did not suffice on some process.
+        """Return the result of `compute` for a micro-batch; None if any process ran out of memory.
 
-        The step is to begin anew then: model and gradients are as they were at its beginning.
+        In the latter case model and gradients are restored to the beginning of the step, which the caller repeats.
 
         Args:
-            compute: The passes.
+            compute: Runs the forward and backward pass.
             begins: Whether this is the step's first micro-batch.
         """
         run, failed, result = self.run, None, None
@@ -93,16 +93,16 @@ class BatchSizeFinder:
         return None
 
     def cuts_for(self, error: Exception | None) -> bool:
-        """Cuts micro-batches into parts half as large if memory did not suffice on some process.
+        """Halve the parts of micro-batches if any process ran out of memory.
 
         Args:
-            error: What was raised on this one.
+            error: The error raised on this process; None if there was none.
 
         Returns:
-            Whether it did.
+            Whether the parts were halved.
 
         Raises:
-            MemoryError: If a part is of one sample already.
+            MemoryError: If a part already has the fewest samples that the model takes: one, or three with batch norm.
         """
         run, layout = self.run, self._loader.layout
         lack = None if error is None else run.strategy.device_info.oom_message(error)
@@ -136,7 +136,7 @@ class BatchSizeFinder:
 
 
 def evaluation_batch_size(run: Run) -> int:
-    """Samples of an evaluation batch on each device: as the arguments say, or what was found to fit."""
+    """Return the samples of an evaluation batch on each device: the arguments' size, or less if only that fits."""
     args, state = run.args, run.state
     sizes = [args.eval_batch_size]
     if args.auto_find_batch_size:
@@ -146,14 +146,14 @@ def evaluation_batch_size(run: Run) -> int:
 
 
 def halve_evaluation_batch(run: Run, error: Exception) -> None:
-    """Has evaluations take half as many samples at once from now on.
+    """Halve the batch size of all further evaluations.
 
     Args:
         run: The run.
-        error: What the device said for want of memory.
+        error: The device's out-of-memory error.
 
     Raises:
-        MemoryError: If it is one already.
+        MemoryError: If the batch size is already one.
     """
     size = evaluation_batch_size(run)
     if size == 1:
@@ -169,7 +169,7 @@ def halve_evaluation_batch(run: Run, error: Exception) -> None:
 
 
 def _least(model: torch.nn.Module) -> int:
-    """Samples that a part must be allowed to have: a batch norm refuses one alone, which parts of two would leave."""
+    """Return the smallest allowed limit: batch norm refuses a single sample, which a limit of two could leave."""
     return 3 if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()) else 1
 
 
@@ -178,7 +178,7 @@ def _half(samples: int) -> int:
 
 
 def _free(run: Run) -> None:
-    """Gives back what a failed attempt has left."""
+    """Release the memory of a failed attempt."""
     gc.collect()
     run.strategy.device_info.empty_cache()
 
@@ -189,18 +189,17 @@ def _estimated(
     compute_loss: ComputeLoss | None,
     optimizer: torch.optim.Optimizer | None,
 ) -> int:
-    """How many samples at once are estimated to fit into every device; all processes take part.
+    """Estimate from the first batch how many samples fit into every device in one pass. Collective.
 
-    The estimate is made with the first batch: one of longer samples may still not fit, which shows when it comes. It
-    calls the model and `compute_loss` on tensors without values.
+    A later batch of longer samples may still not fit. The model and `compute_loss` run on tensors without values.
     """
-    from trainer_kit.memory import estimate  # takes its time
+    from trainer_kit.memory import estimate  # slow to import
     from trainer_kit.memory.advice import largest_batch, resized
 
     args, strategy, layout = run.args, run.strategy, loader.layout
     found = whole = layout.batch_size
     try:
-        room = strategy.device_info.free_memory() + _nbytes(run.model)  # what the runtime takes is taken by now
+        room = strategy.device_info.free_memory() + _nbytes(run.model)  # the runtime's own memory is already allocated
         micro_batch = first_batches(run, loader, 1)[0]
         batch = micro_batch.batch
         if rows_of(batch) != micro_batch.samples:
@@ -221,9 +220,9 @@ def _estimated(
 
         known = {whole: peak(whole)}
         if known[whole] > room:
-            found = _half(whole)  # should smaller ones give an error
+            found = _half(whole)  # in case a smaller size raises an error
             found = max(1, largest_batch(peak, known, room))
-    except Exception as error:  # the model is the user's own, and sees tensors without values here
+    except Exception as error:  # the user's model may fail on tensors without values
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         logger.info("the memory of a step cannot be estimated (%s): %d samples at once are tried", why, found)
     return min(strategy.collectives.gather_object(found))
@@ -236,10 +235,10 @@ def _nbytes(model: torch.nn.Module) -> int:
 
 
 class _Buffers:
-    """The values of a model's buffers at the beginning of a step, for a step that has to begin anew.
+    """Copies of a model's buffers from the beginning of a step, for a step that must be repeated.
 
     Args:
-        model: Its buffers may be changed in place, or be other tensors later.
+        model: The model; its buffers may be changed in place or replaced.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -248,8 +247,8 @@ class _Buffers:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copies them."""
-        before, self._kept = self._kept, {}  # where memory does not suffice for that, there is nothing to put back
+        """Copy the buffers."""
+        before, self._kept = self._kept, {}  # if copying runs out of memory, there is nothing to restore
         kept, present, copies = {}, [], []
         for owner in self._model.modules():
             for name, buffer in owner._buffers.items():
@@ -266,10 +265,10 @@ class _Buffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts them back."""
+        """Restore the buffers."""
         for (owner, name), (buffer, copy) in self._kept.items():
             owner._buffers[name] = buffer
-            # One that is expanded, or of an inference, cannot be written to, nor was it.
+            # An expanded or inference tensor cannot be written to, and so has not changed.
             if buffer is not None and copy is not None and not torch.equal(buffer, copy):
                 buffer.copy_(copy)
 

@@ -1,4 +1,4 @@
-"""Evaluation and prediction: each sample exactly once, the true mean loss, streaming or collected metrics."""
+"""Evaluation and prediction: each sample exactly once, the exact mean loss, streaming or collected metrics."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from trainer_kit.utils.pytree import map_tensors
 
 
 class EvalPrediction(NamedTuple):
-    """What `compute_metrics` is called with, as in transformers.
+    """The argument of `compute_metrics`, as in transformers.
 
     Attributes:
         predictions: The model's outputs (logits) for all samples, an array or a tuple of arrays.
-        label_ids: The labels of all samples; None where there are none.
+        label_ids: The labels of all samples; None without labels.
     """
 
     predictions: Any
@@ -46,12 +46,12 @@ class EvalPrediction(NamedTuple):
 
 
 class PredictionOutput(NamedTuple):
-    """What `Trainer.predict` returns.
+    """The result of `Trainer.predict`.
 
     Attributes:
         predictions: As in `EvalPrediction`, in the dataset's order.
         label_ids: As in `EvalPrediction`.
-        metrics: Loss (with labels), metrics and speed, each name with the prefix.
+        metrics: Loss (if there are labels), metrics and speed, each name with the prefix.
     """
 
     predictions: Any
@@ -60,15 +60,15 @@ class PredictionOutput(NamedTuple):
 
 
 class _Tally(NamedTuple):
-    """What one process has seen, for all to know.
+    """One process's totals of an evaluation, gathered on all processes.
 
     Attributes:
-        samples: Samples.
-        steps: Batches.
-        loss: The sum of its losses and over how many items; None where no batch had a loss.
-        shifts: Whether the model shifts its labels, as far as its batches told.
-        interrupted: Whether it broke off.
-        lacks: What its device said for want of memory.
+        samples: Number of samples.
+        steps: Number of batches.
+        loss: Sum of the losses and number of items; None if no batch had a loss.
+        shifts: Whether the model shifts its labels; None if no batch showed it.
+        interrupted: Whether the process stopped early.
+        lacks: The device's out-of-memory message; None without one.
     """
 
     samples: int
@@ -80,13 +80,13 @@ class _Tally(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """What a forward pass gave.
+    """The result of a forward pass.
 
     Attributes:
-        predictions: None where nobody wants them.
-        labels: On the host if shapes are static.
-        rows: Samples that the model was given.
-        samples: The batch's own among them.
+        predictions: The predictions; None if they are not needed.
+        labels: The labels, on the host if shapes are static; None without labels.
+        rows: Samples in the batch, including padding.
+        samples: Samples in the batch, without padding.
     """
 
     predictions: Any
@@ -96,16 +96,16 @@ class _Outcome(NamedTuple):
 
 
 class Evaluator:
-    """Runs a model over a dataset's batches.
+    """Evaluate a model on a dataset's batches.
 
-    Every process evaluates its own batches, at its own pace; at the end what they found is joined.
+    Every process evaluates its own batches at its own pace. The results are merged at the end.
 
     Args:
-        run: Its strategy and model are prepared.
-        inspection: Of the run's loss.
+        run: The run; its strategy and model are prepared.
+        inspection: The probe of the run's loss.
         metrics: Streaming metrics by name.
-        compute_metrics: Gets an `EvalPrediction` of the whole dataset, returns a dict of numbers. It is called on the
-            main process alone.
+        compute_metrics: Takes an `EvalPrediction` of the whole dataset and returns a dict of numbers; called on the
+            main process only. None: none are computed.
     """
 
     def __init__(
@@ -122,24 +122,24 @@ class Evaluator:
         self.compute_metrics = compute_metrics
 
     def __call__(self, batches: Iterable[tuple[Any, Counts]], prefix: str, keep: bool = False) -> PredictionOutput:
-        """Evaluates.
+        """Evaluate the batches of a dataset. Collective.
 
         Args:
-            batches: This process's batches on the host with their counts, dealt out in turn: its k-th is number
-                k * world_size + rank of the dataset's.
-            prefix: Before each metric's name: "eval" gives "eval_loss".
-            keep: Return predictions and labels (host memory grows with the dataset on every process, with
-                `compute_metrics` alone on the main one).
+            batches: This process's batches on the host, with their counts. Batches are dealt out in turn: the k-th
+                one here is number k * world_size + rank of the dataset.
+            prefix: Prefix of each metric's name: "eval" gives "eval_loss".
+            keep: Whether to return predictions and labels. Host memory then grows with the dataset on every process;
+                with `compute_metrics` alone it grows on the main process.
 
         Returns:
-            Predictions and labels (None unless kept), and the metrics; the same on all processes.
+            Predictions and labels (None unless `keep`), and the metrics; the same on all processes.
 
         Raises:
-            TypeError: If metrics cannot be joined over the processes.
+            TypeError: If metrics cannot be merged over the processes.
             ValueError: If the dataset is empty.
-            EvaluationInterrupted: If the run was asked to leave, on all processes.
-            DoesNotFitError: If memory does not suffice on some process, on all of them, with
-                `args.auto_find_batch_size`.
+            EvaluationInterrupted: If a signal asks the run to exit; raised on all processes.
+            DoesNotFitError: If any process runs out of memory with `args.auto_find_batch_size`; raised on all
+                processes.
         """
         begin = time.perf_counter()
         strategy = self.run.strategy
@@ -175,10 +175,10 @@ class Evaluator:
         return PredictionOutput(predictions if keep else None, labels if keep else None, metrics)
 
     def _run(self, batches: Iterable[tuple[Any, Counts]], collected: _Collected | None, keep: bool) -> _Tally:
-        """This process's batches."""
+        """Evaluate this process's batches."""
         run, strategy = self.run, self.run.strategy
         mean, samples, steps, interrupted = MeanLoss(strategy), 0, 0, False
-        # The user's own module, since compute_loss may call that one instead of what it is given.
+        # Capture at the user's own module: compute_loss may call it instead of its argument.
         predicts = bool(self.metrics) or collected is not None
         captures = predicts and self.loss.compute_loss is not None
         with evaluating(run.model), torch.no_grad(), _captured(run.model if captures else None) as captured:
@@ -204,7 +204,7 @@ class Evaluator:
         number: int,
         item: tuple[Any, Counts],
     ) -> _Outcome:
-        """One forward pass, without waiting for the device; the loss goes into `mean`."""
+        """Run one forward pass without waiting for the device, and add the loss to `mean`."""
         strategy, (host_batch, counts) = self.run.strategy, item
         with_loss = labels_of(host_batch) is not None or not keep
         fills = padding.wants(host_batch, counts.samples, with_loss)
@@ -213,8 +213,8 @@ class Evaluator:
             batch = padding.settled(batch, host_batch if fills else None)
             if self.loss.shifts is None:
                 self.inspection.detect_label_shift(batch)
-        # A model that draws in evaluation too gives the same after a restart, and with any number of workers or
-        # processes.
+        # A model that draws random numbers in evaluation gives the same result after a restart and for any number of
+        # workers or processes.
         strategy.seed(mix(self.run.args.seed, -1, number * strategy.world_size + strategy.rank))
         predictions = self._predictions(batch, counts, mean, captured, with_loss, predicts)
         predictions = strategy.collectives.unshard(predictions) if predicts else None
@@ -227,7 +227,7 @@ class Evaluator:
     def _predictions(
         self, batch: Any, counts: Counts, mean: MeanLoss, captured: list[Any], with_loss: bool, predicts: bool
     ) -> Any:
-        """What the model predicts, None where nobody asks; its loss goes into `mean`."""
+        """Return the model's predictions, None if they are not needed, and add its loss to `mean`."""
         loss, calls = self.loss, []
         value: torch.Tensor | None
         with self.run.strategy.autocast():
@@ -239,7 +239,7 @@ class Evaluator:
                 value, items = found_loss(outputs), None
         captured.clear()
         if value is None and not predicts:
-            loss(batch)  # says what is missing
+            loss(batch)  # raises the error that explains the missing loss
         if value is not None:
             mean.add(value, items, loss.items(counts))
         if not predicts:
@@ -251,11 +251,11 @@ class Evaluator:
         return joined_predictions([predictions_in(output) for output in calls], rows)
 
     def _take(self, outcome: _Outcome, collected: _Collected | None) -> None:
-        """Counts and keeps what a batch gave."""
+        """Update the metrics, and collect predictions and labels."""
         if outcome.predictions is None:
             return
         predictions, labels, rows, samples = outcome
-        if self.run.strategy.static_shapes:  # cutting and counting on the device would be computations of their own
+        if self.run.strategy.static_shapes:  # on the device these would be compiled as computations of their own
             predictions = trim_rows(map_tensors(torch.Tensor.cpu, predictions), rows, samples)
         for metric in self.metrics.values() if labels is not None else ():
             metric.update(predictions, labels)
@@ -263,7 +263,7 @@ class Evaluator:
             collected.add(predictions, labels)
 
     def _agreed(self, own: _Tally) -> list[_Tally]:
-        """All processes' tallies, on all of them, before anything larger is gathered."""
+        """Gather the totals of all processes on all of them, before anything larger."""
         tallies = self.run.strategy.collectives.gather_object(own)
         if any(tally.interrupted for tally in tallies):
             raise EvaluationInterrupted
@@ -272,12 +272,12 @@ class Evaluator:
                 raise DoesNotFitError(tally.lacks)
         if not any(tally.samples for tally in tallies):
             raise ValueError("the dataset to evaluate is empty; give at least one sample")
-        # A process whose batches did not tell, or that had none, learns it from the others.
+        # A process whose batches did not show it takes the answer of another one.
         self.loss.shifts = next((tally.shifts for tally in tallies if tally.shifts is not None), None)
         return tallies
 
     def _scores(self, prediction: EvalPrediction, others: list[dict[str, Any]]) -> dict[str, Any]:
-        """What the metrics say, on the main process."""
+        """Return the values of all metrics, on the main process."""
         scores: dict[str, Any] = {}
         for name, metric in self.metrics.items():
             result = joined_result(metric, [other[name] for other in others])
@@ -295,7 +295,7 @@ def _prefixed(prefix: str, name: str) -> str:
 
 
 def _one_behind(outcomes: Iterator[_Outcome]) -> Iterator[_Outcome]:
-    """Each outcome once the next is on its way, so that the device need not wait while the host counts."""
+    """Yield each outcome after the next pass is dispatched, so that the device works while the host counts."""
     waiting = None
     for outcome in outcomes:
         if waiting is not None:
@@ -315,7 +315,7 @@ class _Collected:
         self.blocks.append((map_tensors(_to_array, predictions), None if labels is None else _to_array(labels)))
 
     def arrays(self, strategy: Strategy, everywhere: bool) -> tuple[Any, Any]:
-        """Predictions and labels of all processes in the dataset's order: everywhere, or on the main process alone."""
+        """Return predictions and labels in the dataset's order: on all processes, or on the main one only."""
         shares = (
             strategy.collectives.gather_object(self.blocks)
             if everywhere
@@ -333,7 +333,7 @@ class _Collected:
 
 @contextlib.contextmanager
 def _captured(model: torch.nn.Module | None) -> Iterator[list[Any]]:
-    """The outputs of the model's calls, so that `compute_loss` need not return them; nothing without a model."""
+    """Collect the outputs of the model's calls, so that `compute_loss` need not return them."""
     outputs: list[Any] = []
     if model is None:
         yield outputs
@@ -353,7 +353,7 @@ def _to_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """The batches' arrays as one; those that differ in further dimensions are filled up with -100."""
+    """Concatenate the batches' arrays; pad those that differ in further dimensions with -100."""
     if isinstance(parts[0], (tuple, list)):
         return tuple(_joined(list(column)) for column in zip(*parts, strict=True))
     if not isinstance(parts[0], np.ndarray):
@@ -373,7 +373,7 @@ def _joined(parts: list[Any]) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Scalars of torch and numpy as Python numbers; other tensors on the host; anything else as it is."""
+    """Convert scalars of torch and numpy to Python numbers, and move other tensors to the host."""
     if (
         isinstance(value, (torch.Tensor, np.generic, np.ndarray))
         and (value.numel() if isinstance(value, torch.Tensor) else value.size) == 1

@@ -17,12 +17,12 @@ from trainer_kit.run import Run
 
 
 class EvaluationLoop:
-    """Evaluates datasets and calls the hooks around each evaluation.
+    """Evaluate datasets, and call the hooks around each evaluation.
 
     Args:
-        run: Its strategy and model are prepared.
-        events: Its callbacks.
-        probe: Of the run's loss.
+        run: The run; its strategy and model are prepared.
+        events: The run's callbacks.
+        probe: The probe of the run's loss.
         loader_config: How samples are read.
         metrics: Streaming metrics by name.
         compute_metrics: See `Evaluator`.
@@ -44,7 +44,7 @@ class EvaluationLoop:
         self._evaluator = Evaluator(run, probe, metrics, compute_metrics)
 
     def evaluate(self, dataset: Any, prefix: str) -> dict[str, Any]:
-        """Return the metrics of a dataset, or of a dict of datasets with each name in the prefix."""
+        """Return the metrics of a dataset, or of a dict of datasets with each dataset's name in the prefix."""
         if not isinstance(dataset, Mapping):
             return self.predict(dataset, prefix, keep=False).metrics
         metrics: dict[str, Any] = {}

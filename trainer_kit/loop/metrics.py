@@ -1,4 +1,4 @@
-"""Streaming metrics by name, and the mean loss, joined over processes at the end of an evaluation."""
+"""Streaming metrics and the mean loss, merged over processes at the end of an evaluation."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.pytree import keys, map_tensors, tensors
 
 _FOLD = 64
-"""Batches between two readings of the losses from the device, so that memory stays flat."""
+"""Batches after which losses are read from the device, so that memory stays constant."""
 
 
 class Metric(Protocol):
-    """A streaming metric (torchmetrics' protocol): its memory does not grow with the dataset.
+    """A streaming metric (torchmetrics' protocol), whose memory does not grow with the dataset.
 
-    With several processes each feeds its own. Then a metric that is not torchmetrics' also needs
-    `merge_state(others)` (torcheval's protocol), which takes in what an iterable of metrics like it has counted.
+    Every process updates its own copy. With several processes, a metric that is not from torchmetrics also needs
+    `merge_state(others)` (torcheval's protocol), which merges the states of an iterable of metrics of its kind.
     """
 
     def update(self, predictions: Any, labels: Any, /) -> Any: ...
@@ -44,7 +44,7 @@ class MeanLoss:
         self.any = False
 
     def add(self, value: torch.Tensor, count: Any, items: Any) -> None:
-        """`value` is a mean over `items`, or with a `count` the sum over so many."""
+        """Add the loss of a batch: a mean over `items`, or, unless `count` is None, a sum over `count` items."""
         self.any = True
         value = value.detach()
         value = value.float() if value.dtype.itemsize < 4 else value
@@ -67,14 +67,14 @@ class MeanLoss:
         self.waiting = []
 
     def sums(self) -> tuple[float, float] | None:
-        """The sum of the losses and the number of items; None where no batch had a loss."""
+        """Return the sum of the losses and the number of items; None if no batch had a loss."""
         if self.waiting:
             self._fold()
         return (self.total, self.items) if self.any else None
 
 
 def joined_mean(sums: list[tuple[float, float] | None]) -> float | None:
-    """The mean loss from all processes' sums; None where no process had a loss, NaN where no item counted."""
+    """Return the mean loss from all processes' sums; None if no process had a loss, NaN if no item counted."""
     known = [each for each in sums if each is not None]
     items = sum(count for _, count in known)
     if not items:
@@ -83,11 +83,11 @@ def joined_mean(sums: list[tuple[float, float] | None]) -> float | None:
 
 
 def metrics_by_name(metrics: Any) -> dict[str, Metric]:
-    """Streaming metrics as a dict; those without a name are called by their class.
+    """Return streaming metrics as a dict by name; the default name is the lower-case class name.
 
     Raises:
         TypeError: If one of them lacks `update`, `compute` or `reset`.
-        ValueError: If two without a name are of one class.
+        ValueError: If two unnamed metrics have the same class.
     """
     if metrics is None:
         return {}
@@ -110,17 +110,17 @@ def metrics_by_name(metrics: Any) -> dict[str, Metric]:
 
 
 def begin_metrics(metrics: Mapping[str, Metric], strategy: Strategy) -> None:
-    """Makes the metrics ready for an evaluation.
+    """Reset the metrics for an evaluation, and move them to the device.
 
     Raises:
-        TypeError: If there are several processes and a metric cannot be joined over them.
+        TypeError: If there are several processes and a metric cannot be merged over them.
     """
     for name, metric in metrics.items():
         metric.reset()
         if strategy.world_size > 1 and not _is_of_torchmetrics(metric):
             _check_joinable(name, metric, strategy.world_size)
         if hasattr(metric, "to"):
-            # Where shapes are static, metrics count on the host.
+            # With static shapes, metrics are computed on the host.
             metric.to(torch.device("cpu") if strategy.static_shapes else strategy.device)
 
 
@@ -140,25 +140,25 @@ def _check_joinable(name: str, metric: Metric, processes: int) -> None:
 
 
 def gather_metrics(metrics: Mapping[str, Metric], strategy: Strategy, updated: bool) -> list[dict[str, Any]]:
-    """Sends what all processes counted to the main process; all processes take part.
+    """Gather the metrics' states on the main process. Collective.
 
-    torchmetrics' own way, in which each state is gathered by itself, waits for ever where the processes' lists differ
-    in length, and cannot do without those that saw no sample. Here all states travel at once.
+    All states are sent together. torchmetrics' own synchronization gathers each state separately: it hangs if list
+    states differ in length between processes, and fails if a process saw no sample.
 
     Args:
-        metrics: The same names on all processes.
-        strategy: Joins the processes.
-        updated: Whether this process's metrics have seen a sample; the main process's have.
+        metrics: The metrics, with the same names on all processes.
+        strategy: The strategy of the run.
+        updated: Whether this process's metrics have seen a sample; always true on the main process.
 
     Returns:
-        On the main process what `joined_result` wants from each of the others by name; elsewhere nothing.
+        On the main process, the states of each other process by name, for `joined_result`; elsewhere an empty list.
     """
     share = {name: _share(metric) for name, metric in metrics.items()} if updated and not strategy.is_main else None
     return [each for each in strategy.collectives.gather_to_main(share) if each is not None]
 
 
 def joined_result(metric: Metric, others: list[Any]) -> Any:
-    """`metric.compute()` over what this process's metric holds and what others sent."""
+    """Return `metric.compute()` over this process's state and the states that others sent."""
     if not _is_of_torchmetrics(metric):
         if others:
             metric.merge_state(others)  # type: ignore[attr-defined]
@@ -173,7 +173,7 @@ def joined_result(metric: Metric, others: list[Any]) -> Any:
 
 
 def _share(metric: Metric) -> Any:
-    """What is sent to the main process."""
+    """Return the state to send to the main process."""
     if _is_of_torchmetrics(metric):
         return [map_tensors(torch.Tensor.cpu, holder.metric_state) for holder in _holders(metric)]
     if hasattr(metric, "to"):
@@ -187,19 +187,19 @@ def _is_of_torchmetrics(metric: Metric) -> bool:
 
 
 def _parts(metric: Any) -> list[Any]:
-    """The metrics that one of torchmetrics is made of (a collection, a wrapper, a sum), itself included, in order."""
+    """Return the metrics that a torchmetrics metric consists of (collection, wrapper, sum), including itself."""
     torchmetrics = sys.modules["torchmetrics"]
     return [module for module in metric.modules() if isinstance(module, torchmetrics.Metric)]
 
 
 def _holders(metric: Any) -> list[Any]:
-    """Those that hold states; a wrapper that shares those of its metric stands for it."""
+    """Return one metric per set of states; a wrapper may share the states of its metric."""
     return list({id(part._reductions): part for part in _parts(metric)}.values())
 
 
 @contextlib.contextmanager
 def _by_itself(part: Any) -> Iterator[None]:
-    """Keeps torchmetrics from gathering the states anew, and from waiting for processes that do not come."""
+    """Disable torchmetrics' own synchronization, which would wait for the other processes."""
     available, part.distributed_available_fn = part.distributed_available_fn, _no
     try:
         yield
@@ -213,7 +213,7 @@ def _no() -> bool:
 
 @contextlib.contextmanager
 def _with_states(holder: Any, others: list[dict[str, Any]]) -> Iterator[None]:
-    """Gives a metric what all processes counted, and in the end its own states back, which it needs for a reset."""
+    """Set a metric's states to those merged over all processes; restore its own on exit, for a later reset."""
     kept = holder.metric_state
     for name, own in kept.items():
         to_own = partial(torch.Tensor.to, device=_device_of(own, holder.device))
@@ -227,13 +227,13 @@ def _with_states(holder: Any, others: list[dict[str, Any]]) -> Iterator[None]:
 
 
 def _device_of(state: Any, default: torch.device) -> torch.device:
-    """A metric may keep its lists on the host (`compute_on_cpu`)."""
+    """Return the device of a state: a metric may keep its lists on the host (`compute_on_cpu`)."""
     first = next(tensors(state), None)
     return default if first is None else first.device
 
 
 def _reduced(states: list[Any], reduction: Any) -> Any:
-    """One state from those of several processes, as torchmetrics has it: lists are chained, tensors stacked."""
+    """Merge the states of several processes as torchmetrics does: chain lists, stack tensors."""
     joined: Any
     if isinstance(states[0], list):
         joined = [item for state in states for item in state]
@@ -243,10 +243,10 @@ def _reduced(states: list[Any], reduction: Any) -> Any:
 
 
 def predictions_in(output: Any) -> Any:
-    """What a model predicts: its `logits`; else all its tensors but the loss (a single one by itself).
+    """Return the predictions in a model's output: its `logits`, else all tensors except the loss.
 
     Raises:
-        ValueError: If there is nothing of that kind.
+        ValueError: If the output has no predictions.
     """
     if isinstance(output, Mapping):
         if "logits" in keys(output):
@@ -272,14 +272,14 @@ def _is_batched(value: Any) -> bool:
 
 
 def joined_predictions(calls: list[Any], rows: int) -> Any:
-    """The predictions of a batch from those of all calls of the model in `compute_loss`, in their order.
+    """Concatenate the predictions of all calls of the model in `compute_loss` into those of the batch.
 
     Args:
-        calls: What the model predicted in each call.
+        calls: The model's predictions in each call, in the order of the calls.
         rows: Rows of the batch's labels.
 
     Raises:
-        ValueError: If there are several calls that do not make up the batch's rows.
+        ValueError: If the rows of several calls do not add up to the batch's rows.
     """
     if len(calls) == 1:
         return calls[0]

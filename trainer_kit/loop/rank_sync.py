@@ -1,4 +1,4 @@
-"""What the processes of a run settle between them: that they run the same thing, and what is due after a step."""
+"""Agreement between ranks: the requests to serve after a step, and the check that all ranks run the same thing."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from trainer_kit.run import Run
 from trainer_kit.state import Requests
 
 _FLAGS = ("log", "evaluate", "save", "stop", "written")
-_TOLD_TO_LEAVE = 143  # on hosts that do not hear which signal another one got
+_TOLD_TO_LEAVE = 143  # exit code on hosts that do not know which signal another host received
 _PACKAGES = ("trainer_kit", "torch", "transformers", "numpy")
 
 
 class RankSync:
-    """Makes what one process asks for the wish of all.
+    """Share each rank's requests with all ranks.
 
-    A callback asks on its own process, and a signal reaches one at any moment. So `run.requests` holds what this
-    process asked for since the last reduction, and `due` what all know of and nobody has done yet.
+    A callback or a signal makes a request on one rank, at any moment. `run.requests` holds this rank's requests since
+    the last reduction. `pending` holds the requests that all ranks know and have not served yet.
 
     Args:
-        run: Its strategy is set up.
+        run: The run; its strategy is set up.
 
     Attributes:
-        pending: What is to be done after this step, the same on all processes.
-        disagreement: What is wrong where the processes have not all read the same window; None where they have.
-        all_have_read: Whether each process gave a window last.
+        pending: The requests to serve after this step, the same on all ranks.
+        disagreement: Error message if the ranks have not all read the same global batch; None if they have.
+        all_have_read: Whether every rank passed a global batch to the last `sync`.
     """
 
     def __init__(self, run: Run) -> None:
@@ -43,16 +43,19 @@ class RankSync:
         self.all_have_read = True
 
     def sync(self, window: GlobalBatch | None = None) -> bool:
-        """Takes up what any process asked for, and sums the counts of the next step's `window`, in one reduction.
+        """Share the requests of all ranks, and sum the counts of the next global batch, in one reduction. Collective.
+
+        Args:
+            window: The global batch of the next step; None if this rank has none. Its counts are set to the sums.
 
         Returns:
-            Whether anything is to be done.
+            Whether any request is pending.
         """
         run, pending = self.run, self.pending
         asked = run.requests
         leaves = (
             asked.exit_code is not None and pending.exit_code is None
-        )  # never cleared: a signal may set it right now
+        )  # never cleared: a signal handler may set it at any moment
         flags = [asked.log, asked.evaluate, asked.save, asked.stop, asked.written, leaves]
         for name, flag in zip(_FLAGS, flags, strict=False):
             if flag:
@@ -81,7 +84,7 @@ class RankSync:
 
 
 def _disagreement(here: tuple[int, int, int], sums: Sequence[int], processes: int) -> str | None:
-    """Whether all processes have a next window, which ends at the same place."""
+    """Return what is wrong unless all ranks have a next global batch that ends at the same position."""
     if sums[0] < processes:
         return "another process of this run could not read its data; its own error says why"
     if [number * processes for number in here] != [*sums]:
@@ -93,10 +96,10 @@ def _disagreement(here: tuple[int, int, int], sums: Sequence[int], processes: in
 
 
 def check_same_start(run: Run) -> None:
-    """Compares versions, script, arguments and data over the processes of a run, where there are several.
+    """Check that all processes of a run have the same versions, script, arguments and data.
 
     Raises:
-        ValueError: Naming the first process and the first of these that differs.
+        ValueError: If they differ; the message names the first process and the first difference.
     """
     if run.strategy.collectives.is_alone:
         return
@@ -104,7 +107,7 @@ def check_same_start(run: Run) -> None:
     facts |= {f"the version of {name}": _version(name) for name in _PACKAGES}
     facts["the script"] = _script()
     facts |= run.args.to_dict()
-    for name in ("output_dir", "logging_dir"):  # absolute by now: on another machine they may lie in another folder
+    for name in ("output_dir", "logging_dir"):  # absolute paths may differ between machines
         facts[name] = facts[name] and Path(facts[name]).name
     for role in ("train_dataset", "eval_dataset"):
         dataset = getattr(run, role)
@@ -120,7 +123,7 @@ def _version(package: str) -> str | None:
 
 
 def _script() -> str | None:
-    """Name and checksum of what runs as the main program; None in a notebook."""
+    """Return name and checksum of the main script; None in a notebook."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     if path is None or not Path(path).is_file():
         return None

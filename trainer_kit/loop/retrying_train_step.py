@@ -1,4 +1,4 @@
-"""`RetryingTrainStep`: a step that begins again with smaller parts where memory does not suffice."""
+"""`RetryingTrainStep`: an optimizer step that is repeated with smaller parts after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainer_kit.run import Run
 
 
 class _StepDoesNotFit(Exception):
-    """Memory did not suffice on some rank; micro-batches have been cut since."""
+    """Raised after a rank ran out of memory and micro-batches were cut."""
 
 
 class RetryingTrainStep(TrainStep):
-    """Takes optimizer steps with `auto_find_batch_size`.
+    """Optimizer steps with `auto_find_batch_size`, repeated after an out-of-memory error.
 
     Args:
         run: See `TrainStep`.
@@ -57,7 +57,7 @@ class RetryingTrainStep(TrainStep):
         def compute() -> bool:
             TrainStep.forward_backward(self, micro_batch)
             if not micro_batch.is_last:
-                self._ahead = self._fetch()  # may want memory too
+                self._ahead = self._fetch()  # may run out of memory too
             return True
 
         if self._finder.attempt(compute, begins=micro_batch.index == 0) is None:
@@ -80,7 +80,7 @@ class RetryingTrainStep(TrainStep):
         self._finder = None  # holds copies of the model's buffers
 
     def _read_again(self) -> bool:
-        """Read the next step's samples again, in smaller parts; return whether anything was asked for before it."""
+        """Read the next step's samples again, in smaller parts; return whether any request is pending."""
         self.open_data()
         is_due = self.prefetch()
         self._run.ledger.enter("loop")

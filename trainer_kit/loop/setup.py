@@ -1,4 +1,4 @@
-"""Everything between the call of `train` and the first step."""
+"""Preparation of a training, between the call of `train` and the first step."""
 
 from __future__ import annotations
 
@@ -31,14 +31,21 @@ def set_up_training(
     lr_scheduler: Any,
     resume: bool | str | Path | None,
 ) -> TrainingLoop:
-    """Make the optimizer, the batches and the schedule of a run, and restore the checkpoint that is asked for.
+    """Make the optimizer, the loader and the schedule of a run, and restore the requested checkpoint.
 
     Args:
-        evaluation: That of the run, whose strategy, model and loss are prepared.
-        checkpoints: Those of the training.
-        optimizer: The user's own; None: as the arguments say.
-        lr_scheduler: The user's own, or what makes it; None: as the arguments say.
-        resume: The checkpoint, see `Trainer.train`.
+        evaluation: The evaluation loop of the run, whose strategy, model and loss are prepared.
+        checkpoints: The checkpoint manager of the training.
+        optimizer: The user's own optimizer; None: as the arguments say.
+        lr_scheduler: The user's own scheduler, or a function that makes it; None: as the arguments say.
+        resume: The checkpoint to resume from, see `Trainer.train`.
+
+    Returns:
+        The training loop, ready to begin.
+
+    Raises:
+        TypeError: If the optimizer or the scheduler is of the wrong type.
+        ValueError: If the user's optimizer or scheduler does not fit the model or the arguments.
     """
     run, args, events, loss = evaluation.run, evaluation.run.args, evaluation.events, evaluation.probe.loss
     if args.gradient_checkpointing:
@@ -46,7 +53,7 @@ def set_up_training(
     if args.torch_compile:
         run.strategy.compile(run.model)
     run.model.train()
-    run.model.zero_grad()  # of a training that broke off, or of the user's own
+    run.model.zero_grad()  # gradients may be left from an interrupted training or from the user's code
     run.optimizer = run.strategy.prepare_optimizer(optimizer or make_optimizer(run.model, args))
     check_optimizer(run.optimizer, run.model)
     loader = make_train_loader(run, evaluation.loader_config)

@@ -1,4 +1,4 @@
-"""The figures of a run's steps: kept on the device, read in one go, and judged (`nonfinite`)."""
+"""Loss and gradient norms of a run's steps: kept on the device, read in one transfer, checked for `nonfinite`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from trainer_kit.strategies.grad_norms import GradientNorms
 
 
 class StepSpan(NamedTuple):
-    """A step that was taken, and the samples it took.
+    """An optimizer step and the range of its samples.
 
     Attributes:
-        step: Its number, from 1.
+        step: Number of the step, from 1.
         epoch: Number of the epoch, from 0.
-        start: Position in the epoch before it, in samples over all processes.
-        stop: Position after it.
+        start: Position in the epoch before the step, in samples over all processes.
+        stop: Position in the epoch after the step.
     """
 
     step: int
@@ -36,11 +36,11 @@ class StepResult(NamedTuple):
 
     Attributes:
         span: The step.
-        loss: Mean over the step's items; None where it has none.
-        norm: Norm of all gradients together before clipping; None where nothing asked for it.
-        bad_parameter: The first whose gradient is not finite; None where all are, or where only the norm of them all is
-            too large for its dtype.
-        held: Whether a step that is not finite left weights and optimizer as they were, as all later ones did.
+        loss: Mean over the step's items; None if it has no items.
+        norm: Norm of all gradients together before clipping; None if it was not computed.
+        bad_parameter: The first parameter with a non-finite gradient; None if all gradients are finite, or if only the
+            total norm overflows its dtype.
+        held: Whether a non-finite step, and every later one, leaves weights and optimizer unchanged.
     """
 
     span: StepSpan
@@ -51,12 +51,12 @@ class StepResult(NamedTuple):
 
     @property
     def has_finite_gradient(self) -> bool:
-        """Whether all gradients were finite, as far as anybody looked."""
+        """Whether the norm of all gradients is finite; true if it was not computed."""
         return self.norm is None or math.isfinite(self.norm)
 
 
 class MetricBuffer:
-    """Losses and gradient norms of the steps since the last reading: kept on the device, read in one go."""
+    """Losses and gradient norms of the steps since the last read, kept on the device."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[StepSpan, torch.Tensor | None, GradientNorms | None]] = []
@@ -65,11 +65,11 @@ class MetricBuffer:
         return len(self._waiting)
 
     def append(self, taken: StepSpan, loss: torch.Tensor | None, norms: GradientNorms | None) -> None:
-        """Keeps this process's share of a step's loss (a scalar, if it has one) and the norms of its gradients."""
+        """Keep this rank's share of a step's loss (a scalar; None if the step has no items) and its gradient norms."""
         self._waiting.append((taken, loss, norms))
 
     def read(self, strategy: Strategy) -> list[StepResult]:
-        """The figures since the last reading; waits for the device once. Losses are summed over all processes."""
+        """Return the results since the last read, with losses summed over all ranks. Waits for the device once."""
         waiting, self._waiting = self._waiting, []
         losses = iter(
             strategy.collectives.read_scalars([loss for _, loss, _ in waiting if loss is not None], summed=True)
@@ -90,10 +90,10 @@ def _first_bad(norms: GradientNorms) -> torch.Tensor | None:
 
 
 class StepMetrics:
-    """Losses and gradient norms of a run: waiting on the device until somebody reads them into `run.state`.
+    """Losses and gradient norms of a run, kept on the device until `read` adds them to `run.state`.
 
     Args:
-        run: Its optimizer is made.
+        run: The run; its optimizer is made.
     """
 
     def __init__(self, run: Run) -> None:
@@ -104,21 +104,21 @@ class StepMetrics:
         return len(self.history)
 
     def append(self, taken: StepSpan, has_items: bool = True) -> None:
-        """Keeps the loss, if it has items to be one of, and the norms of the step that was just counted."""
+        """Keep the gradient norms of the step just taken and, if it has items, its loss."""
         self.history.append(taken, self.run.local_loss if has_items else None, self.run.last_norms)
 
     def forget(self) -> None:
-        """Leaves out what nobody has read: steps that are not part of the run any more."""
+        """Drop the unread steps, which a rollback has undone."""
         self.history = MetricBuffer()
 
     def read(self, newest_checkpoint: Callable[[], Path | None] = lambda: None) -> None:
-        """Reads what the steps since the last reading came to; waits for the device once.
+        """Add the steps since the last read to `run.state`. Waits for the device once.
 
         Args:
-            newest_checkpoint: Asked for the one to name in the error.
+            newest_checkpoint: Returns the checkpoint to name in an error; called only for an error.
 
         Raises:
-            NonFiniteError: If a step was not finite and `nonfinite` is "stop" or "rollback".
+            NonFiniteError: If a step is not finite and `nonfinite` is "stop" or "rollback".
         """
         state = self.run.state
         for figures in self.history.read(self.run.strategy):
@@ -138,7 +138,7 @@ class StepMetrics:
             state.interval_steps += 1
 
     def record(self) -> dict[str, Any]:
-        """The record that is due: the mean loss since the last one, and where the run stands."""
+        """Return a record: the mean loss since the last record, the position, the learning rate and so on."""
         state, optimizer = self.run.state, self.run.optimizer
         assert optimizer is not None
         record: dict[str, Any] = {"step": state.step, "epoch": state.epochs}
@@ -156,7 +156,7 @@ class StepMetrics:
         return self.run.args.nonfinite == "skip" or self.run.strategy.scales_gradients
 
     def _ends_the_run(self, figures: StepResult) -> bool:
-        # fp16's scaler looks for a scale by trying: its gradients overflow now and then, by design.
+        # fp16's scaler searches for a scale by trial: overflowing gradients are expected.
         bad_gradient = not figures.has_finite_gradient and not self.run.strategy.scales_gradients
         bad_loss = figures.loss is not None and not math.isfinite(figures.loss)
         return self.run.args.nonfinite in ("stop", "rollback") and (bad_gradient or bad_loss)

@@ -23,25 +23,25 @@ from trainer_kit.loss.probe import LossProbe
 from trainer_kit.run import Run
 
 _SYNC = contextlib.nullcontext()
-"""The context of a step's last micro-batch, in which ranks exchange their gradients."""
+"""The context of a step's last micro-batch, in which ranks synchronize their gradients."""
 
 
 class TrainStep:
-    """Takes a run's optimizer steps, one after another, without waiting for the device.
+    """A run's optimizer steps, taken one after another without waiting for the device.
 
-    It waits for data, for the copy of a checkpoint, and where it probes a loss.
+    A step waits only for data, for the staging of a checkpoint, and for the probe of the loss.
 
     Args:
-        run: All in it is in place, the state of a checkpoint too.
-        events: Its callbacks.
-        probe: Of its loss.
-        loader: Of its training batches.
-        checkpoints: Those of the training.
-        sync: Shares what the ranks ask for and count.
+        run: The run, set up and with the state of a checkpoint restored.
+        events: The run's callbacks.
+        probe: The probe of the run's loss.
+        loader: The loader of the training batches.
+        checkpoints: The checkpoint manager of the training.
+        sync: Shares the requests and the counts of the ranks.
 
     Attributes:
-        micro_batch: The micro-batch that was worked on last; None while there is none.
-        is_fetching: Whether one is being fetched for the step under way.
+        micro_batch: The current or last micro-batch; None before the first and while one is fetched.
+        is_fetching: Whether a micro-batch of the current step is being fetched.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class TrainStep:
         self._loader = loader
         self._checkpoints = checkpoints
         self._sync = sync
-        self._item_count: Any = None  # of the step under way, where compute_loss counts for itself
+        self._item_count: Any = None  # of the current step, if compute_loss returns (loss_sum, count)
         self._to_device: Callable[[Any], Any] = self._probe_on_device
         self.open_data()
 
     def open_data(self) -> None:
-        """Make ready the micro-batches from where the run stands to its end."""
+        """Open the stream of micro-batches from the run's position to its end."""
         run, state = self._run, self._run.state
         steps = run.total_steps - state.step
         micro_batches = self._loader.micro_batches(state.epoch, state.position, steps, self._checkpoints.data_state)
@@ -79,16 +79,16 @@ class TrainStep:
         self.micro_batch: MicroBatch | None = None
 
     def close(self) -> None:
-        """Release what was read, what reads it, and copies on the device."""
+        """Release the prefetched batches, the loader's workers, and copies on the device."""
         self._micro_batches, self._ahead, self.micro_batch = iter(()), None, None
 
     def prefetch(self) -> bool:
-        """Fetch the next step's first micro-batch; sum its counts over all ranks, and share their requests.
+        """Prefetch the next step's first micro-batch, sum its counts over all ranks, and share their requests.
 
-        An error of the dataset is raised when that step comes: until then, what was done can be saved.
+        An error of the dataset is raised when that step begins, so that the state before it can still be saved.
 
         Returns:
-            Whether anything was asked for.
+            Whether any request is pending.
         """
         try:
             self._ahead = self._fetch()
@@ -106,7 +106,7 @@ class TrainStep:
         run.local_loss = self._item_count = None
         micro_batch = self._next_micro_batch()
         call("on_step_begin", run)
-        strategy.device_info.mark_step()  # what callbacks computed, and an evaluation left
+        strategy.device_info.mark_step()  # separates the computations of callbacks and evaluations
         while True:
             self.forward_backward(micro_batch)
             if micro_batch.is_last:
@@ -117,7 +117,7 @@ class TrainStep:
         global_batch = micro_batch.global_batch
         if self._item_count is not None:
             self._divide_by_item_count(global_batch)
-        if args.gradient_accumulation_steps > 1:  # the optimizer's part is one computation then, whatever came before
+        if args.gradient_accumulation_steps > 1:  # the optimizer's step becomes one computation of its own
             strategy.device_info.mark_step()
         self._checkpoints.saver.wait_for_staging()
         call("on_pre_optimizer_step", run)
@@ -135,7 +135,7 @@ class TrainStep:
         run, strategy, loss, global_batch = self._run, self._run.strategy, self.loss, micro_batch.global_batch
         batch = run.batch = self._to_device(micro_batch.batch)
         items, total = loss.items(micro_batch.counts), loss.items(global_batch)
-        # A step's only micro-batch has the weight 1, whatever it counts.
+        # A step's only micro-batch has weight 1, whatever its number of items.
         if not (micro_batch.index == 0 and micro_batch.is_last and isinstance(items, int) and items):
             items, total = strategy.device_info.traced_scalar(items), strategy.device_info.traced_scalar(total)
         if not (isinstance(items, int) and items):
@@ -156,7 +156,7 @@ class TrainStep:
         run.local_loss = share if run.local_loss is None else run.local_loss + share
 
     def leave_epoch(self) -> None:
-        """Count the epoch under way as over."""
+        """Count the current epoch as finished."""
         state = self._run.state
         state.epoch, state.position, self._checkpoints.data_state = state.epoch + 1, 0, None
 
@@ -178,9 +178,9 @@ class TrainStep:
             ledger.enter(before)
 
     def _probe_on_device(self, batch: Any) -> Any:
-        """Move one of the first batches to the device and probe with it, on all ranks, if the model shifts its labels.
+        """Move a batch to the device, and probe with it whether the model shifts its labels. Collective.
 
-        The first batch that has an answer ends it. One in which no label counts has none.
+        The first batch that answers the question ends the probing; a batch without valid labels does not.
         """
         run, loss = self._run, self.loss
         if loss.shifts is None:
@@ -200,30 +200,30 @@ class TrainStep:
     def _step_scheduler(self) -> None:
         scheduler = self._run.lr_scheduler
         if isinstance(scheduler, ReduceLROnPlateau):
-            return  # at evaluations
+            return  # steps after evaluations
         if self._run.state.step > 0:
             scheduler.step()
             return
-        with warnings.catch_warnings():  # torch warns where the first step was left out for a gradient not finite
+        with warnings.catch_warnings():  # torch warns if a non-finite gradient skipped the first step
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             scheduler.step()
 
     def _advance(self, global_batch: GlobalBatch) -> None:
-        """Count the step."""
+        """Add the step to the counters."""
         state = self._run.state
         state.step += 1
         state.samples += global_batch.stop - global_batch.start
         state.tokens += global_batch.tokens
-        # It is of a later epoch where that of a checkpoint, in another layout now, had no whole batch left.
+        # The epoch may be a later one: under a new layout, a checkpoint's epoch may have no whole batch left.
         state.epoch, state.position = global_batch.epoch, global_batch.stop
         self._checkpoints.data_state = global_batch.data_state
         if global_batch.closes_epoch:
             self.leave_epoch()
 
-    # A loss that counts for itself: (loss_sum, count)
+    # compute_loss that returns (loss_sum, count)
 
     def _add_item_count(self, micro_batch: MicroBatch, loss_sum: torch.Tensor, count: Any) -> torch.Tensor:
-        """Add what a micro-batch counts, and return its share of the loss over the step's samples."""
+        """Add a micro-batch's item count, and return its share of the loss over the step's samples."""
         if not micro_batch.counts.samples:  # a dummy batch
             loss_sum, count = loss_sum * 0, count * 0
         self._item_count = count if self._item_count is None else self._item_count + count
@@ -231,7 +231,7 @@ class TrainStep:
         return share
 
     def _divide_by_item_count(self, global_batch: GlobalBatch) -> None:
-        """Turn the step's loss and gradients from a mean over samples into the mean over what the ranks counted."""
+        """Rescale the step's loss and gradients from a mean over samples to the mean over all ranks' items."""
         run, strategy, count = self._run, self._run.strategy, self._item_count
         assert run.optimizer is not None
         assert run.local_loss is not None

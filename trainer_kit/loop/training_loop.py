@@ -28,22 +28,22 @@ from trainer_kit.utils.streams import warn_of_failed_streams
 logger = logging.getLogger("trainer_kit")
 
 _MAX_UNREAD_STEPS = 1000
-"""Steps after which losses are read from the device though no record is due, so that they do not pile up."""
+"""Steps after which losses are read from the device even if no record is due, to bound their memory."""
 
 
 class TrainingLoop:
-    """Trains from the step that a run stands at to its end, once.
+    """The loop that trains a run from its current step to its end. Use an instance once.
 
-    After each step it does what callbacks and arguments asked for, on all ranks: log, evaluate, save, stop.
+    After each step it serves the requests of callbacks and arguments on all ranks: log, evaluate, save, stop.
 
     Args:
-        evaluation: Evaluates the run's model; its run is set up, the state of a checkpoint restored.
-        loader: The training batches.
+        evaluation: Evaluates the run's model. Its run is set up, with the state of a checkpoint restored.
+        loader: The loader of the training batches.
         step: Takes the optimizer steps.
-        checkpoints: Those of the training.
+        checkpoints: The checkpoint manager of the training.
         sync: Shares the ranks' requests.
-        crash_dump: Keeps what the run was at if it ends by an error.
-        has_own_scheduler: Whether the learning rate's schedule is the user's own.
+        crash_dump: Writes the state of the failed step if an error ends the run.
+        has_own_scheduler: Whether the user gave the learning rate schedule.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class TrainingLoop:
         self._first_step, self._first_sample, self._begin = 0, 0, 0.0
         self._is_stopping = False
         self._has_checked_space = False
-        self._saved_step: int | None = None  # of the newest checkpoint of this start
-        self._record: dict[str, Any] = {}  # the newest one
-        self._records_metric: bool | None = None  # whether records hold metric_for_best_model; None before one is asked
+        self._saved_step: int | None = None  # step of the newest checkpoint of this start
+        self._record: dict[str, Any] = {}  # the newest record
+        self._records_metric: bool | None = None  # whether records have metric_for_best_model; None if not known yet
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code that a signal to any rank asks for; None without one."""
+        """The exit code requested by a signal to any rank; None without a signal."""
         return self._sync.pending.exit_code
 
     def begin(self) -> None:
@@ -88,15 +88,16 @@ class TrainingLoop:
         self.run.ledger.enter("loop")
 
     def take_steps(self) -> None:
-        """Train to the last step; with "rollback", from a checkpoint again after each step that was not finite.
+        """Train to the last step; with `nonfinite="rollback"`, return to a checkpoint after a non-finite step.
 
         Raises:
-            NonFiniteError: If the loss or a gradient is not finite and `nonfinite="stop"`, or it happens too often.
+            NonFiniteError: If the loss or a gradient is not finite and `nonfinite="stop"`, or with "rollback" if
+                there is no checkpoint or no rollback left.
         """
         run, step, state, call = self.run, self._step, self.run.state, self.events.call
         while True:
             try:
-                # An evaluation that was broken off before the checkpoint, or a callback that has seen enough by then.
+                # The checkpoint may hold an interrupted evaluation, or a callback may request a stop.
                 if self._sync.sync():
                     self._handle_requests()
                 in_epoch = False
@@ -113,14 +114,17 @@ class TrainingLoop:
                 self._roll_back(error)
 
     def finish(self) -> TrainOutput:
-        """Log the figures of the training, do what is still asked for, and wait for the last checkpoint.
+        """Summarize the training, serve the remaining requests, and wait for the last checkpoint.
+
+        Returns:
+            The result of the training.
 
         Raises:
             SaveError: If the last checkpoint could not be written.
         """
         run, sync, saver = self.run, self._sync, self.checkpoints.saver
         seconds = time.perf_counter() - self._begin
-        self._finish_save()  # the record at the end tells of it
+        self._finish_save()  # on_save comes before the final metrics
         output = self._summary(seconds)
         self.events.call("on_train_end", run, output.metrics if self.exit_code is None else None)
         sync.sync()
@@ -128,7 +132,7 @@ class TrainingLoop:
         self._finish_save()
         if self.args.load_best_model_at_end and self.exit_code is None:
             self.checkpoints.load_best()
-        sync.sync()  # a signal that came meanwhile
+        sync.sync()  # shares a signal that arrived in the meantime
         saver.close()
         if saver.failed and self.exit_code is None:
             raise saver.error()
@@ -138,19 +142,19 @@ class TrainingLoop:
         return output
 
     def abort(self, error: BaseException) -> None:
-        """Keep what an error leaves: the checkpoint that is being written, and a crash dump. Not collective."""
+        """Wait for the pending save after an error, and write a crash dump. Not collective."""
         saver = self.checkpoints.saver
         saver.drain()
         saver.close()
         self.crash_dump.write(error, saver.newest, self._step.micro_batch, self._step.is_fetching)
 
     def close(self) -> None:
-        """Release the batches that were read, what reads them, and copies on the device."""
+        """Release the prefetched batches, the loader's workers, and copies on the device."""
         self._step.close()
         self.run.requests.exit_code = None
 
     def warn_of_exit(self) -> None:
-        """Log where a signal ended the training and what a resume begins from."""
+        """Log the step at which a signal ended the training, and the newest checkpoint."""
         run, saver = self.run, self.checkpoints.saver
         kept = f"; the newest checkpoint is {saver.newest}" if saver.newest else ""
         if saver.failed:
@@ -162,7 +166,7 @@ class TrainingLoop:
     # Steps
 
     def _end_step(self, global_batch: GlobalBatch) -> None:
-        """Keep the step's figures, and do what callbacks and arguments ask for after it."""
+        """Record the step, and serve the requests of callbacks and arguments."""
         run, args, call = self.run, self.args, self.events.call
         self._record_step(global_batch)
         call("on_step_end", run)
@@ -172,7 +176,7 @@ class TrainingLoop:
         self._request_by_step()
         if global_batch.closes_epoch:
             call("on_epoch_end", run)
-        is_last = run.state.step == run.total_steps  # perhaps within an epoch, and within an interval of records
+        is_last = run.state.step == run.total_steps  # may be in the middle of an epoch or of a logging interval
         if global_batch.closes_epoch or is_last:
             self._request_by_epoch()
         if is_last and args.logging_strategy != "no":
@@ -185,8 +189,8 @@ class TrainingLoop:
             self._read_metrics()
 
     def _record_step(self, global_batch: GlobalBatch) -> None:
-        """Keep loss and gradient norms of the step that is over, for a record."""
-        # A step in which no label counts has no loss, not one of zero (labels on a device are not waited for).
+        """Keep loss and gradient norms of the finished step for a record."""
+        # A step without valid labels has no loss, rather than a loss of zero. Counts on a device are not read here.
         items = self.loss.items(global_batch)
         has_items = not isinstance(items, int) or items > 0
         span = StepSpan(self.run.state.step, global_batch.epoch, global_batch.start, global_batch.stop)
@@ -203,7 +207,7 @@ class TrainingLoop:
         requests.evaluate = requests.evaluate or self.args.eval_strategy == "epoch"
 
     def _roll_back(self, error: NonFiniteError) -> None:
-        """Return to the newest checkpoint, from where the samples of the bad step are skipped."""
+        """Restore the newest checkpoint, and skip the samples of the non-finite step from now on."""
         run = self.run
         self._finish_save()
         if run.args.nonfinite != "rollback" or run.state.rollbacks >= run.args.max_rollbacks or error.span is None:
@@ -216,7 +220,7 @@ class TrainingLoop:
         run.state.rollbacks, (run.state.micro_batch, run.state.eval_batch) = done + 1, found
         run.state.passed_over = [*passed_over, bad[1:]]
         self.checkpoints.lay_out(self.loader)
-        if not self._has_own_scheduler:  # fewer steps have another schedule
+        if not self._has_own_scheduler:  # skipping samples changes the number of steps
             run.lr_scheduler = default_scheduler(run, self.checkpoints.plan)
         self._metrics.forget()
         pending = self._sync.pending
@@ -235,7 +239,7 @@ class TrainingLoop:
     # Between steps
 
     def _handle_requests(self) -> None:
-        """Do what the ranks asked for, in a fixed order: a checkpoint holds what its evaluation found."""
+        """Serve the ranks' requests in a fixed order; evaluation precedes save, so that checkpoints hold its result."""
         self.checkpoints.lock.check()
         run, pending, sync = self.run, self._sync.pending, self._sync.sync
         if pending.written:
@@ -246,7 +250,7 @@ class TrainingLoop:
         if pending.log:
             pending.log = False
             self._log()
-            sync()  # what its listeners ask for
+            sync()  # requests made in on_log
         if pending.evaluate and run.eval_dataset is None:
             pending.evaluate = False
         if pending.evaluate and pending.exit_code is None:
@@ -258,7 +262,7 @@ class TrainingLoop:
             sync()
         if pending.save:
             pending.save = False
-            # A rank that leaves asks for a checkpoint, which may exist already.
+            # A rank that exits requests a checkpoint, which may exist already.
             if pending.exit_code is None or self._saved_step != run.state.step:
                 self._save()
             sync()
@@ -295,7 +299,7 @@ class TrainingLoop:
         )
 
     def _evaluate(self) -> None:
-        """Evaluate, and give the result to callbacks, checkpoints and schedule."""
+        """Evaluate, and pass the metrics to callbacks, checkpoint manager and schedule."""
         run = self.run
         metrics = self._evaluation.evaluate(run.eval_dataset, "eval")
         name = self.args.metric_for_best_model or "eval_loss"
@@ -304,13 +308,13 @@ class TrainingLoop:
         self.events.call_evaluation(run, metrics, lambda: self._judge(metrics, name))
 
     def _judge(self, metrics: Mapping[str, Any], name: str) -> None:
-        """Let the metric `name` decide on the best checkpoint and on the learning rate."""
+        """Update the best checkpoint and a `ReduceLROnPlateau` schedule by the metric `name`."""
         run, by_metric = self.run, isinstance(self.run.lr_scheduler, ReduceLROnPlateau)
         if self.args.metric_for_best_model is None and not by_metric:
             return
         value = run.strategy.collectives.broadcast(
             metrics.get(name)
-        )  # a callback may have added it on the main process alone
+        )  # a callback may have added it on the main process only
         if not isinstance(value, (int, float)):
             raise ValueError(
                 f"metric_for_best_model={name!r} is not among the numbers that evaluation and callbacks give: "
@@ -322,7 +326,7 @@ class TrainingLoop:
             run.lr_scheduler.step(value)
 
     def _add_metric_of_callbacks(self, metrics: dict[str, Any], name: str) -> None:
-        """Take `metric_for_best_model` from the numbers that callbacks give for records, if one of them gives it."""
+        """Take `metric_for_best_model` from the callbacks' metrics of the current record, if it has it."""
         if self._record.get("step") != self.run.state.step and self._records_metric is not False:
             self._log()
         given = [each for each in (name, name.removeprefix("eval_")) if each in self._record]
@@ -331,7 +335,7 @@ class TrainingLoop:
             metrics[name] = self._record[given[0]]
 
     def _save(self) -> None:
-        self._finish_save()  # one at a time
+        self._finish_save()  # one save at a time
         with self.run.ledger.during("saving"):
             state = self.run.strategy.model_state(self.loss.model)
             self.checkpoints.begin_save(state, evaluation_is_due=self._sync.pending.evaluate)
@@ -340,7 +344,7 @@ class TrainingLoop:
             self._finish_save()
 
     def _finish_save(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one."""
+        """Wait for the pending save, if there is one, and call `on_save`."""
         self._sync.pending.written = False
         if not self.checkpoints.saver.is_busy:
             return
@@ -353,6 +357,6 @@ class TrainingLoop:
 
 
 def default_scheduler(run: Run, plan: RunLength) -> Any:
-    """Make the learning rate's schedule that the arguments name."""
+    """Make the learning rate schedule that the arguments name, at its step under the present layout."""
     assert run.optimizer is not None
     return make_scheduler(run.optimizer, plan.scheduled(run.args), plan.schedule_length, plan.schedule_step)

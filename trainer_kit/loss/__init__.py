@@ -1,1 +1,1 @@
-"""The loss contract: what a batch counts, and how a model's loss is called."""
+"""The loss contract: the counts of a batch, and how a model's loss is computed."""

@@ -1,4 +1,4 @@
-"""What a batch counts: its samples, tokens and labels."""
+"""The counts of a batch: its samples, tokens and labels."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 from trainer_kit.utils.pytree import keys, tensors
 
 IGNORED = -100
-"""The label that counts for nothing (`ignore_index` of torch's cross_entropy)."""
+"""The label that losses ignore (`ignore_index` of torch's cross_entropy)."""
 
 
 class Counts(NamedTuple):
-    """What a batch holds. Labels that lie on a device are counted there, as scalar tensors that nobody waits for.
+    """The counts of a batch. Labels on a device are counted there, as scalar tensors, without waiting for the device.
 
     Attributes:
-        samples: Samples of the dataset that the batch was made of.
-        tokens: Tokens of `input_ids` that are no padding; 0 without them.
-        labels: Labels that are not -100; samples where labels are missing or no whole numbers.
-        shifted: The same without the first label of each row, for models that predict the next token.
+        samples: Dataset samples in the batch.
+        tokens: Tokens of `input_ids` without padding; 0 if there are no `input_ids`.
+        labels: Labels that are not -100; samples if labels are missing or not integers.
+        shifted: `labels` without the first label of each row, for models that predict the next token.
     """
 
     samples: int
@@ -31,17 +31,20 @@ class Counts(NamedTuple):
     shifted: Any
 
     def as_nothing(self) -> Counts:
-        """Zeros of the same kind, for a batch that stands in: labels on a device stay counted there."""
+        """Return zero counts of the same types, for a dummy batch; counts on a device stay there."""
         return Counts(0, 0, self.labels * 0, self.shifted * 0)
 
 
 def count(batch: Any, samples: int) -> Counts:
-    """Count what a batch holds, without touching the device.
+    """Count the samples, tokens and labels of a batch, without waiting for the device.
 
     Args:
-        batch: As the collator made it.
-        samples: Samples that were collated. A batch's tensors do not tell: their first dimension may be nodes of
-            graphs, objects in images, or channels.
+        batch: A batch from the collator.
+        samples: Number of collated samples. The first dimension of the batch's tensors may be another number: nodes
+            of graphs, objects in images, or channels.
+
+    Returns:
+        The counts of the batch.
     """
     labels = labels_of(batch)
     if labels is None or not is_whole(labels):
@@ -53,15 +56,15 @@ def count(batch: Any, samples: int) -> Counts:
 
 
 def rows_of(batch: Any) -> int | None:
-    """The first dimension of a batch's first tensor that has one; None without such a tensor."""
+    """Return the first dimension of the batch's first tensor with a dimension; None without such a tensor."""
     return next((tensor.shape[0] for tensor in tensors(batch) if tensor.ndim), None)
 
 
 def samples_of(batch: Any) -> int:
-    """The rows of a batch of which nothing else tells how many samples it was made of.
+    """Return the rows of a batch whose number of samples is not known otherwise.
 
     Raises:
-        ValueError: If it has none.
+        ValueError: If no tensor of the batch has a dimension.
     """
     rows = rows_of(batch)
     if rows is None:
@@ -73,10 +76,10 @@ def samples_of(batch: Any) -> int:
 
 
 def labels_of(batch: Any) -> torch.Tensor | None:
-    """The labels of a batch.
+    """Return the labels of a batch; None if it has none.
 
-    They are the entry `labels` (or `label`) of a dict, the last element of a tuple or list, or the attribute `labels`,
-    `label` or `y` of an object (torch_geometric's batches).
+    Labels are the entry `labels` (or `label`) of a dict, the last element of a tuple or list, or the attribute
+    `labels`, `label` or `y` of an object (torch_geometric's batches).
     """
     if isinstance(batch, (tuple, list)):
         labels = batch[-1] if len(batch) > 1 else None
@@ -87,7 +90,7 @@ def labels_of(batch: Any) -> torch.Tensor | None:
 
 
 def _label_name(batch: Any) -> str | None:
-    """The name of the labels in a dict or an object; None where there are none."""
+    """Return the name of the labels in a dict or an object; None without labels."""
     names = ("labels", "label") if isinstance(batch, (Mapping, torch.Tensor)) else ("labels", "label", "y")
     return next((name for name in names if _entry(batch, name) is not None), None)
 
@@ -97,7 +100,7 @@ def _entry(batch: Any, name: str) -> Any:
 
 
 def is_whole(labels: torch.Tensor) -> bool:
-    """Whether labels are whole numbers, which are items where they are not -100."""
+    """Return whether labels are integers; those that are not -100 count as items."""
     return labels.dtype in (torch.int64, torch.int32, torch.int16, torch.int8) and labels.ndim > 0
 
 
@@ -117,7 +120,7 @@ def _count_tokens(batch: Any) -> int:
 
 
 def shape_of(batch: Any) -> str:
-    """What a batch is, for a sentence."""
+    """Describe a batch for an error message."""
     holds = f" with the entries {', '.join(map(str, keys(batch)))}" if isinstance(batch, Mapping) else ""
     if isinstance(batch, (tuple, list)):
         holds = f" of {len(batch)}"
@@ -125,7 +128,7 @@ def shape_of(batch: Any) -> str:
 
 
 def with_labels(batch: Any, labels: torch.Tensor) -> Any:
-    """The batch, of its own kind, with other labels."""
+    """Return a batch of the same type with other labels."""
     if hasattr(batch, "_fields"):
         return type(batch)(*batch[:-1], labels)
     if isinstance(batch, (tuple, list)):

@@ -1,4 +1,4 @@
-"""What torch's errors of dtypes mean for a batch, a model and its loss."""
+"""Explanations of torch's dtype errors for a batch, a model and its loss."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ _FLOATS = re.compile(r"can't be cast to the desired output type Long|Found dtype
 def explain_dtypes(
     error: Exception, columns: Mapping[str, torch.dtype], labels: torch.dtype | None, module: torch.nn.Module
 ) -> str | None:
-    """Say what to do about an error that a model's forward pass or its loss raised; None where it is another one.
+    """Explain a dtype error of a model's forward pass or loss, with a remedy.
 
     Args:
-        error: As torch raised it.
-        columns: The dtypes of the batch's tensors, without its labels, by name.
-        labels: The dtype of its labels.
+        error: The error raised by torch.
+        columns: The dtypes of the batch's tensors without the labels, by name.
+        labels: The dtype of the labels; None without labels.
         module: The model.
+
+    Returns:
+        The message; None if `error` is not a dtype error that this function knows.
     """
     text, name = str(error), type(module).__name__
     if labels is not None and labels.is_floating_point and _WHOLE.search(text):

@@ -1,6 +1,6 @@
-"""The loss contract: the loss of a step is the mean over all its items, however the items are cut into batches.
+"""The loss contract: the loss of a step is the mean over all its items, independent of how batches are cut.
 
-Items are the labels that are not -100 where labels are whole numbers (tokens, pixels, classes), else samples.
+Items are the labels that are not -100 if labels are integers (tokens, pixels, classes), else samples.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ ComputeLoss = Callable[[torch.nn.Module, Any], Any]
 
 
 class Loss:
-    """Calls the model, or the user's `compute_loss`, and says what the result counts for.
+    """The loss of a run: computed by the model or the user's `compute_loss`.
 
     Args:
-        model: What is called (as the strategy prepared it).
+        model: The model as prepared by the strategy.
         module: The user's own module, for names and signatures.
         compute_loss: `compute_loss(model, batch)` returns the mean over the batch's items, a scalar tensor, or
-            `(loss_sum, count)`; either with the outputs after it, `(mean, outputs)` or `(loss_sum, count, outputs)`.
-            None takes the loss that the model returns.
+            `(loss_sum, count)`. Outputs may follow: `(mean, outputs)` or `(loss_sum, count, outputs)`. None: the loss
+            that the model returns.
 
     Attributes:
-        outputs: What `compute_loss` returned as its outputs in the last call without gradient; None where it did not.
+        outputs: The outputs that `compute_loss` returned in the last call without gradient; None if it returned none.
+        shifts: Whether the model leaves out the first label of each row; None if not known yet.
+        returns_sum_and_count: Whether `compute_loss` returns `(loss_sum, count)`; None if not known yet.
     """
 
     def __init__(self, model: torch.nn.Module, module: torch.nn.Module, compute_loss: ComputeLoss | None) -> None:
@@ -44,14 +46,14 @@ class Loss:
         self.returns_sum_and_count: bool | None = None if compute_loss is not None else False
 
     def __call__(self, batch: Any) -> tuple[torch.Tensor, Any]:
-        """The loss of one batch.
+        """Compute the loss of one batch.
 
         Returns:
-            `(mean, None)`, or `(loss_sum, count)` where `compute_loss` says so.
+            `(mean, None)`, or `(loss_sum, count)` if `compute_loss` returns that.
 
         Raises:
-            ValueError: If there is no loss, naming what came instead, if it has no gradient where one is wanted, or
-                (on CPU) if a label is outside the classes.
+            ValueError: If no loss is returned, if the loss requires no gradient while gradients are enabled, if dtypes
+                do not match, or (on CPU) if a label is outside the classes.
         """
         try:
             result = call(self.model, batch) if self.compute_loss is None else self.compute_loss(self.model, batch)
@@ -91,29 +93,32 @@ class Loss:
         )
 
     def items(self, counts: Any) -> Any:
-        """How many items a batch or window with these counts has for this model (a number, or a scalar tensor)."""
+        """Return the number of items for this model in a batch or global batch: an int or a scalar tensor."""
         return counts.shifted if self.shifts else counts.labels
 
     def set_label_shift(self, found: Iterable[bool | None]) -> bool | None:
-        """Takes what `LossProbe.shift` found on any of the processes, so that all count alike."""
+        """Set `shifts` to the first answer of `LossProbe.detect_label_shift` on any rank, so that all ranks agree."""
         self.shifts = next((each for each in found if each is not None), None)
         return self.shifts
 
     def eval_loss(self, batch: Any, context: Callable[[], Any]) -> torch.Tensor:
-        """The loss of a batch without gradient, in evaluation mode; leaves no trace in the model."""
+        """Return the loss of a batch in evaluation mode, without gradient and without changing the model."""
         with evaluating(self.model), torch.no_grad(), context():
             return self(batch)[0]
 
     def with_valid_labels(self, batch: Any, items: Any, context: Callable[[], Any]) -> Any:
-        """A batch in which no label counts, with labels that do: its mean would be 0/0.
+        """Replace the labels of a batch without items by valid ones, since its mean loss would be 0/0.
 
-        It runs with weight zero, so that all processes take part in the step. `compute_loss` that returns
-        (loss_sum, count) counts for itself and gets the batch as it is.
+        The batch then runs with weight zero, so that all ranks take part in the step. A `compute_loss` that returns
+        (loss_sum, count) gets the batch unchanged.
 
         Args:
-            batch: On the device.
-            items: What it counts for: 0, or a scalar tensor, which nobody waits for, that may be 0.
+            batch: The batch on the device.
+            items: Its number of items: 0, or a scalar tensor that may be 0 and is not read.
             context: Makes the context of a forward pass.
+
+        Returns:
+            The batch, with valid labels if it has no items.
         """
         labels = labels_of(batch)
         if labels is None or not is_whole(labels):
@@ -126,7 +131,7 @@ class Loss:
         return with_labels(batch, valid if isinstance(items, int) else torch.where(items == 0, valid, labels))
 
     def output(self, batch: Any) -> Any:
-        """The model's output alone: without columns that only `compute_loss` reads."""
+        """Return the model's output for a batch, without the columns that only `compute_loss` reads."""
         if self.compute_loss is not None and isinstance(batch, Mapping):
             known = columns_of(self.module)
             batch = {key: value for key, value in batch.items() if known is None or key in known}
@@ -147,7 +152,7 @@ class Loss:
 
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards each module is as it was (a user may keep some frozen in evaluation mode)."""
+    """Set evaluation mode, and restore each module's mode on exit (some may be in evaluation mode already)."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -158,7 +163,7 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def columns_of(module: torch.nn.Module) -> list[str] | None:
-    """The names that a module's `forward` takes; None where it takes any."""
+    """Return the parameter names of a module's `forward`; None if it takes any keyword."""
     parameters = inspect.signature(module.forward).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
@@ -166,13 +171,13 @@ def columns_of(module: torch.nn.Module) -> list[str] | None:
 
 
 def takes_column(module: torch.nn.Module, name: str) -> bool:
-    """Whether a module's `forward` takes a column of this name."""
+    """Return whether a module's `forward` takes a column of this name."""
     columns = columns_of(module)
     return columns is None or name in columns
 
 
 def call(model: torch.nn.Module, batch: Any) -> Any:
-    """`model(**batch)` for a dict, `model(*batch)` for a tuple or list, else `model(batch)`."""
+    """Call `model(**batch)` for a dict, `model(*batch)` for a tuple or list, else `model(batch)`."""
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, (tuple, list)):
@@ -181,7 +186,7 @@ def call(model: torch.nn.Module, batch: Any) -> Any:
 
 
 def found_loss(output: Any) -> torch.Tensor | None:
-    """The loss in a model's output: a scalar, the entry or attribute `loss`, or the first element; None without one."""
+    """Return the loss in a model's output: a scalar, `loss`, or the first element; None without a scalar tensor."""
     if isinstance(output, Mapping):
         output = output.get("loss")
     elif isinstance(output, (tuple, list)):
@@ -192,20 +197,26 @@ def found_loss(output: Any) -> torch.Tensor | None:
 
 
 def weighed(mean: torch.Tensor, items: Any, total: Any) -> torch.Tensor:
-    """A micro-batch's share in the step's loss: its mean over `items`, of `total` in the step."""
+    """Return a micro-batch's share of the step's loss: its mean over `items`, times `items / total`."""
     if not isinstance(items, int):
         exact = _exact(mean)
         share: torch.Tensor = torch.where(items > 0, mean, 0.0) * (items.to(exact) / total.clamp(min=1).to(exact))
         return share
-    if items == 0:  # the mean of nothing may be NaN
+    if items == 0:  # the mean over no items may be NaN
         return (mean * 0.0).nan_to_num(0.0)
     return mean if items == total else mean * (items / total)  # multiplying by 1 costs a kernel each way
 
 
 def scale_gradients(optimizer: torch.optim.Optimizer, loss: torch.Tensor, divisor: int, count: Any) -> torch.Tensor:
-    """Turns a sum of losses that was divided by `divisor` into the mean over `count`, and its gradients likewise.
+    """Rescale a loss and its gradients from a sum divided by `divisor` to the mean over `count`.
 
-    `compute_loss` that returns (loss_sum, count) tells the count only after the forward passes.
+    A `compute_loss` that returns (loss_sum, count) gives the count only after the forward pass.
+
+    Args:
+        optimizer: The gradients of its parameters are scaled in place.
+        loss: The loss sum divided by `divisor`, a scalar.
+        divisor: Number by which the sum was divided.
+        count: Items of the step, a number or a scalar tensor; 0 gives a loss of 0.
 
     Returns:
         The step's mean loss.
@@ -224,7 +235,7 @@ def scale_gradients(optimizer: torch.optim.Optimizer, loss: torch.Tensor, diviso
 
 
 def _outside_the_classes(error: IndexError) -> str | None:
-    """What torch's "Target 7 is out of bounds" means, with the number of classes; None for another IndexError."""
+    """Explain torch's "Target 7 is out of bounds" with the number of classes; None for another IndexError."""
     target = re.search(r"Target (-?\d+) is out of bounds", str(error))
     if target is None:
         return None
@@ -239,7 +250,7 @@ def _outside_the_classes(error: IndexError) -> str | None:
 
 
 def _exact(loss: torch.Tensor) -> torch.dtype:
-    """In which to divide counts: whole numbers would be divided in float32."""
+    """Return the dtype in which to divide counts; torch would divide integers in float32."""
     return torch.promote_types(loss.dtype, torch.float32)
 
 

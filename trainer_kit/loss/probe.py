@@ -1,4 +1,4 @@
-"""What a model does not say of its loss is learned from the first batches, by forward passes."""
+"""`LossProbe`: forward passes that find out how a model's loss treats labels and padding."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from trainer_kit.utils.pytree import keys, map_tensors, tensors
 from trainer_kit.utils.user_warnings import warn
 
 _TRIES = 10
-"""Batches that a model is looked at which do not tell what is asked."""
+"""Probes without an answer after which the answer is taken to be no."""
 
 _CLOSE = 0.05
-"""Within which two losses are one that was rounded, be it to bfloat16; another divisor would make it half at most."""
+"""Relative tolerance of equal losses, wide enough for bfloat16; another divisor would at least halve the loss."""
 
 
 class LossProbe:
-    """Looks at a model with a run's first batches.
+    """Probe how a model's loss treats labels and padding, with a run's first batches.
 
-    A look is a forward pass without gradient, in evaluation mode. What a look changes in a batch is worked out on the
-    host, so that for the device all looks are one computation.
+    A probe is a forward pass without gradient, in evaluation mode unless noted. Batches are changed on the host, so
+    that all probes are one computation for the device.
 
     Args:
-        loss: The run's.
-        strategy: Its device is taken.
+        loss: The run's loss.
+        strategy: The run's strategy, whose device is used.
 
     Attributes:
-        ignores_filler: Whether samples without a label change nothing in the loss of a batch, in training mode (True)
-            and in evaluation mode (False); None before `filler` has found it.
+        ignores_filler: Whether samples without labels leave the loss of a batch unchanged, in training mode (key
+            True) and in evaluation mode (key False); None until `detect_padding_invariance` finds an answer.
     """
 
     def __init__(self, loss: Loss, strategy: Strategy) -> None:
@@ -47,19 +47,19 @@ class LossProbe:
         self._tries = {"shift": 0, "filler": 0}
 
     def detect_label_shift(self, batch: Any) -> bool | None:
-        """Learns from the first batch whether the model takes its columns and whether it shifts its labels.
+        """Check that the model takes the batch's columns, and detect whether it shifts its labels.
 
-        A model that predicts the next token leaves the first label of each row out of its mean. Class names tell less
-        (`GPT2LMHeadModel` shifts, T5 does not).
+        A model that predicts the next token leaves the first label of each row out of its mean. Class names do not
+        show this reliably (`GPT2LMHeadModel` shifts, T5 does not).
 
         Args:
-            batch: The first batch, on the device.
+            batch: One of the first batches, on the device.
 
         Returns:
-            Whether it shifts; None where this batch cannot tell, since none of its labels counts for anything.
+            Whether the model shifts its labels; None if this batch does not show it.
 
         Raises:
-            ValueError: If the model cannot be called with such a batch, naming the columns that it does not take.
+            ValueError: If the model cannot be called with the batch; the message names the columns it does not take.
         """
         loss = self.loss
         if loss.compute_loss is None:
@@ -73,7 +73,7 @@ class LossProbe:
         if valid.numel() == 0:
             return None
         if valid.numel() < labels.numel():
-            # -100 is known here. Where only the first labels count, the loss of such a model is the mean of nothing.
+            # The model knows -100 here. With valid labels in first place only, a shifting model's mean is empty.
             only_first = torch.full_like(labels, IGNORED)
             only_first[..., 0] = valid[0]
             loss.shifts = _is_nothing(self._look(with_labels(batch, only_first)))
@@ -84,10 +84,10 @@ class LossProbe:
         return loss.shifts
 
     def _ignores_first(self, batch: Any, labels: torch.Tensor) -> bool | None:
-        """Whether the first labels change nothing though the last ones do; None where neither do.
+        """Return whether only the last labels, not the first, change the loss; None if neither do.
 
-        For batches whose labels all count: the model may know no -100, and an index out of range ends a process on
-        CUDA. So only values are used that the labels hold (or 0 and 1).
+        It is for batches without -100, which the model may not know. An index out of range ends the process on CUDA, so
+        only values that the labels hold (or 0 and 1) are used.
         """
         low, high = labels.min(), labels.max()
         if low == high:
@@ -106,17 +106,17 @@ class LossProbe:
         return True if changed(-1) != loss else None
 
     def detect_padding_invariance(self, batch: Any, training: bool = False) -> bool | None:
-        """Learns whether samples whose labels are all -100 leave the loss of a batch as it is without them.
+        """Detect whether samples whose labels are all -100 leave the loss of a batch unchanged.
 
-        One sample is the only one with labels: the loss must be the same whatever the others are. It must also be the
-        mean over the labels that count, and so the same as that of a batch that holds this sample throughout.
+        The probe gives labels to one sample only. The loss must not depend on the other samples. It must also be the
+        mean over the valid labels, and so equal the loss of a batch that repeats this sample.
 
         Args:
-            batch: On the host, two samples at least, with labels that are whole numbers.
-            training: Whether the model is in training mode, in which it may add something to its loss.
+            batch: A batch on the host with at least two samples and integer labels.
+            training: Whether to probe in training mode too, in which a model may add terms to its loss.
 
         Returns:
-            Whether they do; None where this batch cannot tell.
+            Whether the loss is unchanged; None if this batch does not show it.
         """
         same, alone, others = _with_one_sample(batch)
         try:
@@ -127,7 +127,7 @@ class LossProbe:
                 found = self._look(others) == first and math.isclose(self._look(same), first, rel_tol=_CLOSE)
                 if found and training:
                     found = self._look_in_training(alone) == self._look_in_training(others)
-        except Exception:  # a model that knows no -100, or does not work at all, which the batch itself will show
+        except Exception:  # the model does not know -100, or fails on any batch, as the training will show
             found = False
         self.ignores_filler[training] = False if self._gives_up("filler", found) else found
         return self.ignores_filler[training]
@@ -137,7 +137,7 @@ class LossProbe:
             return float(self.loss.eval_loss(self._strategy.to_device(batch), self._strategy.autocast))
 
     def _look_in_training(self, batch: Any) -> float:
-        """The loss of a batch with the dropout of one seed."""
+        """Return the loss of a batch in the current mode, with a fixed seed for dropout."""
         self._strategy.seed(0)
         with buffers_aside(self.loss.module), torch.no_grad(), self._strategy.autocast():
             return float(self.loss(self._strategy.to_device(batch))[0])
@@ -149,7 +149,7 @@ class LossProbe:
 
 @contextlib.contextmanager
 def buffers_aside(module: torch.nn.Module) -> Iterator[None]:
-    """Lets a forward pass change copies of a module's buffers."""
+    """Replace a module's buffers by copies, and restore the originals on exit."""
     kept = [(each, name, buffer) for each in module.modules() for name, buffer in each._buffers.items()]
     for each, name, buffer in kept:
         each._buffers[name] = None if buffer is None else buffer.clone()
@@ -165,9 +165,9 @@ def _is_nothing(loss: float) -> bool:
 
 
 def _with_one_sample(batch: Any) -> tuple[Any, Any, Any]:
-    """Three batches made of `batch`, with its first sample in the first place, all of whose labels count.
+    """Return three batches whose first sample is that of `batch`, with all its labels valid.
 
-    All other places hold the same sample; the same without labels; and something else without labels.
+    The other samples are: copies of the first; copies of the first without labels; other data without labels.
     """
     labels, rows = labels_of(batch), samples_of(batch)
     assert labels is not None
@@ -185,7 +185,7 @@ def _with_one_sample(batch: Any) -> tuple[Any, Any, Any]:
         return other
 
     same, others = map_tensors(repeated, batch), map_tensors(changed, batch)
-    if isinstance(batch, Mapping):  # with other masks a model may choose another way to compute the same
+    if isinstance(batch, Mapping):  # another mask may make a model choose another kernel
         others = {name: same[name] if str(name).endswith("mask") else others[name] for name in keys(batch)}
     counted = repeated(labels).clamp(min=0)
     alone = counted.clone()
@@ -226,9 +226,9 @@ def _check_columns(module: torch.nn.Module, batch: Any) -> None:
 
 
 def _warn_of_swallowed_columns(module: torch.nn.Module, batch: Mapping[Any, Any]) -> None:
-    """A `forward` with **kwargs takes a misspelt column without a word; a wrapper names none of them itself."""
+    """Warn about columns that a `forward` with **kwargs may ignore, unless it names no column, as a wrapper does."""
     parameters = inspect.signature(module.forward).parameters
-    # Without the labels there is no loss, which is said elsewhere.
+    # Missing labels raise another error, since there is no loss without them.
     unknown = [str(key) for key in keys(batch) if key not in parameters and key not in ("labels", "label")]
     if unknown and len(unknown) < len(keys(batch)):
         warn(
