@@ -93,7 +93,7 @@ class Machines:
             self._part()
 
     def news(self, at_once: bool = False) -> News | None:
-        """Return another machine's announcement since the rendezvous; None if there is none or the store does not answer.
+        """Return another machine's announcement since the rendezvous; None without one or without an answer.
 
         Args:
             at_once: Whether to look even if the last look was less than a second ago.
