@@ -92,14 +92,14 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
 
 
 def listed_peak(name: str, dtype: torch.dtype | str) -> Peak:
-    """The peak of a device in the table.
+    """Return the peak of a device in the table.
 
     Args:
-        name: As torch.cuda.get_device_name tells it; "TPU v5e" and the like.
+        name: Name as torch.cuda.get_device_name returns it; "TPU v5e" and the like.
         dtype: A dtype of torch, or "tf32".
 
     Raises:
-        LookupError: If the table has no such device, or it does not compute in that dtype by itself.
+        LookupError: If the table has no such device, or the device does not compute natively in that dtype.
     """
     column = str(dtype).removeprefix("torch.")
     short = re.sub(r"^(NVIDIA|Tesla) ", "", name)
