@@ -186,9 +186,9 @@ def _is_checkpointed() -> bool:
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> tuple[int, int]:
-    """Return the FLOPs of the scores and of their product with the values; query [batch, heads, length, size], key alike.
+    """Return the FLOPs of the scores and of their product with the values.
 
-    With grouped heads, several queries share each key and value.
+    The query has the shape [batch, heads, length, size], key and value alike. Grouped heads share keys and values.
     """
     scores = 2 * query.numel() * key.shape[-2]
     return scores + 2 * math.prod(query.shape[:-1]) * value.shape[-2] * value.shape[-1], 0
@@ -230,7 +230,7 @@ def _twice(formula: Formula) -> Formula:
 
 
 def _grouped_product(left: Any, right: Any, *_: Any, **__: Any) -> tuple[int, int]:
-    """Return the FLOPs of products of groups (experts), split by rows, columns or the summed dimension; or all in 3D."""
+    """Return the FLOPs of products of groups (experts): split by rows, columns or summed dimension; or in 3D."""
     rows = left.shape[-2] * left.shape[-1] if right.ndim == 2 else left.numel()
     return 2 * rows * right.shape[-1], 0
 

@@ -108,7 +108,7 @@ class Ledger:
             self.enter(before)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds by activity over all starts of the run, up to the device's progress, without synchronization."""
+        """Return the seconds by activity over all starts, up to the device's progress, without synchronization."""
         self._entries.append((self.activity, self._mark()))
         self._fold()
         return dict(self._seconds)
