@@ -211,7 +211,14 @@ class Accelerator(Tracking):
         return thing
 
     def prepare_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move a model to the device, in place, and return the prepared model."""
+        """Move a model to the device, in place, and prepare it for the processes and the precision.
+
+        Args:
+            model: The user's model; a prepared one is returned unchanged.
+
+        Returns:
+            The model to call.
+        """
         if any(each is model for each in self._prepared.models):
             return model
         if self.mixed_precision != "no" or getattr(self.strategy, "downcast_bf16", False):
@@ -223,13 +230,21 @@ class Accelerator(Tracking):
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
-        """Return an optimizer that steps only at the end of an optimizer step."""
+        """Return an optimizer that steps only at the end of an optimizer step.
+
+        Args:
+            optimizer: The user's optimizer.
+        """
         prepared = PreparedOptimizer(self.strategy.prepare_optimizer(optimizer), self.strategy, self.flow)
         self._prepared.optimizers.append(prepared)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """Return a scheduler that steps as `step_scheduler_with_optimizer` sets."""
+        """Return a scheduler that steps as `step_scheduler_with_optimizer` sets.
+
+        Args:
+            scheduler: The user's scheduler. It follows the prepared optimizer that it belongs to, or else all of them.
+        """
         owner = getattr(scheduler, "optimizer", None)
         optimizers = self._prepared.optimizers
         own = [each for each in optimizers if owner is each or owner is each.optimizer]
@@ -241,7 +256,15 @@ class Accelerator(Tracking):
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None
     ) -> PreparedLoader:  # fmt: skip
-        """Return a loader that yields this process's share of the batches. Collective."""
+        """Return a loader that yields this process's share of the batches. Collective.
+
+        Args:
+            data_loader: The user's DataLoader.
+            device_placement: Whether to move batches to the device; None for the Accelerator's own setting.
+
+        Raises:
+            ValueError: If the DataLoader shards its samples itself, or cannot be split.
+        """
         sampler = getattr(data_loader.sampler, "generator", None) or data_loader.generator
         seed = torch.initial_seed() if sampler is None else sampler.initial_seed()
         number = len(self._prepared.loaders)
@@ -323,7 +346,11 @@ class Accelerator(Tracking):
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
-        """Enter the context of a forward and backward pass that no optimizer step follows: gradients stay local."""
+        """Enter the context of a forward and backward pass that no optimizer step follows: gradients stay local.
+
+        Args:
+            model: Prepared model whose gradients stay local.
+        """
         with self.strategy.no_sync(model):
             yield
 
@@ -355,7 +382,12 @@ class Accelerator(Tracking):
         return total
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip each element of the gradients to ±`clip_value`; do nothing while gradients accumulate."""
+        """Clip each element of the gradients to ±`clip_value`; do nothing while gradients accumulate.
+
+        Args:
+            parameters: Parameters whose gradients are clipped.
+            clip_value: Largest absolute value.
+        """
         if (chosen := self._complete(parameters)) is not None:
             torch.nn.utils.clip_grad_value_(chosen, clip_value)
 
@@ -373,7 +405,11 @@ class Accelerator(Tracking):
     # Saving and loading
 
     def get_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the model's tensors under the user's own names. Collective."""
+        """Return the model's tensors under the user's own names. Collective.
+
+        Args:
+            model: Prepared or not.
+        """
         self.flow.dispatch()
         detached: dict[int, torch.Tensor] = {}  # XLA recognizes tied tensors only by object identity
         state = self.strategy.model_state(model)

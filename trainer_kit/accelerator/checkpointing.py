@@ -295,6 +295,9 @@ class States:
 def check_stateful(objects: Iterable[Any]) -> None:
     """Raise an error for objects that cannot be saved.
 
+    Args:
+        objects: Objects to check.
+
     Raises:
         TypeError: If an object lacks `state_dict` or `load_state_dict`.
     """

@@ -40,7 +40,11 @@ class TensorBoardTracker:
         self._failed = False
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Write the settings of the run as text."""
+        """Write the settings of the run as text.
+
+        Args:
+            values: Settings by name.
+        """
         text = json.dumps(values, indent=2, default=str)
         self.tracker.add_text("config", f"```json\n{text}\n```", 0)
         self.tracker.flush()
@@ -91,11 +95,20 @@ class JsonLinesTracker:
         self.tracker = folder / "log.jsonl"
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Write the settings of the run."""
+        """Write the settings of the run.
+
+        Args:
+            values: Settings by name.
+        """
         self._write("config", 0, {"trainer_kit": __version__, "arguments": values})
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Write one record."""
+        """Write one record.
+
+        Args:
+            values: Values by name.
+            step: Step of the record; None is written as 0.
+        """
         self._write("log", step or 0, values)
 
     def finish(self) -> None:

@@ -55,7 +55,12 @@ class AccumulationState:
         return _flow_of_no_loop, ()
 
     def next_batch(self, accumulation: int, ends_with_loader: bool) -> None:
-        """Count a batch and determine whether it ends an optimizer step."""
+        """Count a batch and determine whether it ends an optimizer step.
+
+        Args:
+            accumulation: Batches per optimizer step.
+            ends_with_loader: Whether a loader's last batch ends a step too.
+        """
         at_the_end = ends_with_loader and bool(self.loaders) and self.loaders[-1].gave_last
         self.batches += 1
         self.sync_gradients = at_the_end or self.batches >= accumulation
@@ -107,7 +112,13 @@ class StepRule(NamedTuple):
 
 
 def step_rule(with_optimizer: bool | Literal["once"], split_batches: bool, strategy: Strategy) -> StepRule:
-    """Return the rule that an Accelerator's arguments set for its schedulers."""
+    """Return the rule that an Accelerator's arguments set for its schedulers.
+
+    Args:
+        with_optimizer: Value of `step_scheduler_with_optimizer`.
+        split_batches: Whether a loader's batch size is that of all processes together.
+        strategy: Strategy that is set up.
+    """
     if with_optimizer is not True or split_batches:
         return StepRule(with_optimizer is not False)
     repeats = strategy.world_size * strategy.devices
@@ -176,7 +187,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, unless an optimizer step is unfinished."""
+        """Clear the gradients, unless an optimizer step is unfinished.
+
+        Args:
+            set_to_none: Whether to release the gradients instead of filling them with zeros.
+        """
         if self._flow.sync_gradients:
             self.optimizer.zero_grad(set_to_none)
             self._flow.has_cleared()

@@ -100,7 +100,7 @@ class CrashDump:
     ) -> Path | None:
         """Write `output_dir/crash-STEP` (on processes other than the main one `crash-STEP-rank-RANK`).
 
-        It synchronizes with the device, and is not collective. A process writes only for an error of its own, not for
+        It synchronizes with the device, and is not collective. A process writes only for its own error, not for
         the consequence of another process's end, a failed save, a request to leave, or Ctrl-C.
 
         Args:

@@ -136,7 +136,15 @@ def diagnose(loss: Loss, works: Sequence[Work], strategy: Strategy) -> Diagnosis
 
 
 def cause(births: Sequence[NonFiniteOrigin], loss: float) -> NonFiniteOrigin | None:
-    """Return the origin of a nonfinite loss: NaN without infinite inputs, or else the first infinity."""
+    """Return the origin of a nonfinite loss: NaN without infinite inputs, or else the first infinity.
+
+    Args:
+        births: Origins in order of execution.
+        loss: The nonfinite loss.
+
+    Returns:
+        The origin; None if there is none.
+    """
     first: dict[str, NonFiniteOrigin] = {}
     for birth in births:
         first.setdefault(birth.kind, birth)
@@ -147,7 +155,14 @@ def cause(births: Sequence[NonFiniteOrigin], loss: float) -> NonFiniteOrigin | N
 
 
 def kind_of(tree: Any) -> Kind | None:
-    """Return the kind of nonfinite value in a tree's or an object's tensors, NaN first; None if all are finite."""
+    """Return the kind of nonfinite value in a tree's or an object's tensors.
+
+    Args:
+        tree: Tensors in nested dicts, lists and tuples, or an object with tensors as attributes.
+
+    Returns:
+        "nan" if there is any, else "inf"; None if all values are finite.
+    """
     found: Kind | None = None
     plain = isinstance(tree, (torch.Tensor, Mapping, list, tuple)) or not hasattr(tree, "__dict__")
     for tensor in tensors(tree if plain else vars(tree)):

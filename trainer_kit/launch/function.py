@@ -26,7 +26,7 @@ class Function:
     """The callable that torch's agent runs in each process; it writes the value or the error to a file.
 
     Until it runs, the new process shares the terminal's session and gets Ctrl-C from the terminal and from the
-    launcher. It then moves to a session of its own.
+    launcher. It then starts its own session.
 
     Args:
         function: The user's function.

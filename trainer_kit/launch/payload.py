@@ -59,7 +59,11 @@ class Sent:
         return _cloudpickle().dumps(value) if self._pickled else value
 
     def value(self, returned: Any) -> Any:
-        """Return the function's value from the returned object of a process."""
+        """Return the function's value from the returned object of a process.
+
+        Args:
+            returned: Object that rank 0 returned; None if it ran on another machine.
+        """
         return pickle.loads(returned) if self._pickled and returned is not None else returned
 
 

@@ -123,6 +123,9 @@ def run_processes(
 def variables(config: LaunchConfig) -> dict[str, str]:
     """Return the environment variables that pass the user's choices to the ranks of this machine.
 
+    Args:
+        config: What to start.
+
     Raises:
         ValueError: If the machine has too few GPUs.
     """

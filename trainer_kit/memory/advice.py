@@ -210,7 +210,11 @@ def advise_run(
 
 
 def capacity(device: torch.device) -> int | None:
-    """Bytes of memory that a device has; None where it is not here or does not tell."""
+    """Return the bytes of a device's memory; None if the device is absent or does not report it.
+
+    Args:
+        device: Device to query.
+    """
     if device.type == "cpu":
         return int(psutil.virtual_memory().total)
     if device.type == "cuda" and torch.cuda.is_available():
@@ -221,7 +225,12 @@ def capacity(device: torch.device) -> int | None:
 
 
 def resized(batch: Any, samples: int) -> Any:
-    """A batch of as many samples: whole numbers are repeated, the rest has a shape alone (it is on the meta device)."""
+    """Return a batch with another number of samples: integer tensors are repeated, others are on the device "meta".
+
+    Args:
+        batch: A micro-batch.
+        samples: Number of samples of the result.
+    """
     present = samples_of(batch)
 
     def other(tensor: torch.Tensor) -> torch.Tensor:

@@ -76,6 +76,9 @@ class Fakes:
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a fake tensor with the same shape, strides and dtype.
 
+        Args:
+            tensor: Real, fake or meta tensor.
+
         Raises:
             ValueError: If the tensor is lazy.
         """

@@ -84,7 +84,12 @@ def size_of(model: nn.Module) -> int:
 
 
 def model_facts(model: nn.Module, trial: Trial | None) -> Model:
-    """Return the plan's section on the model."""
+    """Return the plan's section on the model.
+
+    Args:
+        model: The model.
+        trial: Trial of a step; None if there was none.
+    """
     return Model(
         name=type(model).__name__,
         parameters=size_of(model),

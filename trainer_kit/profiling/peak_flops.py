@@ -144,7 +144,12 @@ def measured_peak(dtype: torch.dtype) -> Peak:
 
 
 def computing_dtype(model: torch.nn.Module, mixed_precision: str) -> torch.dtype:
-    """Return the dtype of most of a model's matrix products: autocast's, else that of most of its weights."""
+    """Return the dtype of most of a model's matrix products: autocast's, else that of most of its weights.
+
+    Args:
+        model: The model.
+        mixed_precision: "no", "fp16" or "bf16".
+    """
     autocast: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
     if mixed_precision in autocast:
         return autocast[mixed_precision]

@@ -15,7 +15,13 @@ _STACKED_FROM = 4
 
 
 def curves(panel: Panel, name: str, wide: bool = False) -> Markup:
-    """Return a panel with its legend and table; `name` must be unique in the page."""
+    """Return a panel with its legend and table.
+
+    Args:
+        panel: Panel to draw.
+        name: Prefix of the identifiers in the plot, unique in the page.
+        wide: Whether the plot takes the whole page on a wide screen.
+    """
     drawn = _drawn(lambda name, size: drawing.curves(panel, name, size), name, wide)
     legend = [_entry(line(each.style), each.label, _last(panel, each)) for each in panel.series]
     if len(legend) == 1 and panel.series[0].style == 0:
@@ -30,7 +36,13 @@ def curves(panel: Panel, name: str, wide: bool = False) -> Markup:
 
 
 def timeline(each: Timeline, name: str, title: str) -> Markup:
-    """Return the timeline of a run with its legend, and a table of its totals."""
+    """Return the timeline of a run with its legend, and a table of its totals.
+
+    Args:
+        each: The timeline.
+        name: Prefix of the identifiers in the plot, unique in the page.
+        title: Title of the plot.
+    """
     drawn = _drawn(lambda name, size: drawing.timeline(each, name, size), name, wide=True)
     shown = each.shown_totals()
     legend = [
@@ -45,7 +57,14 @@ _MARKS = {"restart": "▼", "rollback": "◀"}
 
 
 def bars(rows: dict[str, dict[str, float]], name: str, title: str, table: Table) -> Markup:
-    """Return stacked bars of GiB with their legend and table."""
+    """Return stacked bars of GiB with their legend and table.
+
+    Args:
+        rows: GiB by component for each bar, by the bar's label.
+        name: Prefix of the identifiers in the plot, unique in the page.
+        title: Title of the plot.
+        table: The same figures as text.
+    """
     names = list(dict.fromkeys(each for row in rows.values() for each in row))
     only = next(iter(rows.values())) if len(rows) == 1 else {}
     legend = [
@@ -77,7 +96,13 @@ def area(role: str) -> Markup:
 
 
 def table(content: Table, caption: str, hidden_caption: bool = True) -> Markup:
-    """Return a table whose first column names the rows; the caption reports omitted rows."""
+    """Return a table whose first column names the rows.
+
+    Args:
+        content: Texts of the table.
+        caption: Caption; it reports omitted rows.
+        hidden_caption: Whether only screen readers get the caption; it is always shown if rows are omitted.
+    """
     if len(content.body) < content.of:
         caption, hidden_caption = f"{caption}: {len(content.body):,} of {content.of:,}", False
     stacked = len(content.head) >= _STACKED_FROM

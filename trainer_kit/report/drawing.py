@@ -93,14 +93,27 @@ def columns(size: tuple[int, int]) -> int:
 
 
 def timeline(each: Timeline, name: str, size: tuple[int, int] = WIDE) -> str:
-    """Return the shares of the activities over the wall-clock time as SVG."""
+    """Return the shares of the activities over the wall-clock time as SVG.
+
+    Args:
+        each: The timeline.
+        name: Prefix of the identifiers in the SVG.
+        size: Width and height in CSS pixels.
+    """
     axes = _axes(size)
     draw_timeline(axes, each, _TOKENS, size[0] // 4)
     return _svg(axes.figure, name, each.description())
 
 
 def bars(rows: dict[str, dict[str, float]], name: str, label: str, size: tuple[int, int] = WIDE) -> str:
-    """Return stacked bars of GiB as SVG: one bar per row, its name above it; `label` is the text alternative."""
+    """Return stacked bars as SVG, one per row with its name above it.
+
+    Args:
+        rows: GiB by component for each bar, by the bar's name.
+        name: Prefix of the identifiers in the SVG.
+        label: Text alternative.
+        size: Width and height in CSS pixels; the height is ignored, since it follows from the number of bars.
+    """
     axes = _axes((size[0], 46 + 44 * len(rows)), left=12)
     draw_bars(axes, rows, _TOKENS)
     return _svg(axes.figure, name, label)
@@ -150,7 +163,14 @@ def _picture(histories: Sequence[RunHistory]) -> Figure:
 
 
 def draw_curves(axes: Axes, panel: Panel, colours: dict[str, str], columns: int) -> None:
-    """Draw the lines of a panel; many values are drawn as mean and range per column of pixels."""
+    """Draw the lines of a panel; many values are drawn as mean and range per column of pixels.
+
+    Args:
+        axes: Empty axes.
+        panel: Panel to draw.
+        colours: Colours by role.
+        columns: Width of the plot in columns of pixels.
+    """
     if panel.is_logarithmic:
         axes.set_yscale("log")
     factor = _factor(panel)
@@ -242,7 +262,14 @@ def _greatest(panel: Panel) -> float:
 
 
 def draw_timeline(axes: Axes, each: Timeline, colours: dict[str, str], columns: int) -> None:
-    """Draw stacked shares of the activities over time, with a line at each restart and rollback."""
+    """Draw stacked shares of the activities over time, with a line at each restart and rollback.
+
+    Args:
+        axes: Empty axes.
+        each: The timeline.
+        colours: Colours by role.
+        columns: Number of equal parts of the time.
+    """
     edges, shares = each.shares(columns)
     factor, unit = _time_unit(each.length)
     edges = edges * factor
@@ -270,7 +297,13 @@ def draw_timeline(axes: Axes, each: Timeline, colours: dict[str, str], columns: 
 
 
 def draw_bars(axes: Axes, rows: dict[str, dict[str, float]], colours: dict[str, str]) -> None:
-    """Draw a stacked bar for each row."""
+    """Draw a stacked bar for each row.
+
+    Args:
+        axes: Empty axes.
+        rows: GiB by component for each bar, by the bar's name.
+        colours: Colours by role.
+    """
     names = list(dict.fromkeys(name for row in rows.values() for name in row))
     longest = max(sum(row.values()) for row in rows.values())
     factor, unit = wording.size_unit(longest)

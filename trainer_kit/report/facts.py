@@ -91,7 +91,12 @@ def _unended(start: LoggedEvent, where: str) -> Status:
 
 
 def key_figures(history: RunHistory, timeline: Timeline | None) -> list[Figure]:
-    """Return the most important figures that the log holds."""
+    """Return the most important figures that the log holds.
+
+    Args:
+        history: History of the run.
+        timeline: Timeline of the run; None if the log lacks the data for it.
+    """
     makers = (_steps, _time, _loss, _best, _throughput, _memory, _goodput, _parameters)
     return [figure for make in makers if (figure := make(history, timeline)) is not None]
 

@@ -38,7 +38,7 @@ def text(value: str) -> str:
 
 
 def printable(value: str) -> str:
-    """Replace control characters that HTML forbids, or that reverse the text direction."""
+    """Replace characters that cannot be displayed, that HTML forbids, or that reverse the text direction."""
     if value.isprintable():
         return value
     return "".join(each if each in "\t\n\xa0" or each.isprintable() else "\ufffd" for each in value)

@@ -30,7 +30,12 @@ class Kill:
 
 
 def checkpoint_step(seed: int, steps: int) -> int:
-    """Choose the step of the checkpoint, in the first half, to leave steps to compare after the resume."""
+    """Choose the step of the checkpoint, in the first half, to leave steps to compare after the resume.
+
+    Args:
+        seed: Seed of the choice.
+        steps: Last step.
+    """
     return random.Random(f"checkpoint {seed}").randint(1, max(1, steps // 2))
 
 

@@ -134,7 +134,12 @@ class Recorder:
             self._dump(live, *self.start.dump)
 
     def note(self, part: str, found: Mapping[str, str]) -> None:
-        """Add marks to the current step."""
+        """Add marks to the current step.
+
+        Args:
+            part: One of `PARTS`.
+            found: Marks by name.
+        """
         self._step.setdefault(part, {}).update(found)
 
     def end_step(self, run: Run) -> None:
@@ -149,7 +154,12 @@ class Recorder:
             run.requests.stop = True
 
     def at(self, moment: str, run: Run) -> None:
-        """Kill this process at the planned point."""
+        """Kill this process at the planned point.
+
+        Args:
+            moment: One of `MOMENTS`.
+            run: The run.
+        """
         kill = self.start.kill
         step = run.state.step + (moment != "on_step_end")  # the step is counted just before on_step_end
         if kill is not None and (kill.step, kill.moment, kill.rank) == (step, moment, run.strategy.rank):
