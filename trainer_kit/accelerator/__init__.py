@@ -1,4 +1,4 @@
-"""`Accelerator`: trainer_kit's hardware and checkpoints for a loop written by hand, with accelerate's names."""
+"""`Accelerator`: trainer_kit's hardware support and checkpoints for a hand-written loop, under accelerate's names."""
 
 from trainer_kit.accelerator.accelerator import Accelerator
 from trainer_kit.accelerator.loader import PreparedLoader

@@ -1,4 +1,4 @@
-"""`Accelerator`: devices, processes, precision and checkpoints for a loop written by hand."""
+"""`Accelerator`: devices, processes, precision and checkpoints for a hand-written loop."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ logger = logging.getLogger("trainer_kit")
 
 
 class Accelerator(Tracking):
-    """Runs a loop written by hand on whatever hardware and however many processes it is started on.
+    """Runs a hand-written loop on any hardware and any number of processes.
 
-    It has accelerate's names; loops written for that run with another import::
+    It uses accelerate's names: a loop written for accelerate runs after a change of the import::
 
         accelerator = Accelerator(gradient_accumulation_steps=2)
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -58,35 +58,35 @@ class Accelerator(Tracking):
 
     Gradients are the mean over processes and over accumulated batches of the gradients of `loss`.
 
-    A prepared scheduler steps once for each process with every optimizer step, as under accelerate: make it from
-    `len(loader)` before `prepare`, or give `step_scheduler_with_optimizer="once"`.
+    A prepared scheduler steps once per process with every optimizer step, as under accelerate: create it from
+    `len(loader)` before `prepare`, or set `step_scheduler_with_optimizer="once"`.
 
-    Two things differ. After `load_state` a loader that was being read goes on after its last batch by itself; with
-    `skip_first_batches(loader, n)` the n batches are counted from the beginning of that epoch. And the order of a
-    loader is a function of its seed and epoch (see `PreparedLoader`): `set_seed` comes before `prepare`.
+    Two things differ from accelerate. After `load_state` an interrupted loader resumes after its last batch by itself;
+    `skip_first_batches(loader, n)` counts the n batches from the beginning of that epoch. The order of a loader is a
+    function of its seed and epoch (see `PreparedLoader`): call `set_seed` before `prepare`.
 
     Args:
         device_placement: Whether prepared loaders move their batches to the device.
         split_batches: See `DataLoaderConfiguration`.
-        mixed_precision: "no", "fp16" or "bf16": what prepared models compute in; None: what the launcher was told, else
+        mixed_precision: Precision of prepared models: "no", "fp16" or "bf16"; None for the launcher's choice, else
             "no". Their outputs are float32.
-        gradient_accumulation_steps: Batches of one optimizer step on each process; see `accumulate`.
-        cpu: Trains on the CPU even where there is an accelerator, as where the launcher was told so.
+        gradient_accumulation_steps: Batches per optimizer step on each process; see `accumulate`.
+        cpu: Whether to train on the CPU even where there is an accelerator; the launcher can also request it.
         dataloader_config: See `DataLoaderConfiguration`.
         log_with: "tensorboard", "jsonl" (`log.jsonl`), "all" of these, an object with `log(values, step)`, or a list.
         project_dir: See `ProjectConfiguration`.
-        project_config: The same and more.
-        gradient_accumulation_plugin: Instead of `gradient_accumulation_steps`.
-        step_scheduler_with_optimizer: When prepared schedulers step. True: with the optimizer, once for each process
-            (on XLA for each device), or once in all with `split_batches`, so that a schedule that one process would go
-            through ends at the same sample on several. "once": with the optimizer, whatever the number of processes,
-            for a schedule made from `len(loader)` after `prepare`. False: at each call, for example once an epoch.
+        project_config: See `ProjectConfiguration`; its `project_dir` takes precedence.
+        gradient_accumulation_plugin: Settings in place of `gradient_accumulation_steps`.
+        step_scheduler_with_optimizer: When prepared schedulers step. True: with the optimizer, once per process (on XLA
+            per device), or once in all with `split_batches`, so that a schedule made for one process ends at the same
+            sample on several. "once": once with the optimizer, whatever the number of processes, for a schedule made
+            from `len(loader)` after `prepare`. False: at each call, for example once an epoch.
         kwargs_handlers: `DistributedDataParallelKwargs` and `InitProcessGroupKwargs`.
         downcast_bf16: On XLA, see `trainer_kit.XLA`: prepared models and their batches are cast to bfloat16;
             outputs are float32. Without effect elsewhere.
 
     Raises:
-        ValueError: If arguments make no sense or contradict one another, or the processes cannot meet.
+        ValueError: If an argument is invalid, arguments contradict one another, or the processes cannot connect.
         TypeError: If a handler or tracker is of the wrong kind.
     """
 
@@ -141,13 +141,13 @@ class Accelerator(Tracking):
 
     @property
     def mixed_precision(self) -> str:
-        """What prepared models compute in: "no", "fp16" or "bf16"."""
+        """Precision of prepared models: "no", "fp16" or "bf16"."""
         precision = self.strategy.precision
         return "no" if precision is None else precision.mode
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Batches of one optimizer step on each process; may be set."""
+        """Batches per optimizer step on each process; can be set."""
         return self._accumulation.num_steps
 
     @gradient_accumulation_steps.setter
@@ -156,33 +156,34 @@ class Accelerator(Tracking):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the batch at hand ends an optimizer step: gradients are complete, the optimizer steps."""
+        """Whether the current batch ends an optimizer step: gradients are complete, and the optimizer steps."""
         return self.flow.sync_gradients
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether an optimizer left out its last step because fp16's gradients had overflowed."""
+        """Whether an optimizer skipped its last step because fp16 gradients overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
     @property
     def save_iteration(self) -> int:
-        """Number of the next checkpoint that is given no folder."""
+        """Number of the next checkpoint that is saved without a folder."""
         return self.project_configuration.iteration
 
     # Preparing
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Makes models, optimizers, DataLoaders and schedulers ready for the hardware and the processes.
+        """Prepare models, optimizers, DataLoaders and schedulers for the hardware and the processes.
 
         Args:
-            args: In any order; anything else is given back as it is.
-            device_placement: For each of `args`, whether a loader among them moves its batches.
+            args: Objects in any order; others are returned unchanged.
+            device_placement: For each of `args`, whether a loader among them moves its batches; None for the
+                Accelerator's own setting.
 
         Returns:
-            What to use instead, in the same order; a single object not in a tuple.
+            The prepared objects, in the same order; a single object is not wrapped in a tuple.
 
         Raises:
-            ValueError: If a model or loader cannot be prepared, saying why.
+            ValueError: If a model or loader cannot be prepared; the message says why.
         """
         placement = device_placement if device_placement is not None else [self.device_placement] * len(args)
         made: dict[int, Any] = {}
@@ -210,25 +211,40 @@ class Accelerator(Tracking):
         return thing
 
     def prepare_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Moves a model to the device, in place, and returns what to call instead of it."""
+        """Move a model to the device, in place, and prepare it for the processes and the precision.
+
+        Args:
+            model: The user's model; a prepared one is returned unchanged.
+
+        Returns:
+            The model to call.
+        """
         if any(each is model for each in self._prepared.models):
             return model
         if self.mixed_precision != "no" or getattr(self.strategy, "downcast_bf16", False):
             _compute_in_precision(model, self.autocast)
         prepared = self.strategy.prepare(model)
         self._prepared.models.append(prepared)
-        for optimizer in self._prepared.optimizers:  # by a call before this one
+        for optimizer in self._prepared.optimizers:  # prepared by an earlier call
             self.strategy.prepare_optimizer(optimizer.optimizer)
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
-        """Returns an optimizer that steps only where an optimizer step ends."""
+        """Return an optimizer that steps only at the end of an optimizer step.
+
+        Args:
+            optimizer: The user's optimizer.
+        """
         prepared = PreparedOptimizer(self.strategy.prepare_optimizer(optimizer), self.strategy, self.flow)
         self._prepared.optimizers.append(prepared)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """Returns a scheduler that steps as `step_scheduler_with_optimizer` says."""
+        """Return a scheduler that steps as `step_scheduler_with_optimizer` sets.
+
+        Args:
+            scheduler: The user's scheduler. It follows the prepared optimizer that it belongs to, or else all of them.
+        """
         owner = getattr(scheduler, "optimizer", None)
         optimizers = self._prepared.optimizers
         own = [each for each in optimizers if owner is each or owner is each.optimizer]
@@ -240,7 +256,15 @@ class Accelerator(Tracking):
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None
     ) -> PreparedLoader:  # fmt: skip
-        """Returns a loader that gives this process its share of the batches; all processes take part."""
+        """Return a loader that yields this process's share of the batches. Collective.
+
+        Args:
+            data_loader: The user's DataLoader.
+            device_placement: Whether to move batches to the device; None for the Accelerator's own setting.
+
+        Raises:
+            ValueError: If the DataLoader shards its samples itself, or cannot be split.
+        """
         sampler = getattr(data_loader.sampler, "generator", None) or data_loader.generator
         seed = torch.initial_seed() if sampler is None else sampler.initial_seed()
         number = len(self._prepared.loaders)
@@ -248,7 +272,7 @@ class Accelerator(Tracking):
             data_loader,
             self.strategy,
             self.flow,
-            mix(self.strategy.collectives.broadcast(seed), number),  # two loaders of one length are not shuffled alike
+            mix(self.strategy.collectives.broadcast(seed), number),  # loaders of equal length get different orders
             self.split_batches,
             self.device_placement if device_placement is None else device_placement,
         )
@@ -258,12 +282,12 @@ class Accelerator(Tracking):
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> torch.nn.Module:
-        """The user's own module under what `prepare` returned.
+        """Return the user's own module from a prepared one.
 
         Args:
             model: Prepared or not.
-            keep_fp32_wrapper: With False, its forward pass is again as it was, without mixed precision.
-            keep_torch_compile: With False, one that `torch.compile` made is taken off too.
+            keep_fp32_wrapper: If False, the forward pass is restored, without mixed precision.
+            keep_torch_compile: If False, the wrapper of `torch.compile` is removed too.
         """
         model = self.strategy.unwrap(model)
         if not keep_fp32_wrapper and getattr(model.__dict__.get("forward"), "in_precision", False):
@@ -273,7 +297,7 @@ class Accelerator(Tracking):
         return model
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Lets go of everything that was prepared, and of cached memory; gives back a None for each object."""
+        """Drop all prepared objects and free cached memory; return a None for each argument."""
         self._prepared.clear()
         self.strategy.release_models()
         gc.collect()
@@ -282,17 +306,17 @@ class Accelerator(Tracking):
 
     clear = free_memory
 
-    # A step
+    # Training step
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Backpropagates the loss of this process's batch, its mean over the batch's samples.
+        """Backpropagate the loss of this process's batch, its mean over the batch's samples.
 
-        It is divided by the number of accumulated batches and of processes first, since gradients add up to the sum
-        over all of them. That is exact for powers of two.
+        The loss is first divided by the number of accumulated batches and of processes, since gradients are summed over
+        all of them. The division is exact for powers of two.
 
         Args:
-            loss: A number with gradients.
-            kwargs: What `torch.Tensor.backward` takes, for example `retain_graph`.
+            loss: Scalar tensor with gradients.
+            kwargs: Arguments of `torch.Tensor.backward`, for example `retain_graph`.
 
         Raises:
             ValueError: If no model is prepared.
@@ -305,12 +329,14 @@ class Accelerator(Tracking):
 
     @contextlib.contextmanager
     def accumulate(self, *models: torch.nn.Module) -> Iterator[None]:
-        """The context of one batch: forward, backward, and the optimizer's and scheduler's calls, which act only on
-        the last of `gradient_accumulation_steps` batches, or on the last of a loader.
+        """Enter the context of one batch: forward, backward, and the calls of the optimizer and the scheduler.
+
+        The calls take effect only on the last of `gradient_accumulation_steps` batches, or on the last batch of a
+        loader.
 
         Args:
-            models: Those that are trained in it; default: all prepared ones.
-        """  # noqa: D205
+            models: Models that are trained in it; default: all prepared ones.
+        """
         self.flow.next_batch(self._accumulation.num_steps, self._accumulation.sync_with_dataloader)
         with contextlib.ExitStack() as stack:
             exchanges = self.sync_gradients or self._accumulation.sync_each_batch
@@ -320,24 +346,28 @@ class Accelerator(Tracking):
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
-        """The context of a forward and backward pass after which no optimizer step comes: gradients stay here."""
+        """Enter the context of a forward and backward pass that no optimizer step follows: gradients stay local.
+
+        Args:
+            model: Prepared model whose gradients stay local.
+        """
         with self.strategy.no_sync(model):
             yield
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
-        """The context in which a computation outside of prepared models is done in mixed precision."""
+        """Enter the context of a mixed-precision computation outside of prepared models."""
         with self.strategy.autocast():
             yield
 
     @torch.no_grad()
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor | None:
-        """Scales the gradients down where their norm is larger.
+        """Scale the gradients down if their norm exceeds `max_norm`.
 
         Args:
-            parameters: Whose gradients.
-            max_norm: The largest norm of all together.
-            norm_type: 2 for the Euclidean norm.
+            parameters: Parameters whose gradients are clipped.
+            max_norm: Largest norm of all gradients together.
+            norm_type: Order of the norm; 2 for the Euclidean norm.
 
         Returns:
             The norm before clipping; None while gradients accumulate, which are not clipped.
@@ -352,12 +382,17 @@ class Accelerator(Tracking):
         return total
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clips each element of the gradients to plus or minus `clip_value`; not while gradients accumulate."""
+        """Clip each element of the gradients to ±`clip_value`; do nothing while gradients accumulate.
+
+        Args:
+            parameters: Parameters whose gradients are clipped.
+            clip_value: Largest absolute value.
+        """
         if (chosen := self._complete(parameters)) is not None:
             torch.nn.utils.clip_grad_value_(chosen, clip_value)
 
     def _complete(self, parameters: Any) -> list[torch.Tensor] | None:
-        """The parameters, with fp16's scale taken out of their gradients; None where those are not complete."""
+        """Return the parameters, with gradients unscaled from fp16; None while gradients accumulate."""
         if not self.sync_gradients:
             return None
         chosen = self.strategy.prepared_parameters([parameters] if isinstance(parameters, torch.Tensor) else parameters)
@@ -370,22 +405,26 @@ class Accelerator(Tracking):
     # Saving and loading
 
     def get_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The model's tensors under the user's own names; all processes take part."""
+        """Return the model's tensors under the user's own names. Collective.
+
+        Args:
+            model: Prepared or not.
+        """
         self.flow.dispatch()
-        detached: dict[int, torch.Tensor] = {}  # tied ones stay the same object, by which alone XLA tells them
+        detached: dict[int, torch.Tensor] = {}  # XLA recognizes tied tensors only by object identity
         state = self.strategy.model_state(model)
         return {name: detached.setdefault(id(value), value.detach()) for name, value in state.items()}
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """`torch.save` on the main process; the file is there whole or not at all, and can be read without XLA.
+        """Save an object with `torch.save` on the main process, atomically and readable without XLA.
 
         Args:
-            obj: Anything, or with `safe_serialization` a dict of tensors.
-            f: The file.
-            safe_serialization: Writes safetensors; the file's name must end with `.safetensors`.
+            obj: Any object, or with `safe_serialization` a dict of tensors.
+            f: Path of the file.
+            safe_serialization: Whether to write safetensors; the file's name must then end with `.safetensors`.
 
         Raises:
-            ValueError: If the name ends otherwise.
+            ValueError: If the name has another ending.
         """
         path = Path(f)
         if safe_serialization and path.suffix != ".safetensors":
@@ -403,7 +442,7 @@ class Accelerator(Tracking):
             temporary.unlink(missing_ok=True)
 
     def _readable_anywhere(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor on XLA could be loaded only where torch_xla is."""
+        """Copy an XLA tensor to the host: it could otherwise be loaded only where torch_xla is installed."""
         return self.strategy.device_info.to_host(tensor.detach()) if tensor.device.type == "xla" else tensor
 
     def save_model(
@@ -413,16 +452,16 @@ class Accelerator(Tracking):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Writes the model for use: safetensors, and `config.json` where it has one; all processes take part.
+        """Write the model for inference: safetensors, and `config.json` where the model has one. Collective.
 
         Args:
             model: Prepared or not.
-            save_directory: Made where it is missing.
+            save_directory: Folder, created if missing.
             max_shard_size: Bytes, or text such as "2GB".
-            safe_serialization: Must be True: nothing is written as a pickle.
+            safe_serialization: Must be True: pickles are not written.
 
         Raises:
-            ValueError: If `safe_serialization` is False or the size makes no sense.
+            ValueError: If `safe_serialization` is False or the size is invalid.
         """
         _refuse_pickles(safe_serialization)
         state, module = self.get_state_dict(model), self.strategy.unwrap(model)
@@ -432,40 +471,42 @@ class Accelerator(Tracking):
         )
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
-        """Commits a checkpoint of everything that was prepared or registered; all processes take part.
+        """Commit a checkpoint of everything that was prepared or registered. Collective.
 
-        It holds models, optimizers, schedulers, where the loaders stand, fp16's scale, the gradients of an unfinished
-        optimizer step, and the generators of every process. Continuing from it is bitwise equal to going on (equal up
-        to rounding where several processes save within an optimizer step, since they keep the sum of their gradients).
+        It holds models, optimizers, schedulers, loader positions, fp16's scale, the gradients of an unfinished
+        optimizer step, and the generators of every process. A resumed run is bitwise equal to an uninterrupted one. It
+        is equal up to rounding where several processes save within an optimizer step, since the checkpoint keeps the
+        sum of their gradients.
 
         Args:
-            output_dir: The checkpoint's own folder, replaced as a whole where there is one; None:
-                `project_dir/checkpoints/checkpoint_N`, numbered one by one, of which `total_limit` are kept.
-            safe_serialization: Must be True: nothing is written as a pickle.
+            output_dir: Folder of the checkpoint, replaced as a whole if it exists; None for
+                `project_dir/checkpoints/checkpoint_N` with ascending numbers, of which `total_limit` are kept.
+            safe_serialization: Must be True: pickles are not written.
 
         Returns:
             The checkpoint's folder.
 
         Raises:
-            ValueError: If there is no folder to write to, or one that holds other things.
+            ValueError: If there is no folder to write to, or it holds other files.
         """
         _refuse_pickles(safe_serialization)
         given = None if self.project_configuration.automatic_checkpoint_naming else output_dir
         return str(self._states.save(_absolute(given)))
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> None:
-        """Takes up what `save_state` has saved, once the same objects are prepared; all processes take part.
+        """Restore a checkpoint of `save_state`, after the same objects are prepared. Collective.
 
         Args:
-            input_dir: The checkpoint's folder; None: the newest one of the project that is whole.
+            input_dir: Folder of the checkpoint; None for the newest valid one of the project.
 
         Raises:
-            ValueError: If there is none, it is damaged, or one of other objects, naming what differs.
+            ValueError: If there is no checkpoint, it is damaged, or it holds other objects; the message names the
+                difference.
         """
         self._states.load(_absolute(input_dir))
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Makes objects with `state_dict` and `load_state_dict` part of every checkpoint.
+        """Add objects with `state_dict` and `load_state_dict` to every checkpoint.
 
         Raises:
             TypeError: If an object lacks one of them.
@@ -479,14 +520,14 @@ class Accelerator(Tracking):
 
 
 def _order(thing: Any) -> int:
-    """Models come first: moving one may replace the parameters that an optimizer holds. Schedulers follow those."""
+    """Sort models first, since moving one may replace the parameters that an optimizer holds; schedulers last."""
     return 0 if isinstance(thing, torch.nn.Module) else 2 if isinstance(thing, LRScheduler) else 1
 
 
 def _compute_in_precision(model: torch.nn.Module, autocast: Callable[[], Any]) -> None:
-    """Lets the model's own forward pass compute in mixed precision, with outputs in float32.
+    """Make the model's own forward pass compute in mixed precision, with outputs in float32.
 
-    A method of the instance, so that what asks for the model's class or attributes, and copies of it, work as before.
+    Set a method on the instance, so that the model's class, attributes and copies work as before.
     """
     if getattr(model.__dict__.get("forward"), "in_precision", False):
         return
@@ -500,7 +541,7 @@ def _compute_in_precision(model: torch.nn.Module, autocast: Callable[[], Any]) -
 
     for name in ("__doc__", "__name__", "__qualname__"):
         setattr(forward, name, getattr(function, name))
-    forward.__wrapped__ = function  # type: ignore[attr-defined]  # its signature is asked for
+    forward.__wrapped__ = function  # type: ignore[attr-defined]  # keeps the signature inspectable
     forward.in_precision = True  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)
 

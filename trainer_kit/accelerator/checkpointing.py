@@ -1,4 +1,4 @@
-"""What `Accelerator.save_state` keeps, in the format of the Trainer's checkpoints, and how it is taken up again."""
+"""State that `Accelerator.save_state` writes in the format of the Trainer's checkpoints, and its restoration."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PREFIX = "checkpoint_"
 
 @dataclasses.dataclass
 class Prepared:
-    """All that an Accelerator has prepared, in order, and what is registered for its checkpoints."""
+    """All objects that an Accelerator has prepared, in order, and those registered for checkpointing."""
 
     models: list[torch.nn.Module] = dataclasses.field(default_factory=list)
     optimizers: list[PreparedOptimizer] = dataclasses.field(default_factory=list)
@@ -52,12 +52,12 @@ class Prepared:
     registered: list[Any] = dataclasses.field(default_factory=list)
 
     def counts(self) -> dict[str, int]:
-        """How many there are of each kind."""
+        """Return the number of objects of each kind."""
         kinds = ("models", "optimizers", "schedulers", "loaders")
         return {kind: len(getattr(self, kind)) for kind in kinds}
 
     def clear(self) -> None:
-        """Lets go of all of them."""
+        """Drop all references."""
         for field in dataclasses.fields(self):
             getattr(self, field.name).clear()
 
@@ -66,14 +66,14 @@ class States:
     """Saves and loads the state of a hand-written loop.
 
     Args:
-        strategy: Set up.
-        flow: Where the loop is.
-        prepared: What is kept.
-        project: Where checkpoints go that are given no folder.
-        settings: Kept with each checkpoint, for people.
+        strategy: Strategy that is set up.
+        flow: Accumulation state of the loop.
+        prepared: Objects to save.
+        project: Where checkpoints without an explicit folder go.
+        settings: Settings written to each checkpoint for the user; not restored.
 
     Attributes:
-        run_id: The same for all starts that load one another; only checkpoints that carry it are removed.
+        run_id: Identifier shared by all starts that resume one another; only checkpoints with it are pruned.
     """
 
     def __init__(
@@ -94,13 +94,19 @@ class States:
     # Saving
 
     def save(self, output_dir: Path | None) -> Path:
-        """Commits a checkpoint; all processes take part.
+        """Commit a checkpoint. Collective.
+
+        Args:
+            output_dir: Folder of the checkpoint; None for the next numbered folder of the project.
+
+        Returns:
+            Folder of the checkpoint.
 
         Raises:
-            ValueError: If there is no folder to write to, or one that holds other things.
+            ValueError: If there is no folder to write to, or it holds other files.
         """
         folder = self._folder(output_dir, "save_state()")
-        self.flow.dispatch()  # all that is read now is there then, not computed tensor by tensor
+        self.flow.dispatch()  # computes all tensors in one graph, not one by one as they are read
         models = [self.strategy.model_state(model) for model in self.prepared.models]
         states = self._states()
         directory = self.strategy.collectives.on_main(lambda: self._commit(folder, output_dir, models, states))
@@ -111,7 +117,7 @@ class States:
         return directory
 
     def _folder(self, given: Path | None, call: str) -> Path:
-        """The folder in which checkpoints lie."""
+        """Return the folder that contains the checkpoints."""
         if given is not None:
             return given.parent
         if self.project.project_dir is None:
@@ -119,7 +125,7 @@ class States:
         return Path(self.project.project_dir).expanduser().absolute() / "checkpoints"
 
     def _states(self) -> dict[str, Any]:
-        """Everything but the models' weights, by name; all processes take part."""
+        """Return all state but the models' weights, by name. Collective."""
         prepared, precision = self.prepared, self.strategy.precision
         states: dict[str, Any] = {
             "accelerator": {
@@ -144,7 +150,7 @@ class States:
         return states
 
     def _gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients of a step that is not complete yet, summed over the processes."""
+        """Return the gradients of an unfinished optimizer step, summed over the processes."""
         named = self._trained()
         held = self.strategy.collectives.all_reduce_ints([int(parameter.grad is not None) for _, parameter in named])
         summed = {}
@@ -163,7 +169,7 @@ class States:
         ]
 
     def _registered(self) -> Iterator[tuple[str, Any]]:
-        """The registered objects by their classes' names: `custom_EMA`, the second of its kind `custom_EMA_1`."""
+        """Yield the registered objects by class name: `custom_EMA`, the second `custom_EMA_1`."""
         seen: Counter[str] = Counter()
         for each in self.prepared.registered:
             name = type(each).__name__
@@ -171,7 +177,7 @@ class States:
             seen[name] += 1
 
     def _commit(self, folder: Path, output_dir: Path | None, models: list[Any], states: dict[str, Any]) -> Path:
-        """On the main process."""
+        """Write the checkpoint and prune old ones, on the main process only."""
         if output_dir is None:
             remove_stale_staging(folder)
             there = find_checkpoints(folder, PREFIX)
@@ -201,10 +207,16 @@ class States:
     # Loading
 
     def load(self, input_dir: Path | None) -> Path:
-        """Takes up a checkpoint: the given one, or the project's newest that is whole; all processes take part.
+        """Restore a checkpoint. Collective.
+
+        Args:
+            input_dir: Folder of the checkpoint; None for the newest valid one of the project.
+
+        Returns:
+            Folder of the checkpoint.
 
         Raises:
-            ValueError: If there is none, it is damaged, or one of other objects, naming what differs.
+            ValueError: If there is no checkpoint, it is damaged, or it holds other objects than those prepared.
         """
         directory = self.strategy.collectives.on_main(lambda: self._found(input_dir))
         source, prepared = self.strategy.session.fetch_checkpoint(directory), self.prepared
@@ -244,7 +256,7 @@ class States:
         return directory
 
     def _found(self, input_dir: Path | None) -> Path:
-        """On the main process: the checkpoint to load, verified."""
+        """Return the checkpoint to load, verified; on the main process only."""
         folder = self._folder(input_dir, "load_state()")
         if input_dir is None:
             found = newest_valid(folder, logger.warning, PREFIX, check=_check_state)
@@ -261,7 +273,7 @@ class States:
         return input_dir
 
     def _check_schedules(self, saved: list[int]) -> None:
-        """Says where a schedule counts otherwise than before: with another number of processes."""
+        """Warn if a schedule steps at another rate than before, because the number of processes changed."""
         for then, scheduler in zip(saved, self.prepared.schedulers, strict=False):
             if then != scheduler.rule.repeats:
                 logger.warning(
@@ -276,12 +288,15 @@ class States:
     def _restore_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
         for name, parameter in self._trained():
             parameter.grad = None
-            if name in gradients and self.strategy.rank == 0:  # of all processes together: one of them has to have it
+            if name in gradients and self.strategy.rank == 0:  # the saved sum of all processes
                 parameter.grad = torch.empty_like(parameter).copy_(gradients[name])
 
 
 def check_stateful(objects: Iterable[Any]) -> None:
-    """Refuses what could not be saved.
+    """Raise an error for objects that cannot be saved.
+
+    Args:
+        objects: Objects to check.
 
     Raises:
         TypeError: If an object lacks `state_dict` or `load_state_dict`.
@@ -295,12 +310,12 @@ def check_stateful(objects: Iterable[Any]) -> None:
 
 
 def is_stateful(thing: Any) -> bool:
-    """Whether it is an object with `state_dict` and `load_state_dict`."""
+    """Return whether an object, not a class, has `state_dict` and `load_state_dict`."""
     return not isinstance(thing, type) and hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
 def _numbered(name: str, objects: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Names them: model, model_1, model_2 and so on."""
+    """Yield the objects with names: model, model_1, model_2 and so on."""
     return ((f"{name}_{number}" if number else name, each) for number, each in enumerate(objects))
 
 
@@ -309,10 +324,10 @@ def _number(path: Path) -> int:
 
 
 def _check_state(directory: Path) -> None:
-    """Verifies a checkpoint, and what it keeps of the loop; another program's is left to `load`.
+    """Verify a checkpoint and the saved state of the loop; leave a checkpoint of another program to `load`.
 
     Raises:
-        CheckpointError: If a file is damaged, or a value is none that a loop can have.
+        CheckpointError: If a file is damaged, or a value is invalid for a loop.
     """
     verify(directory)
     if (state := read_state(directory, "accelerator")) is None:
@@ -346,10 +361,10 @@ def _check_counts(saved: dict[str, int], now: dict[str, int], directory: Path) -
 
 
 def _refuse_to_replace(directory: Path) -> None:
-    """A checkpoint is replaced as a whole: nothing else may be in its folder.
+    """Check that the folder holds only a checkpoint, since saving replaces the whole folder.
 
     Raises:
-        ValueError: If something is.
+        ValueError: If the folder holds other files.
     """
     if not directory.exists():
         return
@@ -366,7 +381,6 @@ def _refuse_to_replace(directory: Path) -> None:
 
 
 def _generators(strategy: Strategy) -> dict[str, Any]:
-    """The states of this process's generators."""
     return generator_states() | {"device": strategy.device_info.rng_state()}
 
 

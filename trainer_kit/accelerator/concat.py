@@ -1,4 +1,4 @@
-"""Several batches as one, for a process whose devices compute one batch together."""
+"""Concatenation of batches, for a process whose devices compute one batch together."""
 
 from __future__ import annotations
 
@@ -11,18 +11,26 @@ from trainer_kit.utils.pytree import keys, tensors
 
 
 def rows_of(batch: Any) -> int:
-    """The size of the first dimension of a batch; 1 where it holds no tensor that has one."""
+    """Return the size of a batch's first dimension; 1 if it holds no tensor with dimensions."""
     first = next((tensor for tensor in tensors(batch) if tensor.ndim), None)
     return 1 if first is None else first.shape[0]
 
 
 def joined(batches: Sequence[Any]) -> Any:
-    """Batches of one form as one: tensors, and lists of anything else, follow one another; other things come as a list
-    unless they are the same in all batches.
+    """Concatenate batches of the same structure.
+
+    Tensors are concatenated along the first dimension, and lists without tensors one after another. Other values stay
+    as they are if all batches have the same one; otherwise they become a list.
+
+    Args:
+        batches: Batches of the same structure, at least one.
+
+    Returns:
+        One batch of that structure.
 
     Raises:
         ValueError: If tensors differ in more than their first dimension.
-    """  # noqa: D205
+    """
     first = batches[0]
     if len(batches) == 1:
         return first

@@ -1,4 +1,4 @@
-"""Prepared loaders: a DataLoader's batches in an order that can be gone on with, dealt out to the processes."""
+"""Prepared loaders: a DataLoader's batches in a resumable order, sharded over the processes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _END = object()
 
 
 class BatchRequest(NamedTuple):
-    """One batch of this process, to be read.
+    """A batch that this process must read.
 
     Attributes:
         epoch: Number of the pass.
-        seed: From it follows what is random in reading.
-        indices: What the sampler gave.
-        real: How many of them are no repeats.
-        last: Whether it is the pass's last.
+        seed: Seed of the randomness in reading.
+        indices: Indices from the sampler.
+        real: How many of `indices` are not repeats.
+        last: Whether the batch is the last of its pass.
     """
 
     epoch: int
@@ -45,7 +45,7 @@ class BatchRequest(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Dealt:
-    """A batch that was read: its rows, how many of them are no repeats, and `BatchRequest.last`."""
+    """A batch after reading: its rows, how many of them are not repeats, and `BatchRequest.last`."""
 
     rows: int
     real: int
@@ -54,7 +54,7 @@ class Dealt:
 
 
 class Reader(Dataset[Any]):
-    """Reads and collates jobs, each with its own randomness, in any process."""
+    """Dataset that reads and collates batch requests, each with its own randomness, in any process."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.dataset: Any = loader.dataset
@@ -80,13 +80,13 @@ class Reader(Dataset[Any]):
 
 
 class LoaderPosition(NamedTuple):
-    """Where a loader stood when it was saved.
+    """Position of a loader in a checkpoint.
 
     Attributes:
         epoch: Number of the pass.
-        position: Batches that it had given.
-        open: Whether it was being read.
-        complete: Whether the last batch was given.
+        position: Number of batches that the loader has yielded.
+        open: Whether the loader was being iterated.
+        complete: Whether the last batch was yielded.
     """
 
     epoch: int
@@ -96,39 +96,39 @@ class LoaderPosition(NamedTuple):
 
 
 class PreparedLoader:
-    """The user's DataLoader, whose batches come in an order f(seed, epoch), each to one process, on its device.
+    """A DataLoader whose batches come in an order f(seed, epoch), each to one process, on its device.
 
-    The n-th batch goes to process n modulo their number, so that all of them together see the order that one alone
-    would. Where one process drives several devices, one of its batches has as many samples as each of them would get as
-    a process of its own. Where the last round is not full, samples of the epoch's beginning are repeated, so that all
-    have equally many; `Accelerator.gather_for_metrics` leaves them out. A DataLoader with `drop_last` leaves out the
-    round instead. On one device alone nothing is repeated, and the last batch may be short, which costs a compilation
-    where computations are compiled for each shape. What is random in reading a batch is a function of (seed, epoch,
-    batch) too, whatever the workers, and leaves the global generators alone. An own sampler must get its randomness
-    from the global generators, from its `generator`, or from `set_epoch`.
+    Process r of n reads every n-th batch, so that all processes together see the order of a single process. Where one
+    process drives several devices, its batch holds the samples of one batch for each device. If the last round is
+    incomplete, samples from the beginning of the epoch are repeated to fill it, and every process has the same number
+    of batches; `Accelerator.gather_for_metrics` removes the repeats. With `drop_last` the DataLoader drops that round
+    instead. A single device repeats nothing: its last batch may be smaller, which triggers a recompilation where
+    computations are compiled per shape. The randomness in reading a batch depends on (seed, epoch, batch) only, not on
+    the workers, and leaves the global generators unchanged. A custom sampler must draw its randomness from the global
+    generators, from its `generator`, or from `set_epoch`.
 
-    An iterable dataset, or a DataLoader of a class that iterates in a way of its own, is read whole by every process,
-    which keeps its share of the batches.
+    Every process reads the whole of an iterable dataset, or of a DataLoader subclass with its own iteration, and keeps
+    its share of the batches.
 
-    All else of the DataLoader (`dataset`, `batch_size`, …) can be read here too.
+    All other attributes of the DataLoader (`dataset`, `batch_size`, …) are available here too.
 
     Args:
-        loader: The user's own.
-        strategy: Where the batches go.
-        flow: Is told which loader is being read.
-        seed: The same on all processes.
+        loader: The user's DataLoader.
+        strategy: Strategy that provides the devices and the processes.
+        flow: Accumulation state, which tracks the loaders that are being iterated.
+        seed: Seed of the order; the same on all processes.
         split_batches: See `DataLoaderConfiguration`.
-        device_placement: Whether batches are moved to the device.
+        device_placement: Whether to move batches to the device.
 
     Attributes:
-        loader: The user's own.
-        epoch: Number of the pass that is being read or comes next.
-        gave_last: Whether the batch that was given last is the pass's last.
-        rows: Rows of the batch that was given last.
-        real: How many of them are no repeats.
+        loader: The user's DataLoader.
+        epoch: Number of the current or next pass.
+        gave_last: Whether the latest batch is the last of its pass.
+        rows: Number of rows in the latest batch.
+        real: How many of these rows are not repeats.
 
     Raises:
-        ValueError: If the DataLoader spreads its samples over processes itself, or cannot be split.
+        ValueError: If the DataLoader shards its samples itself, or cannot be split.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class PreparedLoader:
         self._placement = device_placement
         self._devices = strategy.devices
         self._shares = strategy.world_size * self._devices
-        self._first = strategy.rank * self._devices  # of this process's shares
+        self._first = strategy.rank * self._devices  # first share of this process
         self._splits = split_batches and self._shares > 1
         self._streams = isinstance(loader.dataset, IterableDataset) or _iterates_itself(loader)
         samplers = () if self._streams else (loader.batch_sampler, loader.sampler)
@@ -178,12 +178,12 @@ class PreparedLoader:
             )
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # a copy that is being made
+        if name == "loader":  # not set yet in a copy
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        """Batches of each process in one pass."""
+        """Return the number of batches per process in one pass."""
         batches, size = len(self.loader), 1 if self._splits else self._shares
         return batches // size if self._drops else -(-batches // size)
 
@@ -192,19 +192,19 @@ class PreparedLoader:
 
     @property
     def batch_rows(self) -> int | None:
-        """Samples of one of the DataLoader's own batches; None where that is not known."""
+        """Number of samples in one batch of the DataLoader; None if unknown."""
         size: int | None = getattr(self.loader.batch_sampler, "batch_size", self.loader.batch_size)
         return size
 
     @property
     def total_batch_size(self) -> int | None:
-        """Samples of one batch on all processes together; None where that is not known."""
+        """Number of samples in one batch on all processes together; None if unknown."""
         rows = self.batch_rows
         return rows if rows is None or self._splits else rows * self._shares
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples of the dataset."""
+        """Number of samples in the dataset."""
         return len(self.loader.dataset)  # type: ignore[arg-type]
 
     @property
@@ -212,19 +212,27 @@ class PreparedLoader:
         return bool(getattr(self.loader.batch_sampler, "drop_last", self.loader.drop_last))
 
     def set_epoch(self, epoch: int) -> None:
-        """Gives the next pass a number. One that `load_state` has found broken off goes on if it has that number."""
+        """Set the number of the next pass; the pass that `load_state` found interrupted resumes if it has that number.
+
+        Args:
+            epoch: Number of the pass.
+        """
         if self._stand is None or epoch != self._stand.epoch:
             self.epoch, self._position, self._stand = epoch, 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands."""
+        """Return the position, the seed and the total batch size."""
         stand = self._stand or LoaderPosition(
             self.epoch, self._position, self._open, self._position > 0 and self.gave_last
         )
         return {**stand._asdict(), "seed": self._seed, "total_batch_size": self.total_batch_size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on there: a pass that was being read goes on after its last batch, in the next `for` loop over it."""
+        """Restore the position; an interrupted pass resumes after its last batch in the next `for` loop.
+
+        Args:
+            state_dict: State from `state_dict()`.
+        """
         stand = LoaderPosition(*(state_dict[name] for name in LoaderPosition._fields))
         before, now = state_dict["total_batch_size"], self.total_batch_size
         if before != now and before and now:
@@ -236,10 +244,14 @@ class PreparedLoader:
         self._stand = stand if stand.position else None
 
     def passing(self, skip: int | None = None) -> Iterator[Any]:
-        """One pass: the next one, or the rest of one that `load_state` has found broken off.
+        """Iterate over one pass: the next one, or the rest of the pass that `load_state` found interrupted.
 
         Args:
-            skip: Batches to leave out, counted from the beginning of the pass, also where that goes on.
+            skip: Number of batches to skip, counted from the beginning of the pass even where it resumes; None skips
+                those that were read before the checkpoint.
+
+        Yields:
+            The batches of this process.
         """
         epoch, position = self._begin(skip)
         if skip is None and position:
@@ -260,7 +272,7 @@ class PreparedLoader:
             self._flow.loaders.remove(self)
 
     def _begin(self, skip: int | None) -> tuple[int, int]:
-        """Number of the pass that begins or goes on, and where in it."""
+        """Return the number of the pass to start or resume, and the position in it."""
         stand, self._stand = self._stand, None
         if stand is None:
             return self.epoch + (self._position > 0), skip or 0
@@ -275,10 +287,10 @@ class PreparedLoader:
         return stand.epoch, stand.position if skip is None else skip
 
     def _given(self, dealt: Dealt) -> Iterator[Any]:
-        """The batch on the device; not kept here, so that the memory is free once the user lets go of it.
+        """Yield the batch on the device, without keeping a reference, so that its memory is freed with the user's.
 
-        Where nothing is trained until the next one is asked for, it is counted as one of evaluation: gradients do not
-        tell, since `torch.no_grad()` often stands inside the loop.
+        A batch without training before the next request counts as an evaluation batch. Whether gradients are enabled
+        tells nothing: `torch.no_grad()` is often entered inside the loop.
         """
         batch, dealt.batch = [dealt.batch], None
         if not self._placement:
@@ -301,7 +313,7 @@ class PreparedLoader:
         return (Dealt(*each) for each in self._apart(map(Reader(self.loader).__getitem__, jobs)))
 
     def _apart(self, items: Iterator[Any]) -> Iterator[Any]:
-        """What is read here leaves the global generators alone."""
+        """Keep the global generators unchanged while items are read in this process."""
         while True:
             with generators_kept(self._strategy.device):
                 item = next(items, _END)
@@ -322,7 +334,7 @@ class PreparedLoader:
                 timeout=loader.timeout,
                 worker_init_fn=loader.worker_init_fn,
                 multiprocessing_context=loader.multiprocessing_context,
-                generator=torch.Generator(),  # else the global one would be drawn from
+                generator=torch.Generator(),  # otherwise the DataLoader draws from the global one
                 prefetch_factor=loader.prefetch_factor,
                 persistent_workers=loader.persistent_workers,
             )
@@ -339,12 +351,12 @@ class PreparedLoader:
             if number < position:
                 continue
             indices, real = self._share(batches, cycle(first), last)
-            # The same for the n-th batch of all processes together, whatever their number.
+            # The n-th global batch has the same seed with any number of processes.
             seed = mix(self._seed, epoch, number * self._shares + self._first)
             yield BatchRequest(epoch, seed, indices, real, last)
 
     def _batches(self, epoch: int) -> Iterator[list[Any]]:
-        """The batches of all processes, as the user's samplers give them."""
+        """Return the batches of all processes, from the user's samplers."""
         loader, seed = self.loader, mix(self._seed, epoch)
         sampler, in_batches = self._samplers[0], loader.batch_sampler is not None
         with generators_kept(self._strategy.device):
@@ -361,7 +373,7 @@ class PreparedLoader:
                 generator.manual_seed(seed)
 
     def _share(self, batches: list[list[Any]], repeats: Iterator[Any], last: bool) -> tuple[list[Any], int]:
-        """This process's part of a round, and how many of it are no repeats; `repeats` complete the last round."""
+        """Return this process's part of a round and its number of non-repeats; `repeats` fill the last round."""
         if self._shares == 1:
             return batches[0], len(batches[0])
         rows, end = self.batch_rows or 0, self._first + self._devices
@@ -374,7 +386,7 @@ class PreparedLoader:
         shares = [batches[number] if number < len(batches) else [] for number in range(self._shares)]
         wanted = [max(rows if last else 0, len(share), 1) - len(share) for share in shares]
         share = [index for each in shares[self._first : end] for index in each]
-        before = sum(wanted[: self._first])  # of the repeats, these are for others
+        before = sum(wanted[: self._first])  # repeats for the shares of lower ranks
         return share + list(islice(repeats, before, before + sum(wanted[self._first : end]))), len(share)
 
     # Iterable datasets
@@ -394,7 +406,7 @@ class PreparedLoader:
             yield Dealt(sum(rows), real, last, joined([batch for _, batch in own]))
 
     def _stream(self, epoch: int) -> Iterator[tuple[int, Any]]:
-        """The batches of all processes, each with the number of its samples."""
+        """Yield the batches of all processes, each with its number of samples."""
         set_epoch(self.loader.dataset, epoch)
         with generators_kept(self._strategy.device):
             self._seed_samplers(mix(self._seed, epoch))
@@ -415,13 +427,13 @@ class PreparedLoader:
 
 
 def _iterates_itself(loader: DataLoader[Any]) -> bool:
-    """Whether a DataLoader's class changes how it gives batches, as torch_geometric's NeighborLoader does."""
+    """Return whether a DataLoader subclass has its own iteration, as torch_geometric's NeighborLoader does."""
     own, plain = type(loader), DataLoader
     return own.__iter__ is not plain.__iter__ or own._get_iterator is not plain._get_iterator
 
 
 class _Counted:
-    """A collator that says how many samples it was given: a batch's first dimension may be nodes or channels."""
+    """A collator that also returns the number of samples: a batch's first dimension may be nodes or channels."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
@@ -431,7 +443,7 @@ class _Counted:
 
 
 class _Jobs:
-    """What the workers are to read: other jobs in each pass."""
+    """Sampler of the workers' requests, replaced for each pass."""
 
     def __init__(self, jobs: Iterator[BatchRequest]) -> None:
         self.jobs = jobs
@@ -441,7 +453,7 @@ class _Jobs:
 
 
 def _rounds(batches: Iterator[Any], size: int, drops_last: bool) -> Iterator[tuple[list[Any], bool]]:
-    """Batches in rounds of `size`, each with whether it is the last."""
+    """Yield batches in rounds of `size`, each with a flag for the last round."""
     ahead = list(islice(batches, size))
     while ahead and not (drops_last and len(ahead) < size):
         current, ahead = ahead, list(islice(batches, size))

@@ -1,4 +1,4 @@
-"""What an `Accelerator` can be told beside its plain arguments, and `set_seed`."""
+"""Configuration objects of an `Accelerator`, and `set_seed`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer_kit.config import environment
 
 
 class DistributedType(str, enum.Enum):
-    """What a run is spread over, as `Accelerator.distributed_type` tells it."""
+    """Kind of devices that a run is distributed over, as in `Accelerator.distributed_type`."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -29,17 +29,17 @@ class DistributedType(str, enum.Enum):
 
 @dataclasses.dataclass
 class ProjectConfiguration:
-    """Where a run keeps its files.
+    """Folders and checkpoint retention of a run.
 
     Args:
         project_dir: Folder of the run; `save_state` without a folder writes to `project_dir/checkpoints/checkpoint_N`.
-        logging_dir: Folder of the trackers' files; None: `project_dir`.
-        automatic_checkpoint_naming: Gives `save_state` such folders also where it is told one.
-        total_limit: How many of these checkpoints stay; None keeps all.
-        iteration: Number of the first one, unless there are some already.
+        logging_dir: Folder of the trackers' files; None for `project_dir`.
+        automatic_checkpoint_naming: Whether `save_state` uses such folders even if it is given a folder.
+        total_limit: Number of these checkpoints to keep; None keeps all.
+        iteration: Number of the first one, unless the folder already holds some.
 
     Raises:
-        ValueError: If `total_limit` or `iteration` makes no sense.
+        ValueError: If `total_limit` is below 1 or `iteration` is negative.
     """
 
     project_dir: str | os.PathLike[str] | None = None
@@ -57,13 +57,13 @@ class ProjectConfiguration:
 
 @dataclasses.dataclass
 class GradientAccumulationPlugin:
-    """How gradients are accumulated.
+    """Settings of gradient accumulation.
 
     Args:
-        num_steps: Batches of one optimizer step on each process.
-        adjust_scheduler: Without effect, as in accelerate: accumulated batches never count as steps of a schedule.
-        sync_with_dataloader: Whether a loader's last batch ends a step, also where that is short.
-        sync_each_batch: Whether each batch's gradients are exchanged at once; takes time, and saves memory where they
+        num_steps: Batches per optimizer step on each process.
+        adjust_scheduler: Without effect, as in accelerate: accumulated batches never count as scheduler steps.
+        sync_with_dataloader: Whether a loader's last batch ends a step, even if fewer batches were accumulated.
+        sync_each_batch: Whether to all-reduce the gradients of each batch; takes time, and saves memory where gradients
             are sharded.
 
     Raises:
@@ -82,10 +82,10 @@ class GradientAccumulationPlugin:
 
 @dataclasses.dataclass
 class DataLoaderConfiguration:
-    """How prepared loaders deal out their batches.
+    """Settings of prepared loaders.
 
     Args:
-        split_batches: A loader's batch size is that of all processes together; by default it is that of each.
+        split_batches: Whether a loader's batch size is that of all processes together, instead of each process's.
     """
 
     split_batches: bool = False
@@ -103,16 +103,22 @@ class DistributedDataParallelKwargs:
 
 @dataclasses.dataclass(kw_only=True)
 class InitProcessGroupKwargs:
-    """How the processes meet; `timeout` is how long one waits for the others in a collective."""
+    """Arguments of the process group; `timeout` limits how long a process waits in a collective."""
 
     timeout: timedelta = timedelta(minutes=30)
 
 
 def ddp_options(handlers: Iterable[Any]) -> dict[str, Any]:
-    """The arguments of `DDP` that `kwargs_handlers` stand for.
+    """Return the arguments of `DDP` that `kwargs_handlers` set.
+
+    Args:
+        handlers: `DistributedDataParallelKwargs` and `InitProcessGroupKwargs`.
+
+    Returns:
+        Arguments of `DDP` by name.
 
     Raises:
-        TypeError: If one of them is of another kind.
+        TypeError: If a handler is of another type.
     """
     options: dict[str, Any] = {}
     for handler in handlers:
@@ -129,12 +135,12 @@ def ddp_options(handlers: Iterable[Any]) -> dict[str, Any]:
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seeds Python's, numpy's and torch's generators, those of all devices too.
+    """Seed the generators of Python, numpy and torch, including those of all devices.
 
     Args:
-        seed: Whole number, not negative. The order of samples in loaders that are prepared afterwards follows from it.
-        device_specific: Adds the number of this process, so that each draws other dropout masks.
-        deterministic: Lets torch use deterministic algorithms only, which can be slower; see
+        seed: Nonnegative whole number. It also sets the order of samples in loaders that are prepared later.
+        device_specific: Whether to add the rank, so that each process draws different dropout masks.
+        deterministic: Whether torch uses deterministic algorithms only, which can be slower; see
             `torch.use_deterministic_algorithms`.
 
     Raises:

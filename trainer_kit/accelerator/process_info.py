@@ -1,4 +1,4 @@
-"""What an Accelerator says of the processes of a run, and lets them do together."""
+"""Facts about the processes of a run, and collective operations, for an Accelerator."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 class ProcessInfo:
-    """The part of an `Accelerator` that needs nothing but its strategy.
+    """The part of an `Accelerator` that needs its strategy only.
 
     Args:
-        strategy: Set up.
+        strategy: Strategy that is set up.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -30,11 +30,11 @@ class ProcessInfo:
         self.flow = AccumulationState(strategy)
         self._triggered = False
 
-    # Who this process is
+    # Identity of this process
 
     @property
     def state(self) -> ProcessInfo:
-        """The facts of the run, which accelerate's scripts print: this object has them itself."""
+        """The object itself: accelerate's scripts read the facts of the run from `state`."""
         return self
 
     def __repr__(self) -> str:
@@ -45,22 +45,22 @@ class ProcessInfo:
 
     @property
     def device(self) -> torch.device:
-        """Where models and batches go."""
+        """Device of models and batches."""
         return self.strategy.device
 
     @property
     def num_processes(self) -> int:
-        """Processes in all."""
+        """Number of all processes."""
         return self.strategy.world_size
 
     @property
     def process_index(self) -> int:
-        """Number of this process among all, from 0."""
+        """Global rank of this process, from 0."""
         return self.strategy.rank
 
     @property
     def local_process_index(self) -> int:
-        """Number of this process on its machine, from 0."""
+        """Local rank of this process on its machine, from 0."""
         return self.strategy.collectives.local_rank
 
     @property
@@ -80,56 +80,67 @@ class ProcessInfo:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """What the run is spread over."""
+        """Kind of devices that the run is distributed over."""
         if self.device.type == "xla":
             return DistributedType.XLA
         if self.num_processes == 1:
             return DistributedType.NO
         return DistributedType.MULTI_CPU if self.device.type == "cpu" else DistributedType.MULTI_GPU
 
-    # Doing something on some of them
+    # Execution on selected processes
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print` on the first process of each machine."""
+        """Print on the first process of each machine."""
         if self.is_local_main_process:
             print(*args, **kwargs)  # noqa: T201
 
     def on_main_process(self, function: Callable[..., T]) -> Callable[..., T | None]:
-        """Decorator: the function runs on the main process only, and returns None on the others."""
+        """Decorate a function to run on the main process only; it returns None on the others."""
         return _only_if(self.is_main_process, function)
 
     def on_last_process(self, function: Callable[..., T]) -> Callable[..., T | None]:
-        """Decorator: the function runs on the last process only, and returns None on the others."""
+        """Decorate a function to run on the last process only; it returns None on the others."""
         return _only_if(self.is_last_process, function)
 
     def on_local_main_process(self, function: Callable[..., T]) -> Callable[..., T | None]:
-        """Decorator: the function runs on the first process of each machine only, and returns None on the others."""
+        """Decorate a function to run on each machine's first process only; it returns None on the others."""
         return _only_if(self.is_local_main_process, function)
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int = 0) -> Any:
-        """Decorator: the function runs on the process with this number only, and returns None on the others.
+        """Decorate a function to run on one process only; it returns None on the others.
 
-        A process that is alone runs it whatever the number, as under accelerate.
+        A single process runs it whatever the index, as under accelerate.
+
+        Args:
+            function: Function to decorate; None returns a decorator.
+            process_index: Global rank of the process.
         """
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
         return _only_if(process_index == self.process_index or self.num_processes == 1, function)
 
     def on_local_process(self, function: Callable[..., Any] | None = None, local_process_index: int = 0) -> Any:
-        """The same for the process with this number on each machine."""
+        """Decorate a function to run on one process of each machine only; it returns None on the others.
+
+        A single process runs it whatever the index, as under accelerate.
+
+        Args:
+            function: Function to decorate; None returns a decorator.
+            local_process_index: Local rank of the process.
+        """
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return _only_if(local_process_index == self.local_process_index or self.num_processes == 1, function)
 
     @contextlib.contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """The main process goes through the block first, for example to fill a cache; then all others."""
+        """Let the main process run the block before all others, for example to fill a cache."""
         with self._first(self.is_main_process):
             yield
 
     @contextlib.contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """The first process of each machine goes through the block first; then all others."""
+        """Let the first process of each machine run the block before the others."""
         with self._first(self.is_local_main_process):
             yield
 
@@ -144,45 +155,51 @@ class ProcessInfo:
                 self.wait_for_everyone()
 
     def wait_for_everyone(self) -> None:
-        """Waits until all processes are here."""
+        """Wait until all processes have arrived. Collective."""
         self.strategy.barrier()
 
     def set_trigger(self) -> None:
-        """Lets the next `check_trigger` be True, on all processes."""
+        """Make the next `check_trigger` return True on all processes."""
         self._triggered = True
 
     def check_trigger(self) -> bool:
-        """Whether any process has called `set_trigger` since the last check; all processes take part."""
+        """Return whether any process has called `set_trigger` since the last check. Collective."""
         (count,) = self.strategy.collectives.all_reduce_ints([int(self._triggered)])
         self._triggered = False
         return count > 0
 
-    # Tensors of all of them
+    # Collectives over tensors
 
     def gather(self, tensor: Any) -> Any:
-        """The tensors of all processes joined along the first dimension, in order of rank; lengths may differ.
+        """Concatenate the tensors of all processes along the first dimension, in rank order; lengths may differ.
 
         Args:
-            tensor: A tensor or a tree of tensors; one without dimensions counts as one of length 1.
+            tensor: A tensor or a tree of tensors; a tensor without dimensions is treated as one of length 1.
+
+        Returns:
+            The concatenated tensors, in a tree of the same structure.
 
         Raises:
-            TypeError: If the tree holds something else.
+            TypeError: If the tree holds something other than tensors.
         """
         _check_tensors(tensor, "gather")
         return _in_one_order(lambda each: self.strategy.gather(each if each.ndim else each[None]), tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """What `gather` gives, without the samples that were repeated to fill a loader's last batches.
+        """Gather without the samples that were repeated to fill a loader's last batches.
 
-        Of the innermost prepared loader that is being read. A tree that holds other things than tensors is gathered as
-        Python objects: lists and tuples are joined to one list, anything else becomes one element a process.
+        The loader is the innermost prepared one that is being iterated. A tree that holds other things than tensors is
+        gathered as Python objects: lists and tuples are concatenated, anything else becomes one element per process.
 
         Args:
-            input_data: A row (or an element) for each sample of this process's batch.
-            use_gather_object: Gathers as Python objects in any case.
+            input_data: One row (or element) per sample of this process's batch.
+            use_gather_object: Whether to gather tensors as Python objects too.
+
+        Returns:
+            Tensors as from `gather`, or a list of Python objects.
         """
         if self.strategy.static_shapes:
-            self.flow.dispatch()  # what comes before is the same computation, whether a batch holds repeats or not
+            self.flow.dispatch()  # the graph so far is the same with and without repeats
         loaders = self.flow.loaders
         rows, real = (loaders[-1].rows, loaders[-1].real) if loaders else (0, 0)
         if not use_gather_object and _foreign(input_data) is None:
@@ -196,16 +213,19 @@ class ProcessInfo:
         return [each for part in self.strategy.collectives.gather_object(own) for each in part]
 
     def reduce(self, tensor: Any, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0) -> Any:
-        """The tensors of all processes added up element by element, or their mean.
+        """Return the elementwise sum or mean of the tensors of all processes.
 
         Args:
-            tensor: A tensor or a tree of tensors, of the same shapes on all processes.
-            reduction: "sum", "mean", or "none", which leaves them as they are.
-            scale: The result is multiplied by this.
+            tensor: A tensor or a tree of tensors, with the same shapes on all processes.
+            reduction: "sum", "mean", or "none", which returns the tensors unchanged.
+            scale: Factor applied to the result.
+
+        Returns:
+            The reduced tensors, in a tree of the same structure.
 
         Raises:
             ValueError: If `reduction` is none of the three.
-            TypeError: If the tree holds something else than tensors.
+            TypeError: If the tree holds something other than tensors.
         """
         if reduction not in ("sum", "mean", "none"):
             raise ValueError(f"reduction={reduction!r} is not known; use 'sum', 'mean' or 'none'")
@@ -222,16 +242,19 @@ class ProcessInfo:
         return _in_one_order(reduced, tensor)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """The tensors, filled up along one dimension to the largest size that any process has.
+        """Pad the tensors along one dimension to the largest size on any process.
 
         Args:
-            tensor: A tensor or a tree of tensors; those without this dimension stay as they are.
-            dim: The dimension; from -1 backwards it counts from the last.
-            pad_index: What is filled in.
-            pad_first: Fills in before the content instead of after it.
+            tensor: A tensor or a tree of tensors; tensors without this dimension stay unchanged.
+            dim: Dimension to pad; negative values count from the last.
+            pad_index: Padding value.
+            pad_first: Whether to pad before the content instead of after it.
+
+        Returns:
+            The padded tensors, in a tree of the same structure.
 
         Raises:
-            TypeError: If the tree holds something else than tensors.
+            TypeError: If the tree holds something other than tensors.
         """
         _check_tensors(tensor, "pad_across_processes")
         if self.num_processes == 1:
@@ -262,20 +285,20 @@ def _only_if(condition: bool, function: Callable[..., T]) -> Callable[..., T | N
 
 
 def _in_one_order(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """Like `map_tensors`, with the calls in the order of names: that of dicts may differ between processes."""
+    """Map the tensors like `map_tensors`, in sorted key order: the order of dicts may differ between processes."""
     results = {id(tensor): function(tensor) for tensor in tensors(_sorted(tree))}
     return map_tensors(lambda tensor: results[id(tensor)], tree)
 
 
 def _sorted(tree: Any) -> Any:
-    """A tree whose dicts are sorted by their keys."""
+    """Return a tree whose dicts are sorted by key."""
     if isinstance(tree, Mapping):
         return {key: _sorted(tree[key]) for key in sorted(keys(tree), key=lambda key: (str(type(key)), str(key)))}
     return [_sorted(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
 
 
 def _foreign(tree: Any) -> type | None:
-    """The type of the first thing in a tree that is no tensor; None where there is none."""
+    """Return the type of the first leaf that is not a tensor; None if all are tensors."""
     if isinstance(tree, torch.Tensor):
         return None
     if isinstance(tree, Mapping):
@@ -294,14 +317,14 @@ def _check_tensors(tree: Any, name: str) -> None:
 
 
 def _without_repeats(tensor: torch.Tensor, rows: int, real: int, devices: int) -> torch.Tensor:
-    """The part of a batch's results that belongs to its first `real` rows."""
+    """Return the part of a batch's results that belongs to its first `real` rows."""
     if real == rows:
         return tensor
     tensor = tensor if tensor.ndim else tensor[None]
     length = tensor.shape[0]
-    if real == 0 or length * devices % rows == 0:  # a row (or several) for each sample, or for each of one device
+    if real == 0 or length * devices % rows == 0:  # one or more rows per sample, or per sample of one device
         return tensor[: -(-length * real // rows)]
-    if length > 1:  # a single number stands for the batch; no error, since other processes would wait for this one
+    if length > 1:  # a scalar stands for the batch; an error would hang the other processes
         warn(
             f"gather_for_metrics got {length} rows for a batch of {rows} samples, of which {rows - real} are repeats "
             "that it cannot tell; give it a row for each sample",

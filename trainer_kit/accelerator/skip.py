@@ -1,4 +1,4 @@
-"""Loaders without the first batches of a pass."""
+"""Loaders that skip the first batches of a pass."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from trainer_kit.accelerator.loader import PreparedLoader
 
 
 class SkippedLoader:
-    """A loader without the first batches of its pass.
+    """A loader that skips the first batches of its pass.
 
     Args:
-        loader: The whole one, prepared or not.
-        batches: How many are left out.
+        loader: The complete loader, prepared or not.
+        batches: Number of batches to skip.
     """
 
     def __init__(self, loader: Any, batches: int) -> None:
@@ -22,7 +22,7 @@ class SkippedLoader:
         self.batches = batches
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # a copy that is being made
+        if name == "loader":  # not set yet in a copy
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -36,10 +36,17 @@ class SkippedLoader:
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkippedLoader:
-    """The loader without the first `num_batches` batches of its pass, for the epoch in which a run was broken off.
+    """Return the loader without the first `num_batches` batches of its pass, for the epoch that was interrupted.
 
-    After `load_state` they are counted from the beginning of the pass that was broken off, not from where the loader
-    would go on. No sample before them is read, unless the dataset is iterable or the loader not prepared.
+    After `load_state`, the count starts at the beginning of the interrupted pass, not at the batch where the loader
+    would resume. The skipped samples are not read, unless the dataset is iterable or the loader is not prepared.
+
+    Args:
+        dataloader: Loader, prepared or not; a skipped one skips `num_batches` more.
+        num_batches: Number of batches to skip.
+
+    Returns:
+        A loader over the remaining batches.
 
     Raises:
         ValueError: If `num_batches` is negative.

@@ -1,4 +1,4 @@
-"""Trackers: where an Accelerator writes what it is told to log."""
+"""Trackers, which write the records that an Accelerator logs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("trainer_kit")
 
 
 class TensorBoardTracker:
-    """Writes numbers as scalars into event files that TensorBoard shows.
+    """Tracker that writes numbers as scalars into TensorBoard event files.
 
     Args:
         folder: Folder of the event files.
@@ -40,21 +40,29 @@ class TensorBoardTracker:
         self._failed = False
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Writes the settings of the run as text."""
+        """Write the settings of the run as text.
+
+        Args:
+            values: Settings by name.
+        """
         text = json.dumps(values, indent=2, default=str)
         self.tracker.add_text("config", f"```json\n{text}\n```", 0)
         self.tracker.flush()
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Writes one record.
+        """Write one record.
+
+        Args:
+            values: Numbers, texts or mappings of numbers, by name.
+            step: Step of the record; None if it has none.
 
         Raises:
-            TypeError: If a value is neither a number, text nor a mapping of numbers, with its name.
-            OSError: If it cannot be written; the next one tries again.
+            TypeError: If a value is neither a number, text nor a mapping of numbers; the message names it.
+            OSError: If the record cannot be written; the next call tries again.
         """
         if self._failed:
             _check_room(Path(self.tracker.log_dir))
-            self.tracker.file_writer = None  # whose thread has ended; another one is made
+            self.tracker.file_writer = None  # its thread has ended; SummaryWriter creates another
         self._failed = True
         for name, value in values.items():
             if isinstance(value, str):
@@ -64,17 +72,17 @@ class TensorBoardTracker:
             elif isinstance(value, Mapping):
                 self.tracker.add_scalars(name, value, step)
             else:
-                as_scalar(name, value)  # says what it is
+                as_scalar(name, value)  # raises the error
         self.tracker.flush()
         self._failed = False
 
     def finish(self) -> None:
-        """Closes the files."""
+        """Close the files."""
         self.tracker.close()
 
 
 class JsonLinesTracker:
-    """Appends records to `log.jsonl`, which `trainer_kit.callbacks.read_log` reads.
+    """Tracker that appends records to `log.jsonl`, which `trainer_kit.callbacks.read_log` reads.
 
     Args:
         folder: Folder of the file.
@@ -87,25 +95,34 @@ class JsonLinesTracker:
         self.tracker = folder / "log.jsonl"
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Writes the settings of the run."""
+        """Write the settings of the run.
+
+        Args:
+            values: Settings by name.
+        """
         self._write("config", 0, {"trainer_kit": __version__, "arguments": values})
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Writes one record."""
+        """Write one record.
+
+        Args:
+            values: Values by name.
+            step: Step of the record; None is written as 0.
+        """
         self._write("log", step or 0, values)
 
     def finish(self) -> None:
-        """Each record is written at once: nothing is left to do."""
+        """Do nothing: each record is flushed as it is written."""
 
     def _write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         append_record(self.tracker, {"event": event, "time": time.time(), "step": step, **values})
 
 
 def _check_room(folder: Path) -> None:
-    """Writes and removes a small file.
+    """Write and remove a small file.
 
     Raises:
-        OSError: If that cannot be done.
+        OSError: If the disk has no room.
     """
     probe = folder / ".room"
     try:
@@ -115,7 +132,7 @@ def _check_room(folder: Path) -> None:
 
 
 class NoTracker:
-    """Stands for a tracker on the processes that do not write: whatever is called does nothing."""
+    """Tracker without effect, for the processes that do not write: any call does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         return self
@@ -128,17 +145,20 @@ KNOWN = {"tensorboard": TensorBoardTracker, "jsonl": JsonLinesTracker}
 
 
 def chosen_trackers(log_with: Any) -> list[Any]:
-    """Names and objects that `log_with` stands for.
+    """Return the names and objects that `log_with` selects.
+
+    Args:
+        log_with: A name, an object with `log(values, step)`, or a list of them; None for no tracker.
 
     Raises:
-        ValueError: If a name is not known.
+        ValueError: If a name is unknown.
         TypeError: If an object has no method `log`.
     """
     if log_with is None:
         return []
     chosen: list[Any] = []
     for entry in log_with if isinstance(log_with, (list, tuple)) else [log_with]:
-        name = getattr(entry, "value", entry)  # an enum's
+        name = getattr(entry, "value", entry)  # value of an enum
         if name == "all":
             chosen += [known for known in KNOWN if known not in chosen]
         elif isinstance(name, str) and name not in KNOWN:
@@ -156,10 +176,19 @@ def chosen_trackers(log_with: Any) -> list[Any]:
 def make_trackers(
     chosen: Iterable[Any], folder: Path | None, settings: Mapping[str, Any] | None, options: Mapping[str, Any]
 ) -> list[Any]:
-    """The trackers, with the run's settings written down.
+    """Create the trackers and write the run's settings to them.
+
+    Args:
+        chosen: Names and objects from `chosen_trackers`.
+        folder: Folder of the trackers' files; None if there is none.
+        settings: Settings of the run; None writes none.
+        options: More arguments of a tracker, by its name.
+
+    Returns:
+        The trackers.
 
     Raises:
-        ValueError: If one writes files, but there is no folder.
+        ValueError: If a tracker writes files and `folder` is None.
     """
     trackers = []
     for entry in chosen:
@@ -179,16 +208,16 @@ class Tracking(ProcessInfo):
     """The part of an `Accelerator` that logs.
 
     Args:
-        strategy: Set up.
-        log_with: What is written with.
+        strategy: Strategy that is set up.
+        log_with: Trackers to use; see `Accelerator`.
         project: Where files go.
 
     Attributes:
-        trackers: Those that were started; none but on the main process.
+        trackers: Trackers that were started; empty except on the main process.
         project_configuration: Where files go.
 
     Raises:
-        ValueError: If a name in `log_with` is not known.
+        ValueError: If a name in `log_with` is unknown.
         TypeError: If an object in it has no method `log`.
     """
 
@@ -216,11 +245,11 @@ class Tracking(ProcessInfo):
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Starts what `log_with` names, on the main process.
+        """Start the trackers in `log_with`, on the main process.
 
         Args:
             project_name: Folder in `logging_dir` for the trackers that write files.
-            config: Settings of the run, which are written down.
+            config: Settings of the run to write; None writes none.
             init_kwargs: More arguments of a tracker, by its name.
 
         Raises:
@@ -231,10 +260,14 @@ class Tracking(ProcessInfo):
             self.trackers = make_trackers(self._chosen_trackers, folder, config, init_kwargs or {})
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker with this name, or with `unwrap` what it writes with; on other processes one that does nothing.
+        """Return a tracker by name; on processes other than the main one, a tracker without effect.
+
+        Args:
+            name: Name of the tracker.
+            unwrap: Whether to return the underlying writer instead.
 
         Raises:
-            ValueError: If there is none.
+            ValueError: If no tracker has this name.
         """
         if not self.is_main_process:
             return NoTracker()
@@ -249,15 +282,16 @@ class Tracking(ProcessInfo):
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Gives all trackers a record, on the main process.
+        """Pass a record to all trackers, on the main process.
 
         Args:
             values: Numbers by name.
-            step: The step that they belong to.
+            step: Step of the record; None if it has none.
             log_kwargs: More arguments of a tracker's `log`, by its name.
 
         Raises:
-            TypeError: If TensorBoard is given what is neither a number, text nor a mapping of numbers, with its name.
+            TypeError: If TensorBoard gets a value that is neither a number, text nor a mapping of numbers; the message
+                names it.
         """
         if not self.trackers:
             return
@@ -268,7 +302,7 @@ class Tracking(ProcessInfo):
                 tracker.log(dict(record), step=step, **(log_kwargs or {}).get(getattr(tracker, "name", ""), {}))
 
     def end_training(self) -> None:
-        """Ends the trackers; call it at the end of the run, on all processes."""
+        """Close the trackers and tear down the strategy; call it at the end of the run, on all processes."""
         for tracker in self.trackers:
             if hasattr(tracker, "finish"):
                 with self._failures_warned(tracker):
@@ -278,7 +312,7 @@ class Tracking(ProcessInfo):
 
     @contextlib.contextmanager
     def _failures_warned(self, tracker: Any) -> Iterator[None]:
-        """A full disk under one of our own trackers is a warning, until it can be written to again."""
+        """Warn once of a write error of a built-in tracker, until it can write again."""
         try:
             yield
             self._failing.discard(tracker)
@@ -291,7 +325,7 @@ class Tracking(ProcessInfo):
 
 
 def _plain_record(values: Mapping[str, Any], strategy: Strategy) -> dict[str, Any]:
-    """`values` with numbers as Python's, in mappings too, read from the device in one go; other things as they are."""
+    """Convert numbers to Python's, in mappings too, with one read from the device; keep other values."""
     flat: dict[tuple[str, ...], Any] = {}
     for name, value in values.items():
         parts: dict[tuple[str, ...], Any] = {(name,): value}

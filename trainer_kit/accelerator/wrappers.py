@@ -1,4 +1,4 @@
-"""Prepared optimizers and schedulers, and what all prepared objects of an Accelerator share."""
+"""Prepared optimizers and schedulers, and the state that all prepared objects of an Accelerator share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger("trainer_kit")
 
 
 class BeingRead(Protocol):
-    """What a prepared loader tells of the batch that it gave last: see `PreparedLoader`."""
+    """State of a prepared loader's latest batch; see `PreparedLoader`."""
 
     gave_last: bool
     rows: int
@@ -22,25 +22,25 @@ class BeingRead(Protocol):
 
 
 class AccumulationState:
-    """Where the user's loop is.
+    """Position of the user's loop within an optimizer step.
 
-    Copies of what is prepared share it; what is unpickled, perhaps in another process, is in no loop.
+    Copies of prepared objects share it. An unpickled object, for example in another process, belongs to no loop.
 
     Args:
-        strategy: Of the loop.
+        strategy: Strategy of the loop.
 
     Attributes:
-        strategy: The same.
+        strategy: Strategy of the loop.
         sync_gradients: Whether this batch ends an optimizer step.
-        batches: Batches that the unfinished optimizer step has had so far.
+        batches: Batches in the unfinished optimizer step so far.
         steps: Optimizer steps taken.
-        trained: Calls of `Accelerator.backward` and of prepared optimizers' `step`.
-        loaders: The prepared loaders that are being read, the innermost last.
+        trained: Number of calls of `Accelerator.backward` and of `step` of prepared optimizers.
+        loaders: Prepared loaders that are being iterated, innermost last.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
-        self._has_stepped = False  # since the device was let begin last
+        self._has_stepped = False  # since the last dispatch to the device
         self._has_cleared = False
         self.sync_gradients = True
         self.batches = 0
@@ -55,7 +55,12 @@ class AccumulationState:
         return _flow_of_no_loop, ()
 
     def next_batch(self, accumulation: int, ends_with_loader: bool) -> None:
-        """Counts one more batch, and whether it ends an optimizer step."""
+        """Count a batch and determine whether it ends an optimizer step.
+
+        Args:
+            accumulation: Batches per optimizer step.
+            ends_with_loader: Whether a loader's last batch ends a step too.
+        """
         at_the_end = ends_with_loader and bool(self.loaders) and self.loaders[-1].gave_last
         self.batches += 1
         self.sync_gradients = at_the_end or self.batches >= accumulation
@@ -63,21 +68,22 @@ class AccumulationState:
             self.batches = 0
 
     def dispatch(self) -> None:
-        """Lets the device begin with what was recorded."""
+        """Start the device on the recorded computation."""
         self._has_stepped = self._has_cleared = False
         self.strategy.device_info.mark_step()
 
     def has_stepped(self) -> None:
-        """Counts a step. The device begins with it once its gradients are cleared, which are then no results that it
-        would keep; at once in a loop that clears them first, or that reads no loader.
-        """  # noqa: D205
+        """Count a step and dispatch it once its gradients are cleared, so that the device need not keep them.
+
+        Dispatch without waiting if the loop clears gradients before the step, or iterates over no loader.
+        """
         self.steps += 1
         self._has_stepped = True
         if self._has_cleared or not self.loaders:
             self.dispatch()
 
     def has_cleared(self) -> None:
-        """Gradients were cleared."""
+        """Record that gradients were cleared; dispatch a pending step."""
         if self._has_stepped:
             self.dispatch()
         else:
@@ -85,7 +91,7 @@ class AccumulationState:
 
 
 def _flow_of_no_loop() -> AccumulationState:
-    """One in which each step is taken."""
+    """Return a state in which every batch ends an optimizer step."""
     strategy = Strategy()
     strategy.setup()
     return AccumulationState(strategy)
@@ -95,9 +101,9 @@ class StepRule(NamedTuple):
     """How often a prepared scheduler steps.
 
     Attributes:
-        with_optimizer: Whether it follows its optimizer; else each call is a step.
-        repeats: Its steps for each optimizer step.
-        stops_at_end: Whether it stands still at the end of a known length.
+        with_optimizer: Whether the scheduler follows its optimizer; if False, each call is a step.
+        repeats: Scheduler steps per optimizer step.
+        stops_at_end: Whether a schedule of known length stops at its end.
     """
 
     with_optimizer: bool = True
@@ -106,7 +112,13 @@ class StepRule(NamedTuple):
 
 
 def step_rule(with_optimizer: bool | Literal["once"], split_batches: bool, strategy: Strategy) -> StepRule:
-    """What an Accelerator's arguments say of its schedulers."""
+    """Return the rule that an Accelerator's arguments set for its schedulers.
+
+    Args:
+        with_optimizer: Value of `step_scheduler_with_optimizer`.
+        split_batches: Whether a loader's batch size is that of all processes together.
+        strategy: Strategy that is set up.
+    """
     if with_optimizer is not True or split_batches:
         return StepRule(with_optimizer is not False)
     repeats = strategy.world_size * strategy.devices
@@ -122,16 +134,16 @@ def step_rule(with_optimizer: bool | Literal["once"], split_batches: bool, strat
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
-    """The user's optimizer, which steps and clears gradients only where an optimizer step ends.
+    """The user's optimizer, which steps and clears gradients only at the end of an optimizer step.
 
     Args:
-        optimizer: The user's own.
-        strategy: Takes the step.
-        flow: Says where a step ends.
+        optimizer: The user's optimizer.
+        strategy: Strategy that takes the step.
+        flow: Accumulation state, which determines where a step ends.
 
     Attributes:
-        optimizer: The user's own.
-        step_was_skipped: Whether the last step was left out because fp16's gradients had overflowed.
+        optimizer: The user's optimizer.
+        step_was_skipped: Whether the last step was skipped because fp16 gradients overflowed.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, strategy: Strategy, flow: AccumulationState) -> None:
@@ -142,7 +154,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._flow = flow
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # a copy that is being made
+        if name == "optimizer":  # not set yet in a copy
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -175,13 +187,23 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, unless an optimizer step is unfinished."""
+        """Clear the gradients, unless an optimizer step is unfinished.
+
+        Args:
+            set_to_none: Whether to release the gradients instead of filling them with zeros.
+        """
         if self._flow.sync_gradients:
             self.optimizer.zero_grad(set_to_none)
             self._flow.has_cleared()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Takes a step, unless more batches belong to it.
+        """Take a step, unless the optimizer step needs more batches.
+
+        Args:
+            closure: Reevaluates the model and returns the loss; None for optimizers that need none.
+
+        Returns:
+            The closure's loss; None without a closure or while gradients accumulate.
 
         Raises:
             ValueError: If `closure` is given together with fp16.
@@ -198,7 +220,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self._flow.has_stepped()
             return loss
         if scaler is not None:
-            # The host is about to ask whether gradients have overflowed.
+            # The host is about to read whether gradients have overflowed.
             self._strategy.unscale(self.optimizer)
             self._flow.dispatch()
         self._strategy.step(self.optimizer)
@@ -208,15 +230,14 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
 
 class PreparedScheduler:
-    """The user's scheduler, which steps only where its optimizer does.
+    """The user's scheduler, which steps only when its optimizer does.
 
-    It leaves out calls while gradients accumulate, and after a step that fp16 left out because its gradients had
-    overflowed.
+    It skips calls while gradients accumulate, and after a step that was skipped because fp16 gradients overflowed.
 
     Args:
-        scheduler: The user's own.
-        optimizers: Whose steps it follows.
-        flow: Says where a step ends.
+        scheduler: The user's scheduler.
+        optimizers: Optimizers whose steps it follows.
+        flow: Accumulation state, which determines where a step ends.
         rule: How often it steps; see `StepRule`.
     """
 
@@ -229,7 +250,7 @@ class PreparedScheduler:
         self._flow = flow
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # a copy that is being made
+        if name == "scheduler":  # not set yet in a copy
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
@@ -241,7 +262,7 @@ class PreparedScheduler:
         self.scheduler.load_state_dict(state_dict)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Steps as the user's scheduler does, with the same arguments."""
+        """Step as the user's scheduler does, with the same arguments."""
         if not self.rule.with_optimizer:
             self.scheduler.step(*args, **kwargs)
         elif self._flow.sync_gradients and not any(optimizer.step_was_skipped for optimizer in self.optimizers):
@@ -250,6 +271,6 @@ class PreparedScheduler:
                     self.scheduler.step(*args, **kwargs)
 
     def _has_ended(self) -> bool:
-        """Whether a schedule of a known length is over: OneCycleLR would raise an error at its next step."""
+        """Return whether a schedule of known length is over: OneCycleLR would raise an error at its next step."""
         length = getattr(self.scheduler, "total_steps", None)
         return length is not None and self.scheduler.last_epoch >= length

@@ -21,7 +21,7 @@ _ELEMENTS = " elements that differ"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what to do and with which folders."""
+    """Declare the actions and their folders."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, title="actions")
     action = _add(actions, "ls", "show the checkpoints of a run: when written, how large, valid or why not")
     action.add_argument("folder", metavar="RUN_DIR", type=Path, help="the output_dir of a run")
@@ -58,7 +58,7 @@ def _count_of(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Does what is asked and returns the exit code: 0, or 1 if something is damaged or differs."""
+    """Run the action and return the exit code: 0, or 1 if something is damaged or differs."""
     actions = {"ls": _list, "verify": _verify, "diff": _diff, "prune": _prune}
     return actions[options.action](options)
 
@@ -194,21 +194,21 @@ def _print_section(title: str, lines: Sequence[str], limit: int | None, header: 
 
 
 def _print_row(start: str, text: str) -> None:
-    """A long text goes on below its beginning; only where a person reads it."""
+    """Print a row; long text wraps below its beginning in a terminal."""
     width = shutil.get_terminal_size(fallback=(10_000, 24)).columns
     lines = textwrap.wrap(text, max(20, width - len(start)), break_long_words=False, break_on_hyphens=False)
     print(start + f"\n{' ' * len(start)}".join(lines), flush=True)
 
 
 def _best(known: CheckpointProgress | None) -> dict[str, str]:
-    """What to say of the best checkpoint, by its name."""
+    """Return the note on the best checkpoint, by checkpoint name."""
     if known is None or known.best_step is None:
         return {}
     return {f"checkpoint-{known.best_step}": f", the best ({known.metric_name} {known.best_metric:.4g})"}
 
 
 def _beside(folder: Path, found: Sequence[Path]) -> list[str]:
-    """What else there is of the run: crashes, and checkpoints that were set aside."""
+    """Return the run's other folders: crashes, and checkpoints that were moved aside."""
     from trainer_kit.checkpoint import find_checkpoints
 
     crashes = sorted(each.name for each in folder.glob("crash-*") if each.is_dir() and each not in found)
@@ -225,7 +225,7 @@ def _local(time: str) -> str:
 
 
 def _change(a: Any, b: Any) -> str:
-    """Two values in few words: lists of many by how many of their items differ."""
+    """Describe two values briefly; long lists by the number of differing items."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = 40
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b) > short.maxlist:

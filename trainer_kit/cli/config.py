@@ -13,13 +13,13 @@ from trainer_kit.launch.config import DEFAULT_PORT, LaunchConfig, count_gpus, de
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares where to write and whether to ask."""
+    """Declare the file to write and the option to write without questions."""
     parser.add_argument("--config", metavar="FILE", help=f"the file to write (default: {default_path()})")
     parser.add_argument("--default", action="store_true", help="write the defaults without asking, if there is no file")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Writes the file, unless `--default` finds one there; returns 0."""
+    """Write the file, unless it exists and `--default` is given; return 0."""
     path = Path(options.config) if options.config else default_path()
     if not options.default:
         ask().save(path)
@@ -31,10 +31,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def ask() -> LaunchConfig:
-    """The configuration that the user's answers make; a question whose answer makes no sense is asked again.
+    """Ask the user for a configuration; repeat a question after an invalid answer.
 
     Raises:
-        ValueError: If the answers end before the questions.
+        ValueError: If the input ends before the last question.
     """
     config, gpus, has_tpu = LaunchConfig(), count_gpus(), environment.xla_device_type() == "TPU"
     config = _ask(config, "num_nodes", "How many machines", _number)
@@ -46,7 +46,7 @@ def ask() -> LaunchConfig:
         there = "is a TPU" if has_tpu else "are GPUs"
         config = _ask(config, "cpu", f"Train on the CPU though there {there} (yes or no)", _yes_or_no)
     config = dataclasses.replace(config, tpu=has_tpu and not config.cpu)
-    if not config.tpu:  # there one process drives all devices
+    if not config.tpu:  # on a TPU one process drives all devices
         usual = "as many as GPUs" if gpus and not config.cpu else "one a machine"
         config = _ask(config, "num_processes", "How many processes, on all machines together", _number, usual)
     config = _ask(config, "mixed_precision", "Mixed precision (no, fp16 or bf16)", str)
@@ -56,7 +56,7 @@ def ask() -> LaunchConfig:
 def _ask(
     config: LaunchConfig, field: str, question: str, read: Callable[[str], Any], default: str | None = None
 ) -> LaunchConfig:
-    """`config` with the answer in `field`; an empty answer leaves it as it is."""
+    """Ask for one field and return the changed `config`; an empty answer keeps the field."""
     value = getattr(config, field)
     shown = default or ("no" if value is False else value)
     while True:

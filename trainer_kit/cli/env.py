@@ -16,11 +16,11 @@ _GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds nothing: the command has no arguments."""
+    """Declare nothing: the command has no arguments."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints one fact a line and returns 0."""
+    """Print one fact per line and return 0."""
     lines = facts()
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def facts() -> list[tuple[str, str]]:
-    """Name and value of each fact, in the order in which they are shown."""
+    """Return name and value of each fact, in output order."""
     import psutil
 
     return [
@@ -48,7 +48,7 @@ def facts() -> list[tuple[str, str]]:
 
 
 def _saved_configuration() -> list[tuple[str, str]]:
-    """What `trainer-kit config` has kept for `trainer-kit launch`: the fields that are not at their default."""
+    """Return the saved configuration's fields that differ from their defaults."""
     path = default_path()
     try:
         saved = LaunchConfig.load(path).to_dict() if path.exists() else None
@@ -90,7 +90,7 @@ def _devices() -> list[tuple[str, str]]:
 
 
 def _xla() -> str:
-    """Which devices strategy "auto" would train on by XLA; its runtime is not started."""
+    """Return the XLA devices that strategy "auto" would use, without starting XLA's runtime."""
     kind = environment.xla_device_type()
     if kind is None:
         return 'not taken by strategy "auto"'
@@ -99,7 +99,7 @@ def _xla() -> str:
 
 
 def _driver() -> str:
-    """Version of the NVIDIA driver, which torch does not tell."""
+    """Return the version of the NVIDIA driver, which torch does not report."""
     try:
         import pynvml
     except ImportError:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trainer_kit.memory import Anatomy
     from trainer_kit.tools.model_resolver import ResolvedModel
 
-# Option, the field of TrainingArguments that it sets, what it is read as, and its help.
+# Option, its field of TrainingArguments, and its settings for argparse.
 _OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("batch-size", "per_device_train_batch_size",
      {"type": int, "metavar": "N", "help": "samples of a micro-batch on one device (default: 8, or the function's)"}),
@@ -41,7 +41,7 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the model and how it is to be trained, each option with dashes and with underscores."""
+    """Declare the model and the options of training, each with dashes and with underscores."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = __doc__
     parser.allow_abbrev = False
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the estimate and returns 0."""
+    """Print the estimate and return 0."""
     import torch
 
     from trainer_kit.config.arguments import TrainingArguments
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     )
     args.per_device_train_batch_size = samples_of(subject.batch)
     if not options.json:
-        print(subject.origin, flush=True)  # large models take a while
+        print(subject.origin, flush=True)  # estimates of large models are slow
     if options.inference:
         return _print_inference(options, subject, args)
     estimate = advise(
@@ -118,7 +118,7 @@ def _print_inference(options: argparse.Namespace, subject: ResolvedModel, args: 
 
 
 def _sources(anatomy: Anatomy) -> Iterator[str]:
-    """A line for each source of figures, without what the table tells of a component."""
+    """Yield a line for each source of figures, without the descriptions that the table holds."""
     from trainer_kit.memory.anatomy import KINDS
 
     names: dict[str, list[str]] = {}

@@ -15,7 +15,7 @@ RUNNER = "trainer_kit.launch.script"
 
 _REMEDY = "let fewer workers load data, keep less of it in memory, or take a machine with more"
 
-# Option, what it is read as, and its help. The names are those of `LaunchConfig`.
+# Option and its settings for argparse. The names are those of `LaunchConfig`.
 _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("num-processes", {"type": int, "metavar": "N", "help": "processes on all machines together (default: one a GPU); "
                        "with --tpu devices, all (default) or 1"}),
@@ -33,7 +33,7 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options, each with dashes and with underscores, the script and its arguments."""
+    """Declare the options, each with dashes and with underscores, the script and its arguments."""
     parser.usage = "trainer-kit launch [options] [-m] script.py|module [arguments of the script]"
     parser.allow_abbrev = False
     for name, settings in _OPTIONS:
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Starts the script and returns 0, or the exit code of the rank that failed, or 143 or 130 after a signal."""
+    """Start the script and return 0, the exit code of the failed rank, or 143 or 130 after a signal."""
     from trainer_kit.errors import ProcessesLeft, ProcessFailed
     from trainer_kit.launch.processes import PREFIX, Logs, planned, run_processes
 
@@ -79,12 +79,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_config(options: argparse.Namespace) -> LaunchConfig:
-    """The configuration: options before the file, the file before the defaults; a TPU that is there is used.
+    """Return the configuration: options override the file, and the file the defaults; an existing TPU is used.
+
+    Args:
+        options: Parsed command line, with `config` and fields of `LaunchConfig`.
 
     Raises:
         TypeError: If the file names an unknown field, or a value has the wrong type.
-        ValueError: If a value makes no sense.
-        FileNotFoundError: If there is no such file.
+        ValueError: If a value is invalid.
+        FileNotFoundError: If the file in `config` does not exist.
     """
     path = Path(options.config) if options.config else default_path()
     config = LaunchConfig.load(path) if options.config or path.exists() else LaunchConfig()
@@ -95,7 +98,7 @@ def read_config(options: argparse.Namespace) -> LaunchConfig:
 
 
 def _add(parser: argparse.ArgumentParser, name: str, settings: dict[str, Any]) -> None:
-    """Adds an option that leaves no trace where it is not given, so that the file's value stands."""
+    """Add an option without a default, so that the file's value applies if it is missing."""
     is_field = name.replace("-", "_") in {field.name for field in dataclasses.fields(LaunchConfig)}
     if is_field:
         settings = {**settings, "default": argparse.SUPPRESS}
@@ -105,7 +108,7 @@ def _add(parser: argparse.ArgumentParser, name: str, settings: dict[str, Any]) -
 
 
 def _exit_code(code: int | None) -> int:
-    """The launcher's exit code for that of a rank, as a shell has it: 137 for SIGKILL."""
+    """Convert a rank's exit code to a shell's: 137 for SIGKILL."""
     if not code:
         return 1
     return code if code > 0 else 128 - code

@@ -15,18 +15,18 @@ from trainer_kit.utils.streams import escape_unknown_characters
 
 
 class Command(Protocol):
-    """What the module of a command has; the first line of its docstring is its help.
+    """Interface of a command's module; the first line of its docstring is its help.
 
-    A command imports torch and the like inside `run`, so that `trainer-kit --help` answers at once.
+    Commands import torch and other slow packages inside `run`, so that `trainer-kit --help` is fast.
     """
 
     __doc__: str | None
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declares the command's arguments."""
+        """Declare the command's arguments."""
 
     def run(self, options: argparse.Namespace) -> int:
-        """Does the work and returns the exit code."""
+        """Run the command and return the exit code."""
 
 
 COMMANDS: dict[str, Command] = {
@@ -44,16 +44,16 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Run one command.
 
     Args:
-        arguments: The words after `trainer-kit`; by default those of this process.
+        arguments: The words after `trainer-kit`; None for those of this process.
 
     Returns:
-        The exit code: 0 if it went well, 1 for an error of the command, 130 after Ctrl-C.
+        The exit code: 0 for success, 1 for an error of the command, 130 after Ctrl-C.
 
     Raises:
-        SystemExit: With code 2 for a command line that makes no sense, with 0 for `--help` and `--version`.
+        SystemExit: With code 2 for an invalid command line, with 0 for `--help` and `--version`.
     """
     escape_unknown_characters()
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader has what it wanted (`| head`). Python flushes once more at exit, which must not fail again.
+        # The reader has closed the pipe (`| head`). Python flushes again at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:

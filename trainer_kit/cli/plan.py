@@ -29,7 +29,7 @@ _USAGE = "trainer-kit plan [options] [-m] script.py|module [options] [-- argumen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options, the script and its arguments."""
+    """Declare the options, the script and its arguments."""
     parser.description = __doc__
     _add_options(parser)
     declare_target(parser, _USAGE)
@@ -42,7 +42,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Shows the plan and leaves with 0, or with 1 where the training would not go through."""
+    """Show the plan and exit with code 0, or 1 if the training would fail."""
     options = read_target(options, "plan", _USAGE, _add_options)
     if (missing := missing_target(options)) is not None:
         raise ValueError(missing)
@@ -57,18 +57,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def show_plan(words: Sequence[str], processes: int | None, as_json: bool, fail: Callable[[str], None]) -> NoReturn:
-    """Shows the plan of the script's first training on stdout, with which the process ends.
+    """Print the plan of the script's first training to stdout, and end the process.
 
-    Its code is 0, or 1 where `train()` would not go through.
+    The exit code is 0, or 1 if `train()` would fail.
 
     Args:
         words: The script, or "-m" and a module, then its arguments.
-        processes: As if so many had been launched; None: this one.
-        as_json: Show it for machines; what the script prints goes to stderr then.
-        fail: Gets the reason where there is no plan.
+        processes: Number of processes to plan for; None for the real one.
+        as_json: Whether to print JSON; the script's own output then goes to stderr.
+        fail: Shows the reason if there is no plan.
 
     Raises:
-        ValueError: If the script fails before it trains, or never does.
+        ValueError: If the script fails before it trains, or never trains.
     """
     from trainer_kit.tools.script_runner import run_until_training
 
@@ -81,8 +81,8 @@ def show_plan(words: Sequence[str], processes: int | None, as_json: bool, fail: 
             fail(str(error))
             return 1
         if isinstance(out, io.TextIOWrapper):
-            out.reconfigure(errors="replace")  # not every terminal knows the characters of the drawing
-        with contextlib.suppress(BrokenPipeError):  # the reader has what it wanted (`| head`)
+            out.reconfigure(errors="replace")  # some terminals lack the drawing's characters
+        with contextlib.suppress(BrokenPipeError):  # the reader has closed the pipe (`| head`)
             print(json.dumps(found.to_dict(), indent=2) if as_json else found, file=out, flush=True)
         return 1 if found.problems else 0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the folder, the script and its arguments."""
+    """Declare the folder, the script and its arguments."""
     parser.usage = "trainer-kit replay [-h] crash-STEP [-m] script.py|module [arguments of the script]"
     parser.allow_abbrev = False
     parser.add_argument("folder", type=Path, metavar="crash-STEP", help="what the run left in its output_dir")
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the step on the CPU and leaves with 0 if what ended the run came up again, else with 1."""
+    """Run the step on the CPU and exit with code 0 if the run's error is reproduced, else 1."""
     from trainer_kit.tools.replay import replay
 
     words = [*(["-m"] if options.module else []), options.script, *options.arguments]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the runs and the file to write."""
+    """Declare the runs and the file to write."""
     parser.add_argument("folder", metavar="RUN_DIR", type=Path, help="the output_dir of a run that wrote log.jsonl")
     parser.add_argument("--compare", metavar="OTHER", type=Path, nargs="+", default=[], help="runs to show over it")
     parser.add_argument("--open", action="store_true", help="open the report, as the system opens such files")
@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Writes the report, says where it is and returns 0."""
+    """Write the report, print its path and return 0."""
     from trainer_kit.report import write_report
 
     path = write_report(options.folder, options.output, compare=options.compare, format=options.format)

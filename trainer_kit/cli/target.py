@@ -8,7 +8,12 @@ from collections.abc import Callable
 
 
 def declare_target(parser: argparse.ArgumentParser, usage: str) -> None:
-    """Declares what stands after the command's own options."""
+    """Declare the script and the words after it.
+
+    Args:
+        parser: Parser of the command.
+        usage: Usage line of the command.
+    """
     parser.usage = usage
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="script.py|module", help="what to run")
@@ -17,16 +22,16 @@ def declare_target(parser: argparse.ArgumentParser, usage: str) -> None:
 def read_target(
     options: argparse.Namespace, command: str, usage: str, declare: Callable[[argparse.ArgumentParser], None]
 ) -> argparse.Namespace:
-    """With the script, the options that follow it, and what is the script's own: all after `--`.
+    """Return the options with the script, the options after it, and the script's arguments: all words after `--`.
 
     Args:
-        options: As they were read, with all from the script on in `words`.
-        command: Such as "verify".
-        usage: Of the command.
+        options: Parsed options, with all words from the script on in `words`.
+        command: Name of the command, such as "verify".
+        usage: Usage line of the command.
         declare: Declares the command's own options.
 
     Raises:
-        SystemExit: With code 2 for a command line that makes no sense.
+        SystemExit: With code 2 for an invalid command line.
     """
     words = options.words
     end = words.index("--") if "--" in words else len(words)
@@ -41,12 +46,12 @@ def read_target(
 
 
 def missing_target(options: argparse.Namespace) -> str | None:
-    """What is wrong where there is no such script."""
+    """Return the error message if the script does not exist; None if it does."""
     if options.module or os.path.isfile(options.script):
         return None
     return f"there is no script {options.script!r}; for a module write -m before its name"
 
 
 def target_words(options: argparse.Namespace) -> list[str]:
-    """The script, or "-m" and the module, then its arguments."""
+    """Return the script, or "-m" and the module, then its arguments."""
     return [*(["-m"] if options.module else []), options.script, *options.arguments]

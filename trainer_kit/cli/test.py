@@ -10,13 +10,13 @@ from trainer_kit.launch.config import default_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the configuration to test."""
+    """Declare the configuration to test."""
     parser.add_argument("--config", metavar="FILE", help=f"a file of `trainer-kit config` (default: {default_path()})")
     parser.add_argument("--tpu", action="store_true", default=argparse.SUPPRESS, help="test the TPU of this machine")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the checks and returns 0 if all are well, else 1, or 143 or 130 after a signal."""
+    """Run the checks and return 0 if all pass, else 1, or 143 or 130 after a signal."""
     from trainer_kit.errors import ProcessesLeft, ProcessFailed
     from trainer_kit.launch.processes import run_processes
 

@@ -25,7 +25,7 @@ _USAGE = "trainer-kit verify [options] [-m] script.py|module [options] [-- argum
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options, the script and its arguments."""
+    """Declare the options, the script and its arguments."""
     parser.description = __doc__
     _add_options(parser)
     declare_target(parser, _USAGE)
@@ -44,7 +44,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the comparison and returns 0 if all bits are equal, 1 if not, 2 if the script failed."""
+    """Run the comparison and return 0 if all bits are equal, 1 if not, 2 if the script failed."""
     from trainer_kit.errors import ScriptFailed
     from trainer_kit.tools.verify.report import describe
     from trainer_kit.tools.verify.verification import Verification
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _wrong(options: argparse.Namespace) -> str | None:
-    """What is wrong with the command line."""
+    """Return the error in the command line; None if there is none."""
     if (missing := missing_target(options)) is not None:
         return missing
     for name, least in (("steps", 2), ("num_processes", 1), ("timeout", 1)):
@@ -76,7 +76,7 @@ def _wrong(options: argparse.Namespace) -> str | None:
 
 
 def _command(options: argparse.Namespace, seed: int) -> str:
-    """The command line that does the same again."""
+    """Return the command line that repeats the verification."""
     words = ["trainer-kit", "verify", "--steps", str(options.steps), "--seed", str(seed)]
     words += ["--num-processes", str(options.num_processes)] if options.num_processes > 1 else []
     words += [*(["-m"] if options.module else []), options.script]

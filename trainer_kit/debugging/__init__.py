@@ -1,1 +1,1 @@
-"""What is left after a failure: crash dumps, and where a step became non-finite."""
+"""Debugging aids: crash dumps, and the origin of nonfinite values."""

@@ -1,9 +1,9 @@
-"""What a run leaves behind when an error ends it: the folder `crash-STEP`, which `trainer-kit replay` takes up.
+"""Crash dumps: the folder `crash-STEP` of a run that ended with an error, input of `trainer-kit replay`.
 
-In the loop::
+Usage in the loop::
 
-    postmortem = Postmortem(run, loss, loader)  # once these are made and a checkpoint is loaded
-    postmortem.write(error, newest, micro, fetching)  # where training ends by an error; never raises
+    dump = CrashDump(run, loss, loader)  # once these are created and a checkpoint is loaded
+    dump.write(error, newest, micro, fetching)  # where an error ends training; never raises
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from trainer_kit.utils.wrappers import without_wrappers
 logger = logging.getLogger("trainer_kit")
 
 SPOILED = "after it, with values that are not finite"
-"""What `report["weights_are"]` says of weights that cannot show how the step went wrong."""
+"""Value of `report["weights_are"]` for weights that cannot reproduce the failure."""
 
 _LONGEST_DESCRIPTION = 2000
 _ROOM = 8
-"""Times the size of the weights that must be free for them to be kept: each process may keep its own."""
+"""Required free space as a multiple of the weights' size: each process may write its own."""
 _PACKAGES = ("trainer_kit", "torch", "numpy", "transformers")
 
 
 class FailureSite(NamedTuple):
-    """Where the error came up.
+    """Position of the failure.
 
     Attributes:
-        step: The step at work, else the last one taken.
+        step: Current step, or else the last one taken.
         epoch: Number of its epoch, from 0; None between two steps.
         position: Position in the epoch before the step.
-        fetching: Whether its samples were being read.
+        fetching: Whether the step's samples were being read.
     """
 
     step: int
@@ -63,12 +63,12 @@ class FailureSite(NamedTuple):
 
 
 class RecordedBatch(NamedTuple):
-    """A micro-batch of the step, as far as there is one.
+    """A micro-batch of the step, as far as it is available.
 
     Attributes:
         start: Position of its first sample in the epoch.
         sample_ids: Dataset indices; None for iterable datasets.
-        work: How it was worked on; its batch is None where that is gone.
+        work: Micro-batch for `diagnose`; its batch is None if it is not available.
     """
 
     start: int
@@ -77,12 +77,12 @@ class RecordedBatch(NamedTuple):
 
 
 class CrashDump:
-    """Writes what a run was at when it broke off.
+    """Writes the state of a run that ended with an error.
 
     Args:
-        run: Model, optimizer and counters are in place, those of a checkpoint too.
-        loss: The run's.
-        loader: Of the training batches.
+        run: Run with model, optimizer and counters, after a checkpoint is loaded.
+        loss: Loss of the run.
+        loader: Loader of the training batches.
     """
 
     def __init__(self, run: Run, loss: Loss, loader: TrainLoader | StreamLoader) -> None:
@@ -98,19 +98,19 @@ class CrashDump:
         micro: MicroBatch | None = None,
         fetching: bool = False,
     ) -> Path | None:
-        """Writes `output_dir/crash-STEP` (on other processes than the main one `crash-STEP-rank-RANK`).
+        """Write `output_dir/crash-STEP` (on processes other than the main one `crash-STEP-rank-RANK`).
 
-        The device is waited for, other processes are not. A process writes where the error is its own: what only
-        followed from another one's end, a disk that takes no checkpoint, an order to leave and Ctrl-C are none.
+        It synchronizes with the device, and is not collective. A process writes only for its own error, not for
+        the consequence of another process's end, a failed save, a request to leave, or Ctrl-C.
 
         Args:
-            error: What ends the run.
-            newest_checkpoint: Named in the report.
-            micro: The micro-batch that was worked on last; None where there is none.
-            fetching: Whether one was being fetched for the step under way.
+            error: Error that ends the run.
+            newest_checkpoint: Path for the report; None if there is none.
+            micro: Micro-batch that was processed last; None if there is none.
+            fetching: Whether a micro-batch of the current step was being fetched.
 
         Returns:
-            The folder; None where there is nothing to write, or it could not be written.
+            The folder; None if there is nothing to write, or the write failed.
         """
         if not isinstance(error, Exception) or isinstance(error, (SaveError, FolderInUseError)) or self._is_lost(error):
             return None
@@ -131,7 +131,7 @@ class CrashDump:
         self, error: Exception, newest_checkpoint: Path | None, micro: MicroBatch | None, fetching: bool
     ) -> Path | None:
         run = self.run
-        generators = self._generators()  # before samples are read again, each with a seed of its own
+        generators = self._generators()  # before samples are read again, which sets new seeds
         scene, missing = self._scene(error, micro, fetching), _Missing()
         scene, pieces = self._pieces(error, scene, micro, missing)
         works = [piece.work for piece in pieces if piece.work.batch is not None]
@@ -139,7 +139,7 @@ class CrashDump:
         if isinstance(error, NonFiniteError) and works:
             found = diagnose(self.loss, works, run.strategy)
         if not run.strategy.is_main and (scene.epoch is None or (found is not None and found.is_finite)):
-            return None  # another process's
+            return None  # the failure belongs to another process
         report = self._report(error, scene, pieces, newest_checkpoint, missing)
         report["found"] = _told(error, run.model) if found is None else _findings(found, pieces)
         states = {"batch": self._batch(pieces, missing), "rng": generators, "report": report}
@@ -171,7 +171,7 @@ class CrashDump:
     def _pieces(
         self, error: Exception, scene: FailureSite, micro: MicroBatch | None, missing: _Missing
     ) -> tuple[FailureSite, list[RecordedBatch]]:
-        """This process's micro-batches of the step, and which step that is."""
+        """Return this process's micro-batches of the step, and the step's position."""
         if scene.epoch is None:
             missing.append("batch: no step was being taken")
         elif scene.fetching and self.loader.reading.workers and not _is_of_the_dataset(error):
@@ -199,10 +199,10 @@ class CrashDump:
     def _read_again(
         self, loader: TrainLoader, scene: FailureSite, missing: _Missing
     ) -> tuple[FailureSite, list[RecordedBatch]]:
-        """The order of samples, and the randomness of each, follow from the seed."""
+        """Read the batches again: the seed determines the order of samples and their randomness."""
         assert scene.epoch is not None
         fetcher, first = Fetcher(loader.dataset, loader.reading.collate, loader.reading.seed), None
-        # The device is given batches one ahead: what could not be read may belong to the next step.
+        # The device prefetches one batch: an unreadable sample may belong to the next step.
         for ahead, window in enumerate(_windows(loader, scene.epoch, scene.position, 2 if scene.fetching else 1)):
             found = scene._replace(step=scene.step + ahead, position=window[0].window_start)
             seeds = [mix(self.run.args.seed, slot.epoch, slot.start) for slot in window]
@@ -242,15 +242,15 @@ class CrashDump:
     def _generators(self) -> dict[str, Any]:
         try:
             device = self.run.strategy.device_info.rng_state()
-        except RuntimeError:  # a device that has failed answers nothing any more
+        except RuntimeError:  # a failed device does not respond
             device = None
         return generator_states() | {"device": device}
 
     def _weights(self, error: Exception, report: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The model's, with its parameters themselves: on XLA only the objects tell which are tied."""
+        """Return the model's weights as Parameter objects: on XLA only their identity shows which are tied."""
         report["weights_by_rank"] = self.run.strategy.rank
         if isinstance(error, NonFiniteError):
-            if not self.run.strategy.is_main:  # all processes have the same, and all write at once
+            if not self.run.strategy.is_main:  # all processes have the same weights, and write at the same time
                 report["weights_by_rank"] = 0
                 return {}
         elif self.run.state.step == self._first_step:
@@ -302,7 +302,7 @@ class CrashDump:
         }
 
     def _commit(self, name: str, step: int, weights: dict[str, torch.Tensor], states: dict[str, Any]) -> Path:
-        """Writes the folder, without the weights where they cannot be read or there is no room for them."""
+        """Write the folder, without the weights if they cannot be read or the disk has no room for them."""
         run, args = self.run, self.run.args
 
         def write(weights: dict[str, torch.Tensor]) -> Path:
@@ -327,16 +327,16 @@ class CrashDump:
 
 
 def _is_of_the_dataset(error: Exception) -> bool:
-    """Whether the dataset raised; else a worker was ended from outside, or hangs."""
+    """Return whether the dataset raised the error; otherwise a worker was killed, or hangs."""
     return isinstance(error, DataError) and not isinstance(error, WorkerError)
 
 
 _Missing = list[str]
-"""Sentences on what is not in the folder and why."""
+"""Sentences on missing contents of the folder, with reasons."""
 
 
 def _windows(loader: TrainLoader, epoch: int, position: int, steps: int) -> Iterator[list[BatchIndices]]:
-    """This process's micro-batches of the next steps in the epoch."""
+    """Yield this process's micro-batches of the next steps in the epoch."""
     order = permutation(len(loader.dataset), loader.reading.seed, epoch, loader.lengths)[: loader.epoch_length]
     window: list[BatchIndices] = []
     for slot in slots(order, epoch, position, loader.layout, ranges(loader.passed_over, epoch)):
@@ -349,7 +349,7 @@ def _windows(loader: TrainLoader, epoch: int, position: int, steps: int) -> Iter
 
 
 def _kept(tree: Any, place: str, missing: _Missing) -> Any:
-    """A batch as a folder can hold it; what it cannot hold is described instead, and named in `missing`."""
+    """Return a storable copy of a batch; values that cannot be stored are described, and named in `missing`."""
     if isinstance(tree, Mapping):
         return {
             key if isinstance(key, (str, int)) else repr(key): _kept(value, f"{place}[{key!r}]", missing)
@@ -368,7 +368,7 @@ def _kept(tree: Any, place: str, missing: _Missing) -> Any:
 
 
 def _findings(found: Diagnosis, pieces: list[RecordedBatch]) -> dict[str, Any]:
-    """What running the step once more showed, in words."""
+    """Return the results of the repeated step as text."""
     columns = []
     for bad in found.columns:
         ids = pieces[bad.micro_batch].sample_ids
@@ -389,7 +389,7 @@ def _findings(found: Diagnosis, pieces: list[RecordedBatch]) -> dict[str, Any]:
 
 
 def _told(error: Exception, model: torch.nn.Module) -> dict[str, Any]:
-    """What the error itself tells: the innermost module in which it came up."""
+    """Return the innermost module in the error's traceback."""
     names, innermost = {id(module): name for name, module in model.named_modules()}, None
     for each in _causes(error):
         for frame, _ in traceback.walk_tb(each.__traceback__):
@@ -400,7 +400,7 @@ def _told(error: Exception, model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """The error and what it was raised from."""
+    """Return the error and the errors that it was raised from."""
     found = [error]
     while (cause := found[-1].__cause__) is not None and cause not in found:
         found.append(cause)
@@ -413,5 +413,5 @@ def _versions() -> dict[str, str]:
 
 
 def _script() -> str:
-    """The command line of the program, where it is a script's."""
+    """Return the command line of the program if it is a script."""
     return shlex.join(sys.argv) if sys.argv[0].endswith(".py") else "SCRIPT.py"

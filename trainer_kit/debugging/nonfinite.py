@@ -1,4 +1,4 @@
-"""Where a step first went wrong: its passes once more, watched module by module, on this process alone."""
+"""Origin of nonfinite values in a step: its passes run again with hooks on every module, on this process alone."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Work(NamedTuple):
     """A micro-batch of the step.
 
     Attributes:
-        batch: What the collator made, on the host.
-        seed: Of all generators before its forward pass.
-        samples: Samples that it was made of.
-        counted: False for a stand-in, which takes part with weight zero.
+        batch: Batch from the collator, on the host.
+        seed: Seed of all generators before the forward pass.
+        samples: Number of samples in the batch.
+        counted: False for a dummy batch, which has weight zero.
     """
 
     batch: Any
@@ -38,12 +38,12 @@ class Work(NamedTuple):
 
 
 class NonFiniteOrigin(NamedTuple):
-    """Something whose result held the first infinity, or the first NaN, that its inputs did not hold.
+    """A module or operation whose result holds infinity or NaN that its inputs did not hold.
 
     Attributes:
-        place: Where that was.
-        kind: What came up.
-        from_inf: Whether its inputs held an infinity, of which NaN can come.
+        place: Name of the module, or line of code.
+        kind: Kind of value in the result.
+        from_inf: Whether the inputs held an infinity, which can produce NaN.
     """
 
     place: str
@@ -52,13 +52,13 @@ class NonFiniteOrigin(NamedTuple):
 
 
 class BadColumn(NamedTuple):
-    """A part of a micro-batch that is not finite.
+    """Column of a micro-batch that is not finite.
 
     Attributes:
-        micro_batch: Its place among those that were worked on.
-        column: Its name in the batch.
-        kind: What it holds.
-        rows: Its rows that hold it.
+        micro_batch: Index among the examined micro-batches.
+        column: Name in the batch.
+        kind: Kind of value in it.
+        rows: Rows that hold the value.
     """
 
     micro_batch: int
@@ -69,17 +69,17 @@ class BadColumn(NamedTuple):
 
 @dataclasses.dataclass
 class Diagnosis:
-    """What was found.
+    """Findings about a step.
 
     Attributes:
-        columns: Parts of the batches that are not finite.
-        weights: Names of parameters and buffers that were not finite before.
-        loss: Mean over the items of the micro-batches; None where the passes raised before it was there.
-        micro_batch: Place of the first micro-batch whose loss is not finite.
-        module: The module in which the loss was spoiled.
-        parameter: The first parameter, on the way back, whose gradient is not finite.
-        norm: Norm of all gradients together; None where the backward pass did not end.
-        error: What the passes raised.
+        columns: Columns of the batches that are not finite.
+        weights: Names of parameters and buffers that were not finite before the step.
+        loss: Mean over the items of the micro-batches; None if the passes raised an error before it was computed.
+        micro_batch: Index of the first micro-batch whose loss is not finite; None if there is none.
+        module: Module in which the loss became nonfinite; None if unknown.
+        parameter: First parameter, in backward order, whose gradient is not finite; None if there is none.
+        norm: Norm of all gradients together; None if the backward pass did not complete.
+        error: Error that the passes raised; None if there was none.
     """
 
     columns: list[BadColumn] = dataclasses.field(default_factory=list)
@@ -93,31 +93,31 @@ class Diagnosis:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the passes went through and all that they gave is finite."""
+        """Whether the passes completed with finite results only."""
         figures = (self.loss, self.norm)
         return self.parameter is None and all(each is not None and math.isfinite(each) for each in figures)
 
 
 def diagnose(loss: Loss, works: Sequence[Work], strategy: Strategy) -> Diagnosis:
-    """Runs the step's forward and backward passes once more, without taking the step.
+    """Run the step's forward and backward passes again, without taking the step.
 
-    Gradients are gone afterwards; weights and buffers are as they were. No other process takes part: the model is
-    called itself, not what the strategy made of it.
+    Gradients are cleared afterwards; weights and buffers are restored. The function is not collective: it calls the
+    model itself, not the strategy's wrapper.
 
     Args:
-        loss: The run's.
+        loss: Loss of the run.
         works: This process's micro-batches of the step, in order.
-        strategy: Its device and precision are taken.
+        strategy: Strategy that provides device and precision.
 
     Returns:
-        What was found; an exception of the passes is a part of it.
+        The findings, including an exception of the passes.
     """
     module = loss.module
     found = Diagnosis([bad for number, work in enumerate(works) for bad in _bad_columns(number, work.batch)])
     found.weights = [name for name, value in module.named_parameters() if kind_of(value)]
     found.weights += [
         name for name, value in module.named_buffers() if kind_of(value) == "nan"
-    ]  # a mask has infinities
+    ]  # masks hold infinities
     alone = copy.copy(loss)
     alone.model = module
     module.zero_grad()
@@ -136,7 +136,15 @@ def diagnose(loss: Loss, works: Sequence[Work], strategy: Strategy) -> Diagnosis
 
 
 def cause(births: Sequence[NonFiniteOrigin], loss: float) -> NonFiniteOrigin | None:
-    """The first place that spoiled the loss: an infinity did where the loss is one, or NaN came of it."""
+    """Return the origin of a nonfinite loss: NaN without infinite inputs, or else the first infinity.
+
+    Args:
+        births: Origins in order of execution.
+        loss: The nonfinite loss.
+
+    Returns:
+        The origin; None if there is none.
+    """
     first: dict[str, NonFiniteOrigin] = {}
     for birth in births:
         first.setdefault(birth.kind, birth)
@@ -147,7 +155,14 @@ def cause(births: Sequence[NonFiniteOrigin], loss: float) -> NonFiniteOrigin | N
 
 
 def kind_of(tree: Any) -> Kind | None:
-    """What the tensors in a tree, or in an object's attributes, hold beside finite numbers: NaN above all."""
+    """Return the kind of nonfinite value in a tree's or an object's tensors.
+
+    Args:
+        tree: Tensors in nested dicts, lists and tuples, or an object with tensors as attributes.
+
+    Returns:
+        "nan" if there is any, else "inf"; None if all values are finite.
+    """
     found: Kind | None = None
     plain = isinstance(tree, (torch.Tensor, Mapping, list, tuple)) or not hasattr(tree, "__dict__")
     for tensor in tensors(tree if plain else vars(tree)):
@@ -164,7 +179,7 @@ def kind_of(tree: Any) -> Kind | None:
 def _pass(
     loss: Loss, works: Sequence[Work], strategy: Strategy, births: list[NonFiniteOrigin], found: Diagnosis
 ) -> Iterator[float]:
-    """The passes of each micro-batch as the loop does them; gives their shares in the step's loss."""
+    """Run the passes of each micro-batch as the loop does; yield their shares in the step's loss."""
     counts = [count(work.batch, work.samples) for work in works]
     counts = [each if work.counted else each.as_nothing() for each, work in zip(counts, works, strict=True)]
     items = [loss.items(each) for each in counts]
@@ -183,7 +198,7 @@ def _pass(
             share = weighed(value, own, total)
         figure = float(share.detach())
         if math.isfinite(figure):
-            del births[before:]  # what came up did no harm, such as the infinities of a mask
+            del births[before:]  # the nonfinite values had no effect, such as those of a mask
         elif found.micro_batch is None:
             found.micro_batch = number
         share.backward()
@@ -192,7 +207,7 @@ def _pass(
 
 @contextlib.contextmanager
 def _modules_watched(module: torch.nn.Module, births: list[NonFiniteOrigin]) -> Iterator[None]:
-    """Keeps, in order of execution, the modules that made an infinity or NaN of inputs without it."""
+    """Record, in order of execution, the modules with nonfinite results from finite inputs."""
     names = {each: name for name, each in module.named_modules()}
 
     def look(each: torch.nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
@@ -215,7 +230,7 @@ def _modules_watched(module: torch.nn.Module, births: list[NonFiniteOrigin]) -> 
 
 @contextlib.contextmanager
 def _gradients_watched(module: torch.nn.Module, found: Diagnosis) -> Iterator[None]:
-    """Finds the first parameter whose gradient is not finite, in the order in which they come."""
+    """Find the first parameter whose gradient is not finite, in backward order."""
 
     def watched(name: str, parameter: torch.nn.Parameter) -> Any:
         def look(gradient: torch.Tensor) -> None:
@@ -233,7 +248,7 @@ def _gradients_watched(module: torch.nn.Module, found: Diagnosis) -> Iterator[No
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[Any]:
-    """Hooks see nothing in what torch.compile has compiled (its modules are not imported where nothing was)."""
+    """Disable torch.compile, since hooks see nothing in compiled code; skip its import where it is not loaded."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 

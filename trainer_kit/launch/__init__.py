@@ -1,4 +1,4 @@
-"""Starts the processes of a run: `config` says what to start, `processes` starts and watches it.
+"""Launcher of a run's processes: `config` sets what to start, `processes` starts and watches it.
 
-Each process that runs a script begins in this package: importing it must stay cheap, so it imports nothing.
+Each process that runs a script imports this package first: the import must stay cheap, so it imports nothing.
 """

@@ -1,4 +1,4 @@
-"""`Agent`: torchrun's elastic agent with another view of failures, signals and restarts."""
+"""`Agent`: torchrun's elastic agent with its own handling of failures, signals and restarts."""
 
 from __future__ import annotations
 
@@ -21,35 +21,36 @@ from trainer_kit.launch.function import value_file
 from trainer_kit.launch.output import OutputFiles
 from trainer_kit.launch.rendezvous import Machines
 
-# The first rank that fails ends the job within 10 seconds: this long the others may fail or end too, …
+# The first failed rank ends the job within 10 seconds: the others may fail or end too within this time, …
 _SETTLE_SECONDS = 1.0
-# … this long an error may stand in its file though the process does not end, …
+# … a process may stay alive this long after it has written its error, …
 _HANGING_SECONDS = 2.0
-# … and this long they have to end after SIGTERM.
+# … and the others have this long to end after SIGTERM.
 _END_SECONDS = 5
 
 
 class Agent(LocalElasticAgent):
-    """Starts the ranks of this machine, watches them, and starts them anew where that makes sense.
+    """Starts the ranks of this machine, watches them, and restarts them where that makes sense.
 
-    It differs from torch's: a signal to the launcher is passed on once and then waited for; ranks that leave with exit
-    code 143 or 130 have not failed; the first failure is found by time, whatever happened to the others in the same
-    moment; a run that gets on is restarted more often than asked for; all machines do the same.
+    It differs from torch's agent in four ways. It forwards a signal to the launcher once and then waits. Ranks that
+    exit with code 143 or 130 have not failed. The first failure is the earliest one, whatever happened to the other
+    ranks at the same time. A run that makes progress is restarted more often than `max_restarts`. All machines act
+    alike.
 
     Args:
         spec: What to start.
-        output: Where ranks write.
-        start_method: How processes are started that run a function.
-        machines: The way to the agents of the other machines.
-        signals: What this process is sent and the agent has not served; any thread may add to it.
+        output: Files that the ranks write to.
+        start_method: How processes that run a function are started.
+        machines: Channel to the agents of the other machines.
+        signals: Signals to this process that the agent has not handled yet; any thread may append to it.
         say: Shows a sentence to the user.
 
     Attributes:
-        signals: As above.
-        has_started: Whether there are, or were, ranks.
+        signals: The argument of the same name.
+        has_started: Whether ranks have been started.
         exit_code: 143 or 130 after the ranks have left; None otherwise.
-        remedies: What to do after a rank ended by a signal, by its exit code.
-        failed: The failure that ended the run.
+        remedies: Advice after a rank was killed by a signal, by exit code.
+        failed: The failure that ended the run; None if there is none.
     """
 
     def __init__(
@@ -76,11 +77,11 @@ class Agent(LocalElasticAgent):
 
     @property
     def workers(self) -> list[Worker]:
-        """The ranks of this machine."""
+        """Ranks of this machine."""
         return list(self._worker_group.workers)
 
     def values(self) -> dict[int, Any]:
-        """What the ranks' functions returned, by global rank."""
+        """Return the values of the ranks' functions, by global rank."""
         files = {
             worker.global_rank: value_file(self._context.error_files[worker.local_rank]) for worker in self.workers
         }
@@ -92,16 +93,16 @@ class Agent(LocalElasticAgent):
         super()._rendezvous(worker_group)
         assert worker_group.store is not None
         self._machines.join(worker_group.store)
-        # A machine that came later has counted fewer restarts, but the ranks of all must be told the same.
+        # A machine that joined later has counted fewer restarts, but all ranks must get the same number.
         allowed = worker_group.spec.max_restarts
         machines = worker_group.group_rank, worker_group.group_world_size
         self._remaining_restarts = allowed - self._machines.most(allowed - self._remaining_restarts, *machines)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if self.failed is None:  # torch saw another machine come before we read why
+        if self.failed is None:  # torch noticed another machine's restart before we read its cause
             news = self._machines.news(at_once=True)
             self.failed = news and news.failure
-            self._remaining_restarts -= 1  # the ranks must know that they start anew
+            self._remaining_restarts -= 1  # the ranks must know that this is a restart
             reason = self._summary() if self.failed else "a machine has joined again"
             self._say(f"{reason}; restart with the other machines")
         self.failed = None
@@ -113,7 +114,7 @@ class Agent(LocalElasticAgent):
         self.has_started = True
         self._step_at_start = self._step()
         if hasattr(signal, "pthread_sigmask") and not isinstance(worker_group.spec.entrypoint, str):
-            # A process that is being started inherits this, and holds Ctrl-C back until `Function` can serve it.
+            # A new process inherits the mask, which holds Ctrl-C back until `Function` can handle it.
             if self._start_method != "fork":
                 resource_tracker.ensure_running()  # would unblock it
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -146,18 +147,18 @@ class Agent(LocalElasticAgent):
     # Signals
 
     def _serve_signals(self) -> bool:
-        """Passes the first signal on; a second one ends the ranks at once. Returns whether it did."""
+        """Forward the first signal, kill the ranks at a second one, and return whether they were killed."""
         while self.signals:
             number = self.signals.popleft()
             if self._passed_on is not None:
                 self._close(signal.SIGKILL)
                 self.exit_code = self._leaving_code([])
                 return True
-            # A hangup means nothing to a rank, which has no terminal of its own.
+            # A rank has no terminal of its own, so a hangup means nothing to it.
             self._passed_on = signal.SIGTERM if number == getattr(signal, "SIGHUP", None) else number
             codes, pids = self._exit_codes(), self._context.pids()
             for local_rank in (rank for rank, code in codes.items() if code is None):
-                # To the process alone: workers of a data loader would die of it, which the rank still needs.
+                # Only to the process itself: the signal would kill its data loader workers, which the rank still needs.
                 os.kill(pids[local_rank], self._passed_on)
         return False
 
@@ -173,7 +174,7 @@ class Agent(LocalElasticAgent):
         return self._pcontext
 
     def _exit_codes(self) -> dict[int, int | None]:
-        """Exit code by local rank, minus the signal's number where one ended it; None where it still runs."""
+        """Return exit codes by local rank, negative for a signal; None for a rank that still runs."""
         context = self._context
         if isinstance(context, SubprocessContext):
             return {rank: handler.proc.poll() for rank, handler in context.subprocess_handlers.items()}
@@ -181,7 +182,7 @@ class Agent(LocalElasticAgent):
         return {rank: process.exitcode for rank, process in enumerate(context._pc.processes)}
 
     def _ending(self, local_rank: int) -> int | None:
-        """0 for a rank that is done, 143 or 130 for one that has left, None for one that goes on."""
+        """Return 0 for a rank that is done, 143 or 130 for one that has left, None for one that still runs."""
         code = self._exit_codes()[local_rank]
         if code is None and isinstance(self._context, MultiprocessContext):
             return 0 if value_file(self._context.error_files[local_rank]).exists() else None
@@ -196,11 +197,11 @@ class Agent(LocalElasticAgent):
         return code not in (0, *LEAVING) and not self._was_told(code)
 
     def _was_told(self, code: int | None) -> bool:
-        """Whether a rank with this exit code died of the signal that was passed on to it."""
+        """Return whether a rank with this exit code died of the signal that was forwarded to it."""
         return self._passed_on is not None and code == -self._passed_on
 
     def _first_failure(self) -> Failure | None:
-        """Ends all ranks, and says which one failed first; None where some only did as they were told."""
+        """End all ranks and return the first failure; None if a rank only obeyed the forwarded signal."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         while None in self._exit_codes().values() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -214,7 +215,7 @@ class Agent(LocalElasticAgent):
         ]
         self._close(signal.SIGTERM)
         if any(map(self._was_told, codes.values())):
-            return None  # others may have failed because these were gone
+            return None  # other ranks may have failed because these had left
         first, *others = sorted(failures, key=lambda failure: failure.time)
         for failure in others:
             error = failure.error.partition("\n")[0]
@@ -227,7 +228,7 @@ class Agent(LocalElasticAgent):
 
     def _shutdown(self, *args: Any, **options: Any) -> None:
         super()._shutdown(*args, **options)
-        if isinstance(self._pcontext, SubprocessContext):  # torch closes only the files of ranks that it had to end
+        if isinstance(self._pcontext, SubprocessContext):  # torch closes only the files of ranks that it ended
             for handler in self._pcontext.subprocess_handlers.values():
                 for file in (handler._stdout, handler._stderr):
                     if file is not None:
@@ -236,7 +237,7 @@ class Agent(LocalElasticAgent):
     # Restarts
 
     def _end_after(self, failure: Failure | None) -> RunResult:
-        """Ends this start of the ranks after a failure, or after they did as they were told (None)."""
+        """End this start of the ranks after a failure, or after they obeyed a signal (None)."""
         if failure is None:
             self.exit_code = self.exit_code or self._leaving_code([])
             return self._end(goes_on=False)
@@ -248,13 +249,13 @@ class Agent(LocalElasticAgent):
     def _end(self, goes_on: bool) -> RunResult:
         if not goes_on:
             self._remaining_restarts = 0
-        elif self._remaining_restarts < 1:  # torch's agent counts down from what its spec allows
+        elif self._remaining_restarts < 1:  # torch's agent counts down from max_restarts
             self._worker_group.spec.max_restarts += 1 - self._remaining_restarts
             self._remaining_restarts = 1
         return RunResult(state=WorkerState.FAILED)
 
     def _goes_on(self) -> bool:
-        """Whether the ranks are restarted: as often as asked for, then while the run gets on; says so, or why not."""
+        """Decide whether to restart: `max_restarts` times, then as long as the run makes progress."""
         if not self._asked:
             return False
         number, step = self._worker_group.spec.max_restarts - self._remaining_restarts + 1, self._step()
@@ -270,13 +271,13 @@ class Agent(LocalElasticAgent):
         return True
 
     def _summary(self) -> str:
-        """The failure in one line."""
+        """Return the failure in one line."""
         assert self.failed is not None
         error = self.failed.traceback.strip().rpartition("\n")[2]
         return f"{self.failed.message} ({error})" if error else self.failed.message
 
     def _step(self) -> int | None:
-        """The step of the newest checkpoint, which the ranks report."""
+        """Return the step of the newest checkpoint, which the ranks report; None if there is none."""
         try:
             return int(self._progress_file.read_text())
         except (FileNotFoundError, ValueError):

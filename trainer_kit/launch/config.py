@@ -1,4 +1,4 @@
-"""`LaunchConfig`: what to start on which machines, and the file that keeps a user's choice."""
+"""`LaunchConfig`: what to start on which machines, and the file that stores the user's choice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("trainer_kit")
 
 DEFAULT_PORT = 29500
 
-# What torchrun and others call our fields, where the spelling gives no hint.
+# Field names of torchrun and accelerate whose spelling differs from ours.
 _NAMED_OTHERWISE = {
     "nproc_per_node": "num_processes",
     "nnodes": "num_nodes",
@@ -45,31 +45,31 @@ _Word = Annotated[str, Rule("a word without spaces", lambda value: bool(value) a
 
 @dataclasses.dataclass(kw_only=True)
 class LaunchConfig:
-    """What to start; checked when it is made.
+    """Launch configuration, validated when it is created.
 
     Attributes:
-        num_processes: Processes on all machines together, the same number on each; None for one per GPU, or one on a
+        num_processes: Number of processes on all machines together, equal on each; None for one per GPU, or one on a
             machine without GPUs. See also `tpu`.
-        num_nodes: Machines.
+        num_nodes: Number of machines.
         node_rank: Number of this machine, from 0.
         master_addr: Name or address of machine 0, as the other machines reach it.
-        master_port: Its port for the rendezvous; 0 for a free one, and for 29500 where there are several machines.
-        max_restarts: How often the processes are restarted after one has failed. After that they are restarted only if
-            the last start has written a newer checkpoint. 0: never.
-        rdzv_backend: How machines find one another: "static" by their `node_rank`, "c10d" as they come (there
-            `node_rank` need not be given).
+        master_port: Its port for the rendezvous; 0 for a free one, or 29500 with several machines.
+        max_restarts: How often the processes are restarted after a failure. Further restarts require that the last
+            start has written a newer checkpoint. 0: never.
+        rdzv_backend: How machines find one another: "static" by `node_rank`, "c10d" in order of arrival (without
+            `node_rank`).
         rdzv_id: Name of the run, the same on all machines; None for "trainer_kit".
-        rdzv_conf: More on how they find one another, by torchrun's names. "timeout" (in "c10d" also "join_timeout"):
+        rdzv_conf: Options of the rendezvous, by torchrun's names. "timeout" (in "c10d" also "join_timeout"):
             seconds to wait for the other machines, in place of `start_timeout`. With "c10d" also "last_call_timeout",
             "close_timeout", "heartbeat_timeout", "read_timeout" and "keep_alive_interval" in seconds,
-            "keep_alive_max_attempt", and "is_host": whether this machine keeps the store. "rank" has no effect:
+            "keep_alive_max_attempt", and "is_host": whether this machine hosts the store. "rank" has no effect:
             `node_rank` decides.
-        mixed_precision: For runs whose arguments leave it at "no".
-        profile: Steps to profile in runs whose arguments do not say, the first and the last, such as "10:20".
-        cpu: Whether to train on the CPU though there are GPUs.
+        mixed_precision: Precision of runs whose arguments leave it at "no".
+        profile: First and last step to profile, such as "10:20", in runs whose arguments leave it out; None for none.
+        cpu: Whether to train on the CPU even if there are GPUs.
         tpu: Whether to train on XLA devices: those that PJRT_DEVICE names, else TPUs. One process drives all devices of
-            its machine; `num_processes` then counts devices, and is all of them or 1 (one chip, where it is a TPU).
-        monitor_interval: Seconds between two looks at the processes.
+            its machine; `num_processes` then counts devices, and must be all of them or 1 (one chip of a TPU).
+        monitor_interval: Seconds between two checks of the processes.
         start_timeout: Seconds to wait for the other machines.
     """
 
@@ -109,28 +109,28 @@ class LaunchConfig:
 
     @property
     def port(self) -> int:
-        """The port of the rendezvous; 0 for a free one."""
+        """Port of the rendezvous; 0 for a free one."""
         return self.master_port or (DEFAULT_PORT if self.num_nodes > 1 else 0)
 
     @property
     def meeting_seconds(self) -> float:
-        """How long to wait for the other machines."""
+        """Seconds to wait for the other machines."""
         return float(self.rdzv_conf.get("join_timeout", self.rdzv_conf.get("timeout", self.start_timeout)))
 
     @property
     def run_id(self) -> str:
-        """The name of the run."""
+        """Name of the run."""
         return self.rdzv_id or "trainer_kit"
 
     def local_processes(self) -> int:
-        """How many processes to start on this machine.
+        """Return the number of processes to start on this machine.
 
         Raises:
-            ValueError: If these are more than its GPUs, or as `xla_devices` says.
-            ImportError: As `xla_devices` says.
+            ValueError: If it exceeds the number of GPUs, or see `xla_devices`.
+            ImportError: See `xla_devices`.
         """
         if self.tpu:
-            self.xla_devices()  # refuses numbers that cannot be
+            self.xla_devices()  # raises for an impossible number
             return 1
         gpus = 0 if self.cpu else count_gpus()
         if self.num_processes is None:
@@ -147,10 +147,10 @@ class LaunchConfig:
 
     @property
     def xla_device_type(self) -> str:
-        """What `tpu` trains on here: "TPU", or "CPU" for XLA's own CPU client.
+        """Device type that `tpu` trains on: "TPU", or "CPU" for XLA's own CPU client.
 
         Raises:
-            ValueError: If PJRT_DEVICE names anything else.
+            ValueError: If PJRT_DEVICE names any other type.
         """
         named = environment.pjrt_device() or "TPU"
         if named not in environment.XLA_DEVICE_TYPES:
@@ -158,10 +158,10 @@ class LaunchConfig:
         return named
 
     def xla_devices(self) -> int:
-        """How many XLA devices the process of this machine drives; 0 where they cannot be counted.
+        """Return the number of XLA devices that this machine's process drives; 0 where they cannot be counted.
 
         Raises:
-            ValueError: If `num_processes` is neither 1 nor all of them, or PJRT_DEVICE names no device of ours.
+            ValueError: If `num_processes` is neither 1 nor all of them, or PJRT_DEVICE names an unsupported type.
             ImportError: If torch_xla is not installed.
         """
         if not environment.has_torch_xla():
@@ -180,7 +180,7 @@ class LaunchConfig:
         )
 
     def with_tpu(self) -> LaunchConfig:
-        """This, with `tpu` where there is a TPU, and with the machines that a TPU of several has where none are given.
+        """Return a copy with `tpu` set where there is a TPU, and with the machines of a TPU pod where none are given.
 
         Raises:
             ValueError: If the variables of the TPU's machines contradict one another.
@@ -194,26 +194,32 @@ class LaunchConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields by name."""
+        """Return all fields by name."""
         return dataclasses.asdict(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes all fields to a file that ends with .yaml, .yml or .json, whose folder is made where it is missing.
+        """Write all fields to a .yaml, .yml or .json file, and create its folder if missing.
+
+        Args:
+            path: Path of the file.
 
         Raises:
-            ValueError: If the name ends otherwise.
+            ValueError: If the name has another ending.
         """
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         save_fields(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LaunchConfig:
-        """Reads what `save` or a person wrote; a field left out has its default.
+        """Read a file that `save` or the user wrote; missing fields take their defaults.
+
+        Args:
+            path: Path of a .yaml, .yml or .json file.
 
         Raises:
-            FileNotFoundError: If there is no such file.
-            TypeError: If a field is not known or holds a value of the wrong type; the message begins with the path.
-            ValueError: If the name ends otherwise, the content cannot be read or a value makes no sense; the message
+            FileNotFoundError: If the file does not exist.
+            TypeError: If a field is unknown or holds a value of the wrong type; the message begins with the path.
+            ValueError: If the name has another ending, the content cannot be read or a value is invalid; the message
                 begins with the path.
         """
         values = load_fields(path)
@@ -242,7 +248,7 @@ def _check_rendezvous(backend: str, conf: dict[str, Any]) -> None:
 
 
 def default_path() -> Path:
-    """Where `trainer-kit config` keeps a user's choice: trainer_kit/default_config.yaml in the folder of settings."""
+    """Return the file of `trainer-kit config`: trainer_kit/default_config.yaml in the user's config folder."""
     settings = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
     return Path(settings) / "trainer_kit" / "default_config.yaml"
 
@@ -250,20 +256,20 @@ def default_path() -> Path:
 def write_basic_config(
     mixed_precision: Literal["no", "fp16", "bf16"] = "no", save_location: str | os.PathLike[str] | None = None
 ) -> Path | Literal[False]:
-    """Writes a configuration for this machine with all its GPUs (or one process on the CPU), as `trainer-kit config`.
+    """Write a configuration for this machine with all its GPUs, or one process on the CPU, like `trainer-kit config`.
 
-    An existing file stays as it is, with a warning.
+    An existing file stays unchanged, with a warning.
 
     Args:
-        mixed_precision: What to compute in.
-        save_location: Where to write, a file that ends with .yaml, .yml or .json; None for `default_path()`, which
-            `trainer-kit launch` reads by itself.
+        mixed_precision: Precision of runs whose arguments leave it at "no".
+        save_location: Path of a .yaml, .yml or .json file; None for `default_path()`, which `trainer-kit launch` reads
+            by default.
 
     Returns:
-        The path of the file; False where there was one already.
+        The path of the file; False if it existed already.
 
     Raises:
-        ValueError: If the precision or the file's ending is not known.
+        ValueError: If the precision or the file's ending is unknown.
     """
     config = LaunchConfig(mixed_precision=mixed_precision)
     target = default_path() if save_location is None else Path(save_location)
@@ -279,7 +285,7 @@ def write_basic_config(
 
 
 def count_gpus() -> int:
-    """GPUs that torch can use here. It asks the driver's library, so that CUDA still works in a forked process."""
+    """Return the number of GPUs that torch can use, by a query that keeps CUDA usable in a forked process."""
     import torch
 
     return torch.cuda.device_count() or int(torch.backends.mps.is_available())

@@ -1,7 +1,7 @@
-"""What a rank that fails leaves behind for the launcher, and the words that are made of it.
+"""Error files that failed ranks leave for the launcher, and their messages.
 
-The file has the format of `torch.distributed.elastic.multiprocessing.errors`, which torch's own launcher reads too. It
-is written here, because torch's handler keeps the launcher's frames and whole seconds, and needs torch to be imported.
+The file has the format of `torch.distributed.elastic.multiprocessing.errors`, which torch's own launcher reads too.
+torch's handler is not used: it keeps the launcher's frames and whole seconds only, and requires an import of torch.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from typing import NamedTuple
 
 from trainer_kit.errors import ProcessFailed
 
-# "Start me again", and Ctrl-C: a rank that leaves with these has not failed.
+# A restart request and Ctrl-C: a rank that exits with these codes has not failed.
 LEAVING = (143, 130)
 
 _RUNPY = (runpy.__file__, "<frozen runpy>")
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _TAIL_LINES = 15
 
-# A rank dies of these by its own fault or by the system's, never because another rank died before.
+# The rank itself or the system causes these signals, never the death of another rank.
 _FATAL = tuple(-getattr(signal, name, 0) for name in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"))
 
 
 class Failure(NamedTuple):
-    """A rank that failed.
+    """Failure of a rank.
 
     Attributes:
-        rank: Which one, among all.
-        exit_code: Its exit code, minus the signal's number where a signal ended it; None if it still runs.
-        time: When it failed, in seconds of the clock.
-        error: Type and message of its exception; empty where it left none.
-        traceback: The whole of it; empty where it left none.
-        tail: The last lines that it wrote to its file of errors; empty where it has none.
+        rank: Global rank.
+        exit_code: Exit code, negative for a signal; None if the rank still runs.
+        time: Time of the failure, in seconds since the epoch.
+        error: Type and message of the exception; empty if there is none.
+        traceback: The whole traceback; empty if there is none.
+        tail: Last lines of the rank's error output; empty if it has no file.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class Failure(NamedTuple):
 
     @property
     def ending(self) -> str:
-        """How it ended: "failed with exit code 1", "was killed by SIGKILL (…)"."""
+        """How the rank ended: "failed with exit code 1", "was killed by SIGKILL (…)"."""
         if self.exit_code is None:
             return "failed and had to be ended"
         if self.exit_code < 0:
@@ -66,7 +66,11 @@ class Failure(NamedTuple):
         return f"failed with exit code {self.exit_code}" if self.traceback else f"left with exit code {self.exit_code}"
 
     def report(self, remedy: str = "") -> ProcessFailed:
-        """The exception that tells a user of it, and what to do if the memory of the host ran out."""
+        """Return the exception that reports the failure to the user.
+
+        Args:
+            remedy: Advice for a host that ran out of memory; empty for none.
+        """
         message = f"rank {self.rank} on {socket.gethostname()} {self.ending}"
         if remedy:
             message = f"{message}; if the memory of its host ran out, {remedy}"
@@ -74,14 +78,14 @@ class Failure(NamedTuple):
 
 
 def write_failure(error: BaseException, own_files: Collection[str]) -> TracebackType | None:
-    """Writes this process's error to the file that the launcher named, if one did and the disk has room for it.
+    """Write this process's error to the file that the launcher named, unless there is none or the disk is full.
 
     Args:
-        error: An exception, or a SystemExit with an exit code that is not 0.
-        own_files: Files of the code that called the user's, whose frames are left out.
+        error: An exception, or a SystemExit with a nonzero exit code.
+        own_files: Files of the calling code, whose frames are removed.
 
     Returns:
-        The traceback from the user's own first frame on.
+        The traceback from the user's first frame on.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (*own_files, *_RUNPY):
@@ -94,7 +98,7 @@ def write_failure(error: BaseException, own_files: Collection[str]) -> Traceback
         extra = {"py_callstack": "".join(lines), "timestamp": str(int(now)), "time": now}
         summary = "".join(traceback.format_exception_only(type(error), error)).strip()
         message = {"message": summary, "extraInfo": extra}
-        # Renamed, because the launcher may look at any moment.
+        # Written under another name first, because the launcher may read at any moment.
         unfinished = Path(f"{path}.unfinished")
         with contextlib.suppress(OSError):  # a full disk must not hide the error itself
             unfinished.write_text(json.dumps({"message": message}), encoding="utf-8")
@@ -103,26 +107,31 @@ def write_failure(error: BaseException, own_files: Collection[str]) -> Traceback
 
 
 def is_reported() -> bool:
-    """Whether this process's error has reached its launcher; otherwise the process has to show it."""
+    """Return whether this process's error is in the launcher's file; otherwise the process must show it."""
     return os.path.exists(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
 
 
 def _formatted(error: BaseException, trace: TracebackType | None) -> list[str]:
-    """The traceback; what this package refuses with a sentence ends at the user's own line."""
+    """Format the traceback; an error that this package raises on purpose ends at the user's own line."""
     shown = traceback.TracebackException(type(error), error, trace)
     frames = shown.stack
     if frames and frames[-1].filename.startswith(_PACKAGE) and (frames[-1].line or "").startswith("raise "):
-        own = (_PACKAGE, "<string>")  # the second is what dataclasses make
+        own = (_PACKAGE, "<string>")  # "<string>": methods that dataclasses generate
         users = [number for number, frame in enumerate(frames) if not frame.filename.startswith(own)]
         del frames[users[-1] + 1 if users else 1 :]
     return list(shown.format())
 
 
 def read_failure(rank: int, exit_code: int | None, error_file: str, stderr_file: str) -> Failure:
-    """What is known of a rank that failed.
+    """Read the failure of a rank.
 
-    One that left no time counts as having failed just now, or first of all where nothing but its own fault can have
-    ended it.
+    A failure without a recorded time counts as the newest, or as the first if only the rank itself can have caused it.
+
+    Args:
+        rank: Global rank.
+        exit_code: Exit code, negative for a signal; None if the rank still runs.
+        error_file: Path of the rank's error file; may be missing.
+        stderr_file: Path of the rank's error output; empty if there is none.
     """
     path = Path(error_file)
     if path.is_file():

@@ -1,4 +1,4 @@
-"""`Function`: calls a function in a process of its own, which a launcher started."""
+"""`Function`: calls a function in a process that a launcher started."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from trainer_kit.launch.failures import LEAVING, is_reported, write_failure
 from trainer_kit.strategies.xla.model import renew_threads
 from trainer_kit.utils.streams import guard_standard_streams
 
-# What a forked process has from its parent's handlers must not stay.
+# A forked process must not keep its parent's handlers.
 _SIGNALS: dict[str, Any] = {"SIGINT": signal.default_int_handler, "SIGTERM": signal.SIG_DFL, "SIGUSR1": signal.SIG_DFL}
 
-# Their frames are no user's business; `sending` calls a notebook's function.
+# Frames of these files are hidden from the user.
 _OWN_FILES = (__file__, str(Path(__file__).with_name("sending.py")))
 
 
 class Function:
-    """What torch's agent calls in each process; the function's value, or its error, goes into a file.
+    """The callable that torch's agent runs in each process; it writes the value or the error to a file.
 
-    A process that is being started has no session of its own, so Ctrl-C reaches it from the terminal as well as from
-    the launcher; from here on it has.
+    Until it runs, the new process shares the terminal's session and gets Ctrl-C from the terminal and from the
+    launcher. It then starts its own session.
 
     Args:
-        function: The user's.
-        args: Its arguments.
+        function: The user's function.
+        args: Arguments of the function.
     """
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         self.function = function
         self.args = tuple(args)
-        self.__name__ = self.__qualname__ = "Function"  # torch's agent asks for them
+        self.__name__ = self.__qualname__ = "Function"  # torch's agent reads them
 
     def __call__(self) -> None:
-        """Calls the function.
+        """Call the function.
 
         Raises:
             SystemExit: With code 1 after an exception, with 130 after Ctrl-C, or the function's own.
@@ -94,5 +94,5 @@ class Function:
 
 
 def value_file(error_file: str) -> Path:
-    """Where the value goes of the rank whose error would go to `error_file`."""
+    """Return the file for the value of the rank whose error goes to `error_file`."""
     return Path(error_file.removesuffix(".error.json") + ".value")

@@ -38,51 +38,52 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> Any:
-    """Runs `function(*args)` in several processes, from a notebook's cell or a Python session.
+    """Run `function(*args)` in several processes, from a notebook's cell or a Python session.
 
-    The processes are forked from the kernel, so that they have all that the notebook made. Where CUDA is in use in the
-    kernel already, a forked process could not use it: then they start afresh, and the function is sent to them with
-    the objects that it uses. One process on one machine without restarts is the kernel itself.
+    The processes are forked from the kernel, so that they share all objects of the notebook. If the kernel already uses
+    CUDA, a forked process could not use it: the processes then start afresh, and get the function and the objects that
+    it uses in pickled form. A single process on one machine without restarts runs in the kernel itself.
 
-    On TPUs (and wherever strategy "auto" takes XLA) one forked process drives all devices, and the kernel never touches
-    them. A model that was made in the notebook, on the CPU, and is given in `args` takes no memory a second time.
+    On TPUs (and wherever strategy "auto" selects XLA) one forked process drives all devices, and the kernel never
+    touches them. A model that the notebook created on the CPU and passes in `args` takes no additional memory.
 
-    What the first process prints is shown; what the others print goes into files, whose folder is named at the end.
-    Interrupting the kernel asks the processes to leave, a second time ends them at once.
+    The notebook shows the output of the first process; the others write to files, whose folder is reported at the end.
+    Interrupting the kernel asks the processes to leave; a second interrupt kills them.
 
     Args:
-        function: What each process runs; a Trainer or Accelerator made in it finds the other processes by itself.
-        args: Its arguments.
-        num_processes: Processes on this machine; None for one per GPU, or one on a machine without GPUs. On TPUs it
-            counts devices, all (None) or 1.
-        mixed_precision: For runs whose arguments leave it at "no".
-        use_port: The port of machine 0 for the rendezvous; "0" for a free one, and for 29500 where there are several
-            machines.
+        function: Function to run in each process; a Trainer or Accelerator created in it finds the other processes by
+            itself.
+        args: Arguments of the function.
+        num_processes: Number of processes on this machine; None for one per GPU, or one on a machine without GPUs. On
+            TPUs it counts devices: all (None) or 1.
+        mixed_precision: Precision of runs whose arguments leave it at "no".
+        use_port: Port of machine 0 for the rendezvous; "0" for a free one, or 29500 with several machines.
         master_addr: Name or address of machine 0, as the other machines reach it.
         node_rank: Number of this machine, from 0.
-        num_nodes: Machines; each runs this call in a notebook of its own.
-        rdzv_backend: How machines find one another: "static" by their `node_rank`, "c10d" as they come.
+        num_nodes: Number of machines; each runs this call in its own notebook.
+        rdzv_backend: How machines find one another: "static" by `node_rank`, "c10d" in order of arrival.
         rdzv_endpoint: "host:port" in place of `master_addr` and `use_port`.
-        rdzv_conf: More on how they find one another, such as {"timeout": 1200} seconds, see `LaunchConfig`.
+        rdzv_conf: Options of the rendezvous, such as {"timeout": 1200} in seconds, see `LaunchConfig`.
         rdzv_id: Name of the run, the same on all machines.
-        max_restarts: How often the processes are restarted after one has failed, see `LaunchConfig`.
-        monitor_interval: Seconds between two looks at the processes.
-        log_line_prefix_template: Shows what all processes print, each line after this; "${rank}", "${local_rank}" and
-            "${role_name}" stand for the process's own. None: what the first process prints is shown, as it is.
+        max_restarts: How often the processes are restarted after a failure, see `LaunchConfig`.
+        monitor_interval: Seconds between two checks of the processes.
+        log_line_prefix_template: Prefix of each line that a process prints; "${rank}", "${local_rank}" and
+            "${role_name}" stand for the process's own. All processes are then shown. None: only the first process is
+            shown, without prefix.
 
     Returns:
-        What the function returned on rank 0; None on the other machines.
+        The function's value on rank 0; None on the other machines.
 
     Raises:
-        ProcessFailed: If a process failed, with its own traceback.
+        ProcessFailed: If a process failed; it holds the process's own traceback.
         ProcessesLeft: If the processes left because of an interrupt or a signal.
-        TypeError: If `function` is none, or needs an object that cannot be sent to fresh processes, naming it.
-        ValueError: If an argument makes no sense, if there are not enough GPUs, or if this process is one of several
-            already.
+        TypeError: If `function` is not callable, or needs an object that cannot be pickled for fresh processes; the
+            message names the object.
+        ValueError: If an argument is invalid, if there are too few GPUs, or if this process is already one of several.
         OSError: If a port or an address cannot be used, or another machine does not come.
         ImportError: If a package is missing.
-        RuntimeError: If the kernel has used XLA already, which then serves no other process, or if TRAINER_KIT_DEBUG is
-            set and a child process cannot use the devices.
+        RuntimeError: If the kernel already uses XLA, which then serves no other process, or if TRAINER_KIT_DEBUG is set
+            and a child process cannot use the devices.
     """
     with _brief_errors():
         config = _config(
@@ -95,7 +96,7 @@ def notebook_launcher(
     if config.local_processes() * num_nodes == 1 and not max_restarts and not config.tpu:
         _say(f"Launching training on {where}.")
         with set_variables({environment.MIXED_PRECISION: mixed_precision}):
-            return function(*args)  # its errors are shown as a cell's own
+            return function(*args)  # its errors appear as a cell's own
     with _brief_errors(), set_variables(variables(config)):
         return _launch(config, function, args, where, logs)
 
@@ -147,7 +148,7 @@ def _logs(template: Any) -> Logs:
 
 
 def _where(config: LaunchConfig) -> str:
-    """What the run trains on, on all machines together: "one CPU", "8 TPU devices"."""
+    """Describe the devices of all machines together: "one CPU", "8 TPU devices"."""
     if config.tpu:
         count, thing = config.xla_devices() * config.num_nodes, f"{config.xla_device_type} device"
     else:
@@ -189,7 +190,7 @@ def _try_child(config: LaunchConfig, start_method: str) -> None:
 
 
 def _remedy(config: LaunchConfig, name: str) -> str:
-    """What to do where the memory of the host ran out."""
+    """Return the advice for a host that ran out of memory."""
     processes = config.local_processes()
     each = f"each of the {processes} processes" if processes > 1 else f"{name}()"
     return (
@@ -200,12 +201,12 @@ def _remedy(config: LaunchConfig, name: str) -> str:
 
 @contextlib.contextmanager
 def _brief_errors() -> Iterator[None]:
-    """Lets the notebook show an error as its sentence, or the failed process's traceback, instead of our own frames."""
+    """Show an error in the notebook as its message, or the failed process's traceback, without our own frames."""
     try:
         yield
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        # What IPython asks an exception for; other Pythons do not know it.
+        # IPython calls this method of an exception; plain Python ignores it.
         error._render_traceback_ = lambda: readable(text).splitlines()  # type: ignore[attr-defined]
         raise
 

@@ -1,4 +1,4 @@
-"""What a notebook's kernel has done so far, as far as it decides how processes can be started from it."""
+"""State of a notebook's kernel that decides how processes can be started from it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _HARMLESS = {
     "cuda": {"device_count", "is_initialized", "manual_seed", "manual_seed_all"},
     "xla": {"device_type", "initialize_cache", "is_spmd", "set_device_type", "use_spmd"},
 }
-# Classes that take their device as soon as they are made.
+# Classes that take their device when they are created.
 _TAKE_DEVICE = {"Accelerator", "Trainer", "PartialState", "pipeline"}
 # Packages that may touch the driver when they are imported.
 _TOUCH_AT_IMPORT = ("bitsandbytes", "cupy", "flash_attn", "jax", "tensorflow", "torchao", "xformers")
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of cuda.h
-# What the autograd engine says of a device that came after its first backward() (pytorch/xla#4174).
+# Part of the autograd engine's error for a device that appears after its first backward() (pytorch/xla#4174).
 _UNKNOWN_TO_ENGINE = "device_ready_queues_"
 
 _TRIAL_SECONDS = 120.0
@@ -41,13 +41,13 @@ _OUTPUT_SECONDS = 1.0
 
 
 def obstacle_to_fork(by_xla: bool = False) -> str | None:
-    """Why a forked copy of this process could not train; None where it can.
+    """Return why a forked copy of this process could not train; None if it can.
 
-    That the kernel has computed with OpenMP's threads is none: these belong to the thread that used them, and the
-    launcher forks from one of its own.
+    OpenMP's threads in the kernel are no obstacle: they belong to the thread that used them, and the launcher forks
+    from its own thread.
 
     Args:
-        by_xla: Whether it would train by XLA.
+        by_xla: Whether the process would train on XLA.
     """
     if sys.platform != "linux":
         return f"forked processes are not safe on {sys.platform}"
@@ -59,10 +59,10 @@ def obstacle_to_fork(by_xla: bool = False) -> str | None:
 
 
 def _obstacle_to_xla() -> str | None:
-    """Why XLA could not compute a gradient in a forked copy of this process.
+    """Return why XLA could not compute a gradient in a forked copy of this process; None if it can.
 
-    A copy tries it, with XLA's own CPU client. PyTorch does not tell: its autograd engine counts devices at the first
-    backward(), and starts no thread for the CPU.
+    A forked copy tries it on XLA's own CPU client. PyTorch offers no query: its autograd engine counts devices at the
+    first backward(), and starts no thread for the CPU.
     """
     import_torch_xla()  # here, so that each forked process has it
     with set_variables({"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}):
@@ -76,10 +76,10 @@ def _obstacle_to_xla() -> str | None:
 
 
 def check_xla_is_free() -> None:
-    """Makes sure that XLA's runtime has not been started in this process; asking does not start it.
+    """Check that XLA's runtime has not been started in this process, without starting it.
 
     Raises:
-        RuntimeError: If it has, with the cell that did it as far as that is known.
+        RuntimeError: If it has; the message names the cell if known.
     """
     module = sys.modules.get("torch_xla")
     if module is not None and module._XLAC._xla_runtime_is_initialized():
@@ -90,7 +90,7 @@ def check_xla_is_free() -> None:
 
 
 def cuda_in_use() -> bool:
-    """Whether this process has started CUDA's driver, by torch or by any other library; asking does not start it."""
+    """Return whether torch or another library has started CUDA's driver in this process, without starting it."""
     if torch.cuda.is_initialized():
         return True
     try:
@@ -101,7 +101,7 @@ def cuda_in_use() -> bool:
 
 
 def user_of(kind: str) -> str:
-    """Which cell started CUDA or XLA and what lies there, as far as the notebook's history and names tell.
+    """Describe which cell started CUDA or XLA and which objects use it, from the notebook's history and names.
 
     Args:
         kind: "cuda" or "xla".
@@ -124,7 +124,7 @@ def user_of(kind: str) -> str:
 
 
 def _shell() -> Any:
-    """IPython's shell; None outside of it."""
+    """Return IPython's shell; None outside of it."""
     return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
 
 
@@ -135,9 +135,9 @@ def _lies_on(kind: str, value: Any) -> bool:
 
 
 def _line_with(kind: str, source: str, names: Mapping[str, Any]) -> str | None:
-    """The first line of a cell that uses CUDA or XLA when the cell runs.
+    """Return the first line of a cell that uses CUDA or XLA when the cell runs; None if there is none.
 
-    What stands in functions does not run by itself.
+    Function bodies do not count: they do not run with the cell.
     """
     try:
         tree = ast.parse("\n".join("" if line.startswith(("%", "!")) else line for line in source.splitlines()))
@@ -169,7 +169,7 @@ def _uses(kind: str, call: ast.Call, names: Mapping[str, Any]) -> bool:
 
 
 def _package(called: str, names: Mapping[str, Any]) -> str:
-    """Whose function is called, as far as it matters: "torch.cuda", "torch_xla" or ""."""
+    """Return the package of the called function: "torch.cuda", "torch_xla", or "" for any other."""
     if called.startswith("torch.cuda."):
         return "torch.cuda"
     known = names.get(called.partition(".")[0])
@@ -185,10 +185,14 @@ def _names_device(kind: str, value: ast.expr, names: Mapping[str, Any]) -> bool:
 
 
 def check_child(start_method: str, devices: Sequence[str]) -> None:
-    """Lets a child process compute a gradient on each device.
+    """Compute a gradient on each device in a child process.
+
+    Args:
+        start_method: "spawn", "fork" or "forkserver".
+        devices: Names of the devices.
 
     Raises:
-        RuntimeError: If it cannot.
+        RuntimeError: If the child cannot compute it.
     """
     trouble = _trouble_of_child(start_method, devices)
     if trouble:
@@ -199,7 +203,7 @@ def check_child(start_method: str, devices: Sequence[str]) -> None:
 
 
 def _trouble_of_child(start_method: str, devices: Sequence[str]) -> str:
-    """Why a child process could not compute a gradient on these devices; empty where it could."""
+    """Return why a child process could not compute a gradient on these devices; empty if it could."""
     context: Any = multiprocessing.get_context(start_method)
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_try_devices, args=(devices, theirs), daemon=True)
@@ -230,7 +234,7 @@ def _try_devices(devices: Sequence[str], answer: Connection) -> None:
 
 
 def readable(text: str) -> str:
-    """A traceback with the names of cells in place of the files that the kernel made of them."""
+    """Return a traceback with cell names in place of the kernel's file names."""
     shell = _shell()
 
     def name(match: re.Match[str]) -> str:
@@ -241,9 +245,12 @@ def readable(text: str) -> str:
 
 
 def show_from_child(is_shown: bool) -> None:
-    """Lets a forked process show figures, tables and bars in the notebook, or keeps it quiet about not doing so.
+    """Let a forked process show figures, tables and progress bars in the notebook, or suppress the warnings about it.
 
-    The kernel passes on what a forked process sends, but its session sends for the process alone whose number it has.
+    The kernel forwards the messages of a forked process, but its session sends only from the process whose id it holds.
+
+    Args:
+        is_shown: Whether to show them.
     """
     kernel = getattr(_shell(), "kernel", None)
     if kernel is None:
@@ -251,11 +258,11 @@ def show_from_child(is_shown: bool) -> None:
     if is_shown:
         kernel.session.pid = os.getpid()
     else:
-        kernel.log.setLevel(logging.ERROR)  # it would warn of each thing that is not shown
+        kernel.log.setLevel(logging.ERROR)  # it would warn of each suppressed message
 
 
 def wait_for_output() -> None:
-    """Returns when the kernel has shown what processes wrote to its descriptors, or after a second."""
+    """Wait until the kernel has shown the processes' output, for at most a second."""
     if _shell() is None or sys.platform == "win32":
         return
     import fcntl
@@ -266,6 +273,6 @@ def wait_for_output() -> None:
         is_pipe = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
         while is_pipe and any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))) and time.monotonic() < deadline:
             time.sleep(0.01)
-    time.sleep(0.02)  # what was read last is on its way
+    time.sleep(0.02)  # the last piece is still being shown
     sys.stderr.flush()
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Where the ranks write: the first one of a machine to the terminal itself, the others to files."""
+"""Output of the ranks: the first rank of a machine writes to the terminal, the others to files."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 
 class OutputFiles(LogsSpecs):
-    """Puts what ranks write into `folder`/rank-1.out and rank-1.err, after a restart into `folder`/restart-1/….
+    """Log files `folder`/rank-1.out and rank-1.err, after a restart in `folder`/restart-1/….
 
     Args:
-        folder: Where to; made where it is missing.
-        scratch: A folder for what the ranks tell the launcher.
-        prefix: What each line of all ranks is shown after in the terminal too; None: only the first ranks are shown.
+        folder: Folder of the files, created if missing.
+        scratch: Folder for the files that ranks write for the launcher.
+        prefix: Prefix of each line in the terminal, where all ranks are then shown too; None shows only the first rank.
     """
 
     def __init__(self, folder: Path, scratch: Path, prefix: str | None) -> None:
@@ -25,11 +25,15 @@ class OutputFiles(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """The folder of all attempts."""
+        """Folder of all attempts."""
         return str(self.folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """The files of one attempt, by local rank; also tells each rank where its error goes."""
+        """Return the files of one attempt by local rank, and set the path of each rank's error file.
+
+        Args:
+            envs: Environment variables by local rank; gets TORCHELASTIC_ERROR_FILE.
+        """
         attempt = envs[0]["TORCHELASTIC_RESTART_COUNT"]
         folder = self.folder if attempt == "0" else self.folder / f"restart-{attempt}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -48,5 +52,5 @@ class OutputFiles(LogsSpecs):
         return files
 
     def written(self) -> list[Path]:
-        """The files in which there is something."""
+        """Return the files that are not empty."""
         return sorted(path for path in map(Path, self._files) if path.exists() and path.stat().st_size)

@@ -1,4 +1,4 @@
-"""`Sent`: a function on its way to other processes, also one that was defined in a notebook's cell."""
+"""`Sent`: a function in a form for other processes, even if a notebook's cell defines it."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from trainer_kit.launch.notebook_state import show_from_child
 
 
 class Sent:
-    """What each process calls in place of the user's function; only the value of rank 0 goes back.
+    """The callable of each process in place of the user's function; only rank 0 returns the value.
 
     Args:
-        function: The user's.
-        args: Its arguments.
-        pickled: Whether the processes are fresh ones, which know nothing of the notebook; forked ones know it all.
+        function: The user's function.
+        args: Arguments of the function.
+        pickled: Whether the processes start afresh and need a pickle; forked processes share the notebook's objects.
 
     Raises:
         ImportError: If cloudpickle is needed and not installed.
-        TypeError: If some object is needed that cannot be pickled, naming it and the way to it.
+        TypeError: If a needed object cannot be pickled; the message names it and the path to it.
     """
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], pickled: bool) -> None:
         self.__name__ = name_of(function)
         self._pickled = pickled
         self._work: Any = _packed(function, args) if pickled else (function, tuple(args))
-        # The text of cells, for tracebacks.
+        # Source code of cells, for tracebacks.
         self._sources = {name: entry for name, entry in linecache.cache.items() if pickled and entry[1:2] == (None,)}
 
     def __call__(self) -> Any:
-        """Calls the function."""
+        """Call the function."""
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(line_buffering=True)
         threads = os.environ.get("OMP_NUM_THREADS", "")
         if threads.isdecimal() and int(threads) > 0:
-            torch.set_num_threads(int(threads))  # a forked process does not read the variable again
+            torch.set_num_threads(int(threads))  # a forked process does not reread the variable
         linecache.cache.update(self._sources)
         is_main = environment.place().rank == 0
         if not self._pickled:
@@ -59,15 +59,19 @@ class Sent:
         return _cloudpickle().dumps(value) if self._pickled else value
 
     def value(self, returned: Any) -> Any:
-        """The function's value, from what a process gave back."""
+        """Return the function's value from the returned object of a process.
+
+        Args:
+            returned: Object that rank 0 returned; None if it ran on another machine.
+        """
         return pickle.loads(returned) if self._pickled and returned is not None else returned
 
 
 class PlainStreams:
-    """While it exists, forked processes write to the standard file descriptors and not into the notebook's streams.
+    """Makes forked processes write to the standard file descriptors instead of the notebook's streams, while it exists.
 
-    The kernel shows what arrives at its descriptors. Its own streams would send each piece of a line by itself, so that
-    the lines of several processes are mixed, and know nothing of a redirection to a file.
+    The kernel shows what arrives at its descriptors. Its own streams would send each piece of a line separately, which
+    mixes the lines of several processes, and would ignore a redirection to a file.
     """
 
     def __init__(self) -> None:
@@ -81,7 +85,7 @@ class PlainStreams:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What to call a function in a sentence."""
+    """Return the name of a function for messages."""
     return getattr(function, "__name__", None) or type(function).__name__
 
 
@@ -99,7 +103,7 @@ def _packed(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
         return bytes(_cloudpickle().dumps((function, tuple(args))))
     except ImportError:
         raise
-    except Exception as error:  # an object's own code raises what it likes
+    except Exception as error:  # an object's own code may raise any error
         way, culprit = _culprit(function, args)
         raise TypeError(
             f"{name_of(function)}() cannot be sent to other processes, because {way}, a "
@@ -109,7 +113,7 @@ def _packed(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
 
 
 def _culprit(function: Callable[..., Any], args: Sequence[Any]) -> tuple[str, Any]:
-    """The way to the innermost object that cannot be pickled, in words, and that object."""
+    """Return the path to the innermost object that cannot be pickled, in words, and that object."""
     parts = [("the function", function), *((f"argument {number}", arg) for number, arg in enumerate(args))]
     way: list[str] = []
     seen: set[int] = set()
@@ -128,13 +132,13 @@ def _culprit(function: Callable[..., Any], args: Sequence[Any]) -> tuple[str, An
 def _fails(value: Any) -> bool:
     try:
         _cloudpickle().dumps(value)
-    except Exception:  # whatever it is, it is what was looked for
+    except Exception:  # any error means that it cannot be pickled
         return True
     return False
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object is made of, by name."""
+    """Yield the parts of an object, with names."""
     if isinstance(value, types.FunctionType):
         for name in sorted(_names(value.__code__) & value.__globals__.keys()):
             yield f"the global `{name}`", value.__globals__[name]
@@ -157,6 +161,6 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Names that a function and those inside it look up."""
+    """Return the names that a function and its inner functions look up."""
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return set(code.co_names).union(*inner)

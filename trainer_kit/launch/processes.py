@@ -37,20 +37,19 @@ __all__ = ["PREFIX", "Logs", "ProcessFailed", "ProcessesLeft", "planned", "run_p
 
 PREFIX = "[rank ${rank}] "
 
-_SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")  # Windows has not all of them
-_STOP_SECONDS = 2.0  # for the agent to hear of a signal before the processes are started
+_SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")  # Windows lacks some of them
+_STOP_SECONDS = 2.0  # for the agent to notice a signal before the processes start
 _ABANDON_SECONDS = 10.0  # for the agent to end the processes
 _TORCH_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing")
 
 
 class Logs(NamedTuple):
-    """Where the ranks write. The first rank of a machine has the terminal; the others write to files.
+    """Output of the ranks. The first rank of a machine writes to the terminal, the others to files.
 
     Attributes:
-        folder: For the files, made where it is missing; None for a temporary one, which stays only if there is
-            something in it.
-        prefix: What each line of every rank is shown after in the terminal, such as `PREFIX`: "${rank}",
-            "${local_rank}" and "${role_name}" stand for the rank's own. All ranks write to files then. None: no prefix.
+        folder: Folder of the files, created if missing; None for a temporary one, which is removed if it stays empty.
+        prefix: Prefix of each line in the terminal, such as `PREFIX`: "${rank}", "${local_rank}" and "${role_name}"
+            stand for the rank's own. All ranks then write to files and to the terminal. None: no prefix.
     """
 
     folder: str | os.PathLike[str] | None = None
@@ -67,27 +66,27 @@ def run_processes(
     say: Callable[[str], None] | None = None,
     remedy: str = "",
 ) -> dict[int, Any]:
-    """Runs this machine's processes of a run and returns when all have ended.
+    """Run this machine's processes of a run and return when all have ended.
 
-    Signals (SIGINT, SIGTERM, SIGUSR1, SIGHUP) to this process are passed on once to the ranks, which are then waited
-    for as long as they need; a second one ends them at once. That needs the main thread.
+    Signals to this process (SIGINT, SIGTERM, SIGUSR1, SIGHUP) are forwarded once to the ranks, which may then take as
+    long as they need; a second signal kills them. Signal handling requires the main thread.
 
     Args:
         config: What to start.
         entrypoint: A command, or a function.
-        args: Its arguments; they reach it as they are.
-        start_method: How processes are started that run a function: "spawn", "fork" or "forkserver".
+        args: Arguments of the entrypoint, passed unchanged.
+        start_method: How processes that run a function are started: "spawn", "fork" or "forkserver".
         logs: Where the ranks write; None for `Logs()`.
-        say: Shows a sentence to the user; by default on the standard error stream.
-        remedy: What to do where a process was killed because the memory of its host ran out.
+        say: Shows a sentence to the user; None for the standard error stream.
+        remedy: Advice for a process that was killed because its host ran out of memory.
 
     Returns:
-        What the function returned, by global rank of this machine's processes; None for a command.
+        The function's values, by global rank of this machine's processes; None for each rank of a command.
 
     Raises:
-        ProcessFailed: If a rank failed, with the first one's own traceback.
+        ProcessFailed: If a rank failed; it holds the first failed rank's own traceback.
         ProcessesLeft: If the ranks left because of a signal.
-        ValueError: If the machine has not enough GPUs.
+        ValueError: If the machine has too few GPUs.
         OSError: If a port or an address cannot be used, or another machine does not come.
     """
     guard_standard_streams()
@@ -107,14 +106,14 @@ def run_processes(
             role="trainer_kit",
             local_world_size=config.local_processes(),
             entrypoint=entrypoint if isinstance(entrypoint, str) else Function(entrypoint, args),
-            # The agent replaces $-names in them, but a user's arguments stay as they are.
+            # The agent replaces $-names in arguments; the user's must stay unchanged.
             args=() if is_function else tuple(str(arg).replace("$", "$$") for arg in args),
             rdzv_handler=rendezvous,
             max_restarts=config.max_restarts,
             monitor_interval=config.monitor_interval,
         )
         agent = Agent(spec, output, start_method, Machines(config), signals, say)
-        # Where XLA cannot have the memory that it needs, it crashes.
+        # XLA crashes where it cannot allocate memory.
         deaths = ("SIGKILL", "SIGSEGV") if config.tpu else ("SIGKILL",)
         agent.remedies = {-getattr(signal, name): remedy for name in deaths if remedy and hasattr(signal, name)}
         _run(agent)
@@ -122,10 +121,13 @@ def run_processes(
 
 
 def variables(config: LaunchConfig) -> dict[str, str]:
-    """The environment variables that tell the ranks of this machine what the user chose.
+    """Return the environment variables that pass the user's choices to the ranks of this machine.
+
+    Args:
+        config: What to start.
 
     Raises:
-        ValueError: If the machine has not enough GPUs.
+        ValueError: If the machine has too few GPUs.
     """
     settings = {
         environment.MIXED_PRECISION: config.mixed_precision,
@@ -141,16 +143,20 @@ def variables(config: LaunchConfig) -> dict[str, str]:
             is_tpu = config.xla_device_type == "TPU"
             settings |= environment.ONE_TPU_CHIP if is_tpu else {"CPU_NUM_DEVICES": "1"}
     if "OMP_NUM_THREADS" not in os.environ and processes > 1:
-        # Each rank would otherwise compute with all processors, and they would wait for one another.
+        # Each rank would otherwise use all processors, and the ranks would slow one another down.
         settings["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
     return settings
 
 
 def planned(config: LaunchConfig, words: Sequence[str]) -> list[str]:
-    """What `run_processes` would start on this machine: one line for a shell a rank.
+    """Return the commands that `run_processes` would start on this machine: one shell line per rank.
+
+    Args:
+        config: What to start.
+        words: The command and its arguments.
 
     Raises:
-        ValueError: If the machine has not enough GPUs.
+        ValueError: If the machine has too few GPUs.
     """
     processes = config.local_processes()
     lines = []
@@ -170,11 +176,12 @@ def planned(config: LaunchConfig, words: Sequence[str]) -> list[str]:
 
 
 def _run(agent: Agent) -> None:
-    """Runs the agent in a thread of its own, so that signals find this one free.
+    """Run the agent in another thread, so that this thread can receive signals.
 
     Raises:
         ProcessFailed: If a rank failed.
-        ProcessesLeft: If the ranks left, or were not started because of a signal.
+        ProcessesLeft: If the ranks left because of a signal.
+        InterruptedError: If a signal came before the ranks were started.
     """
     future: Future[RunResult] = Future()
 
@@ -184,14 +191,14 @@ def _run(agent: Agent) -> None:
         except BaseException as error:
             future.set_exception(error)
 
-    # A daemon, because torch may be waiting for other machines where nothing can reach it.
+    # A daemon thread, because torch may wait for other machines without a way to interrupt it.
     threading.Thread(target=target, name="trainer_kit agent", daemon=True).start()
     give_up_at = math.inf
     try:
         while not concurrent.futures.wait([future], timeout=0.2).done and time.monotonic() < give_up_at:
             if agent.signals and not agent.has_started and give_up_at == math.inf:
                 give_up_at = time.monotonic() + _STOP_SECONDS
-    except BaseException:  # a signal handler of the program's own raised: nothing may go on without this thread
+    except BaseException:  # the program's signal handler raised: the ranks must not outlive this thread
         agent.signals.extend([signal.SIGTERM, signal.SIGTERM])
         concurrent.futures.wait([future], timeout=_ABANDON_SECONDS)
         raise
@@ -207,7 +214,7 @@ def _run(agent: Agent) -> None:
 
 @contextlib.contextmanager
 def _in_own_words(signals: deque[int]) -> Iterator[None]:
-    """Turns what torch and our waiting raise into what a user can read."""
+    """Translate the exceptions of torch and of `Waiting` into errors for the user."""
     try:
         yield
     except InterruptedError:
@@ -219,7 +226,7 @@ def _in_own_words(signals: deque[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[deque[int]]:
-    """Collects the signals to this process; those that it ignores stay ignored."""
+    """Collect the signals to this process; ignored signals stay ignored."""
     received: deque[int] = deque()
     process = os.getpid()
     before: dict[int, Any] = {}
@@ -227,7 +234,7 @@ def _signals() -> Iterator[deque[int]]:
     def on_signal(number: int, frame: FrameType | None) -> None:
         if os.getpid() == process:
             received.append(number)
-        else:  # a child that was just forked has this handler too
+        else:  # a newly forked child inherits this handler
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
@@ -246,7 +253,7 @@ def _signals() -> Iterator[deque[int]]:
 
 @contextlib.contextmanager
 def set_variables(settings: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables for the processes that are started meanwhile."""
+    """Set environment variables for the processes that are started within the block."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
@@ -261,7 +268,7 @@ def set_variables(settings: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """Keeps torch's own words on what happens to processes from the terminal: the launcher says it in its own."""
+    """Keep torch's messages about processes from the terminal: the launcher reports them itself."""
     loggers, handler = [logging.getLogger(name) for name in _TORCH_LOGGERS], logging.NullHandler()
     before = [logger.propagate for logger in loggers]
     for logger in loggers:
@@ -277,7 +284,7 @@ def _quiet_torch() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _output(scratch: Path, logs: Logs, say: Callable[[str], None]) -> Iterator[OutputFiles]:
-    """The files that ranks write to. At the end it says where they are, or removes a temporary folder without need."""
+    """Create the ranks' output files; at the end report their folder, or remove a temporary one that is not needed."""
     folder = Path(logs.folder or tempfile.mkdtemp(prefix="trainer_kit_output_"))
     output = OutputFiles(folder, scratch, logs.prefix)
     try:
@@ -287,7 +294,7 @@ def _output(scratch: Path, logs: Logs, say: Callable[[str], None]) -> Iterator[O
         if written and logs.prefix is None:
             ranks = sorted({int(path.stem.removeprefix("rank-")) for path in written})
             say(f"the output of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} is in {folder}")
-        elif logs.folder is None:  # there is nothing in it, or all of it was shown
+        elif logs.folder is None:  # it is empty, or its content was shown
             shutil.rmtree(folder, ignore_errors=True)
 
 

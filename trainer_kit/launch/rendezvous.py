@@ -1,4 +1,4 @@
-"""How the launchers of several machines meet, and tell one another when a rank has failed."""
+"""Rendezvous of the launchers of several machines, and the announcement of failed ranks among them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from trainer_kit.errors import ProcessFailed
 from trainer_kit.launch.config import LaunchConfig
 
-_PATIENCE_SECONDS = 5.0  # until the user is told who is waited for
+_PATIENCE_SECONDS = 5.0  # until the user sees which machine is missing
 _ATTEMPT_SECONDS = 2.0
 _CONNECT_SECONDS = 10.0
 _NEWS_SECONDS = 1.0
@@ -40,11 +40,11 @@ _FAILED, _HEARD = "trainer_kit/failed", "trainer_kit/heard"
 
 
 class News(NamedTuple):
-    """What another machine announced.
+    """Announcement of another machine.
 
     Attributes:
         failure: The first failure of the run.
-        goes_on: Whether that machine starts its ranks anew.
+        goes_on: Whether that machine restarts its ranks.
     """
 
     failure: ProcessFailed
@@ -52,7 +52,7 @@ class News(NamedTuple):
 
 
 class Machines:
-    """The way to the launchers of the other machines, through the store of the rendezvous."""
+    """Channel to the launchers of the other machines, through the store of the rendezvous."""
 
     def __init__(self, config: LaunchConfig) -> None:
         self._config = config
@@ -61,31 +61,42 @@ class Machines:
         self._store: Store | None = None
 
     def join(self, store: Store) -> None:
-        """Takes the store of a new rendezvous, which holds nothing yet."""
+        """Use the empty store of a new rendezvous."""
         self._store = store
 
     def leave(self) -> None:
-        """Lets go of the store of the last rendezvous."""
+        """Release the store of the last rendezvous."""
         self._store = None
 
     def most(self, number: int, place: int, machines: int) -> int:
-        """The greatest of the numbers that the machines give; this is the one in `place` of so many."""
+        """Return the maximum of the machines' numbers. Collective over machines.
+
+        Args:
+            number: Number of this machine.
+            place: Index of this machine, from 0.
+            machines: Number of machines.
+        """
         store = self._reach()
         store.set(f"trainer_kit/number-{place}", str(number))
         return max(int(store.get(f"trainer_kit/number-{other}")) for other in range(machines))
 
     def announce(self, failure: ProcessFailed, goes_on: bool) -> None:
-        """Tells the other machines that a rank of this one failed, unless another was faster."""
+        """Announce a failed rank of this machine, unless another machine has announced one.
+
+        Args:
+            failure: The failure.
+            goes_on: Whether this machine restarts its ranks.
+        """
         if self._is_reachable():
             facts = [failure.message, failure.rank, failure.exit_code, failure.traceback, failure.tail]
             self._reach().compare_set(_FAILED, "", json.dumps([facts, goes_on]))
             self._part()
 
     def news(self, at_once: bool = False) -> News | None:
-        """What another machine announced since the rendezvous; None where there is nothing, or nobody to ask.
+        """Return another machine's announcement since the rendezvous; None without one or without an answer.
 
         Args:
-            at_once: Look also if the last look was a moment ago.
+            at_once: Whether to look even if the last look was less than a second ago.
         """
         if self._config.num_nodes == 1 or (time.monotonic() < self._next_look and not at_once):
             return None
@@ -97,7 +108,7 @@ class Machines:
         return News(ProcessFailed(*facts), goes_on)
 
     def _part(self) -> None:
-        """The machine that keeps the store waits until the others have read it."""
+        """Keep the store, on the machine that hosts it, until the others have read it."""
         store, deadline = self._reach(), time.monotonic() + _PARTING_SECONDS
         heard = store.add(_HEARD, 1)
         while self._keeps_store and heard < self._config.num_nodes and time.monotonic() < deadline:
@@ -105,7 +116,7 @@ class Machines:
             heard = store.add(_HEARD, 0)
 
     def _is_reachable(self) -> bool:
-        """Whether the store answers; asking the store itself might block for long."""
+        """Return whether the store answers; a request to the store itself might block for long."""
         config = self._config
         if config.num_nodes == 1:
             return False
@@ -117,16 +128,16 @@ class Machines:
 
 
 class StaticRendezvous(StaticTCPRendezvous):
-    """The meeting of machines that know their numbers.
+    """Rendezvous of machines with fixed numbers.
 
-    Unlike torch's, it makes a new store for each start of the ranks (the addresses that ranks have left in the old one
-    lead nowhere), tells whom it waits for, and takes a free port where none was chosen.
+    Unlike torch's, it creates a new store for each start of the ranks, since the old one holds stale addresses. It
+    reports which machine is missing, and takes a free port where none was chosen.
 
     Args:
-        config: Which machine this is of how many.
+        config: Launch configuration with the number of this machine.
         say: Shows a sentence to the user.
-        is_stopped: Whether to give up waiting.
-        by_command: Whether options of a command made the config.
+        is_stopped: Returns whether to stop waiting.
+        by_command: Whether the config comes from command-line options.
     """
 
     def __init__(
@@ -139,10 +150,13 @@ class StaticRendezvous(StaticTCPRendezvous):
         self._start = b""
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meets the other machines.
+        """Meet the other machines.
+
+        Returns:
+            The store, this machine's number and the number of machines.
 
         Raises:
-            OSError: If one of them does not come, or a port or address cannot be used; says which.
+            OSError: If a machine does not come, or a port or address cannot be used; the message says which.
             ValueError: If two machines have the same number.
         """
         self._store = None
@@ -180,7 +194,7 @@ class StaticRendezvous(StaticTCPRendezvous):
         def is_there() -> bool:
             if _address_towards(self.master_addr, self.master_port) is None:
                 return False
-            with contextlib.suppress(RuntimeError):  # the store of the last start may just be closing
+            with contextlib.suppress(RuntimeError):  # the previous store may still be closing
                 store = self._answering_store()
                 if (start := store.get("start")) != self._start:
                     self._start = start
@@ -192,7 +206,7 @@ class StaticRendezvous(StaticTCPRendezvous):
         return stores[0]
 
     def _answering_store(self) -> TCPStore:
-        """The store of machine 0. What takes a connection but is no store would be waited for without an end."""
+        """Return the store of machine 0, with a time limit: another program on that port never answers."""
         future: Future[TCPStore] = Future()
 
         def connect() -> None:
@@ -215,22 +229,22 @@ class StaticRendezvous(StaticTCPRendezvous):
 
 
 class ElasticRendezvous(DynamicRendezvousHandler):
-    """The meeting of machines as they come, with a new store for each start of the ranks, as above."""
+    """Rendezvous of machines in order of arrival, with a new store for each start of the ranks."""
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meets the other machines."""
+        """Meet the other machines."""
         self._bootstrap_store_info = None
         return super().next_rendezvous()
 
 
 class Waiting:
-    """Waits for other machines, and says for whom.
+    """Waits for other machines and reports which one is missing.
 
     Args:
-        seconds: For how long at most.
+        seconds: Longest wait.
         say: Shows a sentence to the user.
-        is_stopped: Whether to give up.
-        by_command: Whether the user gives options of a command, not arguments of a function.
+        is_stopped: Returns whether to stop waiting.
+        by_command: Whether the user gives command-line options, not arguments of a function.
     """
 
     def __init__(
@@ -242,11 +256,15 @@ class Waiting:
         self._is_stopped = is_stopped
 
     def until(self, is_there: Callable[[], bool], whom: str) -> None:
-        """Returns when `is_there()`.
+        """Wait until `is_there()` returns True.
+
+        Args:
+            is_there: Condition to wait for.
+            whom: Name of the missing machine, for messages.
 
         Raises:
-            TimeoutError: If it takes too long.
-            InterruptedError: If it is to give up.
+            TimeoutError: If the wait exceeds its limit.
+            InterruptedError: If `is_stopped()` returns True.
         """
         start, is_told = time.monotonic(), False
         while not is_there():
@@ -267,10 +285,16 @@ class Waiting:
 def make_rendezvous(
     config: LaunchConfig, say: Callable[[str], None], is_stopped: Callable[[], bool], by_command: bool
 ) -> RendezvousHandler:
-    """The meeting that `config` asks for.
+    """Create the rendezvous that `config` selects.
+
+    Args:
+        config: Launch configuration.
+        say: Shows a sentence to the user.
+        is_stopped: Returns whether to stop waiting.
+        by_command: Whether the config comes from command-line options.
 
     Raises:
-        TimeoutError: If nobody answers at the address of a "c10d" rendezvous on another machine.
+        TimeoutError: If the address of a "c10d" rendezvous on another machine does not answer.
     """
     if config.rdzv_backend == "static":
         return StaticRendezvous(config, say, is_stopped, by_command)
@@ -304,7 +328,7 @@ def make_rendezvous(
 
 
 def _timeouts(config: LaunchConfig) -> dict[str, timedelta]:
-    """What torch's rendezvous of machines as they come waits for, by torch's names."""
+    """Return the timeouts of torch's dynamic rendezvous, by torch's names."""
     names = [name for name in ("last_call", "close", "heartbeat") if f"{name}_timeout" in config.rdzv_conf]
     given = {name: timedelta(seconds=float(config.rdzv_conf[f"{name}_timeout"])) for name in names}
     return {"join": timedelta(seconds=config.meeting_seconds), **given}
@@ -323,7 +347,7 @@ def _refuse_used_port(error: BaseException | None, port: int) -> None:
 
 
 def _address_towards(address: str, port: int) -> str | None:
-    """This machine's own address on the way to a port that answers; None where none does."""
+    """Return this machine's address on the route to a port that answers; None if none does."""
     try:
         with socket.create_connection((address, port), timeout=_ATTEMPT_SECONDS) as connection:
             return str(connection.getsockname()[0])
@@ -332,7 +356,7 @@ def _address_towards(address: str, port: int) -> str | None:
 
 
 def _keeps_store(config: LaunchConfig) -> bool:
-    """Whether the machines meet at a store of this one; where all have come as number 0, its address tells."""
+    """Return whether this machine hosts the store; if all machines have number 0, the address decides."""
     if "is_host" in config.rdzv_conf:
         return str(config.rdzv_conf["is_host"]).lower() in ("true", "1")
     is_first = config.node_rank == 0
@@ -340,7 +364,7 @@ def _keeps_store(config: LaunchConfig) -> bool:
 
 
 def _is_own(address: str) -> bool:
-    """Whether `address` is one of this machine's."""
+    """Return whether `address` belongs to this machine."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -1,4 +1,4 @@
-"""Where the memory of a training step goes: estimated on fake tensors, measured in a real step; how to need less."""
+"""Memory of a training step: an estimate on fake tensors, a measurement of a real step, and ways to reduce it."""
 
 from trainer_kit.memory.advice import Estimate, Option, advise
 from trainer_kit.memory.anatomy import Anatomy, Component

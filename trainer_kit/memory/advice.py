@@ -1,4 +1,4 @@
-"""`advise`: whether a training fits into a device's memory, the largest batch that does, what would save how much."""
+"""`advise`: the largest batch that fits into a device's memory, and estimated savings of each option."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from trainer_kit.run import Run
 from trainer_kit.utils.pytree import map_tensors
 
 LARGEST = 2**16
-"""The largest batch that is looked at."""
+"""The largest batch size that is tried."""
 
 _TRIES = 16
 _LEAP = 64
-"""How many times as large a batch may be as the largest that is known to fit."""
+"""Largest factor between a tried batch size and the largest that is known to fit."""
 
 
 class Option(NamedTuple):
-    """A way to need less memory, estimated.
+    """A way to reduce memory, with its estimate.
 
     Attributes:
-        name: What to do, as the arguments that change where there are such.
-        changes: Those arguments and their values; empty for what is done to the model.
-        peak: Bytes at the peak then.
-        fits: Whether that fits into the device; None where its memory is not known.
+        name: Description, with the changed arguments if there are any.
+        changes: Changed arguments and their values; empty for a change to the model.
+        peak: Bytes at the peak with the change.
+        fits: Whether the peak fits into the device; None if its memory is unknown.
     """
 
     name: str
@@ -46,14 +46,14 @@ class Option(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The memory of a training, and what to do about it.
+    """Memory of a training, and ways to reduce it.
 
     Attributes:
-        anatomy: Of the step that was asked for.
-        device_memory: Bytes of the device; None where that is not known.
-        largest_batch_size: Samples of the largest micro-batch that fits, at most `LARGEST`; 0 where none does, None
-            where the device's memory is not known, or the batch's tensors do not begin with its samples.
-        options: What would need less, the least first.
+        anatomy: Memory of the requested step.
+        device_memory: Bytes of the device; None if unknown.
+        largest_batch_size: Samples of the largest micro-batch that fits, at most `LARGEST`; 0 if none fits. None if the
+            device's memory is unknown, or the first dimension of the batch's tensors is not its samples.
+        options: Options that need less memory, smallest peak first.
     """
 
     anatomy: Anatomy
@@ -63,11 +63,11 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the step fits into the device; None where its memory is not known."""
+        """Whether the step fits into the device; None if its memory is unknown."""
         return None if self.device_memory is None else self.anatomy.peak <= self.device_memory
 
     def table(self) -> str:
-        """All of it as lines of text."""
+        """Format the estimate as text."""
         lines = [self.anatomy.table(), "", self._verdict()]
         if self.options:
             width = max(len(option.name) for option in self.options)
@@ -93,7 +93,7 @@ class Estimate:
         return f"{fits}; {largest}{' or more' if found == LARGEST else ''}"
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as strings, numbers, lists and dicts, as JSON has them."""
+        """Return the estimate as JSON-compatible values."""
         return {
             "anatomy": self.anatomy.to_dict(),
             "device_memory": self.device_memory,
@@ -115,18 +115,22 @@ def advise(
     world_size: int = 1,
     samples: int | None = None,
 ) -> Estimate:
-    """Estimates a step, the largest micro-batch that fits, and each way to need less memory by an estimate of its own.
+    """Estimate a step, the largest micro-batch that fits, and the saving of each option.
 
     Args:
-        model: As for `trainer_kit.memory.estimate`, and so are the other arguments.
-        args: The arguments of the run.
+        model: Model, as for `trainer_kit.memory.estimate`.
+        args: Arguments of the run.
         batch: A micro-batch.
-        device_memory: Bytes, or a string such as "24GiB"; None: that of the device, where it is here.
-        compute_loss: As the Trainer takes it.
-        optimizer: Of the model; default: as `args.optim` says.
-        device: Where to train.
-        world_size: Processes of the run.
-        samples: Samples of the batch. No other batch is estimated where its tensors do not begin with them (graphs).
+        device_memory: Bytes, or a string such as "24GiB"; None for that of the device, if it is present.
+        compute_loss: Loss function as for the Trainer; None for the model's own loss.
+        optimizer: Optimizer of the model; None for the one that `args.optim` selects.
+        device: Device to train on.
+        world_size: Number of processes of the run.
+        samples: Number of samples in the batch; None for the first dimension of its tensors. Other batch sizes are not
+            estimated if the two differ (graphs).
+
+    Returns:
+        The estimate and the options.
 
     Raises:
         ValueError: If `device_memory` is no size, or `estimate` raises it.
@@ -149,7 +153,7 @@ def advise(
         def peak(samples: int) -> int:
             try:
                 return estimated(batch=resized(batch, samples)).peak
-            except ValueError:  # a batch norm wants two samples
+            except ValueError:  # a batch norm needs two samples
                 if samples > 1:
                     raise
                 return limit + 1
@@ -157,10 +161,10 @@ def advise(
         largest = largest_batch(peak, known, limit)
 
     def tried(changes: dict[str, Any], text: str = "", **given: Any) -> Option | None:
-        """None where it is not possible, or needs no less."""
+        """Estimate a change; return None if it is impossible."""
         try:
             nbytes = estimated(args=dataclasses.replace(args, **changes), **given).peak
-        except ValueError:  # the model has no activation checkpointing, or a batch norm wants two samples
+        except ValueError:  # the model has no activation checkpointing, or a batch norm needs two samples
             return None
         name = text or ", ".join(f"{name}={value!r}" for name, value in changes.items())
         return Option(name, changes, nbytes, None if limit is None else nbytes <= limit)
@@ -182,7 +186,16 @@ def advise_run(
     optimizer: torch.optim.Optimizer | None,
     device_memory: int | str | None,
 ) -> Estimate:
-    """`advise` for a run and one of its micro-batches, made of so many samples."""
+    """Run `advise` for one micro-batch of a run.
+
+    Args:
+        run: The run.
+        batch: A micro-batch.
+        samples: Number of samples in the batch.
+        compute_loss: The user's loss function; None for the model's own loss.
+        optimizer: The user's optimizer; None for the one that `args.optim` selects.
+        device_memory: Bytes, or a string such as "24GiB"; None for that of the device, if it is present.
+    """
     return advise(
         run.model,
         run.args,
@@ -197,7 +210,11 @@ def advise_run(
 
 
 def capacity(device: torch.device) -> int | None:
-    """Bytes of memory that a device has; None where it is not here or does not tell."""
+    """Return the bytes of a device's memory; None if the device is absent or does not report it.
+
+    Args:
+        device: Device to query.
+    """
     if device.type == "cpu":
         return int(psutil.virtual_memory().total)
     if device.type == "cuda" and torch.cuda.is_available():
@@ -208,7 +225,12 @@ def capacity(device: torch.device) -> int | None:
 
 
 def resized(batch: Any, samples: int) -> Any:
-    """A batch of as many samples: whole numbers are repeated, the rest has a shape alone (it is on the meta device)."""
+    """Return a batch with another number of samples: integer tensors are repeated, others are on the device "meta".
+
+    Args:
+        batch: A micro-batch.
+        samples: Number of samples of the result.
+    """
     present = samples_of(batch)
 
     def other(tensor: torch.Tensor) -> torch.Tensor:
@@ -223,15 +245,16 @@ def resized(batch: Any, samples: int) -> Any:
 
 
 def largest_batch(peak: Callable[[int], int], known: dict[int, int], limit: int) -> int:
-    """The largest batch whose peak is within the limit, at most `LARGEST`; 0 where none is.
+    """Return the largest batch size whose peak is within the limit, at most `LARGEST`; 0 if none is.
 
-    Each moment of a step grows with the batch along a line, and the peak is the largest of them. So between two batches
-    it lies below the line through them, and beyond them above it: few looks suffice.
+    The memory at each moment of a step is linear in the batch size, and the peak is their maximum, hence convex.
+    Between two known sizes it lies below the line through them, and beyond them above it, so that few estimates
+    suffice.
 
     Args:
-        peak: Estimates it, for a number of samples.
-        known: Peaks by numbers of samples, at least one; gets those that are looked at.
-        limit: Bytes.
+        peak: Estimates the peak of a batch size, in bytes.
+        known: Peaks by batch size, at least one; new estimates are added.
+        limit: Largest allowed peak, in bytes.
     """
     for number in range(_TRIES):
         fitting = sorted(samples for samples, nbytes in known.items() if nbytes <= limit)
@@ -240,7 +263,7 @@ def largest_batch(peak: Callable[[int], int], known: dict[int, int], limit: int)
         beyond = [_crossing(known, pair[0], pair[1], limit) for pair in (fitting[-2:], others[:2]) if len(pair) == 2]
         if high - low <= 1 or min(beyond, default=high) < low + 1:
             return low
-        if fitting and others:  # where the slope changes, lines alone would come near in small steps
+        if fitting and others:  # where the slope changes, interpolation alone converges slowly
             guess = math.sqrt(low * high) if number % 2 else _crossing(known, low, high, limit)
         else:
             guess = min(beyond[0], _LEAP * low or high) if beyond else 2 * low or high / 2
@@ -250,7 +273,7 @@ def largest_batch(peak: Callable[[int], int], known: dict[int, int], limit: int)
 
 
 def _crossing(known: dict[int, int], one: int, two: int, limit: int) -> float:
-    """Samples at which the line through two known peaks reaches the limit."""
+    """Return the batch size at which the line through two known peaks reaches the limit."""
     each = (known[two] - known[one]) / (two - one)
     return one + (limit - known[one]) / each if each > 0 else LARGEST + 1
 
@@ -258,7 +281,7 @@ def _crossing(known: dict[int, int], one: int, two: int, limit: int) -> float:
 def _other_arguments(
     args: TrainingArguments, optimizer: torch.optim.Optimizer | None, tried: Callable[..., Option | None], peak: int
 ) -> list[Option]:
-    """Each argument by itself, and as many together as each gets the peak down further."""
+    """Try each argument alone, and the combination to which each adds a saving."""
     changes: dict[str, Any] = {}
     if args.mixed_precision == "no":
         changes["mixed_precision"] = "bf16"
@@ -280,7 +303,7 @@ def _other_arguments(
 def _smaller_batch(
     args: TrainingArguments, batch: Any, largest: int | None, tried: Callable[..., Option | None]
 ) -> Option | None:
-    """The largest part of the batch that fits, and as many more micro-batches."""
+    """Try the largest divisor of the batch that fits, with correspondingly more micro-batches."""
     present = samples_of(batch)
     most = present // 2 if largest is None else max(1, min(largest, present // 2))
     smallest = None
@@ -307,7 +330,7 @@ def _frozen(
 
 
 def _freeze_half(model: torch.nn.Module) -> bool:
-    """Freezes the weights that come first; whether that changes something and leaves something."""
+    """Freeze the first half of the weights; return whether that freezes some and leaves some trainable."""
     weights = [*model.parameters()]
     ends = itertools.accumulate(each.numel() for each in weights)
     half = sum(each.numel() for each in weights) / 2

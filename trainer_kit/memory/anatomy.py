@@ -1,4 +1,4 @@
-"""`Anatomy`: what memory is made of at the moment of a training step in which most of it is in use."""
+"""`Anatomy`: the components of memory at the peak of a training step."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ KINDS = {
     "temporary": "results that are not kept, and workspaces of operators",
     "runtime": "the CUDA context and libraries",
 }
-"""What memory is used for, by the names that components have."""
+"""Descriptions of the components, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Component:
-    """One part of the memory.
+    """One component of the memory.
 
     Attributes:
         name: One of `KINDS`.
-        nbytes: Bytes at the moment of the peak.
-        source: How the figure was found: counted, measured and by what, or by which formula of whose.
+        nbytes: Bytes at the peak.
+        source: How the figure was found: counted, measured and with which tool, or computed by which formula.
     """
 
     name: str
@@ -36,20 +36,20 @@ class Component:
 
 @dataclasses.dataclass(frozen=True)
 class Anatomy:
-    """The memory of a device at the peak of an optimizer step, by component.
+    """Memory of a device at the peak of an optimizer step, by component.
 
     Attributes:
-        components: In the order of `KINDS`; those of 0 bytes are left out.
+        components: Components in the order of `KINDS`, without those of 0 bytes.
         peak: Bytes in use at the peak, the sum of the components.
         device: Type of the device, such as "cpu" or "cuda".
-        parameters: Numbers in the model's weights; tied ones count once.
-        trainable: Those of them that require a gradient.
+        parameters: Number of elements in the model's parameters; tied ones count once.
+        trainable: Number of those elements that require a gradient.
         batch_size: Samples of a micro-batch.
         shape: Shapes of the batch's tensors, by name or position.
         model_flops: Floating-point operations of an optimizer step on one device, forward and backward, as
-            `trainer_kit.profiling.flops` counts them; None where they were not counted.
-        recomputed_flops: What the backward pass computes again, in addition to those.
-        inference: Whether it is of a forward pass without gradients instead of an optimizer step.
+            `trainer_kit.profiling.flops` counts them; None if they were not counted.
+        recomputed_flops: Additional operations of recomputation in the backward pass.
+        inference: Whether the figures are those of a forward pass without gradients instead of an optimizer step.
     """
 
     components: tuple[Component, ...]
@@ -64,19 +64,19 @@ class Anatomy:
     inference: bool = False
 
     def nbytes(self, name: str) -> int:
-        """Bytes of the component with this name; 0 where there is none."""
+        """Return the bytes of the component with this name; 0 if there is none."""
         return next((component.nbytes for component in self.components if component.name == name), 0)
 
     @property
     def in_tensors(self) -> int:
-        """Bytes of the peak that the device's allocator gives out: all but the runtime's own."""
+        """Bytes of the peak from the device's allocator: all but the runtime's own."""
         return self.peak - self.nbytes("runtime")
 
     def table(self, measured: Anatomy | None = None) -> str:
-        """The components as lines of text: their names, sizes, bytes a parameter and sources.
+        """Format the components as text: their names, sizes, bytes per parameter and descriptions.
 
         Args:
-            measured: Another anatomy of the same step, whose sizes are put beside.
+            measured: Another anatomy of the same step, shown in a second column; None for none.
         """
         others = measured.components if measured else ()
         found = {component.name for component in (*self.components, *others)}
@@ -99,12 +99,12 @@ class Anatomy:
         return f"of {work} of {self.batch_size} on {self.device}{flops}"
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as strings, numbers, lists and dicts, as JSON has them."""
+        """Return the anatomy as JSON-compatible values."""
         return {**dataclasses.asdict(self), "components": [*map(dataclasses.asdict, self.components)]}
 
 
 def size_text(nbytes: float) -> str:
-    """Bytes as a person reads them: "1.50 GiB", "12.00 MiB", "512 B"."""
+    """Format a number of bytes: "1.50 GiB", "12.00 MiB", "512 B"."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(nbytes) >= size:
             return f"{nbytes / size:.2f} {unit}"

@@ -1,4 +1,4 @@
-"""What training costs in bytes a parameter, as the field knows it; each figure with its source."""
+"""Known memory costs of training in bytes per parameter, each with its source."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 
 class Cost(NamedTuple):
-    """What a part of a training costs.
+    """Memory cost of one part of training.
 
     Attributes:
-        name: What it is.
-        nbytes: Bytes a parameter, of a matrix with many rows and columns.
-        component: The component of an `Anatomy` that it is a part of.
-        source: Who says so.
+        name: Name of the part.
+        nbytes: Bytes per parameter, for a matrix with many rows and columns.
+        component: Component of an `Anatomy` that contains the part.
+        source: Source of the figure.
     """
 
     name: str
@@ -50,14 +50,14 @@ COSTS = (
         "of a matrix a number for each row and each column alone: Shazeer and Stern 2018, Adafactor, section 3",
     ),
 )  # fmt: skip
-"""The known costs. An estimate counts tensors instead; where the two differ, the tensors are right."""
+"""The known costs. An estimate counts tensors instead; where the two differ, the estimate is right."""
 
 
 class EightBitAdam(torch.optim.Optimizer):
-    """Makes the state of 8-bit AdamW and computes nothing: the kernels of its packages want numbers.
+    """Optimizer that allocates the state of 8-bit AdamW and computes nothing: the packages' kernels need real values.
 
-    Both moments in one byte a number, and a float32 scale for each block of 256 of them; a parameter of fewer than 4096
-    numbers keeps float32 (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"; bitsandbytes'
+    Both moments take one byte per element, and a float32 scale per block of 256 elements. A parameter of fewer than
+    4096 elements keeps float32 (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"; bitsandbytes'
     `min_8bit_size`, torchao's `AdamW8bit`).
     """
 
@@ -68,7 +68,11 @@ class EightBitAdam(torch.optim.Optimizer):
         super().__init__(groups, {"weight_decay": 0.0})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Makes the state, at the first call."""
+        """Allocate the state, at the first call.
+
+        Args:
+            closure: Without effect.
+        """
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None or parameter in self.state:

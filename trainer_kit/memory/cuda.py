@@ -1,4 +1,4 @@
-"""What is other on a CUDA GPU than on a CPU, told without a GPU: fake tensors lie on the CPU, and compute as on one."""
+"""Differences between a CUDA GPU and a CPU, modelled without a GPU: fake tensors are on the CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 from trainer_kit.memory.anatomy import Component, size_text
 
 GRANULARITY = 512
-"""Bytes of which torch's CUDA allocator gives out multiples (kMinBlockSize in c10/cuda/CUDACachingAllocator)."""
+"""Block size of torch's CUDA allocator in bytes (kMinBlockSize in c10/cuda/CUDACachingAllocator)."""
 
 CONTEXT = 512 * 2**20
 """Bytes of a CUDA context with the kernels that a training loads; between 300 and 600 MiB since CUDA loads kernels when
@@ -19,11 +19,11 @@ they are first called (CUDA C++ Programming Guide, "Lazy Loading"), and far more
 
 _HOPPER = 9
 _DROPOUT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
-"""The place of `dropout_p` among the arguments of functions that compute attention."""
+"""Position of `dropout_p` among the arguments of functions that compute attention."""
 
 WORKSPACE = {False: 4096 * 1024 * 2 + 16 * 1024 * 8, True: 32 * 2**20}
-"""Bytes that torch gives cuBLAS to work in, before Hopper and since (cuBLAS documentation, "cublasSetWorkspace"), for
-each thread: the forward pass has one and the backward pass another (aten/src/ATen/cuda/CublasHandlePool)."""
+"""Bytes of the cuBLAS workspace, before Hopper and since (cuBLAS documentation, "cublasSetWorkspace"), per thread: the
+forward pass has one and the backward pass another (aten/src/ATen/cuda/CublasHandlePool)."""
 
 # "CUDA Ops that can autocast to float32" in the documentation of torch.amp, by the names of functions and methods.
 _IN_FLOAT32 = {
@@ -38,7 +38,7 @@ _IN_FLOAT32 = {
 
 
 def runtime() -> Component:
-    """What CUDA and cuBLAS take on a GPU: on the one that is here, else on one of the newer ones."""
+    """Return the memory of CUDA and cuBLAS on the present GPU, or on a Hopper or newer one if there is none."""
     has_large = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] >= _HOPPER
     return Component(
         "runtime",
@@ -50,20 +50,24 @@ def runtime() -> Component:
 
 
 def use_foreach(optimizer: torch.optim.Optimizer) -> None:
-    """Has the optimizer step as it would by itself on a GPU: with all parameters at once, unless it was told how."""
+    """Select the foreach implementation, as the optimizer does on a GPU, unless the user chose another.
+
+    Args:
+        optimizer: Optimizer, changed in place.
+    """
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
 
 
 class AsOnCuda(TorchFunctionMode):
-    """Has functions that take other ways on a GPU keep there what they keep on one.
+    """Mode in which functions keep the tensors that their GPU implementations keep.
 
-    - Attention needs no scores with dropout either; the CPU's fused kernel, which has none, keeps the same.
+    - Attention with dropout keeps no scores; the CPU's fused kernel without dropout keeps the same tensors.
     - Dropout keeps its mask as bytes.
     - Under autocast more functions compute in float32.
 
-    Not told are the workspaces of cuDNN, which are chosen by trying.
+    Workspaces of cuDNN are not modelled: cuDNN chooses them by benchmarking.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,9 +87,9 @@ class AsOnCuda(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _backward(self, loss: torch.Tensor) -> None:
-        """The backward pass with this mode on, where checkpointing computes functions again.
+        """Run the backward pass with this mode enabled, since checkpointing recomputes functions in it.
 
-        It is off in whatever a function calls that it was told of, as torch's own way to the engine are two of them.
+        torch disables the mode inside the functions that it intercepts, which include torch's own entry to the engine.
         """
         one = torch.ones_like(loss)
         engine: Any = torch.autograd.Variable._execution_engine

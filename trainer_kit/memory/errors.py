@@ -1,4 +1,4 @@
-"""What an error in a user's code says, for people."""
+"""Descriptions of errors in the user's code."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-# Where the code of this library and of installed packages is, and the interpreter's own.
+# Folders of this library, of installed packages and of the interpreter.
 _FOLDERS = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("purelib", "platlib", "stdlib")))
 _NOT_OF_USERS = (*(os.path.join(folder, "") for folder in _FOLDERS), "<")
 
 
 def described(error: BaseException) -> str:
-    """The error's kind, its message in a line, and the last place in the user's own code that it came through."""
+    """Return the error's type, its message in one line, and the last line of the user's own code in its traceback."""
     places = [
         f" ({frame.filename}, line {frame.lineno})"
         for frame in traceback.extract_tb(error.__traceback__)

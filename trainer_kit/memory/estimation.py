@@ -1,4 +1,4 @@
-"""`estimate`: the memory of a training step, found without taking it."""
+"""`estimate`: the memory of a training step, without a real step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainer_kit.utils.rng import generators_kept
 
 _COUNTED = "counted on fake tensors"
 _MICRO_BATCHES = 3
-"""Micro-batches that show all: the first, which makes gradients, one that adds to them, and the last."""
+"""Micro-batches to simulate: the first, which allocates gradients, one that adds to them, and the last."""
 
 
 def estimate(
@@ -45,29 +45,33 @@ def estimate(
     world_size: int = 1,
     inference: bool = False,
 ) -> Anatomy:
-    """The memory of an optimizer step on each device at its peak, found without memory for it.
+    """Estimate the peak memory of an optimizer step on each device, without allocating it.
 
-    A step is taken with fake tensors, which have a shape and no numbers, as the Trainer takes it: autocast,
-    accumulation, clipping, activation checkpointing, the optimizer's own code (8-bit Adam aside, whose kernels want
-    numbers: see `trainer_kit.memory.costs`). Every storage is followed from its birth to its end; the state that the
-    optimizer makes in its first step counts from the start. A GPU is estimated without one, see
-    `trainer_kit.memory.cuda`. With `torch_compile` it is the memory without it.
+    The step runs on fake tensors, which have a shape and no values, as the Trainer takes it: autocast, accumulation,
+    clipping, activation checkpointing, the optimizer's own code (except for 8-bit Adam, whose kernels need real values:
+    see `trainer_kit.memory.costs`). Every storage is tracked from its allocation to its release. The state that the
+    optimizer allocates in its first step counts from the start. A GPU is estimated without one, see
+    `trainer_kit.memory.cuda`. With `torch_compile` the estimate is that of eager mode.
 
     Args:
-        model: Its tensors may be real, fake or on the meta device; it stays as it is.
-        args: The arguments of the run.
-        batch: A micro-batch, for its shapes; of whole numbers the values count too, since models look at masks and
-            labels. They are ones where it is on the meta device.
-        compute_loss: As the Trainer takes it.
-        optimizer: Of the model; default: as `args.optim` says.
-        device: "cpu", "cuda" or another; any other than a GPU is estimated as the CPU is.
-        world_size: Processes of the run; with more than one, gradients lie in DistributedDataParallel's buckets.
-        inference: Estimates a forward pass without gradients and optimizer instead, in evaluation mode: of an
-            evaluation, a prediction, or one of the passes in which a generation makes its tokens.
+        model: Model whose tensors may be real, fake or on the meta device; it stays unchanged.
+        args: Arguments of the run.
+        batch: Micro-batch that gives the shapes. Values of integer tensors count too, since models branch on masks and
+            labels; on the meta device they are taken as ones.
+        compute_loss: Loss function as for the Trainer; None for the model's own loss.
+        optimizer: Optimizer of the model; None for the one that `args.optim` selects.
+        device: "cpu", "cuda" or another; any device other than a GPU is estimated as a CPU.
+        world_size: Number of processes of the run; with more than one, gradients are in DistributedDataParallel's
+            buckets.
+        inference: Whether to estimate a forward pass in evaluation mode instead, without gradients and optimizer: that
+            of an evaluation, a prediction, or one pass of a generation.
+
+    Returns:
+        The memory at the peak, by component.
 
     Raises:
-        ValueError: If the model gives no loss, has nothing to train, computes what hangs on values not known, or does
-            not run on fake tensors.
+        ValueError: If the model returns no loss, has nothing to train, branches on unknown values, or does not run on
+            fake tensors.
     """
     place = torch.device(device)
     is_cuda = place.type == "cuda"
@@ -95,7 +99,7 @@ def estimate(
             buckets = _buckets(copied) if world_size > 1 else {}
             step = Step(copied, made, args, fakes.batch(batch), compute_loss, strategy, buckets)
         tracker = Tracker(cuda.GRANULARITY) if is_cuda else Tracker(1, hidden_on_cpu)
-        ahead = map_tensors(torch.clone, step.batch) if is_cuda else None  # the next one is copied meanwhile
+        ahead = map_tensors(torch.clone, step.batch) if is_cuda else None  # the prefetched next batch
         tracker.mark("batch", tensors(ahead))
         with counter:
             step.track(tracker)
@@ -110,13 +114,13 @@ def estimate(
 
 
 def _buckets(model: torch.nn.Module) -> dict[torch.Tensor, torch.Tensor]:
-    """What DistributedDataParallel sends gradients in, by parameter."""
+    """Return DistributedDataParallel's gradient buckets, by parameter."""
     return {each: torch.empty_like(each) for each in model.parameters() if each.requires_grad}
 
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Makes whatever a model raises on fake tensors an error that says so: training may go well all the same."""
+    """Wrap a model's errors on fake tensors in a ValueError: real training may succeed."""
     try:
         yield
     except ValueError:
@@ -127,7 +131,7 @@ def _explained() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps to themselves what models say of arguments that are only tried, and torch of errors that are handled."""
+    """Silence the log messages of models about arguments that are only tried, and of torch about handled errors."""
     loggers = [logging.getLogger(name) for name in ("transformers", "torch._subclasses.fake_tensor")]
     levels = [each.level for each in loggers]
     for each in loggers:
@@ -147,7 +151,16 @@ def make_anatomy(
     inference: bool = False,
     **figures: int,
 ) -> Anatomy:
-    """The anatomy with these components, and what there is to know of model and batch."""
+    """Return the anatomy of these components, with the facts about model and batch.
+
+    Args:
+        components: Components of the memory.
+        model: Model, for the number of parameters.
+        batch: Micro-batch, for its shapes.
+        device: Device of the step.
+        inference: Whether the components are those of a forward pass without gradients.
+        figures: More fields of `Anatomy`.
+    """
     parameters = [*model.parameters()]
     named = batch if isinstance(batch, Mapping) else dict(enumerate([*tensors(batch)]))
     return Anatomy(
@@ -170,7 +183,7 @@ def _optimizer(model: torch.nn.Module, args: TrainingArguments) -> torch.optim.O
 
 
 class _FarInfo(DeviceInfo):
-    """A device whose values the host has to wait for."""
+    """A device whose values the host reads only after a synchronization."""
 
     @property
     def reads_without_sync(self) -> bool:
@@ -178,11 +191,11 @@ class _FarInfo(DeviceInfo):
 
 
 class _Pretended(SingleDevice):
-    """The CPU in the place of the device that is estimated.
+    """The CPU in place of the estimated device.
 
     Args:
-        is_far: Whether that is a device whose values the host has to wait for.
-        precision: Of the run.
+        is_far: Whether the host must synchronize to read values of the estimated device.
+        precision: Precision of the run.
     """
 
     def __init__(self, is_far: bool, precision: Precision) -> None:

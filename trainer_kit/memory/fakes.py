@@ -1,4 +1,4 @@
-"""Copies of models and optimizers whose tensors have shapes and no memory, and the mode in which they compute."""
+"""Copies of models and optimizers with fake tensors, which have shapes and no memory, and their execution mode."""
 
 from __future__ import annotations
 
@@ -25,38 +25,39 @@ _GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default if hasattr(torch.ops.aten,
 T = TypeVar("T", torch.nn.Module, torch.optim.Optimizer)
 
 _KEPT_BY_LSTM = (10, 24)
-"""Numbers, and bytes beside them, that oneDNN's LSTM keeps for the backward pass for each number of its output (found
-by looking at its workspace in torch 2.13; that of 2.6 keeps a quarter more); torch tells that there are none."""
+"""Elements, and additional bytes, that oneDNN's LSTM keeps for the backward pass per element of its output (from its
+workspace in torch 2.13; torch 2.6 keeps a quarter more); torch reports none."""
 
 MOST_KNOWN = 2**20
 """Largest number of elements of a tensor whose values are computed."""
 
 
 class Fakes:
-    """Makes fake tensors, all on the CPU, and has them compute.
+    """Factory of fake tensors on the CPU, with a context in which they compute.
 
-    Models look at masks, lengths and labels to choose what they do. So whole numbers and truth values, up to a million
-    of them, are computed for real, and so is what comes as a single number. Where a model asks for a value that
-    is not known, numbers are 1 and conditions False.
+    Models branch on masks, lengths and labels. Integer and boolean tensors of up to a million elements are therefore
+    computed for real, and so are single-element results. Where a model reads an unknown value, numbers are 1 and
+    conditions False.
     """
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._kept: list[Any] = []  # so that no other gets the address by which it is known
+        self._kept: list[Any] = []  # keeps their addresses, which are the keys, from being reused
         self._memo: dict[int, Any] = {}
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """The context in which fake tensors compute."""
+        """Enter the context in which fake tensors compute."""
         with self._mode, _Values():  # type: ignore[no-untyped-call]
             yield
 
     def copy(self, thing: T) -> T:
-        """A deep copy of a module or its optimizer with fake tensors; the thing itself stays untouched.
+        """Return a deep copy of a module or its optimizer with fake tensors; the original stays unchanged.
 
         Args:
-            thing: Its tensors may be real, fake or on the meta device. Those that share memory share it afterwards.
+            thing: Module or optimizer with real, fake or meta tensors. Tensors that share memory share it in the copy
+                too.
 
         Raises:
             ValueError: If a parameter has no shape yet (a lazy module).
@@ -69,11 +70,18 @@ class Fakes:
         return copy.deepcopy(thing, self._memo)
 
     def batch(self, batch: Any) -> Any:
-        """A batch's copy: fake, but for whole numbers that are not too many (ones where they have no values)."""
+        """Return a fake copy of a batch, with real values for small integer tensors (ones if they have no values)."""
         return map_tensors(self._input, batch)
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake tensor like this one."""
+        """Return a fake tensor with the same shape, strides and dtype.
+
+        Args:
+            tensor: Real, fake or meta tensor.
+
+        Raises:
+            ValueError: If the tensor is lazy.
+        """
         if is_lazy(tensor):
             raise ValueError("the model has a lazy module, whose weights have no shape yet; call it once before")
         storage = tensor.untyped_storage()
@@ -88,7 +96,7 @@ class Fakes:
     def _parameter(self, tensor: torch.Tensor) -> torch.Tensor:
         made = torch.nn.Parameter(self.tensor(tensor), requires_grad=tensor.requires_grad)
         if not isinstance(tensor, FakeTensor):
-            made.__dict__.update(tensor.__dict__)  # what users note there
+            made.__dict__.update(tensor.__dict__)  # attributes that users set
         return made
 
     def _input(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -100,7 +108,7 @@ class Fakes:
 
 
 class _Values(TorchDispatchMode):
-    """Computes for real what the values of are known, and has the rest computed by the fake mode below it."""
+    """Mode that computes known values for real, and leaves the rest to the fake mode below it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -143,7 +151,7 @@ def _with_fakes(func: Any, args: Any, kwargs: Any) -> Any:
 def _grouped_product(
     left: torch.Tensor, right: torch.Tensor, ends: Any = None, bias: Any = None, dtype: Any = None
 ) -> torch.Tensor:
-    """The product of each group (experts); torch computes it in any dtype, and tells the shape in bfloat16 alone."""
+    """Return the shape of a grouped product (experts), which torch derives for bfloat16 only."""
     shape = [left.shape[-2], right.shape[-1]]
     if left.ndim == right.ndim:
         shape = [len(ends) if left.ndim == 2 else len(left), *shape]
@@ -164,7 +172,7 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 
 def _without_masks(indices: Any) -> list[Any]:
-    """Indices in which a mask whose values are known is replaced by the places that it chooses."""
+    """Replace masks with known values by the indices that they select."""
     replaced: list[Any] = []
     for index in indices:
         if isinstance(index, torch.Tensor) and index.dtype is torch.bool and not isinstance(index, FakeTensor):
@@ -176,7 +184,7 @@ def _without_masks(indices: Any) -> list[Any]:
 
 
 def _tensors_of(thing: torch.nn.Module | torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Every tensor that a module holds as an attribute, or an optimizer in its groups and its state."""
+    """Yield every tensor that a module holds as an attribute, or an optimizer in its groups and its state."""
     if isinstance(thing, torch.nn.Module):
         for module in thing.modules():
             yield from tensors({name: value for name, value in vars(module).items() if name != "_modules"})

@@ -1,4 +1,4 @@
-"""What operators take for themselves while they compute: no tensor of it comes out."""
+"""Memory that operators allocate internally while they compute, and that no tensor shows."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ import torch
 _aten = torch.ops.aten
 _BLOCK = 8  # channels
 _NNPACK_BATCH = 16
-"""Samples from which torch gives a convolution to NNPACK where oneDNN is switched off."""
+"""Smallest number of samples for which torch uses NNPACK in a convolution with oneDNN disabled."""
 
 
 def hidden_on_cpu(func: Any, args: Any, result: Any) -> int:
-    """Bytes beyond its result that an operator holds on a CPU at once.
+    """Return the peak bytes beyond its result that an operator holds on a CPU.
 
-    Found with `torch.profiler` (`profile_memory`), which sees every allocation:
+    Found with `torch.profiler` (`profile_memory`), which records every allocation:
 
     - A convolution of oneDNN works on copies of image, weight and result in a blocked layout, and copies the result
       back.
-    - One that oneDNN does not compute (another dtype, float16 or bfloat16 on a CPU without instructions for it, oneDNN
-      switched off) unfolds the image into columns (im2col), unless NNPACK takes it.
-    - The backward pass of oneDNN's LSTM copies its matrices and their gradients, and has those of its four gates.
-    - The backward pass of batch norm makes one more image, unless all the gradients are one number that is repeated.
+    - A convolution without oneDNN (another dtype, float16 or bfloat16 on a CPU without instructions for it, oneDNN
+      disabled) unfolds the image into columns (im2col), unless NNPACK computes it.
+    - The backward pass of oneDNN's LSTM copies its matrices and their gradients, and holds those of its four gates.
+    - The backward pass of batch norm creates one more image, unless all gradients are one repeated number.
 
-    Not counted are the blocks in which oneDNN computes products in half precision: their number and size depend on the
+    Excluded are the blocks in which oneDNN computes products in half precision: their number and size depend on the
     processor, and they do not grow with the model.
+
+    Args:
+        func: The operator.
+        args: Arguments of the operator.
+        result: Result of the operator.
     """
     if func is _aten.convolution.default:
         image, weight = args[:2]
@@ -48,12 +53,12 @@ def hidden_on_cpu(func: Any, args: Any, result: Any) -> int:
 
 
 def _is_blocked(image: torch.Tensor) -> bool:
-    """Whether oneDNN wants the image in another layout; the few channels of a picture stay as they are."""
+    """Return whether oneDNN copies the image into another layout; images with few channels stay unchanged."""
     return image.shape[1] >= _BLOCK
 
 
 def _is_onednns(image: torch.Tensor) -> bool:
-    """Whether oneDNN computes convolutions of this dtype on this processor."""
+    """Return whether oneDNN computes convolutions of this dtype on this processor."""
     if not (torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()):
         return False
     if image.dtype is torch.float16:
@@ -64,12 +69,12 @@ def _is_onednns(image: torch.Tensor) -> bool:
 
 
 def _unfolds(image: torch.Tensor) -> bool:
-    """Whether torch's own convolution makes columns; NNPACK, which takes larger batches in float32, makes none."""
+    """Return whether torch's own convolution creates columns; NNPACK, for larger float32 batches, creates none."""
     return image.dtype is not torch.float32 or len(image) < _NNPACK_BATCH or not torch._nnpack_available()
 
 
 def _columns(output: torch.Tensor, weight: torch.Tensor) -> int:
-    """Of each place of the output, the patch of the image that it sees."""
+    """Return the bytes of the input patches for all output positions."""
     places = output.shape[0] * math.prod(output.shape[2:])
     return places * math.prod(weight.shape[1:]) * output.element_size()
 

@@ -1,4 +1,4 @@
-"""`measure`: the memory of a training step, found by taking it."""
+"""`measure`: the memory of a training step, measured in a real step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.single import SingleDevice
 from trainer_kit.utils.rng import generators_kept
 
-# What the profiler's libraries write to the process's stderr, which no setting keeps them from.
+# Messages that the profiler's libraries write to stderr, and that no setting disables.
 _NOTICE = re.compile(rb"USDT:|.*CPUAllocator\.cpp.*Memory block of unknown size")
 
 
@@ -41,25 +41,28 @@ def measure(
     device: str | torch.device = "cpu",
     inference: bool = False,
 ) -> Anatomy:
-    """The memory of an optimizer step on this device, measured.
+    """Measure the peak memory of an optimizer step on this device.
 
-    Three steps are taken, on a copy of the model: the first makes the optimizer's state; in the second the allocator
-    tells the peak (torch's profiler on a CPU, `torch.cuda.max_memory_allocated` on a GPU); in the third every
-    storage is followed, for the components. What operators take for themselves is seen in the second alone, and counts
-    as temporary. On a GPU, what libraries keep from step to step is the runtime's, and so is the CUDA context where
-    NVML tells it (see `Strategy.memory`).
+    Three steps are taken on a copy of the model. The first allocates the optimizer's state. The second records the
+    allocator's peak (torch's profiler on a CPU, `torch.cuda.max_memory_allocated` on a GPU). The third tracks every
+    storage, for the components. Only the second includes the operators' internal memory, which counts as temporary. On
+    a GPU, memory that libraries keep between steps counts as runtime, and so does the CUDA context where NVML reports
+    it (see `Strategy.memory`).
 
     Args:
-        model: With its weights; it stays as it is.
-        args: The arguments of the run.
+        model: Model with its weights; it stays unchanged.
+        args: Arguments of the run.
         batch: A micro-batch.
-        compute_loss: As the Trainer takes it.
-        optimizer: Of the model; default: as `args.optim` says.
+        compute_loss: Loss function as for the Trainer; None for the model's own loss.
+        optimizer: Optimizer of the model; None for the one that `args.optim` selects.
         device: "cpu", or "cuda" with or without an index.
-        inference: Measures a forward pass without gradients instead, as `estimate` has it.
+        inference: Whether to measure a forward pass without gradients instead, as in `estimate`.
+
+    Returns:
+        The memory at the peak, by component.
 
     Raises:
-        ValueError: If the device's allocator does not tell what it gives out, or the model gives no loss.
+        ValueError: If the device's allocator does not report its allocations, or the model returns no loss.
     """
     place = torch.device(device)
     if place.type not in ("cpu", "cuda"):
@@ -97,11 +100,11 @@ def measure(
 
 
 class Runtime(NamedTuple):
-    """Bytes that a GPU's runtime takes beside the tensors.
+    """Memory of a GPU's runtime in addition to the tensors.
 
     Attributes:
-        kept: By libraries, given out by torch's allocator (cuBLAS's workspaces).
-        context: By CUDA itself; 0 where NVML does not tell what this process takes.
+        kept: Bytes that libraries keep from torch's allocator (cuBLAS workspaces).
+        context: Bytes of the CUDA context; 0 if NVML does not report this process.
     """
 
     kept: int
@@ -109,11 +112,11 @@ class Runtime(NamedTuple):
 
 
 def runtime_on_cuda(step: Step | Inference, before: int) -> Runtime:
-    """What is there between two steps.
+    """Measure the runtime's memory between two steps.
 
     Args:
-        step: Was taken once.
-        before: Bytes that were allocated before anything of the step was.
+        step: Step that was taken once.
+        before: Bytes that were allocated before the step's tensors.
     """
     kept = torch.cuda.memory_allocated(step.strategy.device) - before - _held(step, GRANULARITY)
     figures = step.strategy.device_info.memory()
@@ -123,7 +126,7 @@ def runtime_on_cuda(step: Step | Inference, before: int) -> Runtime:
 
 
 def peak_on_cuda(step: Step | Inference) -> int:
-    """The most that is allocated while the step is taken, all that was there before included."""
+    """Take the step and return its peak of allocated bytes, including those allocated before."""
     device = step.strategy.device
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -133,19 +136,19 @@ def peak_on_cuda(step: Step | Inference) -> int:
 
 
 def peak_on_cpu(step: Step | Inference) -> int:
-    """What is held before the step, and the most that is allocated beside it while it is taken."""
+    """Take the step and return the bytes held before it plus the peak of allocations in it."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with _without_notices(), torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         step()
     recorded: Any = profiler.profiler
     events = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    most = max(itertools.accumulate(sizes), default=0)  # what is given back counts below 0
+    most = max(itertools.accumulate(sizes), default=0)  # releases have negative sizes
     return _held(step) + most
 
 
 def _held(step: Step | Inference, granularity: int = 1) -> int:
-    """Bytes that are held between steps, each storage in multiples of the granularity."""
+    """Return the bytes held between steps, each storage rounded up to the granularity."""
     sizes: dict[int, int] = {}
     for tensor in itertools.chain(*step.held().values()):
         storage = tensor.untyped_storage()
@@ -155,7 +158,7 @@ def _held(step: Step | Inference, granularity: int = 1) -> int:
 
 @contextlib.contextmanager
 def _without_notices() -> Iterator[None]:
-    """Has what is written to the process's stderr meanwhile come afterwards, without the profiler's own notices."""
+    """Delay output to the process's stderr, and remove the profiler's messages from it."""
     sys.stderr.flush()
     with tempfile.TemporaryFile() as kept:
         stderr = os.dup(2)

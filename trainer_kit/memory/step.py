@@ -1,4 +1,4 @@
-"""The optimizer step as the loop takes it, and the forward pass of inference."""
+"""The optimizer step as the training loop takes it, and the forward pass of inference."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from trainer_kit.utils.pytree import tensors
 
 
 class Step:
-    """An optimizer step on one micro-batch that stands for all, to be taken again and again.
+    """Repeatable optimizer step that uses one micro-batch for all.
 
     Args:
-        model: On the strategy's device, in training mode.
-        optimizer: Of the model.
-        args: Those of the run.
-        batch: On the device.
-        compute_loss: See `trainer_kit.loss.loss.Loss`.
-        strategy: Set up.
-        buckets: What DistributedDataParallel sends gradients in, one for each parameter that requires one, by the
-            parameter; they are the gradients' memory from the last micro-batch on (`gradient_as_bucket_view`).
+        model: Model on the strategy's device, in training mode.
+        optimizer: Optimizer of the model.
+        args: Arguments of the run.
+        batch: Micro-batch on the device.
+        compute_loss: See `trainer_kit.loss.loss.Loss`; None for the model's own loss.
+        strategy: Strategy that is set up.
+        buckets: Gradient buckets of DistributedDataParallel by parameter, one for each parameter that requires a
+            gradient; gradients are views of them from the last micro-batch on (`gradient_as_bucket_view`). None for no
+            buckets.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Step:
         strategy.zero_grad(self.optimizer)
 
     def held(self) -> dict[str, list[torch.Tensor]]:
-        """The tensors that are there before and after the step, by what they are used for."""
+        """Return the tensors that exist before and after the step, by kind."""
         return {
             "weights": [*self.model.parameters()],
             "buffers": [*self.model.buffers()],
@@ -70,7 +71,11 @@ class Step:
         }
 
     def track(self, tracker: Tracker) -> None:
-        """Takes the step, and tells `tracker` what is what."""
+        """Take the step and mark the kinds of its tensors in `tracker`.
+
+        Args:
+            tracker: Tracker that follows the step.
+        """
 
         def accumulated(parameter: torch.Tensor) -> None:
             if self._is_last and parameter in self._buckets:
@@ -91,13 +96,13 @@ class Step:
 
 
 class Inference:
-    """A forward pass without gradients, as evaluation and prediction take it, to be taken again and again.
+    """Repeatable forward pass without gradients, as evaluation and prediction take it.
 
     Args:
-        model: On the strategy's device; it is put into evaluation mode.
-        batch: On the device.
-        compute_loss: Called instead of the model where it is given, as for an `eval_loss`.
-        strategy: Set up.
+        model: Model on the strategy's device; it is set to evaluation mode.
+        batch: Batch on the device.
+        compute_loss: Called instead of the model, as for an `eval_loss`; None calls the model.
+        strategy: Strategy that is set up.
     """
 
     def __init__(
@@ -111,7 +116,7 @@ class Inference:
             (self._compute_loss or call)(self.model, self.batch)
 
     def held(self) -> dict[str, list[torch.Tensor]]:
-        """The tensors that are there before and after the pass, by what they are used for."""
+        """Return the tensors that exist before and after the pass, by kind."""
         return {
             "weights": [*self.model.parameters()],
             "buffers": [*self.model.buffers()],
@@ -119,7 +124,11 @@ class Inference:
         }
 
     def track(self, tracker: Tracker) -> None:
-        """Takes the pass, and tells `tracker` what is what."""
+        """Take the pass and mark the kinds of its tensors in `tracker`.
+
+        Args:
+            tracker: Tracker that follows the pass.
+        """
         for kind, each in self.held().items():
             tracker.mark(kind, each)
         with tracker.following():

@@ -1,4 +1,4 @@
-"""`Tracker`: follows every storage that a step makes, from its birth to its end."""
+"""`Tracker`: follows every storage that a step creates, from its allocation to its release."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 Hidden = Callable[[Any, Any, Any], int]
-"""Bytes that an operator takes for itself while it computes, from the operator, its arguments and its result."""
+"""Returns the bytes that an operator holds internally, from the operator, its arguments and its result."""
 
 _UNTOLD = ("temporary", "activations")
-"""What a storage is until it is told that it is something else."""
+"""Kinds of storages that are not marked yet."""
 
 _NO_BACKWARD = -1
 
 
 class _Allocation:
-    """The memory of a storage, and what it is used for."""
+    """Memory of a storage, and its kind."""
 
     __slots__ = ("kind", "nbytes")
 
@@ -31,14 +31,14 @@ class _Allocation:
 
 
 class Tracker(TorchDispatchMode):
-    """Follows the storages of all tensors that operators return, each once however many tensors share it.
+    """Dispatch mode that follows the storages of all tensors that operators return, each storage once.
 
-    What a storage is used for may become known after its birth (a gradient is one when it is put in its place), so
-    all births and ends are kept, and the peak is looked for afterwards.
+    The kind of a storage may become known after its allocation (a gradient, for example, when it is assigned). The
+    tracker therefore records all allocations and releases, and finds the peak afterwards.
 
     Args:
-        granularity: A storage takes a multiple of so many bytes, as the device's allocator gives them out.
-        hidden: What operators take for themselves, which is not seen here.
+        granularity: Allocation size of the device's allocator, in bytes; each storage takes a multiple of it.
+        hidden: Internal memory of operators, which the tracker cannot see; None for none.
     """
 
     def __init__(self, granularity: int = 1, hidden: Hidden | None = None) -> None:
@@ -51,13 +51,23 @@ class Tracker(TorchDispatchMode):
         self._finalizers: list[weakref.finalize[Any, Any]] = []
 
     def mark(self, kind: str, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Says what the storages of tensors are used for; one that was not seen before is born now."""
+        """Set the kind of the tensors' storages; a storage that is not known yet counts as allocated now.
+
+        Args:
+            kind: One of `KINDS`.
+            tensors: Tensors to mark; None entries are skipped.
+        """
         for tensor in tensors:
             for part in _parts(tensor):
                 self._block(part, kind).kind = kind
 
     def move_to_start(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Marks tensors that a first step has made, and counts them as they are in later ones: there from the start."""
+        """Mark tensors that a first step has created, and count them from the start, as in later steps.
+
+        Args:
+            kind: One of `KINDS`.
+            tensors: Tensors to mark.
+        """
         for tensor in tensors:
             for part in _parts(tensor):
                 block = self._block(part, kind)
@@ -66,7 +76,7 @@ class Tracker(TorchDispatchMode):
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """The context of a step: what autograd saves for the backward pass is an activation."""
+        """Enter the context of a step: tensors that autograd saves for the backward pass are activations."""
         with self, torch.autograd.graph.saved_tensors_hooks(self._saved, lambda tensor: tensor):
             yield
 
@@ -78,7 +88,7 @@ class Tracker(TorchDispatchMode):
         return tensor
 
     def peak(self) -> dict[str, int]:
-        """Bytes by what they are used for, at the moment when most memory was in use."""
+        """Return the bytes by kind at the moment of the highest total memory."""
         events = [(block, 1) for block in self._from_start]
         events += [(block, sign) for block, sign in self._events if block not in self._from_start]
         now = most = end = 0
@@ -92,13 +102,13 @@ class Tracker(TorchDispatchMode):
         return {kind: nbytes for kind, nbytes in sizes.items() if nbytes}
 
     def close(self) -> None:
-        """Lets go of the storages that live on."""
+        """Stop tracking the remaining storages."""
         for finalizer in self._finalizers:
             finalizer.detach()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.is_view:  # of a real tensor among fake ones it seems to have memory of its own
+        if func.is_view:  # a view of a real tensor among fake ones seems to have its own memory
             return result
         kind = self._kind_of_result(func, args)
         for leaf in tree_leaves(result):
@@ -114,7 +124,7 @@ class Tracker(TorchDispatchMode):
             block = self._alive.get(args[0].untyped_storage()._cdata)
             if block is not None and block.kind == "weights":
                 return "casts"
-        # With gradients on in a backward pass, activations are computed again: what is saved of them has other hooks.
+        # Gradients enabled in a backward pass mean recomputation: other hooks see its saved tensors.
         is_again = torch.is_grad_enabled() and torch._C._current_graph_task_id() != _NO_BACKWARD
         return "activations" if is_again else "temporary"
 
@@ -134,7 +144,7 @@ class Tracker(TorchDispatchMode):
 
 
 def _parts(tensor: Any) -> list[torch.Tensor]:
-    """The tensors in which a tensor keeps its numbers."""
+    """Return the tensors that hold a tensor's data."""
     if not isinstance(tensor, torch.Tensor):
         return []
     if tensor.layout is torch.sparse_coo:

@@ -1,4 +1,4 @@
-"""The first batches of a training, read as it would read them."""
+"""First batches of a training, read as training would read them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from trainer_kit.run import Run
 from trainer_kit.utils.pytree import tensors
 
 _LOOKED_AT = 4
-"""Micro-batches that are read."""
+"""Number of micro-batches to read."""
 
 
 class First(NamedTuple):
-    """The first micro-batches of one process.
+    """First micro-batches of one process.
 
     Attributes:
-        micro_batches: In their order; none where nothing is left to train on.
-        error: What reading them raised.
+        micro_batches: Micro-batches in order; empty if no training is left.
+        error: Error that reading them raised; None if there was none.
     """
 
     micro_batches: list[MicroBatch]
@@ -33,14 +33,14 @@ class First(NamedTuple):
 
     @property
     def largest(self) -> MicroBatch | None:
-        """The batch with the most numbers in it; None without any."""
+        """Batch with the most elements; None if there are no batches."""
         return max(
             self.micro_batches, key=lambda each: sum(tensor.numel() for tensor in tensors(each.batch)), default=None
         )
 
 
 def look_at_first(run: Run, loader: TrainLoader | StreamLoader) -> First:
-    """Reads them, if they can be read again in training."""
+    """Read the first micro-batches, if training can read them again."""
     try:
         return First(first_batches(run, loader, min(_LOOKED_AT, run.total_steps - run.state.step)))
     except Exception as error:  # the dataset or the collator is the user's own
@@ -48,7 +48,7 @@ def look_at_first(run: Run, loader: TrainLoader | StreamLoader) -> First:
 
 
 def batch_warnings(first: First, model: nn.Module) -> Iterator[str]:
-    """What is odd about the first batches, alone and beside the model."""
+    """Yield warnings about the first batches, alone and in combination with the model."""
     batches = first.micro_batches
     if isinstance(first.error, ReadOnceError):
         yield "train_dataset can be read only once: it was not read, so memory and FLOPs are unknown"
@@ -91,7 +91,7 @@ def _places(batch: Any) -> int:
 
 
 def _embedding(model: nn.Module) -> nn.Embedding | None:
-    """What looks tokens up, where the model tells as transformers' do."""
+    """Return the token embedding if the model exposes it as transformers' models do; else None."""
     look: Any = getattr(model, "get_input_embeddings", None)
     if look is None:
         return None

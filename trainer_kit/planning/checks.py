@@ -1,4 +1,4 @@
-"""What a careful person would say of a run's data, steps and checkpoints before it begins."""
+"""Warnings about a run's data, steps and checkpoints before it begins."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer_kit.utils.run_lock import holder_of
 
 
 def layout_warnings(data: Data, layout: Layout, run: Run) -> Iterator[str]:
-    """What does not come out even between samples, batches, steps and processes."""
+    """Yield warnings about samples, batches, steps and processes that do not divide evenly."""
     if data.train is None or not data.epoch:
         return
     window, row, left = layout.global_batch_size, layout.global_micro_batch_size, data.epoch
@@ -48,12 +48,12 @@ def layout_warnings(data: Data, layout: Layout, run: Run) -> Iterator[str]:
 
 
 def _batch_norm(model: nn.Module) -> str | None:
-    """One that takes a single number of each sample and channel."""
+    """Return the name of a batch norm that sees one value per sample and channel; None if there is none."""
     return next((name for name, each in model.named_modules() if isinstance(each, nn.BatchNorm1d)), None)
 
 
 def cadence_warnings(cadence: Cadence, steps: StepsSection) -> Iterator[str]:
-    """What never happens, or only when it is too late."""
+    """Yield warnings about events that never happen, or happen too late."""
     run, args = cadence.run, cadence.run.args
     if not steps.left:
         yield f"nothing is left to do: step {steps.first:,} is reached, training ends at {steps.last:,}"
@@ -105,14 +105,14 @@ def _of_saves(cadence: Cadence, steps: StepsSection) -> Iterator[str]:
 
 
 def storage_warnings(storage: Storage) -> Iterator[str]:
-    """Where the disk has no room."""
+    """Yield a warning if the disk has no room for the checkpoints."""
     more = max(1, (storage.at_once or 1) - storage.there)
     if storage.size * more > storage.free:
         yield (f"the disk has no room for {more:,} checkpoints: set a smaller save_total_limit, or another output_dir")
 
 
 def start_warnings(start: StartSection, run: Run) -> Iterator[str]:
-    """Who trains in the folder already, and what becomes of checkpoints that lie there."""
+    """Yield warnings about a running training in the folder, and about checkpoints that would be moved."""
     if (holder := holder_of(Path(start.folder))) is not None:
         yield f"{start.folder} is in use: {holder} trains there, and train() would be refused until that ends"
     if not start.others:
@@ -128,12 +128,12 @@ def start_warnings(start: StartSection, run: Run) -> Iterator[str]:
 
 
 def hardware_warnings(hardware: Hardware) -> Iterator[str]:
-    """What the device makes of the precision."""
+    """Yield a warning about a precision that is slow on the device."""
     if hardware.precision.startswith("fp16") and hardware.device == "cpu":
         yield "mixed_precision='fp16' on the CPU is slow and coarse; 'bf16' is what CPUs compute in"
 
 
 def tied_note(model: nn.Module) -> Iterator[str]:
-    """Which parameters are one and the same."""
+    """Yield the groups of tied parameters."""
     for names in tied(model):
         yield f"tied weights: {' = '.join(names)} (trained and saved once)"

@@ -1,4 +1,4 @@
-"""What a step costs, estimated: memory and arithmetic."""
+"""Estimated memory and FLOPs of a step."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from trainer_kit.utils.pytree import tensors
 
 
 class CostSection:
-    """The cost of a step.
+    """Cost of a step.
 
     Args:
-        run: Its optimizer is of the kind that it would have.
-        micro_batch: What is trained on at once; None where none could be read.
-        compute_loss: The user's own loss.
-        optimizer: The user's own.
-        device: Where the run computes.
-        processes: Processes of the run.
+        run: Run whose optimizer has the planned type.
+        micro_batch: A micro-batch of the run; None if none could be read.
+        compute_loss: The user's loss function; None for the model's own loss.
+        optimizer: The user's optimizer; None for the one that `args.optim` selects.
+        device: Device of the run.
+        processes: Number of processes of the run.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class CostSection:
             self.note = said(error)
 
     def memory(self) -> MemorySection:
-        """The memory of a step at its peak."""
+        """Return the memory of a step at its peak."""
         if self.anatomy is None:
             return MemorySection({}, None, None, "", self.note)
         parts = {each.name: each.nbytes for each in self.anatomy.components}
         return MemorySection(parts, self.anatomy.peak, capacity(self.device), _described(self.batch), "")
 
     def warnings(self) -> Iterator[str]:
-        """Where the memory does not suffice, and what would help."""
+        """Yield a warning if the memory does not suffice, with the options that would fit."""
         memory = self.memory()
         if memory.peak is None or memory.available is None or memory.peak <= memory.available:
             return
@@ -85,10 +85,15 @@ class CostSection:
         )
 
     def compute(self, batch: Batch, steps: StepsSection) -> Compute | None:
-        """The arithmetic of the steps that are left."""
+        """Return the FLOPs of the remaining steps; None if they are unknown.
+
+        Args:
+            batch: Composition of a step's samples.
+            steps: Steps of the run.
+        """
         if self.anatomy is None or not self.anatomy.model_flops:
             return None
-        # Of an epoch that does not fill a step, the batch that was read is smaller than those that were asked for.
+        # If an epoch does not fill a step, the batch is smaller than the arguments request.
         sample = self.anatomy.model_flops / (self.anatomy.batch_size * batch.accumulation)
         full = batch.samples if steps.per_epoch != 1 or steps.short is None else steps.short
         step = round(sample * full)

@@ -1,4 +1,4 @@
-"""What stands in for a run's own parts in a dry run, so that these stay as they are."""
+"""Substitutes for a run's own objects in a dry run, so that these stay unchanged."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ logger = logging.getLogger("trainer_kit")
 
 
 class Stage(Strategy):
-    """Stands in for a run's strategy: the same layout on the host, without the device and the other processes.
+    """Substitute for a run's strategy: the same layout on the host, without the device and the other processes.
 
     Args:
-        real: The run's own.
-        processes: Instead of its own number.
-        device: Where to compute.
+        real: The run's strategy.
+        processes: Number of processes to plan for; None for the real one.
+        device: Device to compute on.
     """
 
     def __init__(self, real: Strategy, processes: int | None, device: torch.device) -> None:
@@ -36,26 +36,26 @@ class Stage(Strategy):
 
 
 def _devices(real: Strategy) -> int:
-    """The devices of a process; XLA's are counted when it is set up, which takes them."""
+    """Return the number of devices per process; XLA devices are counted without setting them up."""
     kind = environment.xla_device_type() if real.device.type == "xla" and real.devices == 1 else None
     return max(1, environment.xla_devices(kind)) if kind is not None else real.devices
 
 
 def stand_in(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[torch.Tensor]]) -> torch.optim.Optimizer:
-    """An optimizer of the same kind and options over other parameters, without a state.
+    """Create an optimizer of the same type and options over other parameters, without state.
 
     Args:
-        optimizer: Stays as it is.
-        groups: The parameters of each of its groups.
+        optimizer: Optimizer; it stays unchanged.
+        groups: Parameters of each parameter group.
 
     Raises:
-        ValueError: If it consists of several optimizers, which would be at work in the other too.
+        ValueError: If `optimizer` consists of several optimizers, which both objects would share.
     """
     if len(optimizers_in(optimizer)) > 1:
         raise ValueError("it consists of several optimizers")
     other = object.__new__(type(optimizer))
     other.__dict__.update(vars(optimizer))
-    other.__dict__.pop("step", None)  # a scheduler has put it there, bound to the other optimizer
+    other.__dict__.pop("step", None)  # a scheduler's wrapper, bound to the original optimizer
     other.param_groups = [
         copy.deepcopy({name: value for name, value in group.items() if name not in ("params", "param_names")})
         | {"params": [*parameters]}
@@ -68,7 +68,7 @@ def stand_in(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[torch.T
 
 
 def schedule_only(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer of the same kind and options that changes nothing, for a scheduler to write its rates into."""
+    """Create an optimizer of the same type and options without effect, for a scheduler to set its rates."""
     if len(optimizers_in(optimizer)) == 1:
         return stand_in(optimizer, [[torch.zeros(())] for _ in optimizer.param_groups])
     groups = [{**group, "params": [torch.zeros(())]} for group in optimizer.param_groups]
@@ -79,7 +79,7 @@ def schedule_only(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 @contextlib.contextmanager
 def heard() -> Iterator[list[str]]:
-    """Collects what is warned of meanwhile, by `warnings` and in the log, instead of showing it; each once."""
+    """Collect the messages of `warnings` and of the log in this context instead of showing them, without repeats."""
     told: list[str] = []
 
     def hear(sentence: str) -> None:

@@ -1,4 +1,4 @@
-"""After which steps a run logs, evaluates and saves."""
+"""Steps after which a run logs, evaluates and saves."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from trainer_kit.planning.sections import EventSection
 from trainer_kit.run import Run
 
 _SHOWN = 4
-"""Steps of an event that are named."""
+"""Number of steps shown per event."""
 
 
 class Cadence:
-    """The steps at which things happen, as far as they are known before.
+    """Steps of the run's events, as far as they are known in advance.
 
     Args:
-        run: Where it begins, its steps counted.
-        loader: Its training batches.
+        run: Run at its starting point, with its number of steps.
+        loader: Loader of its training batches.
 
     Attributes:
-        epoch_ends: Steps with which an epoch ends; None where the dataset has no length.
+        epoch_ends: Steps at which an epoch ends; None if the dataset has no length.
         logs: Steps after which a record is written.
         evaluations: Steps after which the model is evaluated.
-        saves: Steps after which a checkpoint is saved for certain.
-        may_save: Further ones, at the most: after evaluations that may be the best so far.
+        saves: Steps after which a checkpoint is certainly saved.
+        may_save: Further possible steps: after evaluations that may be the best so far.
     """
 
     def __init__(self, run: Run, loader: TrainLoader | StreamLoader) -> None:
@@ -59,11 +59,11 @@ class Cadence:
 
     @property
     def planned_saves(self) -> int | None:
-        """How many checkpoints are committed at the most; None where that depends on the time."""
+        """Largest number of checkpoints that are committed; None if it depends on the time."""
         return None if self.run.args.save_minutes is not None else len(self.saves) + len(self.may_save)
 
     def facts(self) -> tuple[EventSection, ...]:
-        """The same for people."""
+        """Return the plan's sections on the events."""
         args = self.run.args
         logs = "never" if args.logging_strategy == "no" else _rule(args.logging_strategy, args.logging_steps)
         if args.logging_strategy == "steps":
@@ -108,7 +108,7 @@ def _event(name: str, rule: str, steps: Sequence[int]) -> EventSection:
 
 
 def _epoch_ends(run: Run, loader: TrainLoader | StreamLoader) -> list[int]:
-    """The steps with which an epoch ends, up to the run's last."""
+    """Return the steps at which an epoch ends, up to the run's last."""
     state, ends = run.state, []
     step, epoch = state.step + loader.steps_left(state.epoch, state.position), state.epoch
     while step <= run.total_steps:

@@ -1,4 +1,4 @@
-"""Whether an evaluation gives the metric by which the best model is chosen."""
+"""Check that an evaluation returns the metric that selects the best model."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from trainer_kit.planning.words import said
 from trainer_kit.run import Run
 
 _BATCHES, _SAMPLES = 2, 4
-"""Batches on which an evaluation is tried, and samples of each."""
+"""Number of batches in a trial evaluation, and samples of each."""
 
 _CHEAP = 100_000_000
-"""Parameters up to which it is tried with a copy of the model."""
+"""Largest number of parameters for a trial with a copy of the model."""
 
 
 class Evaluation:
-    """An evaluation of a run, as far as it is known before.
+    """Evaluation of a run, as far as it is known in advance.
 
     Args:
         run: The run.
         metrics: Streaming metrics by name.
-        compute_metrics: The user's own.
-        compute_loss: The user's own.
-        scheduler: The run's, which may go by a metric too.
-        callbacks_may_add: Whether callbacks may give metrics of their own.
+        compute_metrics: The user's metrics function; None for none.
+        compute_loss: The user's loss function; None for the model's own loss.
+        scheduler: Scheduler of the run, which may depend on a metric too; None if unknown.
+        callbacks_may_add: Whether callbacks may add their own metrics.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class Evaluation:
         self.warnings: list[str] = []
 
     def problems(self, reading: LoaderConfig) -> list[str]:
-        """What an evaluation would end with, as far as that is known; what is less certain goes to the warnings.
+        """Return the errors that an evaluation would certainly raise; uncertain ones are added to `warnings`.
 
         Args:
-            reading: How samples are read.
+            reading: Settings of the loader.
         """
         run, wanted, certain = self.run, self.wanted, self._certain()
         if not self.metrics and self.compute_metrics is None:
@@ -96,12 +96,12 @@ class Evaluation:
         return [f"eval_{name}" for name in datasets] if isinstance(datasets, Mapping) else ["eval"]
 
     def _certain(self) -> set[str]:
-        """What every evaluation gives, whatever the model: its times, and the loss where there is one."""
+        """Return the metrics that every evaluation returns, whatever the model: its times and the loss."""
         names = ["runtime", "samples_per_second", "steps_per_second", "loss"]
         return {f"{prefix}_{name}" for prefix in self._prefixes() for name in names}
 
     def _tried(self, reading: LoaderConfig) -> set[str]:
-        """The names that an evaluation of a few batches gives, with copies of the model and the metrics."""
+        """Return the names of the metrics from a few batches, with copies of the model and the metrics."""
         run, found = self.run, set()
         datasets = run.eval_dataset if isinstance(run.eval_dataset, Mapping) else {"": run.eval_dataset}
         strategy = Stage(run.strategy, 1, run.strategy.device)

@@ -1,4 +1,4 @@
-"""What can be told of a model before it is trained: what is tied and frozen, and what its loss depends on."""
+"""Facts about a model before training: tied and frozen parameters, and those that its loss depends on."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from trainer_kit.planning.words import listed
 from trainer_kit.run import Run
 
 _CHEAP = 20_000_000
-"""Parameters up to which a model is tried with its values."""
+"""Largest number of parameters for a trial with real values."""
 
 
 class Trial(NamedTuple):
-    """What one forward and backward pass of a copy of a model showed.
+    """Result of one forward and backward pass of a copy of a model.
 
     Attributes:
-        without_gradient: Names of trainable parameters that got no gradient; None where it did not come that far.
-        error: What it raised.
-        is_real: Whether it was tried with values; on shapes alone some models cannot be.
+        without_gradient: Names of trainable parameters without a gradient; None if the pass did not complete.
+        error: Error of the pass; None if there was none.
+        is_real: Whether the pass used real values; some models cannot run on shapes alone.
     """
 
     without_gradient: tuple[str, ...] | None
@@ -37,12 +37,12 @@ class Trial(NamedTuple):
 
 
 def try_step(run: Run, batch: Any, compute_loss: ComputeLoss | None) -> Trial:
-    """Lets a copy of a model go forward and backward: on shapes alone, else with values where that is cheap.
+    """Run forward and backward on a copy of the model: on shapes alone, or with values if that fails and is cheap.
 
     Args:
-        run: Its model stays as it is.
-        batch: On the host.
-        compute_loss: The user's own loss.
+        run: Run whose model stays unchanged.
+        batch: Micro-batch on the host.
+        compute_loss: The user's loss function; None for the model's own loss.
     """
     fakes, strategy = Fakes(), run.strategy
     assert strategy.precision is not None
@@ -62,7 +62,7 @@ def try_step(run: Run, batch: Any, compute_loss: ComputeLoss | None) -> Trial:
         if run.args.gradient_checkpointing:
             strategy.enable_activation_checkpointing(model)
         loss, batch = Loss(model, model, compute_loss), strategy.to_device(batch)
-        LossProbe(loss, strategy).detect_label_shift(batch)  # says what is wrong with the batch's columns
+        LossProbe(loss, strategy).detect_label_shift(batch)  # reports errors in the batch's columns
         return Trial(_without_gradient(loss, batch, strategy.autocast()), None, is_real=True)
     except Exception as error:
         return Trial(None, error, is_real=True)
@@ -79,12 +79,17 @@ def _without_gradient(loss: Loss, batch: Any, autocast: AbstractContextManager[A
 
 
 def size_of(model: nn.Module) -> int:
-    """The elements of all parameters, tied ones once."""
+    """Return the number of elements of all parameters; tied ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def model_facts(model: nn.Module, trial: Trial | None) -> Model:
-    """The model in figures."""
+    """Return the plan's section on the model.
+
+    Args:
+        model: The model.
+        trial: Trial of a step; None if there was none.
+    """
     return Model(
         name=type(model).__name__,
         parameters=size_of(model),
@@ -95,7 +100,7 @@ def model_facts(model: nn.Module, trial: Trial | None) -> Model:
 
 
 def tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """The names of parameters that are one and the same, group by group."""
+    """Return the groups of names that share one parameter."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -103,13 +108,13 @@ def tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def weights_dtype(model: nn.Module) -> str:
-    """What the trained weights are kept in."""
+    """Return the dtypes of the trained weights as text."""
     kinds = {str(each.dtype).removeprefix("torch.") for each in model.parameters() if each.requires_grad}
     return ", ".join(sorted(kinds)) or "none that is trained"
 
 
 def model_warnings(run_args: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[str]:
-    """What is odd about the weights, whatever the data."""
+    """Yield warnings about the weights, independent of the data."""
     kinds = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     if torch.float16 in kinds and run_args.mixed_precision == "fp16":
         yield ("the weights are float16, whose gradients mixed_precision='fp16' cannot unscale: load them in float32")

@@ -1,4 +1,4 @@
-"""`TrainingPlan`: what a dry run found, for people and for machines."""
+"""`TrainingPlan`: the result of a dry run, as text and as data."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from trainer_kit.planning.sections import (
 
 @dataclasses.dataclass(frozen=True)
 class TrainingPlan:
-    """What a training would do. `str()` shows it for a terminal of 80 columns.
+    """Course of a training. `str()` formats it for a terminal of 80 columns.
 
     Attributes:
-        data: The datasets.
-        batch: How the samples of a step come together.
-        steps: The optimizer steps.
-        start: Where the run begins.
-        model: The model.
-        hardware: Where it computes, in what, and why.
-        schedule: The learning rate; None where there is none to be had (see `problems`).
-        events: When what happens.
-        callbacks: Those that may request more, or stop the run.
-        storage: The checkpoints on the disk; None where none is saved.
-        memory: Of a step.
-        compute: The arithmetic; None where the model's is not known.
-        problems: What `train()` would end with, a sentence each.
-        warnings: What one should know before, a sentence each.
+        data: Sizes of the datasets.
+        batch: Composition of a step's samples.
+        steps: Optimizer steps.
+        start: Start of the run.
+        model: Facts about the model.
+        hardware: Device and precision, with the reasons for them.
+        schedule: Learning rate; None if it cannot be computed (see `problems`).
+        events: Steps of each event.
+        callbacks: Callbacks that may request more events, or stop the run.
+        storage: Checkpoints on the disk; None if none is saved.
+        memory: Memory of a step.
+        compute: FLOPs of the run; None if those of the model are unknown.
+        problems: Errors that `train()` would raise, a sentence each.
+        warnings: Warnings before training, a sentence each.
     """
 
     data: Data
@@ -58,7 +58,7 @@ class TrainingPlan:
     warnings: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as dicts, lists, numbers, text and None, for JSON."""
+        """Return the plan as JSON-compatible values."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""`make_training_plan`: goes through a training as far as that takes no step and leaves no trace."""
+"""`make_training_plan`: follows a training as far as possible without a step and without side effects."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ from trainer_kit.utils.rng import generators_kept
 
 @dataclasses.dataclass(frozen=True)
 class PlannedTraining:
-    """What a Trainer has, of which a plan is made; each is as the Trainer was given it.
+    """Objects of a Trainer that a plan is made from, as the user gave them.
 
     Attributes:
-        run: Its model, datasets and arguments.
-        events: Its callbacks.
-        collate: Makes batches.
-        compute_loss: The user's own loss.
-        compute_metrics: The user's own metrics.
+        run: Model, datasets and arguments.
+        events: Callbacks.
+        collate: Collator of the batches.
+        compute_loss: The user's loss function; None for the model's own loss.
+        compute_metrics: The user's metrics function; None for none.
         metrics: Streaming metrics by name.
-        optimizer: The user's own.
-        lr_scheduler: The user's own, or a function that makes one.
+        optimizer: The user's optimizer; None for the one that `args.optim` selects.
+        lr_scheduler: The user's scheduler, or a function that creates one; None for the one that the arguments select.
     """
 
     run: Run
@@ -69,7 +69,13 @@ class PlannedTraining:
 def make_training_plan(
     subject: PlannedTraining, resume_from_checkpoint: bool | str | Path | None = None, num_processes: int | None = None
 ) -> TrainingPlan:
-    """Makes the plan of a training; see `Trainer.plan`."""
+    """Plan a training; see `Trainer.plan`.
+
+    Args:
+        subject: Objects of the Trainer.
+        resume_from_checkpoint: As for `Trainer.train`.
+        num_processes: Number of processes to plan for; None for the real one.
+    """
     device = next((parameter.device for parameter in subject.run.model.parameters()), torch.device("cpu"))
     with heard() as told, generators_kept(device):
         stage = Stage(subject.run.strategy, num_processes, device)
@@ -79,7 +85,7 @@ def make_training_plan(
 
 
 class _Rehearsal:
-    """A training up to its first step, on a stage."""
+    """A training up to its first step, on a `Stage`."""
 
     def __init__(self, subject: PlannedTraining, stage: Stage, resume: bool | str | Path | None) -> None:
         self.subject = subject
@@ -103,7 +109,7 @@ class _Rehearsal:
                 self.problems.append(str(error))
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        """The run's optimizer; where there can be none one in its place, for the rest of the plan."""
+        """Return the run's optimizer; if it cannot be created, an SGD for the rest of the plan."""
         run = self.run
         try:
             optimizer = self.subject.optimizer or make_optimizer(run.model, run.args)
@@ -171,7 +177,7 @@ class _Rehearsal:
         )
 
     def _trial(self, first: First) -> Trial | None:
-        """A step of a copy of the model; None where there is nothing to try."""
+        """Try a step of a copy of the model; None if there is nothing to try."""
         if first.error is not None and not isinstance(first.error, ReadOnceError):
             self.problems.append(f"the first batches cannot be read: {said(first.error)}")
         if first.largest is None or self.problems:
@@ -228,7 +234,7 @@ class _Rehearsal:
         return facts.StepsSection(first, last, max(0, last - first), samples, per_epoch, epochs, rest or None)
 
     def _samples(self, last: int) -> int:
-        """Those of the steps that are left, what is passed over aside."""
+        """Return the samples of the remaining steps, without skipped ones."""
         loader, state = self.loader, self.run.state
         samples, left, epoch, position = 0, last - state.step, state.epoch, state.position
         while left > 0:
@@ -260,7 +266,7 @@ class _Rehearsal:
 
 
 def _may_ask(callback: Callback) -> bool:
-    """Whether a callback may ask for something that the arguments do not tell."""
+    """Return whether a callback may request something that the arguments do not determine."""
     is_own = not type(callback).__module__.startswith("trainer_kit.callbacks.")
     return is_own or type(callback).__name__ == "EarlyStopping"
 

@@ -10,15 +10,15 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def curve(points: Sequence[tuple[int, float]], width: int = 60, height: int = 6) -> list[str]:
-    """Draws values over steps.
+    """Draw values over steps.
 
     Args:
-        points: (step, value), one at least, in order of their steps.
-        width: Of the drawing, in characters.
-        height: The same.
+        points: Pairs (step, value), at least one, in ascending order of steps.
+        width: Width of the drawing, in characters.
+        height: Height of the drawing, in characters.
 
     Returns:
-        The drawing's lines, the greatest value at the top, the smallest at the bottom.
+        Lines of the drawing, with the largest value at the top and the smallest at the bottom.
     """
     columns, rows = 2 * width, 4 * height
     values = _sampled([value for _, value in points], columns)
@@ -27,7 +27,7 @@ def curve(points: Sequence[tuple[int, float]], width: int = 60, height: int = 6)
     before = None
     for column, value in enumerate(values):
         row = round((high - value) / (high - low) * (rows - 1)) if high > low else rows // 2
-        # What lies between two columns belongs to the second: a steep line stays a line.
+        # Dots between two columns belong to the second, so that a steep line stays connected.
         between = () if before is None else range(min(before, row) + 1, max(before, row))
         for dot in (row, *between):
             cells[dot // 4][column // 2] |= _DOTS[dot % 4][column % 2]
@@ -36,7 +36,7 @@ def curve(points: Sequence[tuple[int, float]], width: int = 60, height: int = 6)
 
 
 def _sampled(values: Sequence[float], count: int) -> list[float]:
-    """So many values, evenly spread."""
+    """Return `count` values, evenly spaced."""
     if count == 1 or len(values) == 1:
         return [values[0]] * count
     return [values[round(place * (len(values) - 1) / (count - 1))] for place in range(count)]

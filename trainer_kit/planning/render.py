@@ -1,4 +1,4 @@
-"""A plan for people, in lines of 80 columns."""
+"""Text of a plan, in lines of 80 columns."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from trainer_kit.planning.sections import (
 )
 
 WIDTH = 79
-"""Columns of a line: some terminals wrap a line of 80."""
+"""Columns of a line: some terminals wrap lines of 80."""
 
 _LABEL = 13
 _UNIT = re.compile(r"(?<=\d) (?=[A-Za-z]{1,5}\b)")
 
 
 def labelled(label: str, *paragraphs: str) -> list[str]:
-    """Paragraphs beside a label, each from a new line on; empty ones are left out."""
+    """Format paragraphs next to a label, each on a new line; empty ones are omitted."""
     lines: list[str] = []
     for paragraph in filter(None, paragraphs):
         together = _UNIT.sub("\u00a0", paragraph)  # textwrap breaks no line there
@@ -41,7 +41,7 @@ def labelled(label: str, *paragraphs: str) -> list[str]:
 
 
 def data_lines(data: Data) -> list[str]:
-    """The datasets."""
+    """Format the datasets."""
     train = "train_dataset has no length" if data.train is None else f"{data.train:,} samples to train on"
     if data.train is not None and data.epoch is not None and data.epoch != data.train:
         train += f", {data.epoch:,} of them in each epoch"
@@ -52,7 +52,7 @@ def data_lines(data: Data) -> list[str]:
 
 
 def batch_lines(batch: Batch) -> list[str]:
-    """What a step is made of."""
+    """Format the factors of a step's samples."""
     factors = [f"{batch.per_device:,} per device"]
     factors += [f"{batch.devices:,} devices"] * (batch.devices > 1)
     factors += [f"{batch.accumulation:,} accumulated", f"{batch.processes:,} process{'es' * (batch.processes > 1)}"]
@@ -60,7 +60,7 @@ def batch_lines(batch: Batch) -> list[str]:
 
 
 def steps_lines(steps: StepsSection, start: StartSection) -> list[str]:
-    """How long the run is and where it begins."""
+    """Format the length and the start of the run."""
     length = f"{steps.last:,} steps"
     if steps.per_epoch is not None and steps.epochs is not None:
         length += f" = {_number(steps.epochs)} epoch{'s' * (steps.epochs != 1)} of {steps.per_epoch:,}"
@@ -74,20 +74,20 @@ def steps_lines(steps: StepsSection, start: StartSection) -> list[str]:
 
 
 def model_lines(model: Model) -> list[str]:
-    """The model."""
+    """Format the model."""
     trained = "all trained" if model.trainable == model.parameters else f"{model.trainable:,} of them trained"
     return labelled("model", f"{model.name}, {model.parameters:,} parameters, {trained}")
 
 
 def hardware_lines(hardware: Hardware) -> list[str]:
-    """Where and in what the run computes, and why."""
+    """Format device and precision, with the reasons for them."""
     return labelled("computes on", f"{hardware.device} ({hardware.strategy})", f"because {hardware.reason}") + labelled(
         "precision", f"{hardware.precision}, weights in {hardware.weights}", f"because {hardware.precision_reason}"
     )
 
 
 def schedule_lines(schedule: ScheduleSection) -> list[str]:
-    """The learning rate as a drawing, its extremes beside it."""
+    """Draw the learning rate, with its extremes next to it."""
     lines = ["", f"learning rate ({schedule.optimizer}, {schedule.name})"]
     if schedule.points:
         drawn = curve(schedule.points, width=WIDTH - _LABEL - 1)
@@ -107,7 +107,7 @@ def schedule_lines(schedule: ScheduleSection) -> list[str]:
 
 
 def event_lines(events: Sequence[EventSection], callbacks: Sequence[str]) -> list[str]:
-    """When what happens, and who may ask for more."""
+    """Format the steps of each event, and the callbacks that may request more."""
     lines = ["", "after which steps"]
     for event in events:
         lines += labelled(f"  {event.name}", _when(event))
@@ -127,7 +127,7 @@ def _when(event: EventSection) -> str:
 
 
 def storage_lines(storage: Storage) -> list[str]:
-    """The checkpoints on the disk."""
+    """Format the checkpoints on the disk."""
     parts = ", ".join(f"{name} {readable_size(size)}" for name, size in storage.parts.items())
     unknown = f"and {storage.unknown}, whose size is not known" if storage.unknown else ""
     if storage.at_once is None:
@@ -140,7 +140,7 @@ def storage_lines(storage: Storage) -> list[str]:
 
 
 def memory_lines(memory: MemorySection) -> list[str]:
-    """The memory of a step."""
+    """Format the memory of a step."""
     if memory.peak is None:
         return labelled("memory", f"not known: {memory.note}")
     available = "" if memory.available is None else f" of {size_text(memory.available)}"
@@ -149,7 +149,7 @@ def memory_lines(memory: MemorySection) -> list[str]:
 
 
 def compute_lines(compute: Compute) -> list[str]:
-    """The arithmetic of the run."""
+    """Format the FLOPs of the run."""
     work = f"{flops(compute.step)} a step, {flops(compute.run)} in all, with batches like this"
     if compute.seconds is None or compute.peak is None:
         return labelled("work", work, f"how long that takes at least is not known: {compute.peak_source}")
@@ -161,7 +161,7 @@ def compute_lines(compute: Compute) -> list[str]:
 
 
 def bullets(title: str, sentences: Iterable[str]) -> list[str]:
-    """Sentences one below the other."""
+    """Format sentences as a list with a title; no lines without sentences."""
     lines: list[str] = []
     for sentence in sentences:
         lines += textwrap.wrap(
@@ -172,7 +172,7 @@ def bullets(title: str, sentences: Iterable[str]) -> list[str]:
 
 
 def flops(count: float) -> str:
-    """A number of operations."""
+    """Format a number of operations."""
     for prefix, factor in (("Z", 1e21), ("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if count >= factor:
             return f"{count / factor:,.3g} {prefix}FLOP"
@@ -180,7 +180,7 @@ def flops(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time span."""
+    """Format a time span in seconds."""
     for unit, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
         if seconds >= 1.5 * length:
             return f"{seconds / length:.3g} {unit}"

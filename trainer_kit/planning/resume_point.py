@@ -1,4 +1,4 @@
-"""Where a run would begin, read from its checkpoints without a change to them."""
+"""The point at which a run would begin, read from its checkpoints without changing them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from trainer_kit.run import Run
 
 
 class Beginning:
-    """Takes up the counters of the checkpoint that a run would go on from.
+    """Starting point of a run, with the counters of the checkpoint that it would resume from.
 
     Args:
-        run: Its counters are set, its optimizer is of the kind that it would have.
-        request: `resume_from_checkpoint`.
+        run: Run whose counters are set; its optimizer has the planned type.
+        request: Value of `resume_from_checkpoint`.
 
     Attributes:
-        directory: The checkpoint; None at the beginning.
-        committed: The run's own checkpoints that are in its folder already.
+        directory: The checkpoint; None for a run that starts at step 0.
+        committed: The run's own checkpoints that exist already in its folder.
 
     Raises:
-        ValueError: If the checkpoint is not there, damaged, or one of another training.
+        ValueError: If the checkpoint is missing, damaged, or belongs to another training.
     """
 
     def __init__(self, run: Run, request: bool | str | Path | None) -> None:
@@ -49,7 +49,11 @@ class Beginning:
         self.committed = [each.name for each in read_committed(trainer) if (self.folder / each.name).is_dir()]
 
     def lay_out(self, loader: TrainLoader | StreamLoader) -> RunLength:
-        """The run's steps; they are set in the run too."""
+        """Compute the run's steps, and set their number in the run.
+
+        Args:
+            loader: Loader of the training batches.
+        """
         run = self.run
         loader.passed_over = run.state.passed_over
         run.state.enter_epochs_of(loader.epoch_length)
@@ -58,6 +62,6 @@ class Beginning:
         return plan
 
     def facts(self) -> StartSection:
-        """The same for people."""
+        """Return the plan's section on the start."""
         others = [path.name for path in find_checkpoints(self.folder) if path.name not in self.committed]
         return StartSection(str(self.folder), None if self.directory is None else str(self.directory), tuple(others))

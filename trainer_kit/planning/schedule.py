@@ -1,4 +1,4 @@
-"""The learning rate of every step, from the real scheduler on an optimizer that changes nothing."""
+"""Learning rate of every step, from the real scheduler on an optimizer without effect."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from trainer_kit.run import Run
 from trainer_kit.utils.optimizer_state import described_groups
 
 _POINTS = 1000
-"""Points of a curve that are kept."""
+"""Largest number of points in a curve."""
 
 _LENGTHS = ("total_steps", "T_max", "total_iters", "num_training_steps")
-"""What schedulers call the steps that they are made for."""
+"""Names of schedulers' attributes for their length in steps."""
 
 
 class Rates:
-    """The learning rates of a run.
+    """Learning rates of a run.
 
     Args:
-        run: Where it begins; its optimizer stays as it is.
-        given: The user's own scheduler, or a function that makes one.
+        run: Run at its starting point; its optimizer stays unchanged.
+        given: The user's scheduler, or a function that creates one; None for the one that the arguments select.
         plan: The run's steps.
-        directory: The checkpoint that it goes on from.
+        directory: Checkpoint that the run resumes from; None for a run from step 0.
 
     Attributes:
-        scheduler: A copy of the run's, or what would be the run's.
-        rates: Of each step that is left, in the first group of parameters.
-        groups: The first rate of each group.
-        error: Why the scheduler cannot go all the way; None where it can.
+        scheduler: Copy of the run's scheduler, or the scheduler that the run would create.
+        rates: Rate of each remaining step, in the first parameter group.
+        groups: First rate of each parameter group.
+        error: Error that ends the schedule early; None if there is none.
 
     Raises:
-        TypeError: If what was given is no scheduler.
-        ValueError: If an argument of the schedule makes no sense, or the checkpoint is of another optimizer.
+        TypeError: If `given` is no scheduler.
+        ValueError: If an argument of the schedule is invalid, or the checkpoint belongs to another optimizer.
     """
 
     def __init__(self, run: Run, given: Any, plan: RunLength, directory: Path | None) -> None:
@@ -61,7 +61,7 @@ class Rates:
         self.rates = list(self._stepped(plan, plan.last_step - self.first))
 
     def _take_up(self, directory: Path) -> None:
-        """Goes on where the schedule stands in a checkpoint."""
+        """Restore the schedule from a checkpoint."""
         self.run.lr_scheduler = self.scheduler
         saved = described_groups(fitting_optimizer_state(self.run, directory))
         for group, other in zip(self.optimizer.param_groups, saved, strict=True):
@@ -84,7 +84,7 @@ class Rates:
             yield from (float(peak * factor(step)) for step in range(plan.schedule_step, plan.schedule_step + steps))
             return
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of steps of the scheduler without one of the optimizer
+            warnings.simplefilter("ignore")  # about scheduler steps without optimizer steps
             for step in range(1, steps + 1):
                 yield float(group["lr"])
                 if isinstance(scheduler, ReduceLROnPlateau):
@@ -99,7 +99,7 @@ class Rates:
                     return
 
     def facts(self) -> facts.ScheduleSection:
-        """The same for people."""
+        """Return the plan's section on the learning rate."""
         count = len(self.rates)
         places = range(count) if count <= _POINTS else [round(i * (count - 1) / (_POINTS - 1)) for i in range(_POINTS)]
         points = tuple((self.first + place + 1, self.rates[place]) for place in places)
@@ -131,7 +131,7 @@ class Rates:
         return ""
 
     def warnings(self) -> Iterator[str]:
-        """What is odd about the rates."""
+        """Yield warnings about the rates."""
         rates, steps = self.rates, self.run.total_steps
         if self.error is not None or not rates:
             return
@@ -164,9 +164,9 @@ class Rates:
 
 
 def _lengths(scheduler: Any) -> Iterator[tuple[str, int]]:
-    """The steps that a scheduler is made for, with the name that it has for them, as far as it tells."""
+    """Yield the names and values of a scheduler's lengths in steps, as far as it exposes them."""
     told = dict(vars(scheduler))
-    for factor in getattr(scheduler, "lr_lambdas", ()):  # transformers' schedules are partial functions
+    for factor in getattr(scheduler, "lr_lambdas", ()):  # transformers' schedules are functools.partial objects
         told |= factor.keywords if isinstance(factor, functools.partial) else {}
     milestones = told.get("_milestones") or told.get("milestones") or ()
     yield from ((name, told[name]) for name in _LENGTHS if isinstance(told.get(name), int))

@@ -1,4 +1,4 @@
-"""What a dry run finds, piece by piece."""
+"""Sections of a dry run's plan."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """How the samples of a step come together.
+    """Composition of a step's samples.
 
     Attributes:
         per_device: Samples of one micro-batch on one device.
-        devices: Devices of one process that a micro-batch is divided over.
+        devices: Devices of one process that share a micro-batch.
         accumulation: Micro-batches of a step.
-        processes: Processes of the run.
+        processes: Number of processes of the run.
         samples: Samples of a step.
     """
 
@@ -26,12 +26,12 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """The datasets, in samples; None where one does not say.
+    """Number of samples in the datasets; None for a dataset without a length.
 
     Attributes:
-        train: Of the training dataset.
-        epoch: Those of an epoch that are trained on.
-        evaluation: Of each dataset to evaluate, by its name ("" for a single one).
+        train: Samples of the training dataset.
+        epoch: Samples of an epoch that are trained on.
+        evaluation: Samples of each evaluation dataset, by name ("" for a single one).
     """
 
     train: int | None
@@ -41,16 +41,16 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class StepsSection:
-    """The optimizer steps of the run.
+    """Optimizer steps of the run.
 
     Attributes:
-        first: Steps that are taken already, in the checkpoint that the run goes on from.
-        last: The step at which it ends.
-        left: Those in between.
-        samples: Samples of these; None where the dataset has no length.
-        per_epoch: Of one epoch; None where the dataset has no length.
-        epochs: Epochs from the beginning to the last step; None where that is not known.
-        short: Samples of an epoch's last step where they are fewer than in the others, else None.
+        first: Steps already taken in the checkpoint that the run resumes from.
+        last: Step at which the run ends.
+        left: Number of steps from `first` to `last`.
+        samples: Samples of these steps; None if the dataset has no length.
+        per_epoch: Steps of one epoch; None if the dataset has no length.
+        epochs: Epochs from the beginning to the last step; None if unknown.
+        short: Samples of an epoch's last step if they are fewer than in the others, else None.
     """
 
     first: int
@@ -64,12 +64,12 @@ class StepsSection:
 
 @dataclasses.dataclass(frozen=True)
 class StartSection:
-    """Where the run begins.
+    """Start of the run.
 
     Attributes:
-        folder: `output_dir`.
-        checkpoint: Folder that it goes on from; None at the beginning.
-        others: Checkpoints in output_dir that it does not go on from, which it would set aside.
+        folder: Value of `output_dir`.
+        checkpoint: Folder of the checkpoint that the run resumes from; None for a run from step 0.
+        others: Other checkpoints in `output_dir`, which the run would move aside.
     """
 
     folder: str
@@ -79,14 +79,14 @@ class StartSection:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The model.
+    """Facts about the model.
 
     Attributes:
-        name: Its class.
-        parameters: Elements of all parameters, tied ones once.
-        trainable: Those that require a gradient.
-        tied: Names that are one and the same parameter.
-        without_gradient: Trainable parameters that the loss does not depend on; None where that is not known.
+        name: Name of its class.
+        parameters: Number of elements of all parameters; tied ones count once.
+        trainable: Number of elements that require a gradient.
+        tied: Groups of names that share one parameter.
+        without_gradient: Trainable parameters that the loss does not depend on; None if unknown.
     """
 
     name: str
@@ -98,15 +98,15 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """Where the run computes, in what, and why.
+    """Device and precision of the run, with the reasons for them.
 
     Attributes:
-        strategy: Its class.
-        device: Of this process.
-        reason: Why that strategy and that device.
-        precision: What forward passes compute in.
-        precision_reason: Why that.
-        weights: What the trained weights are kept in.
+        strategy: Class of the strategy.
+        device: Device of this process.
+        reason: Reason for the strategy and the device.
+        precision: Precision of forward passes.
+        precision_reason: Reason for the precision.
+        weights: Dtype of the trained weights.
     """
 
     strategy: str
@@ -119,15 +119,15 @@ class Hardware:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleSection:
-    """The learning rate.
+    """Learning rate of the run.
 
     Attributes:
-        optimizer: Its class.
-        name: The scheduler's name.
-        points: (step, rate of that step), for the steps from 1 on; evenly spread where there are many.
-        lowest: The smallest rate of all steps.
-        highest: The greatest.
-        note: What must be said beside; empty where nothing.
+        optimizer: Class of the optimizer.
+        name: Name of the scheduler.
+        points: Pairs (step, rate of that step), with steps from 1; evenly spaced if there are many.
+        lowest: Smallest rate of all steps.
+        highest: Largest rate of all steps.
+        note: Additional remark; empty if there is none.
     """
 
     optimizer: str
@@ -140,14 +140,14 @@ class ScheduleSection:
 
 @dataclasses.dataclass(frozen=True)
 class EventSection:
-    """When something happens.
+    """Steps of one event.
 
     Attributes:
         name: "log", "evaluate", "save" or "epoch ends".
-        rule: What asks for it.
-        first: The first steps after which it happens.
-        count: How often; None where that depends on the run.
-        last: The last such step.
+        rule: Description of the event's schedule.
+        first: First steps after which it happens.
+        count: Number of times; None if that depends on the run.
+        last: Last such step; None if there is none.
     """
 
     name: str
@@ -159,15 +159,15 @@ class EventSection:
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """The checkpoints on the disk.
+    """Checkpoints on the disk.
 
     Attributes:
-        parts: Bytes of one, by what they are for.
-        unknown: What else it holds whose size is not known; empty where nothing.
-        size: Bytes of one.
-        at_once: How many are there together at the most; None where nobody can tell.
-        there: How many of them are there already.
-        free: Bytes that are free there.
+        parts: Bytes of one checkpoint by content.
+        unknown: Further content of unknown size; empty if there is none.
+        size: Bytes of one checkpoint.
+        at_once: Largest number of checkpoints at the same time; None if unknown.
+        there: Number of checkpoints that exist already.
+        free: Free bytes on the disk.
     """
 
     parts: dict[str, int]
@@ -180,14 +180,14 @@ class Storage:
 
 @dataclasses.dataclass(frozen=True)
 class MemorySection:
-    """The memory of a step at its peak, estimated.
+    """Estimated memory of a step at its peak.
 
     Attributes:
         parts: Bytes by component.
-        peak: Bytes of all.
-        available: Bytes that the device has; None where that is not known.
-        batch: The shape of the batch, in words.
-        note: Why there is no estimate; empty where there is one.
+        peak: Bytes of all components; None without an estimate.
+        available: Bytes of the device's memory; None if unknown.
+        batch: Shape of the batch, in words.
+        note: Reason for a missing estimate; empty if there is one.
     """
 
     parts: dict[str, int]
@@ -199,15 +199,15 @@ class MemorySection:
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """The arithmetic of the run.
+    """FLOPs of the run.
 
     Attributes:
-        step: Floating-point operations of a step over all processes, for batches of `MemorySection`'s shape. What
-            activation checkpointing computes again is left out.
-        run: Those of all steps that are left.
-        peak: FLOP/s of one device at the most; None where that is not known.
-        peak_source: Where that figure is from, or why there is none.
-        seconds: What the run takes at least, if every device ran at its peak all the time.
+        step: Floating-point operations of a step over all processes, for batches of `MemorySection`'s shape, without
+            recomputation by activation checkpointing.
+        run: Floating-point operations of all remaining steps.
+        peak: Peak FLOP/s of one device; None if unknown.
+        peak_source: Source of the peak, or the reason why it is unknown.
+        seconds: Shortest duration of the run in seconds, with every device at its peak all the time; None if unknown.
     """
 
     step: int

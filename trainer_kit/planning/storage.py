@@ -1,4 +1,4 @@
-"""How large a run's checkpoints are, and how many of them are on the disk together."""
+"""Size of a run's checkpoints, and the number of them that exist at the same time."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from trainer_kit.utils.wrappers import without_wrappers
 def storage_of(
     run: Run, events: CallbackList, cadence: Cadence, committed: Collection[str], without_gradient: Collection[str]
 ) -> Storage:
-    """The checkpoints of a run: every tensor, and the model's own files; beside them come some kB of text.
+    """Return the sizes of a run's checkpoints: every tensor and the model's own files, without some kB of text.
 
     Args:
-        run: Where it begins; its model has its weights.
-        events: Its callbacks, whose states are saved too.
-        cadence: When it saves.
-        committed: Its checkpoints that are there already.
-        without_gradient: Names of parameters for which the optimizer never keeps anything.
+        run: Run at its starting point; its model has its weights.
+        events: Callbacks, whose states are saved too.
+        cadence: Steps of the saves.
+        committed: Checkpoints of the run that exist already.
+        without_gradient: Names of parameters for which the optimizer keeps no state.
 
     Raises:
-        TypeError: If the model, or a state, holds something that a checkpoint cannot hold.
-        ValueError: If it has a name that cannot be a file's.
+        TypeError: If the model, or a state, holds something that a checkpoint cannot store.
+        ValueError: If the model or a state has a name that cannot be a file name.
     """
     parts, unknown = {"weights": _size(run, without_wrappers(run.model).state_dict(), {})}, ""
     assert run.optimizer is not None
@@ -68,7 +68,7 @@ def _at_once(run: Run, cadence: Cadence, there: int) -> int | None:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest above it that is there."""
+    """Return the folder, or its nearest existing parent."""
     folder = folder.absolute()
     return next(each for each in (folder, *folder.parents) if each.is_dir())
 
@@ -78,7 +78,7 @@ def _size(run: Run, model: dict[str, torch.Tensor], states: dict[str, Any]) -> i
 
 
 def _callback_bytes(run: Run, events: CallbackList) -> int:
-    """What callbacks keep; of averages, which are made when training begins, what they will be."""
+    """Return the bytes of the callbacks' states, with those of averages that training will create."""
     size = _size(run, {}, {"callbacks": events.state_dict()})
     for callback in events.callbacks:
         if any(kind.__name__ == "EMA" for kind in type(callback).__mro__) and not any(tensors(callback.state_dict())):
@@ -91,18 +91,18 @@ def _callback_bytes(run: Run, events: CallbackList) -> int:
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer, model: torch.nn.Module, without_gradient: Collection[str]) -> int:
-    """Bytes of an optimizer's state after its first step.
+    """Return the bytes of an optimizer's state after its first step.
 
-    A step is taken with one parameter of each shape and dtype, by an optimizer of the same kind: where it can on
-    tensors without memory, else on the host.
+    An optimizer of the same type takes a step with one parameter per shape and dtype: on meta tensors if it can,
+    otherwise on the host.
 
     Args:
-        optimizer: Stays as it is.
-        model: Whose parameters it has.
-        without_gradient: Names of parameters that it passes over.
+        optimizer: Optimizer; it stays unchanged.
+        model: Model with the optimizer's parameters.
+        without_gradient: Names of parameters that the optimizer skips.
 
     Raises:
-        Exception: What a step of the optimizer raises.
+        Exception: Any error of the optimizer's step.
     """
     idle = {parameter for name, parameter in model.named_parameters() if name in without_gradient}
     known: dict[Any, int] = {}
@@ -111,7 +111,7 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, model: torch.nn.Module, wi
         for parameter in group["params"]:
             if not parameter.requires_grad or parameter in idle:
                 continue
-            if kept := optimizer.state.get(parameter):  # as Adagrad has it from the beginning
+            if kept := optimizer.state.get(parameter):  # Adagrad creates its state at the beginning
                 total += sum(_distinct(tensors(kept)))
                 continue
             key = (number, tuple(parameter.shape), parameter.dtype)
@@ -124,14 +124,14 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, model: torch.nn.Module, wi
 def _state_bytes(optimizer: torch.optim.Optimizer, number: int, parameter: torch.Tensor) -> int:
     try:
         return _stepped(optimizer, number, parameter, "meta")
-    except (RuntimeError, TypeError):  # it looks at values
+    except (RuntimeError, TypeError):  # it reads values
         return _stepped(optimizer, number, parameter, "cpu")
 
 
 def _stepped(optimizer: torch.optim.Optimizer, number: int, parameter: torch.Tensor, device: str) -> int:
     twin = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device, requires_grad=True)
     twin.grad = torch.zeros_like(twin)
-    if type(optimizer).__name__ == "AdamW8bit":  # its kernels want a GPU, or to be compiled
+    if type(optimizer).__name__ == "AdamW8bit":  # its kernels need a GPU or compilation
         return _kept_by(EightBitAdam([twin]), twin)
     other = stand_in(optimizer, [[twin] if place == number else [] for place in range(len(optimizer.param_groups))])
     for group in other.param_groups:

@@ -1,1 +1,1 @@
-"""Where the time goes: the time ledger, FLOPs of a model, peak FLOP/s of a device."""
+"""Profiling: the time ledger, FLOPs of a model, peak FLOP/s of a device."""

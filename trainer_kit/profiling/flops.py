@@ -1,14 +1,14 @@
-"""Floating-point operations of a step, counted while it runs: forward, backward, and what is computed again.
+"""Floating-point operations of a step, counted while it runs: forward, backward, and recomputation.
 
-A multiplication and its addition are two operations. Only products of matrices count: linear layers, convolutions,
-attention, recurrent layers. All else (norms, activations, softmax, the optimizer) is left out, as in the formulas of
-the PaLM paper (Chowdhery et al. 2022, appendix B), by which model FLOPs utilization is defined. Attention counts in
-full, whether a mask leaves out a half of it or not, as there.
+A multiplication and its addition are two operations. Only matrix products count: linear layers, convolutions,
+attention, recurrent layers. Everything else (norms, activations, softmax, the optimizer) is excluded, as in the
+formulas of the PaLM paper (Chowdhery et al. 2022, appendix B), which define model FLOPs utilization. As there,
+attention counts in full, even where a mask excludes half of it.
 
-A backward pass takes twice the operations of its forward pass: one product for the gradient of the input, one for that
-of the weight, where they are needed. What a pass computes again that the forward pass had computed already is no part
-of the model's FLOPs, but is of the hardware's: activation checkpointing (`torch.utils.checkpoint`), and the scores
-that the fused kernels of attention do not keep (Dao et al. 2022, FlashAttention, section 3.1).
+A backward pass takes twice the operations of its forward pass: one product for the gradient of the input and one for
+that of the weight, where they are needed. Recomputation in the backward pass counts in the hardware's FLOPs, not in
+the model's: activation checkpointing (`torch.utils.checkpoint`), and the scores that fused attention kernels do not
+keep (Dao et al. 2022, FlashAttention, section 3.1).
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ _NO_BACKWARD = -1
 
 
 class Flops(NamedTuple):
-    """Floating-point operations.
+    """Number of floating-point operations.
 
     Attributes:
-        forward: Of the forward pass.
-        backward: Of the backward pass, without what it computes again.
-        recomputed: What the backward pass computes again: checkpointed layers, the scores of fused attention.
+        forward: Operations of the forward pass.
+        backward: Operations of the backward pass, without recomputation.
+        recomputed: Operations of recomputation in the backward pass: checkpointed layers, the scores of fused
+            attention.
     """
 
     forward: int = 0
@@ -48,43 +49,43 @@ class Flops(NamedTuple):
 
     @property
     def model(self) -> int:
-        """What the model needs, however it is computed."""
+        """Operations that the model needs, independent of the implementation."""
         return self.forward + self.backward
 
     @property
     def hardware(self) -> int:
-        """What the device computes."""
+        """Operations that the device computes."""
         return self.model + self.recomputed
 
     def plus(self, other: Flops) -> Flops:
-        """These and `other`."""
+        """Return the sum with `other`."""
         return Flops(*(own + others for own, others in zip(self, other, strict=True)))
 
     def times(self, factor: float) -> Flops:
-        """So many times as many, rounded."""
+        """Return the multiple by `factor`, rounded."""
         return Flops(*(round(own * factor) for own in self))
 
     def minus(self, other: Flops) -> Flops:
-        """What is left of these without `other`."""
+        """Return the difference to `other`."""
         return Flops(*(own - others for own, others in zip(self, other, strict=True)))
 
 
 class FlopCounter(TorchDispatchMode):
-    """Counts the operators that run in its context, by their shapes; it changes no value and waits for no device.
+    """Mode that counts the operators in its context by their shapes, without a change of values or a synchronization.
 
-    It has the formulas of torch's `FlopCounterMode`, and those below, which that lacks. It is no subclass: that one
-    does not tell what is computed again, runs compiled functions uncompiled, and its hooks on every tensor raise at
-    gradients of gradients. Fake tensors are counted where it is entered after their mode.
+    It uses the formulas of torch's `FlopCounterMode`, and those below, which torch lacks. It is no subclass of it:
+    `FlopCounterMode` does not separate recomputation, runs compiled functions uncompiled, and its hooks on every tensor
+    raise errors for second-order gradients. To count fake tensors, enter it after their mode.
 
-    What torch.compile compiled is counted as far as it calls operators, matrix products by default; what it computes
-    again is counted as backward. Kernels that are no operators of torch are not seen: those that the compiler wrote
-    itself (flex_attention, max-autotune), and those of packages such as flash-attn.
+    In functions of torch.compile it counts the operators that they call, by default the matrix products; their
+    recomputation counts as backward. It cannot see kernels that are no operators of torch: those that the compiler
+    generates (flex_attention, max-autotune), and those of packages such as flash-attn.
 
     Args:
-        when: Asked before an operator is counted; None counts all.
+        when: Returns whether to count an operator; None counts all.
 
     Attributes:
-        uncounted: Operators whose formula raised, and what.
+        uncounted: Operators whose formula raised an error, with the error.
     """
 
     supports_higher_order_operators = True
@@ -97,17 +98,17 @@ class FlopCounter(TorchDispatchMode):
 
     @property
     def flops(self) -> Flops:
-        """What was counted so far."""
+        """Operations counted so far."""
         return Flops(self._forward, self._backward, self._recomputed)
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Lets compiled functions run as they are: under modes of users torch calls the original instead."""
+        """Return True, so that compiled functions run compiled: under user modes torch calls the original."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_traceable_wrapper_subclass_type(each) for each in types):
-            return NotImplemented  # nested and distributed tensors: what they call for their parts comes here then
+            return NotImplemented  # nested and distributed tensors: the calls for their parts arrive here
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         packet = func._overloadpacket if isinstance(func, torch._ops.OpOverload) else func
@@ -115,7 +116,7 @@ class FlopCounter(TorchDispatchMode):
         if formula and (self._when is None or self._when()):
             try:
                 count = formula(*args, **kwargs, out_val=result)
-            except Exception as error:  # training goes on, whatever an operator's arguments are in this torch
+            except Exception as error:  # an operator's arguments may differ in this torch version
                 self.uncounted[str(func)] = f"{type(error).__name__}: {error}"
             else:
                 self._add(*(count if isinstance(count, tuple) else (count, 0)))
@@ -132,18 +133,19 @@ class FlopCounter(TorchDispatchMode):
 
 
 def count_on_fakes(model: torch.nn.Module, batch: Any, context: contextlib.AbstractContextManager[Any]) -> Flops:
-    """Counts a forward and a backward pass without computing them, for models that are compiled.
+    """Count a forward and a backward pass without computing them, for compiled models.
 
-    Their own steps are not counted: torch compiles anew for a step with a counter, and does not show what its kernels
-    compute. So the model's own code is called, uncompiled, with fake tensors in place of its weights and the batch.
+    Steps of a compiled model cannot be counted: torch recompiles a step under a counter, and does not show the
+    operations of its kernels. The model's own code is therefore called uncompiled, with fake tensors as weights and
+    batch.
 
     Args:
-        model: Stays untouched. It is called with the batch's columns by name, or with its elements.
-        batch: On any device.
-        context: In which the forward pass is computed (autocast).
+        model: Model; it stays unchanged. It is called with the batch's columns by name, or with its elements.
+        batch: Batch on any device.
+        context: Context of the forward pass (autocast).
 
     Raises:
-        RuntimeError: If the model cannot be called in this way, or what it does depends on values.
+        RuntimeError: If the model cannot be called in this way, or branches on values.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -157,13 +159,13 @@ def count_on_fakes(model: torch.nn.Module, batch: Any, context: contextlib.Abstr
             with context:
                 outputs = torch.func.functional_call(model, fakes, *inputs)
             torch.autograd.backward([loss.sum() for loss in _losses(outputs)])
-    except Exception as error:  # anything, from the user's own code
+    except Exception as error:  # the user's code may raise any error
         raise RuntimeError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
     return counter.flops
 
 
 def _losses(outputs: Any) -> list[torch.Tensor]:
-    """The loss where the model returns one, else all that it returns."""
+    """Return the loss if the model returns one, else all outputs with gradients."""
     is_mapping = isinstance(outputs, Mapping)
     loss = outputs.get("loss") if is_mapping else None
     found = [loss] if isinstance(loss, torch.Tensor) else tree_leaves({**outputs} if is_mapping else outputs)
@@ -171,9 +173,9 @@ def _losses(outputs: Any) -> list[torch.Tensor]:
 
 
 def _is_checkpointed() -> bool:
-    """Whether the caller is a function that `torch.utils.checkpoint` calls for the second time.
+    """Return whether the caller is a recomputed function of `torch.utils.checkpoint`.
 
-    Asked in a backward pass with gradients on, which is so for a gradient of gradients as well: the stack tells.
+    Gradients are enabled in a backward pass for second-order gradients too, so only the stack distinguishes them.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -184,16 +186,16 @@ def _is_checkpointed() -> bool:
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> tuple[int, int]:
-    """Scores and their product with the values; query [batch, heads, length, size], key and value alike.
+    """Return the FLOPs of the scores and of their product with the values.
 
-    Of grouped heads each key and value is used by several queries.
+    The query has the shape [batch, heads, length, size], key and value alike. Grouped heads share keys and values.
     """
     scores = 2 * query.numel() * key.shape[-2]
     return scores + 2 * math.prod(query.shape[:-1]) * value.shape[-2] * value.shape[-1], 0
 
 
 def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> tuple[int, int]:
-    """Two products for each one of the forward pass, and the scores again."""
+    """Return two products for each one of the forward pass, and the recomputed scores."""
     return 2 * _attention(query, key, value)[0], 2 * query.numel() * key.shape[-2]
 
 
@@ -205,13 +207,13 @@ def _convolution_backward(
     gradient: Any, image: Any, weight: Any, _bias: Any, _stride: Any, _padding: Any, _dilation: Any, transposed: bool,
     _output_padding: Any, _groups: Any, output_mask: Any, **_: Any,
 ) -> tuple[int, int]:  # fmt: skip
-    """As often as the forward pass as gradients are needed; torch's own formula forgets the groups of weights."""
+    """Return the forward FLOPs once per required gradient; torch's own formula ignores groups."""
     positions = math.prod((image if transposed else gradient).shape[2:])
     return 2 * image.shape[0] * positions * weight.numel() * (output_mask[0] + output_mask[1]), 0
 
 
 def _recurrent(inputs: Any, weights: Any, *_: Any, **__: Any) -> tuple[int, int]:
-    """Each matrix of weights once for each row; inputs [..., size]."""
+    """Return one product with each weight matrix per row; inputs [..., size]."""
     rows = inputs.numel() // inputs.shape[-1]
     return 2 * rows * sum(weight.numel() for weight in weights if weight.ndim == 2), 0
 
@@ -228,7 +230,7 @@ def _twice(formula: Formula) -> Formula:
 
 
 def _grouped_product(left: Any, right: Any, *_: Any, **__: Any) -> tuple[int, int]:
-    """Products of groups (experts), which divide the rows, the columns, or what is summed over; or of all, in 3D."""
+    """Return the FLOPs of products of groups (experts): split by rows, columns or summed dimension; or in 3D."""
     rows = left.shape[-2] * left.shape[-1] if right.ndim == 2 else left.numel()
     return 2 * rows * right.shape[-1], 0
 
@@ -242,7 +244,7 @@ def _convolution(image: Any, weight: Any, *_: Any, out_val: Any, **__: Any) -> t
 
 
 def _found(formulas: dict[str, Formula]) -> dict[Any, Formula]:
-    """Those of the operators that this torch has."""
+    """Return the formulas of the operators that this torch version has."""
     aten = torch.ops.aten
     return {getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)}
 
@@ -271,7 +273,7 @@ _FORMULAS: dict[Any, Formula] = {
         "_grouped_mm": _grouped_product,
         "_scaled_grouped_mm": _grouped_product,
         "_scaled_mm": _product,
-        # Composite operators come as such in inference mode, and those of a nested tensor's values.
+        # Composite operators arrive undivided in inference mode and for values of nested tensors.
         "linear": _product,
         "matmul": _product,
         "conv1d": _convolution,
@@ -283,7 +285,7 @@ _FORMULAS: dict[Any, Formula] = {
 
 
 def _let_through(operator: Any) -> None:
-    """Tells an operator of higher order what to do under a counter; torch 2.6 refuses modes that it does not know."""
+    """Register a higher-order operator for the counter; torch 2.6 refuses modes without registration."""
 
     def counted(counter: FlopCounter, *args: Any, **kwargs: Any) -> Any:
         return counter.__torch_dispatch__(operator, (), args, kwargs)

@@ -1,7 +1,7 @@
-"""Peak FLOP/s of devices, against which the FLOP/s of a training are measured.
+"""Peak FLOP/s of devices, the reference for a training's FLOP/s.
 
-The figures are dense ones (data sheets print those of structured sparsity, twice as many, larger), at boost clock, with
-accumulation in fp32, as training has it, where a card is slower at that. A CPU's peak is measured.
+The figures are for dense matrices (data sheets print those of structured sparsity, twice as many, larger) at boost
+clock, with accumulation in fp32, as in training, where a card is slower at that. A CPU's peak is measured.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ TERA = 1e12
 
 _MEASURED_SECONDS = 0.2
 _LARGEST = 4096
-"""Rows and columns of the largest matrix that a CPU's peak is measured with."""
+"""Rows and columns of the largest matrix in the measurement of a CPU's peak."""
 _TRIES = 3
-"""Products of matrices of the last size: on a machine that is busy one alone may be slow."""
+"""Number of products of the last size: a single one may be slow on a busy machine."""
 
 _COLUMNS = ("float32", "tf32", "bfloat16", "float16")
 # fmt: off
 _TABLE: dict[str, tuple[float | None, float | None, float | None, float | None, str]] = {
-    # Name as torch.cuda.get_device_name tells it, without the maker: TFLOP/s in fp32, TF32, bf16, fp16; source.
+    # Name from torch.cuda.get_device_name without the vendor: TFLOP/s in fp32, TF32, bf16, fp16; source.
     r"V100-SXM2.*":           (15.7, None, None, 125, "NVIDIA V100 data sheet (2020)"),
     r"V100-PCIE.*":           (14.0, None, None, 112, "NVIDIA V100 data sheet (2020)"),
     r"V100S-PCIE.*":          (16.4, None, None, 130, "NVIDIA V100 data sheet (2020)"),
@@ -50,7 +50,7 @@ _TABLE: dict[str, tuple[float | None, float | None, float | None, float | None, 
     r"H200 NVL":              (60, 417.5, 835.5, 835.5, "NVIDIA H200 data sheet (2024)"),
     r"B200":                  (80, 1100, 2250, 2250, "NVIDIA Blackwell architecture technical brief (2024), HGX B200"),
     r"GB200":                 (90, 1250, 2500, 2500, "NVIDIA Blackwell architecture technical brief (2024), GB200"),
-    # Chips; of v3 each has two cores, which are devices of their own.
+    # Per chip; a v3 chip has two cores, which are separate devices.
     r"TPU v3":                (None, None, 123, None, "Google Cloud documentation, TPU v3"),
     r"TPU v4":                (None, None, 275, None, "Google Cloud documentation, TPU v4"),
     r"TPU v5e":               (None, None, 197, None, "Google Cloud documentation, TPU v5e"),
@@ -61,11 +61,11 @@ _TABLE: dict[str, tuple[float | None, float | None, float | None, float | None, 
 
 
 class Peak(NamedTuple):
-    """What a device computes at most.
+    """Peak performance of a device.
 
     Attributes:
-        flops_per_second: FLOP/s in products of matrices.
-        source: Where the figure is from.
+        flops_per_second: FLOP/s in matrix products.
+        source: Source of the figure.
     """
 
     flops_per_second: float
@@ -73,15 +73,15 @@ class Peak(NamedTuple):
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
-    """The peak of a device of this process.
+    """Return the peak of a device of this process.
 
     Args:
-        device: A CUDA GPU, or the CPU, whose peak is measured at the first call: that takes some tenths of a second.
-        dtype: In which matrices are multiplied; float32 is TF32 where torch may use that in products of matrices
-            (convolutions have a switch of their own, which is on by default and is not asked for here).
+        device: A CUDA GPU, or the CPU, whose peak is measured at the first call, in some tenths of a second.
+        dtype: Dtype of matrix products; float32 means TF32 where torch may use that in matrix products (convolutions
+            have a separate switch, which is on by default and is not considered here).
 
     Raises:
-        LookupError: If it is not known, in a sentence that says why.
+        LookupError: If the peak is unknown; the message says why.
     """
     if device.type == "cpu":
         return measured_peak(dtype)
@@ -92,14 +92,14 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
 
 
 def listed_peak(name: str, dtype: torch.dtype | str) -> Peak:
-    """The peak of a device in the table.
+    """Return the peak of a device in the table.
 
     Args:
-        name: As torch.cuda.get_device_name tells it; "TPU v5e" and the like.
+        name: Name as torch.cuda.get_device_name returns it; "TPU v5e" and the like.
         dtype: A dtype of torch, or "tf32".
 
     Raises:
-        LookupError: If the table has no such device, or it does not compute in that dtype by itself.
+        LookupError: If the table has no such device, or the device does not compute natively in that dtype.
     """
     column = str(dtype).removeprefix("torch.")
     short = re.sub(r"^(NVIDIA|Tesla) ", "", name)
@@ -116,10 +116,13 @@ def listed_peak(name: str, dtype: torch.dtype | str) -> Peak:
 
 @functools.cache
 def measured_peak(dtype: torch.dtype) -> Peak:
-    """The CPU's peak: the best of several products of square matrices, with the threads that torch has now.
+    """Measure the CPU's peak: the best of several products of square matrices, with torch's current number of threads.
+
+    Args:
+        dtype: Dtype of the matrices.
 
     Raises:
-        LookupError: If torch multiplies no such matrices on CPUs.
+        LookupError: If torch cannot multiply such matrices on CPUs.
     """
     size, best = 128, 0.0
     with torch.no_grad():
@@ -131,7 +134,7 @@ def measured_peak(dtype: torch.dtype) -> Peak:
                 matrix @ matrix
                 seconds = time.perf_counter() - begin
                 best, tries = max(best, 2 * size**3 / seconds), tries + 1
-                # One of twice the size takes up to eight times as long, a third of the time there is.
+                # A matrix of twice the size takes up to eight times as long, a third of the time limit.
                 if seconds < _MEASURED_SECONDS / 24 and size < _LARGEST:
                     size, tries = 2 * size, 0
                     matrix = torch.full((size, size), 0.5, dtype=dtype)
@@ -141,7 +144,12 @@ def measured_peak(dtype: torch.dtype) -> Peak:
 
 
 def computing_dtype(model: torch.nn.Module, mixed_precision: str) -> torch.dtype:
-    """The dtype in which most of a model's matrices are multiplied: autocast's, else that of most of its weights."""
+    """Return the dtype of most of a model's matrix products: autocast's, else that of most of its weights.
+
+    Args:
+        model: The model.
+        mixed_precision: "no", "fp16" or "bf16".
+    """
     autocast: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
     if mixed_precision in autocast:
         return autocast[mixed_precision]
@@ -153,6 +161,6 @@ def computing_dtype(model: torch.nn.Module, mixed_precision: str) -> torch.dtype
 
 
 def _allows_tf32() -> bool:
-    """Torch from 2.9 on raises where a precision is read by another of its two interfaces than it was set by."""
+    """Return whether TF32 is enabled; torch 2.9 and later raise an error if its two interfaces are mixed."""
     precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
     return precision == "tf32" if precision is not None else torch.get_float32_matmul_precision() != "highest"

@@ -1,4 +1,4 @@
-"""`Ledger`: where the wall time of a run goes."""
+"""`Ledger`: wall-clock time of a run by activity."""
 
 from __future__ import annotations
 
@@ -11,50 +11,53 @@ from typing import Any, Protocol
 import torch
 
 _UNFOLDED = 4096
-"""Marks after which they are folded into totals though nobody asks for them."""
+"""Number of marks that triggers folding them into totals."""
 
 LOST, DOWN = "lost", "down"
 
 
 class Clock(Protocol):
-    """What tells the time of a device, as a strategy does."""
+    """Clock of a device, such as a strategy."""
 
     def mark(self) -> Any:
-        """The present moment on the device, without waiting for it."""
+        """Return a mark of the current time on the device, without synchronization."""
 
     def passed(self, marks: Sequence[Any]) -> list[float]:
-        """Seconds from each mark to the next one, up to the last that the device has come to.
+        """Return the seconds from each mark to the next, up to the last one that the device has reached.
 
-        The marks before that one are done with: the clock may use them for other moments.
+        The clock may reuse the marks before that one.
+
+        Args:
+            marks: Marks of this clock, in order.
         """
 
 
 class HostClock:
-    """The host's monotonic clock, for devices that work at the host's pace."""
+    """Monotonic clock of the host, for devices that are synchronous with the host."""
 
     mark = staticmethod(time.perf_counter)
 
     def passed(self, marks: Sequence[float]) -> list[float]:
-        """Seconds from each mark to the next one."""
+        """Return the seconds from each mark to the next."""
         return [after - before for before, after in itertools.pairwise(marks)]
 
 
 class Ledger:
-    """The seconds of a run by activity: at each moment it is in one, so that they add up to the wall time.
+    """Seconds of a run by activity. Each moment belongs to one activity, so that their sum is the wall-clock time.
 
     The activities of the loop are "setup", "data", "forward", "backward", "optimizer", "logging", "evaluation",
     "saving", "callback/NAME" for each callback, and "loop" for the rest. "lost" is work that a restart or a rollback
-    did away with, from the checkpoint to the run's last sign of life, and a step that did not fit into memory. "down"
-    is the time from that sign of life to the next start.
+    discards, from the checkpoint to the run's last record, and a step that did not fit into memory. "down" is the time
+    from that record to the next start.
 
-    A device that works behind the host has a clock of its own: what it does while the host does something else is
-    counted once, as what the device was given then. So data that is read in the shadow of the device costs nothing.
-    It is kept and read by the thread that trains.
+    An asynchronous device has its own clock: work of the device during an activity of the host counts once, under the
+    activity in which the device received it. Data that is read while the device works therefore costs nothing. The
+    training thread alone uses the ledger.
 
     Attributes:
-        activity: The present one.
-        annotate: Whether each activity is a range in a profiler's trace too.
-        started: When this start of the run began, in seconds since 1970.
+        activity: Current activity.
+        annotate: Whether each activity is also a range in a profiler's trace.
+        started: Time of this start of the run, in seconds since 1970.
     """
 
     def __init__(self) -> None:
@@ -63,19 +66,30 @@ class Ledger:
         self.activity = "setup"
         self._range: torch.profiler.record_function | None = None
         self._seconds: dict[str, float] = {}
-        self._entries: list[tuple[str, Any]] = []  # activities and the marks at which they began
+        self._entries: list[tuple[str, Any]] = []  # activities and the marks of their beginnings
         self.keep_time_by(HostClock())
 
     def keep_time_by(self, clock: Clock) -> None:
-        """Takes the time from another clock from now on."""
-        first = clock.mark()  # may take its time
+        """Use another clock from now on.
+
+        Args:
+            clock: Clock of the device.
+        """
+        first = clock.mark()  # may be slow
         if self._entries:
             self.seconds()
         self._clock, self._mark = clock, clock.mark
         self._entries = [(self.activity, first)]
 
     def enter(self, activity: str) -> str:
-        """Begins an activity and returns the one that it interrupts, to be entered again."""
+        """Begin an activity.
+
+        Args:
+            activity: Name of the activity.
+
+        Returns:
+            The interrupted activity, for the caller to enter again.
+        """
         before, self.activity = self.activity, activity
         self._entries.append((activity, self._mark()))
         if self.annotate or self._range is not None:
@@ -86,7 +100,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """The context of an activity, after which the one before goes on."""
+        """Enter the context of an activity; the previous one resumes after it."""
         before = self.enter(activity)
         try:
             yield
@@ -94,24 +108,24 @@ class Ledger:
             self.enter(before)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by activity, over all starts of the run, as far as the device has come; nobody waits for it."""
+        """Return the seconds by activity over all starts, up to the device's progress, without synchronization."""
         self._entries.append((self.activity, self._mark()))
         self._fold()
         return dict(self._seconds)
 
     def wall(self) -> float:
-        """Seconds since the run began, times in which it was down included."""
+        """Return the seconds since the run began, including the time between starts."""
         return sum(self.seconds().values())
 
     def state_dict(self) -> dict[str, Any]:
         return {"seconds": self.seconds(), "time": time.time()}
 
     def go_on(self, state: Mapping[str, Any], lost: float) -> None:
-        """Takes up the ledger of a checkpoint that this start goes on from.
+        """Restore the ledger of a checkpoint that this start resumes from.
 
         Args:
-            state: What `state_dict` gave.
-            lost: Seconds of work that earlier starts did after the checkpoint, as far as they told of it.
+            state: Result of `state_dict`.
+            lost: Seconds of work after the checkpoint in earlier starts, as far as they were recorded.
         """
         gap = max(0.0, self.started - state["time"])
         lost = min(gap, lost)
@@ -121,7 +135,11 @@ class Ledger:
             self._add(activity, seconds)
 
     def go_back(self, state: Mapping[str, Any]) -> None:
-        """Counts all work since a checkpoint as lost: the run goes on from there."""
+        """Count all work since a checkpoint as lost, after a rollback to it.
+
+        Args:
+            state: Result of `state_dict` in the checkpoint.
+        """
         now, then = self.seconds(), state["seconds"]
         down = now.get(DOWN, 0.0)
         lost = sum(now.values()) - down - sum(then.values()) + then.get(DOWN, 0.0)
@@ -129,12 +147,16 @@ class Ledger:
         self._add(LOST, lost)
 
     def place(self) -> object:
-        """This moment, for `lose`."""
+        """Return a reference to this moment, for `lose`."""
         self.enter(self.activity)
         return self._entries[-1]
 
     def lose(self, place: object) -> None:
-        """Counts all since `place`, in this step, as lost: it is done again."""
+        """Count all time since `place`, in this step, as lost: the step is repeated.
+
+        Args:
+            place: Result of `place`.
+        """
         for number in reversed(range(len(self._entries))):
             entry = self._entries[number]
             self._entries[number] = (LOST, entry[1])
@@ -142,7 +164,7 @@ class Ledger:
                 break
 
     def _fold(self) -> None:
-        """Adds up what has passed; of the marks the last that the device has come to stays."""
+        """Add the elapsed time to the totals; keep the last mark that the device has reached."""
         passed, totals = self._clock.passed([mark for _, mark in self._entries]), self._seconds
         for (activity, _), seconds in zip(self._entries, passed, strict=False):
             totals[activity] = totals.get(activity, 0.0) + seconds

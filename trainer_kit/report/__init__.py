@@ -1,4 +1,4 @@
-"""Reports of runs from what they wrote down: a page, a picture or Markdown."""
+"""Reports of runs from their logs: a page, a picture or Markdown."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ def write_report(
     compare: Iterable[str | os.PathLike[str]] = (),
     format: str | None = None,
 ) -> Path:
-    """Writes a report of a run, or of several over each other.
+    """Write a report of a run, or of several in comparison.
 
     Args:
         run_dir: The `output_dir` of a run that wrote `log.jsonl`, or that file.
-        output: The file to write; None: `report.` and the format in `run_dir`.
-        compare: More runs, which are shown over the first.
-        format: "html" (one page that needs no network), "png" (a picture) or "md" (Markdown, for pull requests);
-            None: as `output` ends, else "html".
+        output: Path of the report; None for `report.` and the format in `run_dir`.
+        compare: More runs to show in the same plots.
+        format: "html" (one page without network access), "png" (a picture) or "md" (Markdown, for pull requests); None
+            for the ending of `output`, else "html".
 
     Returns:
-        The file.
+        The path of the report.
 
     Raises:
         FileNotFoundError: If a run has no log.
         ImportError: If matplotlib is missing.
         OSError: If the file cannot be written.
-        ValueError: If the format is not known, there are too many runs, or a log is empty, damaged or of a newer
-            version.
+        ValueError: If the format is unknown, there are too many runs, or a log is empty, damaged or of a newer version.
     """
     from trainer_kit.report.history import RunHistory
     from trainer_kit.report.panels import RUNS
@@ -71,7 +70,7 @@ def _format(output: str | os.PathLike[str] | None, format: str | None) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """The whole text or nothing: who has the page open meets no half of it."""
+    """Write the text atomically, so that an open page is never incomplete."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_text(text, encoding="utf-8")

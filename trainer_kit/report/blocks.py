@@ -1,4 +1,4 @@
-"""The parts that a report's page is made of: plots with their legends, and tables that fit a narrow screen."""
+"""Building blocks of a report's page: plots with their legends, and tables that fit a narrow screen."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ from trainer_kit.report.panels import Panel, Series, Table
 from trainer_kit.report.timeline import Timeline
 
 _STACKED_FROM = 4
-"""Columns of a table from which a narrow screen shows each row as a block of its own."""
+"""Number of columns from which a narrow screen shows each row of a table as a block."""
 
 
 def curves(panel: Panel, name: str, wide: bool = False) -> Markup:
-    """A panel with its legend and its table; `name` is not that of another plot."""
+    """Return a panel with its legend and table.
+
+    Args:
+        panel: Panel to draw.
+        name: Prefix of the identifiers in the plot, unique in the page.
+        wide: Whether the plot takes the whole page on a wide screen.
+    """
     drawn = _drawn(lambda name, size: drawing.curves(panel, name, size), name, wide)
     legend = [_entry(line(each.style), each.label, _last(panel, each)) for each in panel.series]
     if len(legend) == 1 and panel.series[0].style == 0:
@@ -30,7 +36,13 @@ def curves(panel: Panel, name: str, wide: bool = False) -> Markup:
 
 
 def timeline(each: Timeline, name: str, title: str) -> Markup:
-    """The timeline of a run with its legend, the totals as its table."""
+    """Return the timeline of a run with its legend, and a table of its totals.
+
+    Args:
+        each: The timeline.
+        name: Prefix of the identifiers in the plot, unique in the page.
+        title: Title of the plot.
+    """
     drawn = _drawn(lambda name, size: drawing.timeline(each, name, size), name, wide=True)
     shown = each.shown_totals()
     legend = [
@@ -45,7 +57,14 @@ _MARKS = {"restart": "▼", "rollback": "◀"}
 
 
 def bars(rows: dict[str, dict[str, float]], name: str, title: str, table: Table) -> Markup:
-    """Stacked bars of GiB with their legend and table."""
+    """Return stacked bars of GiB with their legend and table.
+
+    Args:
+        rows: GiB by component for each bar, by the bar's label.
+        name: Prefix of the identifiers in the plot, unique in the page.
+        title: Title of the plot.
+        table: The same figures as text.
+    """
     names = list(dict.fromkeys(each for row in rows.values() for each in row))
     only = next(iter(rows.values())) if len(rows) == 1 else {}
     legend = [
@@ -62,7 +81,7 @@ def bars(rows: dict[str, dict[str, float]], name: str, title: str, table: Table)
 
 
 def line(style: int) -> Markup:
-    """A sample of a line of a plot."""
+    """Return a sample of a line style."""
     dashes = " ".join(f"{1.7 * length:g}" for length in DASHES[style])
     return Markup(
         f'<svg class="sample" viewBox="0 0 24 8" aria-hidden="true"><path d="M1 4H23" fill="none" stroke-width="2.4" '
@@ -71,13 +90,19 @@ def line(style: int) -> Markup:
 
 
 def area(role: str) -> Markup:
-    """A sample of an area of a plot."""
+    """Return a sample of an area's colour."""
     hatched = " hatched" if role in drawing.HATCHED else ""
     return Markup(f'<span class="area{hatched}" style="background-color:var(--{role})" aria-hidden="true"></span>')
 
 
 def table(content: Table, caption: str, hidden_caption: bool = True) -> Markup:
-    """A table of texts whose first column names the rows; where not all rows are in it, the caption says so."""
+    """Return a table whose first column names the rows.
+
+    Args:
+        content: Texts of the table.
+        caption: Caption; it reports omitted rows.
+        hidden_caption: Whether only screen readers get the caption; it is always shown if rows are omitted.
+    """
     if len(content.body) < content.of:
         caption, hidden_caption = f"{caption}: {len(content.body):,} of {content.of:,}", False
     stacked = len(content.head) >= _STACKED_FROM
@@ -107,17 +132,17 @@ def _row(names: Sequence[str], cells: Sequence[str], stacked: bool) -> Markup:
 
 
 def _role(role: str, stacked: bool) -> str | None:
-    """What an element stays for a screen reader where the style sheet makes a block of it."""
+    """Return the role for screen readers, needed where the style sheet turns the table into blocks."""
     return role if stacked else None
 
 
 def _breakable(name: str) -> Markup:
-    """A name that may go on in the next line after each underscore."""
+    """Return a name that may wrap after each underscore."""
     return Markup("_<wbr>".join(text(part) for part in name.split("_")))
 
 
 def details(summary: str, *content: str) -> Markup:
-    """What opens when it is asked for."""
+    """Return a collapsed block with a summary."""
     return element("details", element("summary", summary), *content)
 
 
@@ -133,7 +158,7 @@ def _figure(title: str, legend: Sequence[str], drawn: Markup, note: str, content
 
 
 def _drawn(draw: Callable[[str, tuple[int, int]], str], name: str, wide: bool) -> Markup:
-    """The plot; a wide one twice, of which the style sheet shows the one that fits the screen."""
+    """Return the plot; a wide one in two sizes, of which the style sheet shows the fitting one."""
     narrow = Markup(draw(name, drawing.NARROW))
     if not wide:
         return narrow

@@ -1,8 +1,8 @@
-"""The colours of a report, by role; told apart by people of any colour vision.
+"""Colours of a report by role, distinguishable with any colour vision.
 
-Lines have dashes of their own beside their colours, areas that touch differ in lightness, and time that was lost or in
-which nothing ran is hatched. Against the page, text has a contrast of at least 4.5 and lines of at least 3 (WCAG 2.2,
-1.4.3 and 1.4.11), in the light and in the dark.
+Lines also differ in their dashes, adjacent areas differ in lightness, and lost time and downtime are hatched. Against
+the page, text has a contrast of at least 4.5 and lines of at least 3 (WCAG 2.2, 1.4.3 and 1.4.11), in the light and in
+the dark scheme.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DARK = {
 }  # fmt: skip
 
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2), (9, 3), (3, 1, 1, 1))
-"""Lengths of dash and gap, in line widths, for each colour of lines."""
+"""Lengths of dashes and gaps, in line widths, for each line colour."""
 
 _ACTIVITIES = {"logging and callbacks": "logging", "not recorded": "unknown"}
 _COMPONENTS = {"weights": "forward", "gradients": "backward", "optimizer": "optimizer", "activations": "data"}
@@ -36,17 +36,17 @@ _OTHERS = ("evaluation", "logging", "saving", "setup", "loop")
 
 
 def role_of(activity: str) -> str:
-    """The role of an activity of the timeline."""
+    """Return the role of an activity of the timeline."""
     return _ACTIVITIES.get(activity, activity)
 
 
 def bar_role(names: Sequence[str], name: str) -> str:
-    """The role of `name` among the components of memory `names`."""
+    """Return the role of `name` among the memory components `names`."""
     rest = [each for each in names if each not in _COMPONENTS]
     return _COMPONENTS.get(name) or _OTHERS[rest.index(name) % len(_OTHERS)]
 
 
 def variables() -> str:
-    """The rules of a style sheet that give each role its colour."""
+    """Return the style sheet's rules that assign a colour to each role."""
     light, dark = ("".join(f"--{role}:{colour};" for role, colour in each.items()) for each in (LIGHT, DARK))
     return f":root{{{light}}}@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}"

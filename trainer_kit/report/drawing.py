@@ -1,4 +1,4 @@
-"""The plots, by matplotlib: as SVG for the page, whose colours come from its style sheet, and as one picture."""
+"""Plots by matplotlib: as SVG for the page, with colours from its style sheet, and as one picture."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ except ImportError as error:
     raise ImportError(f"a report needs matplotlib ({error}): pip install matplotlib") from error
 
 Axes = Any
-_Scale = tuple[Locator, Callable[[float], str]]  # where its ticks are, and how they are written
+_Scale = tuple[Locator, Callable[[float], str]]  # positions and labels of its ticks
 
 _CROSSES = 50
-_AWAY = 6 / 72  # inches between a plot and the words beside it
+_AWAY = 6 / 72  # inches between a plot and its labels
 
 HATCHED = ("lost", "down")
-"""Activities in which nothing came out that lasts."""
+"""Activities without a lasting result."""
 
 NARROW, WIDE = (420, 236), (860, 260)
-"""Width and height of a plot in CSS pixels: in a column, on a phone too, and over the whole page."""
+"""Width and height of a plot in CSS pixels: in one column or on a phone, and over the whole page."""
 
 _ROLES = list(LIGHT)
 _TOKENS = {role: f"#fe{number:02x}ef" for number, role in enumerate(_ROLES)}
@@ -66,42 +66,61 @@ _SETTINGS: Any = {
 
 @contextlib.contextmanager
 def settings() -> Iterator[None]:
-    """The settings of matplotlib that a report needs, whatever the user's are."""
+    """Enter the context of a report's matplotlib settings, independent of the user's."""
     with matplotlib.rc_context(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # of a run's name; a browser has more fonts
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # in a run's name; a browser has more fonts
         matplotlib.rcdefaults()
         with matplotlib.rc_context(_SETTINGS):
             yield
 
 
 def curves(panel: Panel, name: str, size: tuple[int, int] = NARROW) -> str:
-    """A panel as SVG, without title and legend; `name` begins the names in it."""
+    """Return a panel as SVG, without title and legend.
+
+    Args:
+        panel: Panel to draw.
+        name: Prefix of the identifiers in the SVG.
+        size: Width and height in CSS pixels.
+    """
     axes = _axes(size)
     draw_curves(axes, panel, _TOKENS, columns(size))
     return _svg(axes.figure, name, panel.description())
 
 
 def columns(size: tuple[int, int]) -> int:
-    """Into how many columns the steps of a plot are divided."""
+    """Return the number of columns that a plot's steps are divided into."""
     return size[0] // 2
 
 
 def timeline(each: Timeline, name: str, size: tuple[int, int] = WIDE) -> str:
-    """The shares of the activities over the wall time as SVG."""
+    """Return the shares of the activities over the wall-clock time as SVG.
+
+    Args:
+        each: The timeline.
+        name: Prefix of the identifiers in the SVG.
+        size: Width and height in CSS pixels.
+    """
     axes = _axes(size)
     draw_timeline(axes, each, _TOKENS, size[0] // 4)
     return _svg(axes.figure, name, each.description())
 
 
 def bars(rows: dict[str, dict[str, float]], name: str, label: str, size: tuple[int, int] = WIDE) -> str:
-    """Stacked bars of GiB as SVG: a bar a row, its name above it; `label` says it in words."""
+    """Return stacked bars as SVG, one per row with its name above it.
+
+    Args:
+        rows: GiB by component for each bar, by the bar's name.
+        name: Prefix of the identifiers in the SVG.
+        label: Text alternative.
+        size: Width and height in CSS pixels; the height is ignored, since it follows from the number of bars.
+    """
     axes = _axes((size[0], 46 + 44 * len(rows)), left=12)
     draw_bars(axes, rows, _TOKENS)
     return _svg(axes.figure, name, label)
 
 
 def picture(histories: Sequence[RunHistory], path: Path) -> None:
-    """All plots as one PNG file, at 200 dots per inch."""
+    """Write all plots to one PNG file, at 200 dots per inch."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     with settings():
@@ -144,7 +163,14 @@ def _picture(histories: Sequence[RunHistory]) -> Figure:
 
 
 def draw_curves(axes: Axes, panel: Panel, colours: dict[str, str], columns: int) -> None:
-    """Draws the lines of a panel; of many values the mean of each column of pixels, and a band from least to most."""
+    """Draw the lines of a panel; many values are drawn as mean and range per column of pixels.
+
+    Args:
+        axes: Empty axes.
+        panel: Panel to draw.
+        colours: Colours by role.
+        columns: Width of the plot in columns of pixels.
+    """
     if panel.is_logarithmic:
         axes.set_yscale("log")
     factor = _factor(panel)
@@ -172,7 +198,7 @@ def draw_curves(axes: Axes, panel: Panel, colours: dict[str, str], columns: int)
 
 
 def _mark_missing(axes: Axes, series: Series, colour: str) -> None:
-    """Crosses at the foot of the plot, at the first of the values that are not finite."""
+    """Draw crosses at the bottom of the plot, at the first values that are not finite."""
     bad = series.steps[~np.isfinite(series.values)][:_CROSSES]
     if len(bad):
         axes.plot(bad, [0.02] * len(bad), "x", color=colour, transform=axes.get_xaxis_transform(), clip_on=False)
@@ -187,7 +213,7 @@ def _scale(axes: Axes, panel: Panel, colours: dict[str, str]) -> None:
 
 
 def _rule(axes: Axes, colours: dict[str, str], across: _Scale, up: _Scale | None, label: str) -> None:
-    """Draws scales around what is drawn already (matplotlib's own take longer than all else)."""
+    """Draw scales around the existing plot (matplotlib's own are slower than everything else)."""
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     axes.set_xlim(left, right)
     axes.set_ylim(low, high)
@@ -214,12 +240,12 @@ def _written(scale: _Scale, low: float, high: float) -> list[tuple[float, str]]:
 
 
 def _factor(panel: Panel) -> float:
-    """What values are multiplied with, so that the ticks of the vertical axis are round: sizes are GiB."""
+    """Return the factor for values that makes the ticks of the vertical axis round: sizes are in GiB."""
     return wording.size_unit(_greatest(panel))[0] if panel.word is wording.size else 1.0
 
 
 def _writer(panel: Panel) -> Callable[[float], str]:
-    """Writes a tick of the vertical axis: sizes in one unit, shares in percent."""
+    """Return the formatter of the vertical axis: sizes in one unit, shares in percent."""
     if panel.word is wording.size:
         unit = wording.size_unit(_greatest(panel))[1]
         return lambda value: f"{value:,.4g} {unit}" if value else "0"
@@ -227,7 +253,7 @@ def _writer(panel: Panel) -> Callable[[float], str]:
 
 
 def _short(value: float) -> str:
-    """A tick; all its digits, which are few."""
+    """Format a tick with all its digits, which are few."""
     return wording.short(value, digits=6)
 
 
@@ -236,7 +262,14 @@ def _greatest(panel: Panel) -> float:
 
 
 def draw_timeline(axes: Axes, each: Timeline, colours: dict[str, str], columns: int) -> None:
-    """Draws each activity's share of the time, one above the other, and a line at each restart and rollback."""
+    """Draw stacked shares of the activities over time, with a line at each restart and rollback.
+
+    Args:
+        axes: Empty axes.
+        each: The timeline.
+        colours: Colours by role.
+        columns: Number of equal parts of the time.
+    """
     edges, shares = each.shares(columns)
     factor, unit = _time_unit(each.length)
     edges = edges * factor
@@ -264,7 +297,13 @@ def draw_timeline(axes: Axes, each: Timeline, colours: dict[str, str], columns: 
 
 
 def draw_bars(axes: Axes, rows: dict[str, dict[str, float]], colours: dict[str, str]) -> None:
-    """Draws a stacked bar for each row."""
+    """Draw a stacked bar for each row.
+
+    Args:
+        axes: Empty axes.
+        rows: GiB by component for each bar, by the bar's name.
+        colours: Colours by role.
+    """
     names = list(dict.fromkeys(name for row in rows.values() for name in row))
     longest = max(sum(row.values()) for row in rows.values())
     factor, unit = wording.size_unit(longest)
@@ -292,7 +331,7 @@ def _axes(size: tuple[int, int], left: int = 58) -> Axes:
 
 
 def _plain(axes: Axes) -> Axes:
-    """The axes without anything of their own."""
+    """Remove matplotlib's own decorations from the axes."""
     axes.set_axis_off()
     axes.margins(x=0.01)
     return axes
@@ -300,7 +339,7 @@ def _plain(axes: Axes) -> Axes:
 
 def _entitle(axes: Axes, title: str, legend: bool, columns: int = 2, pad: int = 10) -> None:
     axes.set_title(printable(title), loc="left", fontsize=11, color=LIGHT["text"], fontweight="bold", pad=pad)
-    if legend:  # below, where it hides nothing
+    if legend:  # below the plot, where it covers nothing
         axes.legend(
             fontsize=8, frameon=False, ncols=columns, labelcolor=LIGHT["text"], loc="upper left",
             bbox_to_anchor=(0, -0.28), borderaxespad=0, handlelength=2.2,
@@ -319,12 +358,12 @@ def _time_unit(seconds: float) -> tuple[float, str]:
 
 
 def _svg(figure: Figure, name: str, label: str) -> str:
-    """The figure as an element of a page: its text is text, its colours come from the page, its names are its own."""
+    """Return the figure as an SVG element with real text, the page's colours and unique identifiers."""
     buffer = io.StringIO()
     canvas: Any = FigureCanvasSVG(figure)
     canvas.print_svg(buffer, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     whole = buffer.getvalue()
-    end = "</defs>"  # of a style that would be taken by all elements of the page
+    end = "</defs>"  # the end of a style that would apply to the whole page
     body = whole[whole.index(end) + len(end) : whole.rindex("</svg>")]
     referred = {*_REFERENCE.findall(body)}
     body = _IDENTIFIER.sub(lambda match: f' id="{name}-{match[1]}"' if match[1] in referred else "", body)

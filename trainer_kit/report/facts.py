@@ -1,4 +1,4 @@
-"""What a report says of a run in words and single numbers: how it ended, its key figures, arguments and warnings."""
+"""Facts of a run in words and single numbers: its end, its key figures, arguments and warnings."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _SHOWN_EVALUATIONS = 100
 
 
 class Status(NamedTuple):
-    """How a run ended.
+    """End of a run.
 
     Attributes:
         kind: "good", "bad" or "open".
-        word: In one word or two.
-        sentence: What else is known; may be empty.
+        word: The status in one word or two.
+        sentence: Details; may be empty.
     """
 
     kind: str
@@ -46,7 +46,7 @@ class Figure(NamedTuple):
 
 
 def status(history: RunHistory) -> Status:
-    """How the newest start of the run ended."""
+    """Return how the newest start of the run ended."""
     if not history.starts:
         return Status("open", "no training", "The log holds no start of a training.")
     begins = history.starts[-1].place
@@ -63,7 +63,7 @@ def status(history: RunHistory) -> Status:
 
 
 def _ended(end: LoggedEvent, where: str, is_short: bool) -> Status:
-    """A run that ended in good order, with or without its last step."""
+    """Return the status of a run that ended regularly, before or at its last step."""
     reason = str(end.record.get("reason") or "")
     if end.record.get("ending") == "signal":
         by = reason or f"a signal, exit code {end.record.get('exit_code')}"
@@ -75,7 +75,7 @@ def _ended(end: LoggedEvent, where: str, is_short: bool) -> Status:
 
 
 def _unended(start: LoggedEvent, where: str) -> Status:
-    """A run whose log has no end: on this machine the process tells whether it is still at work."""
+    """Return the status of a run without a recorded end; on this machine, the process shows whether it still runs."""
     told = start.record.get("environment")
     process = told.get("process") if isinstance(told, dict) and told.get("host") == socket.gethostname() else None
     if not isinstance(process, int):
@@ -91,7 +91,12 @@ def _unended(start: LoggedEvent, where: str) -> Status:
 
 
 def key_figures(history: RunHistory, timeline: Timeline | None) -> list[Figure]:
-    """The figures that matter most, as far as the log has them."""
+    """Return the most important figures that the log holds.
+
+    Args:
+        history: History of the run.
+        timeline: Timeline of the run; None if the log lacks the data for it.
+    """
     makers = (_steps, _time, _loss, _best, _throughput, _memory, _goodput, _parameters)
     return [figure for make in makers if (figure := make(history, timeline)) is not None]
 
@@ -167,7 +172,7 @@ def _parameters(history: RunHistory, timeline: Timeline | None) -> Figure | None
 
 
 def anatomy(history: RunHistory) -> dict[str, float]:
-    """GiB by component in the record in which they came to most; empty where no record tells."""
+    """Return the GiB by component in the record with the largest sum; empty if no record has them."""
     names = [name for name in history.names if name.startswith(ANATOMY)]
     if not names:
         return {}
@@ -184,7 +189,7 @@ def anatomy(history: RunHistory) -> dict[str, float]:
 
 
 def anatomy_table(histories: Sequence[RunHistory]) -> Table:
-    """The components of all runs."""
+    """Return a table of the components of all runs."""
     parts = [anatomy(history) for history in histories]
     names = list(dict.fromkeys(name for part in parts for name in part))
     head = ["Component", *(["Size", "Share"] if len(parts) == 1 else names_of(histories))]
@@ -199,7 +204,12 @@ def anatomy_table(histories: Sequence[RunHistory]) -> Table:
 
 
 def evaluations(history: RunHistory, rows: int = _SHOWN_EVALUATIONS) -> Table | None:
-    """All evaluations, or `rows` of them evenly spaced where there are more, the best among them; None without any."""
+    """Return a table of the evaluations; None if there are none.
+
+    Args:
+        history: History of the run.
+        rows: Largest number of rows; more evaluations are thinned out evenly, and the best one stays.
+    """
     records = history.evaluations
     names = list(dict.fromkeys(name for record in records for name in record if name not in ("event", "time", "step")))
     names = [name for name in names if not name.endswith(("_samples_per_second", "_steps_per_second"))]
@@ -223,7 +233,7 @@ def _cell(name: str, value: Any) -> str:
 
 
 class Warned(NamedTuple):
-    """A warning, how often it came, and the step at which it came first."""
+    """A warning, its source, the number of its occurrences, and the step of the first."""
 
     message: str
     source: str
@@ -232,7 +242,7 @@ class Warned(NamedTuple):
 
 
 def warnings(history: RunHistory) -> list[Warned]:
-    """The warnings of all starts, each message once."""
+    """Return the warnings of all starts, without repeats."""
     records = [event.record for event in history.events if event.name == "warning"]
     counts = collections.Counter(str(record.get("message")) for record in records)
     first = {str(record.get("message")): record for record in reversed(records)}
@@ -243,7 +253,7 @@ def warnings(history: RunHistory) -> list[Warned]:
 
 
 def notices(history: RunHistory) -> list[str]:
-    """What is to be known of the log itself."""
+    """Return remarks about the log itself."""
     found = []
     if history.cut:
         lines = wording.listed(map(str, history.cut[:5]))
@@ -265,7 +275,7 @@ def notices(history: RunHistory) -> list[str]:
 
 
 def environment(history: RunHistory) -> list[tuple[str, str]]:
-    """Name and value of what the run was at work with."""
+    """Return names and values of the run's environment."""
     told = history.beginning.get("environment")
     facts = dict(told) if isinstance(told, dict) else {}
     facts.setdefault("trainer_kit", history.beginning.get("trainer_kit", "unknown"))
@@ -273,7 +283,7 @@ def environment(history: RunHistory) -> list[tuple[str, str]]:
 
 
 def arguments(history: RunHistory) -> list[tuple[str, str, bool]]:
-    """Name and value of each argument, and whether it is another than the default, those first."""
+    """Return name and value of each argument, and whether it differs from its default; changed ones first."""
     from trainer_kit.config.arguments import TrainingArguments
 
     usual = TrainingArguments().to_dict()
@@ -284,7 +294,7 @@ def arguments(history: RunHistory) -> list[tuple[str, str, bool]]:
 
 
 def differing(histories: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
-    """The arguments that are not the same in all runs, each with its values."""
+    """Return the arguments that differ between the runs, each with its values."""
     told = [history.arguments for history in histories]
     names = list(dict.fromkeys(name for arguments in told for name in arguments))
     rows = [(name, [_shown(arguments[name]) if name in arguments else "-" for arguments in told]) for name in names]

@@ -1,4 +1,4 @@
-"""`RunHistory`: what a run's log tells, in columns, so that 100,000 records are a matter of a second."""
+"""`RunHistory`: a run's log in columns, so that 100,000 records load in about a second."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class LoggedEvent(NamedTuple):
     """A record other than the regular "log" ones.
 
     Attributes:
-        place: Number of the record in the log, from 0.
-        record: As `read_log` gives it.
+        place: Index of the record in the log, from 0.
+        record: The record as `read_log` returns it.
     """
 
     place: int
@@ -50,7 +50,7 @@ class LoggedEvent(NamedTuple):
 
 
 class Best(NamedTuple):
-    """The best evaluation: the metric by which it is, its step and the value."""
+    """The best evaluation: the name of its metric, its step and the value."""
 
     name: str
     step: int
@@ -58,7 +58,7 @@ class Best(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Regular records of one piece of the log that hold the same names: one row each."""
+    """Regular records of one piece of the log that hold the same names, one row each."""
 
     places: Places
     names: dict[str, int]
@@ -66,22 +66,22 @@ class _Block(NamedTuple):
 
 
 class RunHistory:
-    """A run as its log tells it.
+    """History of a run from its log.
 
     Args:
         folder: The run's `output_dir`, or the log itself.
 
     Attributes:
-        name: Of the folder.
-        path: The log.
-        cut: Numbers of lines that were cut short when their process ended, and are left out.
-        count: Records in the log.
+        name: Name of the folder.
+        path: Path of the log.
+        cut: Numbers of incomplete lines, where the process ended during a write; they are skipped.
+        count: Number of records in the log.
         events: All records but the regular "log" ones, in the order of writing.
-        places: Which records of the log are the regular ones.
+        places: Indices of the regular records in the log.
 
     Raises:
         FileNotFoundError: If there is no log.
-        ValueError: If it holds no records, or cannot be read, see `LogFile`.
+        ValueError: If the log holds no records, or cannot be read, see `LogFile`.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -123,11 +123,15 @@ class RunHistory:
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """All names of the regular records, in the order in which they came up."""
+        """All names of the regular records, in the order of their first appearance."""
         return list(dict.fromkeys(itertools.chain.from_iterable(block.names for block in self._blocks)))
 
     def column(self, name: str) -> Array:
-        """The values of `name` in the regular records, [records], also of steps that were taken again; NaN: none."""
+        """Return the values of `name` in the regular records, [records], including repeated steps; NaN where missing.
+
+        Args:
+            name: Name in the records.
+        """
         if name not in self._columns:
             parts = [
                 block.values[:, block.names[name]] if name in block.names else np.full(len(block.places), math.nan)
@@ -138,42 +142,46 @@ class RunHistory:
 
     @functools.cached_property
     def kept(self) -> npt.NDArray[np.bool_]:
-        """Which of the regular records stand, [records]: not those of steps that were taken again."""
+        """Mask of the valid regular records, [records]: False for steps that were repeated later."""
         return self._stand(self.places, self.column("step"))
 
     @functools.cached_property
     def story(self) -> list[LoggedEvent]:
-        """The events that stand."""
+        """Events that are valid."""
         places = np.array([event.place for event in self.events], np.int64)
         stand = self._stand(places, np.array([event.step for event in self.events], np.float64))
         return [event for event, stands in zip(self.events, stand, strict=True) if stands]
 
     def _stand(self, places: Places, steps: Array) -> npt.NDArray[np.bool_]:
-        """A record stands unless a later one says that the run went back to before its step."""
+        """Return which records are valid: no later record resumes the run before their steps."""
         beginnings = [event for event in self.events if event.name in BEGINNINGS]
         least = np.minimum.accumulate([math.inf, *(float(event.step) for event in reversed(beginnings))])[::-1]
         later = np.searchsorted([event.place for event in beginnings], places, side="right")
         return np.asarray(steps <= least[later], np.bool_)
 
     def curve(self, name: str) -> tuple[Array, Array]:
-        """Steps, rising, and values of `name` in the records that stand and hold it, NaN and infinity included."""
+        """Return steps, ascending, and values of `name` in the valid records that hold it, including NaN and infinity.
+
+        Args:
+            name: Name in the records.
+        """
         lengths = [len(block.places) for block in self._blocks]
         there = np.repeat(np.array([name in block.names for block in self._blocks], np.bool_), lengths)[self._order]
         chosen = there & self.kept
         steps, values = self.column("step")[chosen], self.column(name)[chosen]
-        if (np.diff(steps) < 0).any():  # a log that no Trainer wrote
+        if (np.diff(steps) < 0).any():  # a log of another program
             order = np.argsort(steps, kind="stable")
             return steps[order], values[order]
         return steps, values
 
     @functools.cached_property
     def evaluations(self) -> list[Record]:
-        """The records of the evaluations that stand."""
+        """Records of the valid evaluations."""
         return [event.record for event in self.story if event.name == "evaluate"]
 
     @functools.cached_property
     def best(self) -> Best | None:
-        """The best evaluation by `metric_for_best_model`, of several that are equal the first; None before any."""
+        """Best evaluation by `metric_for_best_model`, the first among equals; None without evaluations."""
         arguments = self.arguments
         name = arguments.get("metric_for_best_model") or "eval_loss"
         values = {record["step"]: record[name] for record in self.evaluations if is_finite(record.get(name))}
@@ -184,36 +192,36 @@ class RunHistory:
 
     @functools.cached_property
     def summary(self) -> Record:
-        """The last record of the run, with the figures of the whole; empty where it did not come to its end."""
+        """Last record of the run, with its overall figures; empty if the run did not complete."""
         records = [event.record for event in self.story if event.name == "log"]
         return records[-1] if records else {}
 
     @functools.cached_property
     def beginning(self) -> Record:
-        """The newest record that tells the arguments; empty where there is none."""
+        """Newest record with the arguments; empty if there is none."""
         told = [event.record for event in self.events if isinstance(event.record.get("arguments"), dict)]
         return told[-1] if told else {}
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the newest start."""
+        """Arguments of the newest start."""
         return dict(self.beginning.get("arguments", {}))
 
     @functools.cached_property
     def step(self) -> int:
-        """The step that the run came to."""
+        """Last step of the run."""
         steps = [event.step for event in self.story]
         logged = self.column("step")[self.kept]
         return max([0, *steps, *(int(step) for step in logged[-1:])])
 
     @functools.cached_property
     def starts(self) -> list[LoggedEvent]:
-        """All records "start"."""
+        """All "start" records."""
         return [event for event in self.events if event.name == "start"]
 
     @functools.cached_property
     def ends(self) -> list[float]:
-        """For each start, when it ended, or else when its last record was written, in seconds since 1970."""
+        """Time of each start's end, or of its last record without an end, in seconds since 1970."""
         times = np.full(self.count, -math.inf)
         times[self.places] = self.column("time")
         for event in self.events:
@@ -230,12 +238,12 @@ class RunHistory:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether it is a number that can be drawn."""
+    """Return whether the value is a number that can be drawn."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _numbers(records: Sequence[Record], names: Sequence[str]) -> Array:
-    """The records' values, one record after the other; what is no number is NaN."""
+    """Return the records' values, one record after the other; NaN for values that are no numbers."""
     size = len(records) * len(names)
     flat = map(itemgetter(*names), records) if len(names) > 1 else ((record[names[0]],) for record in records)
     try:

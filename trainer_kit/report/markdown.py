@@ -19,7 +19,11 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$@&!])")
 
 
 def markdown(histories: Sequence[RunHistory]) -> str:
-    """Key figures, curves in a line each, time, memory, evaluations, arguments that matter and warnings."""
+    """Return key figures, one-line curves, time, memory, evaluations, changed arguments and warnings.
+
+    Args:
+        histories: Histories of the runs, at least one.
+    """
     names = names_of(histories)
     timelines = [Timeline(history) if Timeline.exists(history) else None for history in histories]
     parts = [f"## Training report: {escaped(wording.listed(names))}", _summary(histories, names, timelines)]
@@ -34,7 +38,7 @@ def markdown(histories: Sequence[RunHistory]) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text in which Markdown and HTML find nothing but text, in one line."""
+    """Escape Markdown and HTML in a text, and join its lines."""
     return _SPECIAL.sub(r"\\\1", " ".join(text.split()))
 
 
@@ -90,7 +94,7 @@ def _line(panel: Panel, series: Series) -> list[str]:
 
 
 def sparkline(series: Series) -> str:
-    """Finite values as a line of blocks, at most 24: ▁ is the least and █ the greatest."""
+    """Return finite values as a line of at most 24 blocks: ▁ is the minimum and █ the maximum."""
     means = thin(series, _WIDTH).mean
     low, high = means.min(), means.max()
     heights = np.zeros(len(means)) if high == low else (means - low) / (high - low)

@@ -1,4 +1,4 @@
-"""HTML, made of elements whose texts are escaped unless they are elements themselves."""
+"""HTML elements; their contents are escaped unless they are elements themselves."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ _VOID = frozenset({"br", "hr", "link", "meta"})
 
 
 class Markup(str):
-    """Text that is HTML already."""
+    """Text that already is HTML."""
 
     __slots__ = ()
 
 
 def element(tag: str, *content: str, **attributes: str | None) -> Markup:
-    """An element.
+    """Return an element.
 
     Args:
-        tag: Its name.
+        tag: Name of the element.
         content: Texts, which are escaped, and elements, which are not.
-        attributes: By name, with "_" for "-"; a trailing "_" is left out (`class_`). None leaves out the attribute.
+        attributes: Values by name, with "_" for "-"; a trailing "_" is removed (`class_`). None omits the attribute.
     """
     words = [f' {name.rstrip("_").replace("_", "-")}="{text(value)}"' for name, value in attributes.items() if value]
     begin = f"<{tag}{''.join(words)}>"
@@ -28,17 +28,17 @@ def element(tag: str, *content: str, **attributes: str | None) -> Markup:
 
 
 def joined(content: Iterable[str]) -> Markup:
-    """Texts and elements one after the other."""
+    """Concatenate texts, which are escaped, and elements."""
     return Markup("".join(each if isinstance(each, Markup) else text(each) for each in content))
 
 
 def text(value: str) -> str:
-    """A text in which HTML finds nothing but text."""
+    """Escape a text for HTML."""
     return html.escape(printable(value))
 
 
 def printable(value: str) -> str:
-    """A text whose characters can all be shown; those that HTML forbids, or that turn the line around, are replaced."""
+    """Replace characters that cannot be displayed, that HTML forbids, or that reverse the text direction."""
     if value.isprintable():
         return value
     return "".join(each if each in "\t\n\xa0" or each.isprintable() else "\ufffd" for each in value)

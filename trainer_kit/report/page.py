@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing beside it: no network, no script."""
+"""The report as one self-contained HTML page, without network access or scripts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 class Section(NamedTuple):
-    """A part of the page with a heading: its key in links, its title and what stands in it."""
+    """A section of the page: its key in links, its title and its content."""
 
     key: str
     title: str
@@ -26,7 +26,7 @@ class Section(NamedTuple):
 
 
 class _Runs(NamedTuple):
-    """The runs of a report, with the names that tell them apart and their timelines, where there are any."""
+    """The runs of a report, with their distinct names and their timelines, if any."""
 
     histories: Sequence[RunHistory]
     names: Sequence[str]
@@ -38,7 +38,11 @@ class _Runs(NamedTuple):
 
 
 def page(histories: Sequence[RunHistory]) -> str:
-    """The page of one run, or of several over each other."""
+    """Return the page of one run, or of several in comparison.
+
+    Args:
+        histories: Histories of the runs, at least one.
+    """
     timelines = [Timeline(history) if Timeline.exists(history) else None for history in histories]
     runs = _Runs(histories, names_of(histories), timelines)
     makers = (_summary, _curves, _time, _anatomy, _evaluations, _warnings, _arguments, _environment)
@@ -121,7 +125,7 @@ def _figure(figure: facts.Figure | None) -> Markup:
 
 
 def _compared(runs: _Runs, figures: Sequence[Sequence[facts.Figure]]) -> Markup:
-    """Key figures of several runs, a column a run."""
+    """Return a table of key figures, with one column per run."""
     by_name = [{each.name: each for each in run} for run in figures]
     names = dict.fromkeys(each.name for run in figures for each in run)
     rows = [[name, *(_figure(run.get(name)) for run in by_name)] for name in names]

@@ -1,4 +1,4 @@
-"""Which curves a report shows, what is said of them, and their tables."""
+"""Curves of a report, with their notes and tables."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from trainer_kit.report import wording
 from trainer_kit.report.history import ANATOMY, SECONDS, Array, Places, RunHistory
 
 RUNS = 6
-"""Runs that can be told apart in one plot."""
+"""Largest number of distinguishable runs in one plot."""
 
 _ROWS = 20
 _METRICS = 12
 _LOSSES = 4
 OWN_METRICS = 12
-"""Curves of callbacks' own numbers that are drawn."""
+"""Largest number of curves for callbacks' own metrics."""
 
 _USUAL = frozenset(
     {
@@ -41,12 +41,12 @@ class Series:
     """One line of a plot.
 
     Attributes:
-        label: What it is called.
+        label: Name of the line.
         style: Number of its colour and dashes.
-        steps: Where it has values, [records], rising.
-        values: The values, [records]; NaN and infinity are told of, not drawn.
-        sparse: Whether each value is marked by a dot.
-        best: The step of the best value, which is marked; None marks none.
+        steps: Steps of the values, [records], ascending.
+        values: The values, [records]; NaN and infinity are noted, not drawn.
+        sparse: Whether a dot marks each value.
+        best: Step of the best value, which is marked; None marks none.
     """
 
     label: str
@@ -57,7 +57,7 @@ class Series:
     best: int | None = None
 
     def finite(self) -> Series:
-        """Without what cannot be drawn."""
+        """Return the series without nonfinite values."""
         is_finite = np.isfinite(self.values)
         return dataclasses.replace(self, steps=self.steps[is_finite], values=self.values[is_finite])
 
@@ -67,12 +67,12 @@ class Panel:
     """One plot over the steps.
 
     Attributes:
-        key: Its name in the page.
-        title: Its name for people.
-        series: Its lines, at least one value in each.
-        word: Writes a value for people.
+        key: Identifier in the page.
+        title: Title of the plot.
+        series: Lines of the plot, with at least one value each.
+        word: Formats a value.
         from_zero: Whether the axis begins at zero.
-        note: What else to know.
+        note: Additional remark; empty if there is none.
     """
 
     key: str
@@ -84,7 +84,7 @@ class Panel:
 
     @functools.cached_property
     def is_logarithmic(self) -> bool:
-        """Whether values above zero differ so much that only a logarithmic axis shows them all."""
+        """Whether the range of positive values requires a logarithmic axis."""
         values = np.concatenate([series.finite().values for series in self.series])
         if self.from_zero or not len(values) or values.min() <= 0:
             return False
@@ -92,7 +92,11 @@ class Panel:
         return bool(values.max() > _LOG_RATIO * middle or middle > _LOG_RATIO * values.min())
 
     def notes(self, columns: int) -> str:
-        """What to know to read the plot, where it has so many columns of pixels."""
+        """Return the notes to the plot.
+
+        Args:
+            columns: Width of the plot in columns of pixels.
+        """
         notes = [self.note] if self.note else []
         if self.is_logarithmic:
             notes.append("The scale is logarithmic.")
@@ -103,7 +107,7 @@ class Panel:
         return " ".join(notes)
 
     def description(self) -> str:
-        """What a person sees in the plot, in sentences."""
+        """Describe the plot in sentences, as its text alternative."""
         sentences = [self._description_of(series) for series in self.series]
         scale = ["The scale is logarithmic."] if self.is_logarithmic else []
         return " ".join([f"{self.title} by step.", *sentences, *scale])
@@ -128,7 +132,11 @@ class Panel:
         return f"{what} {self.word(float(series.values[index]))} at step {series.steps[index]:,.0f}"
 
     def table(self, rows: int = _ROWS) -> Table:
-        """The values at some steps: about `rows` of each line, evenly spaced, the first and the last among them."""
+        """Return the values at some steps, evenly spaced, including the first and the last.
+
+        Args:
+            rows: Approximate number of steps per line.
+        """
         steps = np.unique(np.concatenate([_spread(series.steps, rows) for series in self.series]))
         columns = [self._cells(series, steps) for series in self.series]
         body = [[f"{step:,.0f}", *cells] for step, *cells in zip(steps.tolist(), *columns, strict=True)]
@@ -149,7 +157,7 @@ class Table(NamedTuple):
     Attributes:
         head: Names of the columns.
         body: The rows.
-        of: How many rows there would be in all.
+        of: Number of rows without omissions.
     """
 
     head: list[str]
@@ -158,7 +166,7 @@ class Table(NamedTuple):
 
 
 def panels(histories: Sequence[RunHistory]) -> list[Panel]:
-    """The plots that these runs have values for; several runs share each plot."""
+    """Return the plots that these runs have values for; several runs share each plot."""
     makers = (_loss, _metrics, _own_metrics, _learning_rate, _gradient_norm, _throughput, _efficiency, _memory)
     found = [panel for make in makers for panel in make(histories)]
     return [panel for panel in found if panel.series]
@@ -188,7 +196,7 @@ def _metrics(histories: Sequence[RunHistory]) -> list[Panel]:
 
 
 def own_metrics(history: RunHistory) -> list[str]:
-    """Names of the numbers in the records that are callbacks' own, in the order in which they came up."""
+    """Return the names of callbacks' own metrics in the records, in the order of their first appearance."""
     return [name for name in history.names if name not in _USUAL and not name.startswith(_USUAL_GROUPS)]
 
 
@@ -253,7 +261,7 @@ def _memory(histories: Sequence[RunHistory]) -> list[Panel]:
 
 
 def _evaluated(history: RunHistory) -> list[str]:
-    """Names of the figures of the evaluations, without how fast they went."""
+    """Return the names of the evaluations' metrics, without those of speed."""
     names = dict.fromkeys(name for record in history.evaluations for name in record)
     return [
         name
@@ -272,14 +280,14 @@ def _is_number(value: object) -> bool:
 
 
 def _said(name: str) -> str:
-    """The name of an evaluation's figure in words: "evaluation loss" for eval_loss."""
+    """Return the name of an evaluation's metric in words: "evaluation loss" for eval_loss."""
     first, *words = name.split("_")
     return " ".join(["evaluation" if first == "eval" else first, *words])
 
 
 def _evaluation(history: RunHistory, name: str, label: str, style: int) -> Series:
     records = [record for record in history.evaluations if _is_number(record.get(name))]
-    steps = {record["step"]: float(record[name]) for record in records}  # of two at one step the later
+    steps = {record["step"]: float(record[name]) for record in records}  # the later of two at one step
     best = history.best.step if history.best is not None and history.best.name == name else None
     values = np.array([*steps.values()], np.float64)
     return Series(label, style, np.array([*steps], np.float64), values, sparse=True, best=best)
@@ -292,20 +300,20 @@ def _compared_evaluations(histories: Sequence[RunHistory], name: str) -> tuple[S
 
 
 def _compared(histories: Sequence[RunHistory], name: str, label: str = "") -> tuple[Series, ...]:
-    """One figure of each run, called as the runs are; that of a run alone is called `label`."""
+    """Return one metric of each run, labelled by the runs; the metric of a single run is labelled `label`."""
     labels = names_of(histories) if len(histories) > 1 else [label]
     series = [Series(labels[style], style, *history.curve(name)) for style, history in enumerate(histories)]
     return tuple(each for each in series if len(each.values))
 
 
 def _several(history: RunHistory, names: dict[str, str]) -> tuple[Series, ...]:
-    """Several figures of one run."""
+    """Return several metrics of one run."""
     series = [Series(label, style, *history.curve(name)) for style, (name, label) in enumerate(names.items())]
     return tuple(each for each in series if len(each.values))
 
 
 def names_of(histories: Sequence[RunHistory]) -> list[str]:
-    """The runs' names; where two are the same, as much of their paths as tells them apart."""
+    """Return the runs' names; equal names are extended by parts of their paths."""
     paths = [history.path.resolve().parent for history in histories]
     names = [history.name for history in histories]
     for depth in range(2, max(len(path.parts) for path in paths) + 1):
@@ -323,13 +331,13 @@ def _spread(steps: Array, rows: int) -> Array:
 
 
 class Thin(NamedTuple):
-    """A line reduced to one value for each column of pixels.
+    """A line reduced to one value per column of pixels.
 
     Attributes:
         steps: Mean step of each column.
-        low: The least value in it.
-        mean: The mean.
-        high: The greatest.
+        low: Minimum in the column.
+        mean: Mean of the column.
+        high: Maximum in the column.
     """
 
     steps: Array
@@ -339,7 +347,7 @@ class Thin(NamedTuple):
 
 
 def thin(series: Series, columns: int) -> Thin:
-    """Least, mean and greatest value in each of `columns` equal parts of the steps; empty parts are left out."""
+    """Return minimum, mean and maximum in each of `columns` equal parts of the steps, without empty parts."""
     steps, values = series.steps, series.values
     if len(steps) <= columns:
         return Thin(steps, values, values, values)

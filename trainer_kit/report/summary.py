@@ -1,4 +1,4 @@
-"""`print_summary`: what a training took, in three or four lines."""
+"""`print_summary`: time, speed and memory of a training in three or four lines."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _MIB_PER_GIB = 1024
 
 
 def print_summary(result: TrainOutput) -> None:
-    """Prints time, samples per second and memory of a training, as transformers' guide to the anatomy of training does.
+    """Print time, samples per second and memory of a training, like transformers' guide to the anatomy of training.
 
-    Time is in seconds, memory in MiB. With a GPU it is what is occupied on the whole card by NVIDIA's count, other
-    processes included (what PyTorch has reserved where there is no such count), and the peak in tensors. Elsewhere it
-    is the peak of the process, or of the TPU where it tells one. The lines' form is that of `print_summary` in "Model
+    Time is in seconds, memory in MiB. With a GPU the figures are the occupied memory of the whole card from NVML,
+    including other processes (or PyTorch's reserved memory without NVML), and the peak of tensors. Elsewhere the figure
+    is the peak of the process, or of a TPU that reports one. The lines have the format of `print_summary` in "Model
     training anatomy" of transformers' documentation.
 
     Args:
-        result: What `Trainer.train` returned.
+        result: Result of `Trainer.train`.
 
     Raises:
-        TypeError: If it is something else.
+        TypeError: If it is another object.
     """
     metrics = getattr(result, "metrics", None)
     if not isinstance(metrics, Mapping) or "train_runtime" not in metrics:
@@ -35,7 +35,7 @@ def print_summary(result: TrainOutput) -> None:
 
 
 def _memory(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Each figure of memory worth a line, in GiB; a device may report none."""
+    """Yield the memory figures in GiB with their names; the device may report none."""
     occupied = metrics.get("device_memory_gib", metrics.get("reserved_memory_gib"))
     on_gpu = occupied is not None
     peak = "Peak GPU memory" if on_gpu else "Peak memory"

@@ -1,4 +1,4 @@
-"""Where the wall time of a run went: the ledger's seconds, put in their places on the clock."""
+"""Wall-clock time of a run: the ledger's seconds, placed on the time axis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOST, DOWN, UNKNOWN = "lost", "down", "not recorded"
 SHOWN = (
     *USEFUL, "data", "evaluation", "saving", "logging and callbacks", "setup", "loop", UNKNOWN, LOST, DOWN,
 )  # fmt: skip
-"""What the timeline tells apart, from below."""
+"""Activities that the timeline distinguishes, from bottom to top."""
 
 _KINDS = {"rollback": "rollback", "start": "restart"}
 _TOLD = 5
@@ -25,12 +25,12 @@ _TOLD = 5
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """A moment at which the run went on from an earlier step.
+    """A moment at which the run resumed from an earlier step.
 
     Attributes:
-        second: Of the run's wall time.
+        second: Seconds from the beginning of the run.
         kind: "restart" or "rollback".
-        step: Where it went on.
+        step: Step that the run resumed from.
     """
 
     second: float
@@ -40,12 +40,12 @@ class Mark:
 
 @dataclasses.dataclass(frozen=True)
 class _Spans:
-    """Spans of time one after the other, each passed evenly with several activities.
+    """Consecutive time spans, each divided evenly among several activities.
 
     Attributes:
-        begins: In seconds since 1970, [spans].
-        ends: The same, [spans].
-        seconds: Of each activity in each span, [spans].
+        begins: Beginnings in seconds since 1970, [spans].
+        ends: Ends in seconds since 1970, [spans].
+        seconds: Seconds of each activity in each span, [spans].
     """
 
     begins: Array
@@ -53,7 +53,7 @@ class _Spans:
     seconds: dict[str, Array]
 
     def with_more(self, spans: list[tuple[float, float, dict[str, float]]]) -> _Spans:
-        """These and more spans, in order."""
+        """Return these and more spans, in order."""
         begins = np.concatenate([self.begins, [begin for begin, _, _ in spans]])
         ends = np.concatenate([self.ends, [end for _, end, _ in spans]])
         order = np.argsort(begins, kind="stable")
@@ -69,14 +69,15 @@ class _Spans:
 
 
 class Timeline:
-    """The wall time of a run, from its first sign to its last.
+    """Wall-clock time of a run, from its first record to its last.
 
     Args:
-        history: Of a run for which `Timeline.exists`.
+        history: History of a run for which `Timeline.exists`.
 
     Attributes:
-        totals: Seconds by activity, as the ledger names them, "lost" and "down" included.
+        totals: Seconds by activity, as the ledger names them, including "lost" and "down".
         marks: Restarts and rollbacks.
+        length: Seconds from the beginning of the run to its last record.
     """
 
     def __init__(self, history: RunHistory) -> None:
@@ -95,7 +96,7 @@ class Timeline:
 
     @staticmethod
     def exists(history: RunHistory) -> bool:
-        """Whether the log holds what is needed: starts, times and the ledger's seconds."""
+        """Return whether the log holds the necessary data: starts, times and the ledger's seconds."""
         if not history.starts or not any(name.startswith(SECONDS) for name in history.names):
             return False
         times = [*(event.time for event in history.starts), *history.ends]
@@ -103,16 +104,20 @@ class Timeline:
 
     @property
     def wall(self) -> float:
-        """Seconds in all."""
+        """Total seconds."""
         return sum(self.totals.values())
 
     @property
     def goodput(self) -> float:
-        """Share of forward, backward and optimizer in the wall time."""
+        """Share of forward, backward and optimizer in the wall-clock time."""
         return sum(self.totals.get(name, 0.0) for name in USEFUL) / max(self.wall, 1e-9)
 
     def shares(self, columns: int) -> tuple[Array, dict[str, Array]]:
-        """Edges of equal parts of the wall time in seconds, [columns + 1], and each activity's share, [columns]."""
+        """Return the edges of equal parts of the time in seconds, [columns + 1], and each activity's share, [columns].
+
+        Args:
+            columns: Number of parts.
+        """
         edges = np.linspace(0.0, self.length, columns + 1)
         moments = np.stack([self._spans.begins, self._spans.ends], axis=1).ravel() - self._origin
         moments, shares = np.maximum.accumulate(moments), {}
@@ -126,7 +131,7 @@ class Timeline:
         return edges, {name: share for name, share in shares.items() if share.max(initial=0.0) > 1e-3}
 
     def shown_totals(self) -> dict[str, float]:
-        """The shares of the wall time of what the timeline tells apart, in its order; 0: drawn, but in no total."""
+        """Return the shares of the distinguished activities, in order; 0 for one that is drawn without a total."""
         totals = dict.fromkeys(SHOWN, 0.0)
         for activity, seconds in self.totals.items():
             totals[_shown(activity)] += seconds / self.wall
@@ -134,13 +139,13 @@ class Timeline:
         return {name: share for name, share in totals.items() if share > 0 or name in drawn}
 
     def table(self) -> Table:
-        """The totals, the longest first."""
+        """Return the totals as a table, longest first."""
         ordered = sorted(self.totals.items(), key=lambda item: -item[1])
         rows = [[name, wording.duration(value), wording.percent(value / self.wall)] for name, value in ordered]
         return Table(["Activity", "Time", "Share"], rows, len(rows))
 
     def description(self) -> str:
-        """What a person sees in the plot, in sentences."""
+        """Describe the plot in sentences, as its text alternative."""
         longest = sorted(self.totals.items(), key=lambda item: -item[1])[:4]
         parts = wording.listed(f"{name} {wording.percent(value / self.wall)}" for name, value in longest)
         told = [f"Wall time of {wording.duration(self.wall)}, most of it on {parts}."]
@@ -154,7 +159,7 @@ class Timeline:
 
 
 def _record_spans(history: RunHistory) -> _Spans:
-    """The time between regular records, with what they say that it was spent on."""
+    """Return the time between regular records, divided among their activities."""
     names = [name for name in history.names if name.startswith(SECONDS) and _passes(name)]
     seconds = {name.removeprefix(SECONDS): np.nan_to_num(history.column(name)) for name in names}
     ends = np.maximum.accumulate(history.column("time"))
@@ -163,18 +168,18 @@ def _record_spans(history: RunHistory) -> _Spans:
     firsts = np.searchsorted(history.places, [event.place for event in history.starts])
     for start, first in zip(history.starts, firsts, strict=True):
         if first < len(ends):
-            begins[first] = min(start.time, ends[first])  # what came before is no record's
+            begins[first] = min(start.time, ends[first])  # earlier time belongs to no record
     begins = np.where(np.isfinite(begins), begins, ends)
     room = ends - begins
     scale = np.where(history.kept, np.minimum(1.0, room / np.maximum(told, 1e-9)), 0.0)
     seconds = {name: values * scale for name, values in seconds.items()}
     seconds[UNKNOWN] = np.where(history.kept, room - told * scale, 0.0)
-    seconds[LOST] = np.where(history.kept, 0.0, room)  # of steps that were taken again
+    seconds[LOST] = np.where(history.kept, 0.0, room)  # time of repeated steps
     return _Spans(begins, ends, seconds)
 
 
 def _other_spans(history: RunHistory, spans: _Spans) -> list[tuple[float, float, dict[str, float]]]:
-    """What no regular record tells of: each start's setup, what followed its last record, and the time between."""
+    """Return the time outside regular records: each start's setup, its end, and the time between starts."""
     found: list[tuple[float, float, dict[str, float]]] = []
     firsts = np.searchsorted(history.places, [*(event.place for event in history.starts), history.count])
     end_before = -math.inf
@@ -193,13 +198,13 @@ def _other_spans(history: RunHistory, spans: _Spans) -> list[tuple[float, float,
 
 
 def _began(event: LoggedEvent) -> float:
-    """When the setup of a start began; another event took no time."""
+    """Return the time at which a start's setup began; for other events, their own time."""
     began = event.record.get("began")
     return float(began) if isinstance(began, (int, float)) and math.isfinite(began) else event.time
 
 
 def _rest(history: RunHistory, spans: _Spans, room: float) -> dict[str, float]:
-    """What the seconds after the last regular record went to: what the run's summary has more than the records."""
+    """Divide the time after the last regular record by the difference of the summary and the records."""
     totals = {name: total for name, total in _ledger(history.summary).items() if _passes(name) and name != "setup"}
     told = {name: float(seconds.sum()) for name, seconds in spans.seconds.items()}
     more = {name: max(0.0, total - told.get(name, 0.0)) for name, total in totals.items()}
@@ -209,7 +214,7 @@ def _rest(history: RunHistory, spans: _Spans, room: float) -> dict[str, float]:
 
 
 def _ledger(record: dict[str, object]) -> dict[str, float]:
-    """Seconds by activity in a record."""
+    """Return the seconds by activity in a record."""
     return {
         name.removeprefix(SECONDS): float(value)
         for name, value in record.items()
@@ -218,12 +223,12 @@ def _ledger(record: dict[str, object]) -> dict[str, float]:
 
 
 def _passes(name: str) -> bool:
-    """Whether an activity passes between two records, and not between two starts."""
+    """Return whether an activity takes place between two records, not between two starts."""
     return name.removeprefix(SECONDS) not in (LOST, DOWN)
 
 
 def _shown(activity: str) -> str:
-    """What the timeline shows an activity as."""
+    """Return the timeline's name for an activity."""
     if activity.startswith(CALLBACK) or activity == "logging":
         return "logging and callbacks"
     return activity if activity in SHOWN else "loop"

@@ -1,4 +1,4 @@
-"""How a report writes numbers for people."""
+"""Number formats of a report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SIZES = ((1024.0, "TiB", 1 / 1024), (1.0, "GiB", 1.0), (1 / 1024, "MiB", 1024.0
 
 
 def number(value: Any) -> str:
-    """Four significant digits, thousands set apart: 0.4321, 5e-05, 1,234; other things as their text."""
+    """Format with four significant digits and thousands separators: 0.4321, 5e-05, 1,234; other values as text."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     if isinstance(value, int):
@@ -21,7 +21,7 @@ def number(value: Any) -> str:
 
 
 def short(value: float, digits: int = 3) -> str:
-    """At most so many significant digits and a letter for thousands: 1.5k, 20M, 0.25, 3e-4."""
+    """Format with at most `digits` significant digits and a suffix for thousands: 1.5k, 20M, 0.25, 3e-4."""
     if 0 < abs(value) < 1e-3:
         mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
         return f"{float(mantissa):g}e{int(exponent)}"
@@ -30,24 +30,24 @@ def short(value: float, digits: int = 3) -> str:
 
 
 def percent(share: float) -> str:
-    """A share of 1 in percent: 93.1 %, 0.08 %."""
+    """Format a share of 1 in percent: 93.1 %, 0.08 %."""
     return f"{round(100 * share, 1 if share >= 0.01 else 2):g} %"
 
 
 def size(gib: float) -> str:
-    """GiB in the unit that suits: 12.3 GiB, 356 MiB."""
+    """Format GiB in a suitable unit: 12.3 GiB, 356 MiB."""
     factor, unit = size_unit(gib)
     amount = gib * factor
     return f"{amount:,.0f} {unit}" if abs(amount) >= 1000 else f"{amount:.3g} {unit}"
 
 
 def size_unit(gib: float) -> tuple[float, str]:
-    """What GiB are to be multiplied with for numbers of this magnitude, and the unit that they then have."""
+    """Return a suitable unit for GiB of this magnitude: the factor and the unit's name."""
     return next(((factor, unit) for least, unit, factor in _SIZES if abs(gib) >= least), (1.0, "GiB"))
 
 
 def duration(seconds: float) -> str:
-    """Two units at most: 0.35 s, 12 s, 3 min 20 s, 4 h 5 min, 2 d 3 h."""
+    """Format seconds in at most two units: 0.35 s, 12 s, 3 min 20 s, 4 h 5 min, 2 d 3 h."""
     if not math.isfinite(seconds):
         return number(seconds)
     if seconds < 59.5:
@@ -61,23 +61,23 @@ def duration(seconds: float) -> str:
 
 
 def moment(seconds: float) -> str:
-    """A moment, given in seconds since 1970, in the time of this machine: 2026-05-01 14:03 +0200."""
+    """Format seconds since 1970 in this machine's time zone: 2026-05-01 14:03 +0200."""
     if not math.isfinite(seconds):
         return "unknown"
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M %z")
 
 
 def capitalized(text: str) -> str:
-    """The text with its first letter large, the others as they are."""
+    """Return the text with its first letter in upper case, the others unchanged."""
     return text[:1].upper() + text[1:]
 
 
 def count(number: int, noun: str) -> str:
-    """1 step, 2,000 steps."""
+    """Format a number with its noun: 1 step, 2,000 steps."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def listed(words: Iterable[str]) -> str:
-    """a; a and b; a, b and c."""
+    """Join words: a; a and b; a, b and c."""
     *most, last = words
     return f"{', '.join(most)} and {last}" if most else last

@@ -1,1 +1,1 @@
-"""Tools that run a user's own script, unmodified, with its training taken over (`takeover.run_script`)."""
+"""Tools that run a user's script unmodified and take over its training (`script_runner.run_script`)."""

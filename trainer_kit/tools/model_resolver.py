@@ -1,4 +1,4 @@
-"""`resolve`: what a user calls a model becomes one to compute with on shapes alone, and a batch for it."""
+"""`resolve`: finds the model that a user names, and creates it on shapes alone with a batch for it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from trainer_kit.memory.advice import resized
 from trainer_kit.memory.errors import described
 
 SAMPLES = 8
-"""Samples of a batch where nobody says how many: the default of `TrainingArguments.per_device_train_batch_size`."""
+"""Default number of samples, equal to that of `TrainingArguments.per_device_train_batch_size`."""
 
 TOKENS = 512
-"""Tokens of a sequence where nobody says how many, or as many as the model has positions for."""
+"""Default number of tokens per sequence, limited by the model's positions."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""What weights can be made in, by name."""
+"""Dtypes of the weights, by name."""
 
-# The tasks whose batches can be made from a config alone, as transformers' tables of classes have them
-# (MODEL_FOR_…_MAPPING_NAMES), and what a batch holds.
+# Tasks whose batches follow from a config alone, by their names in transformers' tables of classes
+# (MODEL_FOR_…_MAPPING_NAMES), and the kind of batch.
 _TASKS = {
     "CAUSAL_LM": "tokens",
     "MASKED_LM": "tokens",
@@ -40,7 +40,7 @@ _TASKS = {
     "IMAGE_CLASSIFICATION": "image",
 }
 
-# Which of them a config gets that names none: an encoder is fine-tuned, all else learns its own task.
+# Tasks of a config without one: an encoder is fine-tuned, other models learn their own task.
 _OF_ENCODERS = ("SEQUENCE_CLASSIFICATION", "MASKED_LM")
 _OF_OTHERS = ("SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION", "SEQUENCE_CLASSIFICATION")
 
@@ -51,10 +51,10 @@ class ResolvedModel(NamedTuple):
     """A model and a batch for it.
 
     Attributes:
-        model: Its weights have no memory (device "meta"), unless a function of the user's needs real ones.
-        batch: What the Trainer would give to it; as a rule without memory, too.
-        compute_loss: As the Trainer takes it; None: the model returns its loss.
-        origin: In a few words, what was made of what.
+        model: Model on the device "meta", unless the user's function needs real weights.
+        batch: Batch as the Trainer would pass it, usually on the device "meta" too.
+        compute_loss: Loss function as for the Trainer; None for a model that returns its loss.
+        origin: Short description of the model and its source.
     """
 
     model: torch.nn.Module
@@ -66,19 +66,22 @@ class ResolvedModel(NamedTuple):
 def resolve(
     name: str, *, batch_size: int | None = None, seq_len: int | None = None, dtype: torch.dtype | None = None
 ) -> ResolvedModel:
-    """Finds what `name` means and makes it, without memory for weights.
+    """Find the model that `name` refers to and create it, without memory for weights.
 
     Args:
-        name: A file with a model's config (JSON), a folder with `config.json`, a name on the Hub (whose cache is looked
-            at first), or `module:function`, which is called without arguments and returns a `torch.nn.Module`,
+        name: A file with a model's config (JSON), a folder with `config.json`, a name on the Hub (whose cache is
+            searched first), or `module:function`, which is called without arguments and returns a `torch.nn.Module`,
             `(module, batch)` or `(module, batch, compute_loss)`.
-        batch_size: Samples of the batch; None: 8, or as many as the function's own batch has.
-        seq_len: Tokens of each sequence; None: 512, or as many as the model has positions for.
-        dtype: Of the weights; None: the config's, else float32.
+        batch_size: Samples of the batch; None for 8, or those of the function's own batch.
+        seq_len: Tokens of each sequence; None for 512, or the model's positions if they are fewer.
+        dtype: Dtype of the weights; None for the config's, else float32.
+
+    Returns:
+        The model and its batch.
 
     Raises:
         ValueError: If there is no such model, its config cannot be read, or the sizes do not suit it.
-        TypeError: If the function returns something else.
+        TypeError: If the function returns another type.
     """
     path = Path(name).expanduser()
     if name and path.exists():
@@ -95,7 +98,7 @@ def resolve(
 
 
 def _read(path: Path) -> Any:
-    """The config in a file or folder."""
+    """Read the config in a file or folder."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     file = path / "config.json" if path.is_dir() else path
@@ -112,19 +115,19 @@ def _read(path: Path) -> Any:
         raise ValueError(f"{file} has model_type {kind!r}, which the installed transformers does not know; {_REMEDY}")
     try:
         return AutoConfig.from_pretrained(file)
-    except Exception as error:  # each config checks its values in its own way
+    except Exception as error:  # each config has its own checks
         raise ValueError(f"{file} is no config of a model: {_one_line(error)}") from error
 
 
 def _from_hub(name: str) -> Any:
-    """The config from the cache, else from the Hub: a machine without a network need not wait for one."""
+    """Load the config from the cache, else from the Hub: a machine without a network must not wait for one."""
     from transformers import AutoConfig
 
     try:
         with contextlib.suppress(OSError):
             return AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=True)
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # of the network, the Hub or the config
+    except Exception as error:  # from the network, the Hub or the config
         raise ValueError(
             f"there is no file, folder or function {name!r}, and no such config came from the Hub or its cache: "
             f"{str(error).strip().partition(chr(10))[0] or type(error).__name__}"
@@ -139,15 +142,15 @@ def _from_config(
     _give_tokens(config)
     with torch.device("meta"), _default_dtype(dtype):
         try:
-            model = kind(config).to("meta")  # a few make tensors of their own, beside the default device
-        except Exception as error:  # any module may stumble over any value
+            model = kind(config).to("meta")  # a few models ignore the default device
+        except Exception as error:  # a model may raise any error
             raise ValueError(f"{kind.__name__} cannot be made from the config of {name}: {_one_line(error)}") from error
     batch = fake_batch(model, task, batch_size or SAMPLES, seq_len)
     return ResolvedModel(model.train(), batch, None, f"{kind.__name__} from {name}, weights in {str(dtype)[6:]}")
 
 
 def _choose(config: Any, name: str) -> tuple[Callable[[Any], torch.nn.Module], str]:
-    """The class to train that a config stands for, and its task."""
+    """Return the class that a config selects for training, and its task."""
     import transformers
 
     tables = _tables()
@@ -165,7 +168,7 @@ def _choose(config: Any, name: str) -> tuple[Callable[[Any], torch.nn.Module], s
 
 
 def _tables() -> dict[str, dict[str, str]]:
-    """By task, the class of each model type."""
+    """Return the class of each model type, by task."""
     from transformers.models.auto import modeling_auto
 
     names = {task: f"MODEL_FOR_{task}_MAPPING_NAMES" for task in (*_TASKS, "PRETRAINING")}
@@ -177,13 +180,13 @@ def _tables() -> dict[str, dict[str, str]]:
 
 
 def _dtype_of(config: Any) -> torch.dtype:
-    """The dtype that a config names; transformers 5 calls it `dtype`, before it was `torch_dtype`."""
+    """Return the dtype of a config; transformers 5 calls it `dtype`, earlier versions `torch_dtype`."""
     value = config.dtype if hasattr(config, "dtype") else getattr(config, "torch_dtype", None)
     return value if isinstance(value, torch.dtype) else DTYPES.get(str(value), torch.float32)
 
 
 def _give_tokens(config: Any) -> None:
-    """Classifiers on top of decoders look for the padding's token, decoders for a first one; any will do here."""
+    """Set missing token ids: decoders' classifiers need one for padding, decoders one to start; any value serves."""
     text = config.get_text_config()
     for token in ("pad_token_id", "decoder_start_token_id"):
         if getattr(text, token, None) is None:
@@ -204,14 +207,21 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def fake_batch(model: Any, task: str, samples: int, seq_len: int | None) -> dict[str, torch.Tensor]:
-    """A batch without memory for a transformers model.
+    """Return a batch on the device "meta" for a transformers model.
+
+    Args:
+        model: A transformers model with its config.
+        task: Task of the model, such as "CAUSAL_LM".
+        samples: Number of samples.
+        seq_len: Tokens of each sequence; None for 512, or the model's positions if they are fewer.
 
     Returns:
         `input_ids` and `attention_mask`, shape [samples, seq_len], with `labels` of the same shape, of shape [samples],
-        or two positions for each sample; or `pixel_values`, shape [samples, channels, height, width], and `labels`.
+            or
+        two positions for each sample; or `pixel_values`, shape [samples, channels, height, width], and `labels`.
 
     Raises:
-        ValueError: If the sequences are longer than the model has positions for, or images have no sequences.
+        ValueError: If the sequences are longer than the model's positions, or `seq_len` is given for images.
     """
     config, holds = model.config, _TASKS[task]
     if holds == "image":
@@ -230,7 +240,7 @@ def _whole(*shape: int) -> torch.Tensor:
 
 
 def _labels(config: Any, samples: int) -> torch.Tensor:
-    """A class a sample, or what `problem_type` makes of it; transformers regresses where there is one class."""
+    """Return one class per sample, or labels for `problem_type`; transformers regresses with a single class."""
     problem = config.problem_type or ("regression" if config.num_labels == 1 else None)
     if problem is None or problem == "single_label_classification":
         return _whole(samples)
@@ -240,7 +250,7 @@ def _labels(config: Any, samples: int) -> torch.Tensor:
 
 def _images(config: Any, samples: int) -> torch.Tensor:
     vision = getattr(config, "vision_config", config)
-    size = getattr(vision, "image_size", None) or 224  # what convolutional models without a size are trained on
+    size = getattr(vision, "image_size", None) or 224  # training size of convolutional models without one
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
     return torch.empty((samples, getattr(vision, "num_channels", 3), height, width), device="meta")
 
@@ -281,7 +291,7 @@ def _from_function(name: str, batch_size: int | None, seq_len: int | None, dtype
 
 
 def _find(name: str) -> Callable[[], Any]:
-    """The function `module:function`; modules of the current folder are found too, as by `python -m`."""
+    """Return the function `module:function`; modules of the current folder are found too, as with `python -m`."""
     module_name, _, path = name.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -307,12 +317,12 @@ def _find(name: str) -> Callable[[], Any]:
 
 
 def _call(name: str, function: Callable[[], Any], dtype: torch.dtype) -> Any:
-    """What the function returns: without memory for weights, unless it needs their values."""
+    """Call the function on the device "meta", or on the CPU if it needs the weights' values."""
     with _default_dtype(dtype):
         try:
             with contextlib.suppress(NotImplementedError, RuntimeError), torch.device("meta"):
                 return function()
-            return function()  # it reads numbers, or loads weights
+            return function()  # it reads values, or loads weights
         except Exception as error:  # the function is the user's own
             raise ValueError(f"{name} raised {described(error)}") from error
 

@@ -1,4 +1,4 @@
-"""`replay`: runs the step at which a run broke off once more, on the CPU, and finds where it goes wrong."""
+"""`replay`: runs the failed step of a run again on the CPU, and finds its failure."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)\n\s+(.+)')
 
 
 def replay(folder: Path, words: Sequence[str], say: Callable[[str], None], fail: Callable[[str], None]) -> NoReturn:
-    """Runs a user's script up to its training, and in place of that the one step that a crash folder keeps.
+    """Run a user's script up to its training, and then the single step of a crash folder instead.
 
-    The process ends with it: with code 0 if what ended the run came up again, else 1.
+    The process ends with it: with code 0 if the run's error is reproduced, else 1.
 
     Args:
-        folder: `crash-STEP`.
-        words: The script, or "-m" and a module, then its arguments: as they were in the run.
-        say: Told what was found, line by line.
-        fail: Told why the step cannot be run: the folder is of another model, or holds no batch.
+        folder: Folder `crash-STEP`.
+        words: The script, or "-m" and a module, then its arguments: the same as in the run.
+        say: Shows a line of the findings.
+        fail: Shows why the step cannot be run: the folder belongs to another model, or holds no batch.
 
     Raises:
-        ValueError: If the folder is damaged or none of a crash, or if the script does not train.
+        ValueError: If the folder is damaged or no crash folder, or if the script does not train.
     """
     verify(folder)
     report = read_state(folder, "report")
@@ -51,7 +51,7 @@ def replay(folder: Path, words: Sequence[str], say: Callable[[str], None], fail:
     def take_over(trainer: Trainer, train: Train, resume_from_checkpoint: bool | str | Path | None) -> int:
         try:
             return 0 if _Replay(folder, report, trainer, say).run() else 1
-        except BrokenPipeError:  # the reader has what it wanted (`| head`)
+        except BrokenPipeError:  # the reader has closed the pipe (`| head`)
             return 0
         except ValueError as error:
             fail(str(error))
@@ -61,7 +61,7 @@ def replay(folder: Path, words: Sequence[str], say: Callable[[str], None], fail:
 
 
 class _Replay:
-    """One step again, with the model and the loss of a script's Trainer."""
+    """Replay of one step, with the model and the loss of a script's Trainer."""
 
     def __init__(self, folder: Path, report: dict[str, Any], trainer: Trainer, say: Callable[[str], None]) -> None:
         self.folder = folder
@@ -82,7 +82,7 @@ class _Replay:
             works = self._works()
         except ValueError:
             raise
-        except Exception as error:  # the dataset's or the collator's own
+        except Exception as error:  # from the user's dataset or collator
             return self._raised(error)
         self.say(
             f"run again on the CPU with precision {report['precision']!r} (the run: {report['device']}), "
@@ -94,10 +94,10 @@ class _Replay:
         return str(self.report["error"]["message"])
 
     def _load_weights(self, model: torch.nn.Module) -> None:
-        """Those from before the step, else those of the newest checkpoint, else the script's own."""
+        """Load the weights from before the step, else those of the newest checkpoint, else keep the script's."""
         report, folders = self.report, []
         if report["newest_checkpoint"] is not None:
-            folders.append(self.folder.with_name(Path(report["newest_checkpoint"]).name))  # wherever the run lies now
+            folders.append(self.folder.with_name(Path(report["newest_checkpoint"]).name))  # the run may have moved
         if report["weights_by_rank"] is not None and report["weights_are"] != SPOILED:
             own = report["weights_by_rank"] == report["rank"]
             folders.insert(0, self.folder if own else self.folder.with_name(f"{CRASH_PREFIX}{report['step']}"))
@@ -107,7 +107,7 @@ class _Replay:
         self.say(f"weights: {'as the script made them' if source is None else f'those of {source}'}")
 
     def _works(self) -> list[Work]:
-        """The micro-batches as they are kept, or read again from the script's dataset where they are not whole."""
+        """Return the recorded micro-batches, or read incomplete ones again from the script's dataset."""
         kept = read_state(self.folder, "batch") or []
         if not kept:
             raise ValueError(f"{self.folder} holds no batch to run again: {'; '.join(self.report['missing'])}")
@@ -123,7 +123,7 @@ class _Replay:
         start, epoch = entry["start"], self.report["epoch"]
         return BatchIndices(epoch, start, entry["sample_ids"], entry["counted"], 0, True, start, start, False)
 
-    # What was found
+    # Findings
 
     def _judge(self, found: Diagnosis, works: list[Work]) -> bool:
         self._show(found)
@@ -154,14 +154,14 @@ class _Replay:
             self.say(f"first bad parameter on the way back: {found.parameter}")
 
     def _show_operation(self, work: Work) -> None:
-        """The line of the user's code in which the loss was spoiled."""
+        """Show the line of the user's code in which the loss became nonfinite."""
         with _Operations() as operations:
             again = diagnose(self.loss, [work], self.strategy)
         if again.loss is not None and (birth := cause(operations.births, again.loss)) is not None:
             self.say(f"first bad operation: {birth.place}: {birth.kind} came up in it")
 
     def _show_backward(self, works: list[Work]) -> None:
-        """What torch's anomaly detection says of a gradient that is NaN, and the line of the forward pass."""
+        """Show the result of torch's anomaly detection for a NaN gradient, and the line of its forward pass."""
         before = torch.is_anomaly_enabled()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -203,12 +203,12 @@ class _Replay:
 
 
 def _work_of(entry: dict[str, Any]) -> tuple[int, int, bool]:
-    """How a micro-batch was worked on, without the batch itself."""
+    """Return the fields of `Work` except the batch."""
     return entry["seed"], entry["samples"], entry["counted"]
 
 
 class _Operations(TorchDispatchMode):
-    """Keeps, in order, the operations that made an infinity or NaN of inputs without it."""
+    """Mode that records, in order, the operations with nonfinite results from finite inputs."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -216,10 +216,10 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs = [args, kwargs or {}]
-        before = kind_of(inputs) if func._schema.is_mutable else None  # it may write its result there
+        before = kind_of(inputs) if func._schema.is_mutable else None  # it may overwrite its inputs
         result = func(*args, **(kwargs or {}))
         kind = kind_of(result if isinstance(result, (list, tuple)) else [result])
-        if kind is None or "empty" in func.__name__:  # memory without values
+        if kind is None or "empty" in func.__name__:  # uninitialized memory
             return result
         given = before if func._schema.is_mutable else kind_of(inputs)
         if given != kind and given != "nan":
@@ -228,7 +228,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _frames_of_the_user(error: BaseException) -> traceback.TracebackException:
-    """An error's traceback, and those of its causes, without torch's frames and ours."""
+    """Return an error's traceback, and those of its causes, without frames of torch and trainer_kit."""
     told = traceback.TracebackException.from_exception(error)
     each: traceback.TracebackException | None = told
     while each is not None:
@@ -239,7 +239,7 @@ def _frames_of_the_user(error: BaseException) -> traceback.TracebackException:
 
 
 def _line(operation: str) -> str:
-    """The innermost line on the stack that is neither torch's nor ours, with an operation that it leads to."""
+    """Return the innermost line on the stack outside torch and trainer_kit, with the operation that it calls."""
     frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(_OWN)]
     if not frames:
         return operation

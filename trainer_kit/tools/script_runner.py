@@ -1,4 +1,4 @@
-"""`run_script`: runs a user's script in this process, with its training taken over."""
+"""`run_script`: runs a user's script in this process, and takes over its training."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from trainer_kit.run import TrainOutput
 from trainer_kit.trainer import Trainer
 
 _OWN_FILES = (__file__, script.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
-"""Files of what runs the user's script, which a traceback leaves out."""
+"""Files that run the user's script; tracebacks omit them."""
 
 Train = Callable[[bool | str | Path | None], TrainOutput]
 """The Trainer's own `train`, bound to it; its argument is `resume_from_checkpoint`."""
 
 
 class TakeOver(Protocol):
-    """What a tool does in place of the script's first `Trainer.train`."""
+    """Replacement for the script's first call of `Trainer.train`."""
 
     def __call__(self, trainer: Trainer, train: Train, resume_from_checkpoint: bool | str | Path | None) -> int:
-        """Takes over the call.
+        """Handle the call.
 
         Args:
             trainer: The user's Trainer.
-            train: Trains it as if nothing had been taken over.
-            resume_from_checkpoint: What the script asked for.
+            train: The original method, bound to the Trainer.
+            resume_from_checkpoint: The script's argument.
 
         Returns:
-            The exit code of the process, which ends.
+            The exit code of the process, which then ends.
         """
 
 
 def run_script(words: Sequence[str], take_over: TakeOver) -> None:
-    """Runs a script, or a module, as the main program, up to its call of `Trainer.train`.
+    """Run a script, or a module, as the main program, up to its call of `Trainer.train`.
 
-    There `take_over` is called, and the process ends with its exit code, or with its error: neither comes back to the
-    script, whose `finally` might save the weights of half a training over good ones. The method is replaced for good,
-    on the class: the process belongs to the tool.
+    The call runs `take_over` instead, and the process ends with its exit code or its error. Neither returns to the
+    script, whose `finally` might overwrite good weights with those of a partial training. The method is replaced
+    permanently on the class, since the process belongs to the tool.
 
     Args:
         words: The script, or "-m" and a module, then its arguments.
-        take_over: Called with the Trainer, its own `train` and what the script wanted to resume from.
+        take_over: Called with the Trainer, its original `train` and the script's `resume_from_checkpoint`.
 
     Raises:
-        BaseException: What the script raises, SystemExit too, before it trains.
+        BaseException: Any error of the script before it trains, including SystemExit.
     """
     train = Trainer.train
 
@@ -69,14 +69,14 @@ def run_script(words: Sequence[str], take_over: TakeOver) -> None:
 
 
 def run_until_training(words: Sequence[str], take_over: TakeOver) -> NoReturn:
-    """Runs a script as `run_script` does, and says what is wrong with one that does not come to its training.
+    """Run a script as `run_script` does, and raise an error if it does not reach its training.
 
     Args:
-        words: As for `run_script`.
-        take_over: The same.
+        words: The script, or "-m" and a module, then its arguments.
+        take_over: Called in place of `Trainer.train`.
 
     Raises:
-        ValueError: If the script fails before it trains, or never does. Its own traceback has been shown then.
+        ValueError: If the script fails before it trains, after its own traceback is shown, or never trains.
     """
     name = words[1] if words[0] == "-m" else words[0]
     try:
@@ -91,19 +91,19 @@ def run_until_training(words: Sequence[str], take_over: TakeOver) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process, and nothing of the script runs any more: no `except`, no `finally`, no atexit."""
-    # What multiprocessing does at the end of a process: it leaves process groups and closes pools and managers.
+    """End this process without running anything more of the script: no `except`, no `finally`, no atexit."""
+    # multiprocessing's own exit handlers: they leave process groups and close pools and managers.
     multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
     for child in multiprocessing.active_children():
         child.terminate()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
+        with contextlib.suppress(OSError, ValueError):  # closed, or a pipe without a reader
             stream.flush()
     os._exit(code)
 
 
 def _show(error: BaseException) -> int:
-    """Shows an error as the interpreter does at the end, and to the launcher if there is one; gives the exit code."""
+    """Show an error to the user and the launcher, as the interpreter does at its end; return the exit code."""
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
         return error.code or 0
     sys.excepthook(type(error), error, write_failure(error, own_files=_OWN_FILES))

@@ -1,4 +1,4 @@
-"""What `trainer-kit test` runs in each process: whether collectives, precision, saving and resuming work here."""
+"""Checks that `trainer-kit test` runs in each process: collectives, precision, saving and resuming."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class SelfTest:
-    """The checks, in order; each returns what it found and raises if that is not right.
+    """Checks of the setup; each returns its result and raises an error if it fails.
 
     Args:
-        folder: For checkpoints, the same on all processes.
-        strategy: Set up.
+        folder: Folder of the checkpoints, the same on all processes.
+        strategy: Strategy that is set up.
     """
 
     def __init__(self, folder: Path, strategy: Strategy) -> None:
@@ -35,7 +35,7 @@ class SelfTest:
         self.trained: dict[str, torch.Tensor] = {}
 
     def checks(self) -> dict[str, Callable[[], str]]:
-        """The checks by name."""
+        """Return the checks by name, in order."""
         return {
             "collectives": self.collectives,
             "precision": self.precision,
@@ -44,7 +44,7 @@ class SelfTest:
         }
 
     def collectives(self) -> str:
-        """Sums, gathers and broadcasts."""
+        """Check all-reduce, gather and broadcast."""
         strategy, count = self.strategy, self.strategy.world_size
         mine = torch.full((strategy.rank + 1,), float(strategy.rank), device=strategy.device)
         total = strategy.collectives.all_reduce(mine.new_tensor([strategy.rank + 1.0])).item()
@@ -57,7 +57,7 @@ class SelfTest:
         return f"{count} process{'es' * (count > 1)} on {strategy.device.type}{devices}"
 
     def precision(self) -> str:
-        """Trains with the chosen precision."""
+        """Train with the chosen precision."""
         trainer = self._trainer()
         loss = trainer.train().training_loss
         if not torch.isfinite(torch.tensor(loss)):
@@ -68,13 +68,13 @@ class SelfTest:
         return "float32" if mode == "no" else mode
 
     def saving(self) -> str:
-        """Looks at the checkpoint that the training has left."""
+        """Check the checkpoint of the training."""
         names = self.strategy.collectives.on_main(lambda: self._newest())
         _expect("the newest valid checkpoint", names, f"checkpoint-{_STEPS}")
         return f"checkpoints in {tempfile.gettempdir()}"
 
     def resuming(self) -> str:
-        """Goes on from the middle and compares the end."""
+        """Resume from the middle and compare the final weights."""
         trainer = self._trainer()
         trainer.train(resume_from_checkpoint=str(self.folder / f"checkpoint-{_STEPS // 2}"))
         weights = _weights(trainer)
@@ -121,10 +121,10 @@ def _expect(what: str, found: object, expected: object) -> None:
 
 
 def main() -> None:
-    """Runs the checks; the main process prints one line each.
+    """Run the checks; the main process prints one line each.
 
     Raises:
-        RuntimeError: If one fails, with its name.
+        RuntimeError: If a check fails; the message begins with its name.
     """
     args = TrainingArguments(output_dir=tempfile.gettempdir(), log_level="error")
     strategy = choose_strategy(args)

@@ -1,6 +1,6 @@
-"""`trainer-kit verify`: does a run of this script that is killed and resumed end with the same bits?
+"""`trainer-kit verify`: checks that a killed and resumed run of a script ends with the same bits.
 
-`verification` starts the script several times and compares what these starts wrote. `start` is one of them: the script
-with its training taken over, watched by a `recorder`, which writes `marks` of everything, a line a step. `compare`
-finds the first difference, `cause` what it likely comes from, and `report` says it.
+`verification` starts the script several times and compares their records. `child` is one of these starts: the script
+with its training taken over by a `recorder`, which writes one line of marks (`fingerprints`) per step. `compare` finds
+the first difference, `cause` its likely cause, and `report` formats the result.
 """

@@ -1,4 +1,4 @@
-"""What a difference between two starts of a script likely comes from."""
+"""Likely causes of a difference between two starts of a script."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Cause:
     """A likely cause.
 
     Attributes:
-        name: One of a few, in two or three words.
-        reason: What tells that, and what to do.
+        name: Category, in two or three words.
+        reason: Evidence for it, and the remedy.
     """
 
     name: str
@@ -32,16 +32,16 @@ class Cause:
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """What the starts wrote down, by step, of the process that differs.
+    """Records of the starts by step, for the process that differs.
 
     Attributes:
-        difference: The first.
-        straight: The run that nobody stopped.
-        again: The same once more, up to the difference.
-        stopped: The run that was killed.
-        found: The one that differs: `stopped`, or the one that was resumed.
-        restored_at: The step that the latter went on from; None where nothing was resumed yet.
-        is_reproducible: Whether runs that nobody stopped are equal.
+        difference: The first difference.
+        straight: Uninterrupted run.
+        again: Repetition of the uninterrupted run, up to the difference.
+        stopped: Killed run.
+        found: Run that differs: `stopped`, or the resumed run.
+        restored_at: Step that the resumed run started from; None if there was no resume yet.
+        is_reproducible: Whether uninterrupted runs are equal.
     """
 
     difference: Difference
@@ -53,10 +53,13 @@ class Evidence:
     is_reproducible: bool
 
     def suspects(self, owners: tuple[str, ...]) -> list[str]:
-        """Attributes of these objects that explain the difference, those of the first owner first.
+        """Return the attributes of these objects that explain the difference, in the order of the owners.
 
-        In a script that is reproducible: those that a resume begins with as no straight run had them. In another one:
-        generators of random numbers that begin otherwise each time.
+        In a reproducible script these are attributes that a resume changes but no straight run. Otherwise they are
+        random generators that begin differently in each start.
+
+        Args:
+            owners: Prefixes of the objects' names.
         """
         if self.is_reproducible and self.restored_at is not None:
             before, after = self.straight[self.restored_at], self.found[self.restored_at]
@@ -70,7 +73,7 @@ class Evidence:
         return [*dict.fromkeys(name for owner in owners for name in names if name.startswith(owner))]
 
     def is_generator(self, name: str) -> bool:
-        """Whether an attribute is a generator of random numbers."""
+        """Return whether an attribute is a random generator."""
         return any(
             line.hints["attributes"].get(name, "").startswith(GENERATOR)
             for lines in (self.straight, self.found)
@@ -84,7 +87,7 @@ class Evidence:
 
 
 def find_cause(evidence: Evidence) -> Cause:
-    """The likely cause; each kind of difference has its own."""
+    """Return the likely cause, which depends on the part that differs."""
     difference = evidence.difference
     if difference.step == 0 and difference.part in ("model", "unsaved"):
         return _other_beginning()
@@ -148,13 +151,13 @@ def _other_batch(evidence: Evidence) -> Cause:
 
 
 def _is_stream(evidence: Evidence) -> bool:
-    """Whether there are no sample ids."""
+    """Return whether there are no sample ids."""
     ids = evidence.found[evidence.difference.step].parts["ids"]
     return not any(indices for name, indices in ids.items() if name.startswith("micro-batch"))
 
 
 def _are_known_samples(evidence: Evidence) -> bool:
-    """Whether most samples that stand where the straight run had others are some that it had elsewhere."""
+    """Return whether most differing samples occur elsewhere in the straight run."""
     step = evidence.difference.step
     usual = evidence.straight[step].hints["samples"]
     others = [mark for place, mark in evidence.found[step].hints["samples"].items() if mark != usual.get(place)]
@@ -236,13 +239,13 @@ def _other_step(evidence: Evidence) -> Cause:
 
 
 def _owner(difference: Difference) -> str:
-    """Whose state differs: callback EMA, run.stateful counter."""
+    """Return the owner of the differing state: "callback EMA", "run.stateful counter"."""
     kind, _, rest = difference.name.partition(" ")
     return f"{kind} {rest.partition('.')[0]}"
 
 
 def _buffers_not_saved(evidence: Evidence) -> list[str]:
-    """Buffers with persistent=False that a resume begins with as the straight run did not have them."""
+    """Return the buffers with persistent=False that a resume changes."""
     if evidence.restored_at is None:
         return []
     lines = evidence.straight[evidence.restored_at], evidence.found[evidence.restored_at]
@@ -255,7 +258,7 @@ def _buffers_not_saved(evidence: Evidence) -> list[str]:
 
 
 def _have(names: list[str]) -> str:
-    """Subject and verb of a sentence that ends with what they have."""
+    """Return subject and verb of a sentence whose object follows."""
     return f"{_listed(names)} {'has' if len(names) == 1 else 'have'}"
 
 
@@ -265,7 +268,7 @@ def _are_generators(names: list[str]) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    """Names as a user writes them: train_dataset.noise, the script's rng."""
+    """Join names as a user writes them: train_dataset.noise, the script's rng."""
     shown = [name.replace("the script: ", "the script's ").replace(": ", ".", 1) for name in names[:_MOST_NAMES]]
     if len(names) > _MOST_NAMES:
         shown.append(f"{len(names) - _MOST_NAMES} more")

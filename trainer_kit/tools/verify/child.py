@@ -14,7 +14,7 @@ from trainer_kit.utils.rng import seed_generators
 
 
 def main() -> None:
-    """Runs the script that `sys.argv` names up to the end of its first training, with which the process ends."""
+    """Run the script in `sys.argv` up to the end of its first training, which ends the process."""
     start = RecordedStart.loads(sys.argv[1])
 
     def take_over(trainer: Trainer, train: Train, resume_from_checkpoint: bool | str | Path | None) -> int:
@@ -22,13 +22,13 @@ def main() -> None:
         train(start.resume)
         return 0
 
-    # Else a script that seeds nothing before it makes its model would be another one in each start.
+    # Otherwise a script that creates its model unseeded would differ in each start.
     seed_generators(start.chance)
     run_script(sys.argv[2:], take_over)
 
 
 def watch(trainer: Trainer, start: RecordedStart) -> None:
-    """Lets the Trainer train as the user wants, but into a folder of ours, for some steps, and with a recorder."""
+    """Change the Trainer's output folder, number of steps and checkpoints, and add a recorder."""
     args = trainer.args
     trainer.run.args = dataclasses.replace(
         args,
@@ -36,8 +36,8 @@ def watch(trainer: Trainer, start: RecordedStart) -> None:
         logging_dir=None,
         report_to="none",
         disable_tqdm=True,
-        # The recorder asks for the one checkpoint. It is there when the next step begins: a seed tells where the next
-        # start goes on.
+        # The recorder requests the only checkpoint. It must exist when the next step begins, because the next start
+        # resumes from it.
         save_strategy="no",
         save_minutes=None,
         load_best_model_at_end=False,

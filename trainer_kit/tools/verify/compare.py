@@ -1,4 +1,4 @@
-"""What the starts of a script wrote down, and the first difference between two of them."""
+"""Records of a script's starts, and the first difference between two of them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ PARTS = {
     "figures": "record",
     "end": "end of the training",
 }
-"""What is compared, in the order in which one thing in a step follows from another, and what it is called."""
+"""Names of the compared parts, in the order of their dependence within a step."""
 
 _RESTORED = ("model", "optimizer", "states")
-"""What a checkpoint brings back: compared before the first step that follows it."""
+"""Parts that a checkpoint restores, compared before the first step after it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Line:
     """Marks of one step of one process.
 
     Attributes:
-        step: Number of the step that is over; the first line of a start is the state that it begins with.
+        step: Number of the completed step; the first line of a start is its initial state.
         parts: Marks by part (see `PARTS`) and name; all must be equal.
-        hints: What may explain a difference, but need not be equal: "attributes" (of the user's objects),
-            "samples" (one mark a sample).
+        hints: Marks that may explain a difference and may differ: "attributes" (of the user's objects), "samples" (one
+            mark per sample).
     """
 
     step: int
@@ -44,17 +44,17 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The first place where two lines of a step differ.
+    """First difference between two lines of a step.
 
     Attributes:
         step: The step.
         part: One of `PARTS`.
-        name: What in it.
-        expected: Its mark in the straight run; None where it is missing there.
-        found: Its mark in the other one.
-        others: How many further marks of this part differ.
-        is_restored: Whether it is the state that a resume begins with.
-        rank: The process.
+        name: Name within the part.
+        expected: Mark in the straight run; None if it is missing there.
+        found: Mark in the other run; None if it is missing there.
+        others: Number of further marks of this part that differ.
+        is_restored: Whether it is in the state that a resume begins with.
+        rank: Rank of the process.
     """
 
     step: int
@@ -68,19 +68,22 @@ class Difference:
 
     @property
     def place(self) -> str:
-        """How the recorder calls the tensor."""
+        """The recorder's name of the tensor."""
         return f"{self.part}.{self.name}"
 
 
 def records_file(folder: Path, name: str, rank: int) -> Path:
-    """The file that a process of a start writes its lines to."""
+    """Return the file that a process of a start writes its lines to."""
     return folder / f"{name}-{rank}.jsonl"
 
 
 def read_lines(path: Path) -> tuple[dict[str, Any], list[Line]]:
-    """What a start wrote about itself, and its lines; both empty where it never came so far.
+    """Return the header of a start, and its lines; both empty if the start did not begin to record.
 
-    The last line of a process that was killed may be torn.
+    The last line of a killed process may be incomplete; it is skipped.
+
+    Args:
+        path: File of a process.
     """
     texts = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     entries = [json.loads(text) for text in texts if text.endswith("\n")]
@@ -88,12 +91,12 @@ def read_lines(path: Path) -> tuple[dict[str, Any], list[Line]]:
 
 
 def first_difference(expected: Line, found: Line, is_restored: bool = False) -> Difference | None:
-    """The first place where two lines of the same step differ; None where all bits are equal.
+    """Return the first difference between two lines of the same step; None if all bits are equal.
 
     Args:
-        expected: Of the straight run.
-        found: Of the other one.
-        is_restored: Whether `found` is the state that a resume begins with, which says nothing of the step before.
+        expected: Line of the straight run.
+        found: Line of the other run.
+        is_restored: Whether `found` is the state that a resume begins with, which has no marks of the step before.
     """
     for part in _RESTORED if is_restored else PARTS:
         one, other = expected.parts.get(part, {}), found.parts.get(part, {})

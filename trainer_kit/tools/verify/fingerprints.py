@@ -1,4 +1,4 @@
-"""Marks: short texts by which two starts of a script find out whether they hold the same bits."""
+"""Marks: short texts that are equal if two starts of a script hold the same bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 GENERATOR = "generator "
-"""What the mark of a generator of random numbers begins with."""
+"""Prefix of a random generator's mark."""
 
 _PLAIN = (bool, int, str, bytes, type(None), complex, np.generic, torch.dtype, torch.device, range, slice)
 _MOST_TEXT = 100
@@ -24,11 +24,11 @@ _OF_A_MODULE = frozenset(vars(torch.nn.Module()))
 
 
 def marks(tree: Any, name: str = "") -> dict[str, str]:
-    """The mark of every leaf in nested dicts, lists and tuples, by its place; leaves that cannot be told are left out.
+    """Return the mark of every leaf in nested dicts, lists and tuples, by path, without leaves of unknown content.
 
     Args:
         tree: A batch or a state.
-        name: Where the tree is; names begin with it.
+        name: Prefix of the paths.
     """
     found = {}
     for place, value in leaves(tree, name):
@@ -38,24 +38,24 @@ def marks(tree: Any, name: str = "") -> dict[str, str]:
 
 
 def state_marks(json_tree: Any, tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, str]:
-    """Marks of all that a checkpoint holds of a state: of each entry, and of each tensor in it.
+    """Return the marks of a checkpointed state: one per entry, and one per tensor.
 
     Args:
-        json_tree: What `trees.split` makes of the state.
-        tensors: The same.
-        name: Of the state; names begin with it.
+        json_tree: JSON part of the state, from `flatten_state`.
+        tensors: Tensors of the state, from `flatten_state`.
+        name: Prefix of the names.
     """
     has_entries = isinstance(json_tree, dict) and json_tree
     entries = {f"{name}.{key}": value for key, value in json_tree.items()} if has_entries else {name: json_tree}
     found = {place: _shortened(json.dumps(value, sort_keys=True)) for place, value in entries.items()}
     for key, tensor in tensors.items():
-        place = f"{name}.{key}"  # an entry that is a tensor has it too
+        place = f"{name}.{key}"  # an entry that is itself a tensor has the same name
         found[place] = f"{found.get(place, '')} {mark_of(tensor)}".lstrip()
     return found
 
 
 def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Place and value of everything in nested dicts, lists and tuples."""
+    """Yield path and value of every leaf in nested dicts, lists and tuples."""
     if isinstance(tree, Mapping):
         items: Iterable[tuple[Any, Any]] = tree.items()
     elif isinstance(tree, (list, tuple)):
@@ -68,7 +68,7 @@ def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def mark_of(value: Any) -> str | None:
-    """The mark of one value; None for an object of which nothing is known."""
+    """Return the mark of one value; None for an object of unknown content."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{[*value.shape]} {_checksum(tensor_bytes(value))}"
     if isinstance(value, np.ndarray):
@@ -88,7 +88,7 @@ def _shortened(text: str) -> str:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The tensor's bytes on the host."""
+    """Return the tensor's bytes on the host."""
     tensor = tensor.detach()
     dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
     host = dense.resolve_conj().resolve_neg().cpu().contiguous()
@@ -106,14 +106,14 @@ def _generator_state(value: Any) -> Any:
         return value.bit_generator.state
     if isinstance(value, np.random.RandomState):
         return [part.tolist() if isinstance(part, np.ndarray) else part for part in value.get_state(legacy=True)]
-    # One that the system feeds has no state to look at.
+    # SystemRandom has no state.
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return value.getstate()
     return None
 
 
 def sample_marks(batch: Any) -> list[str]:
-    """One mark a sample: of its rows in all tensors of the batch that have as many rows as the first."""
+    """Return one mark per sample, from its rows in all tensors with the batch's number of rows."""
     columns = [value for _, value in leaves(batch) if isinstance(value, torch.Tensor) and value.dim()]
     columns = [column for column in columns if len(column) == len(columns[0])]
     checksums = [xxhash.xxh3_64() for _ in range(len(columns[0]) if columns else 0)]
@@ -124,9 +124,12 @@ def sample_marks(batch: Any) -> list[str]:
 
 
 def attributes(owner: Any) -> dict[str, str]:
-    """Marks of what an object holds that no checkpoint asks for: its plain attributes, small tensors, generators.
+    """Return marks of an object's attributes outside of checkpoints: plain values, small tensors, generators.
 
-    For a function, of what it closes over.
+    The attributes of a function include its closure.
+
+    Args:
+        owner: Object or function.
     """
     if isinstance(owner, FunctionType):
         cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
@@ -144,12 +147,12 @@ def attributes(owner: Any) -> dict[str, str]:
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not yet filled
+    except ValueError:  # the cell is empty
         return object()
 
 
 def _held_mark(value: Any) -> str | None:
-    """The mark of an attribute: cheap, since there are many at every step."""
+    """Return the mark of an attribute, by a cheap method, since there are many in every step."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return mark_of(value) if value.nbytes <= _MOST_BYTES else None
     if not isinstance(value, (dict, list, tuple, deque, set, frozenset)):

@@ -1,4 +1,4 @@
-"""Where a start of the script saves and where it is killed: chosen by a seed, so that it can be done again."""
+"""Steps at which a start of the script saves and is killed, chosen by a seed for repeatability."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ MOMENTS = {
     "on_optimizer_step": "after its optimizer step",
     "on_step_end": "at its end",
 }
-"""The moments of a step in which a start may be killed, and what they are called."""
+"""Descriptions of the moments of a step in which a start may be killed, by hook."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """Where a start is killed.
+    """Point at which a start is killed.
 
     Attributes:
-        step: The step under way.
+        step: The step in progress.
         moment: One of `MOMENTS`.
-        rank: The process.
+        rank: Rank of the process.
     """
 
     step: int
@@ -30,11 +30,23 @@ class Kill:
 
 
 def checkpoint_step(seed: int, steps: int) -> int:
-    """The step of the checkpoint, in the first half: the steps after it are what is compared after the resume."""
+    """Choose the step of the checkpoint, in the first half, to leave steps to compare after the resume.
+
+    Args:
+        seed: Seed of the choice.
+        steps: Last step.
+    """
     return random.Random(f"checkpoint {seed}").randint(1, max(1, steps // 2))
 
 
 def choose_kill(seed: int, save_at: int, steps: int, processes: int) -> Kill:
-    """Anywhere after the checkpoint; `steps` is greater than `save_at`."""
+    """Choose a point after the checkpoint at which a start is killed.
+
+    Args:
+        seed: Seed of the choice.
+        save_at: Step of the checkpoint.
+        steps: Last step, greater than `save_at`.
+        processes: Number of processes.
+    """
     chance = random.Random(f"kill {seed}")
     return Kill(chance.randint(save_at + 1, steps), chance.choice([*MOMENTS]), chance.randrange(processes))

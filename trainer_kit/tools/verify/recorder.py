@@ -1,4 +1,4 @@
-"""`Recorder`: writes down everything that two starts of a run must have in common, a line a step."""
+"""`Recorder`: records, one line per step, everything in which two starts of a run must agree."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from trainer_kit.utils.pytree import flatten_state
 
 @dataclasses.dataclass(frozen=True)
 class RecordedStart:
-    """One start of the script, and what is wanted of it.
+    """Settings of one start of the script.
 
     Attributes:
-        name: Of the files that it writes.
-        folder: Where it writes them.
-        output_dir: Of the run, in `folder`.
-        steps: It stops after this one.
-        seed: What the checkpoint's step is chosen by, where `save_at` does not say it.
-        chance: Seeds the generators before the script begins, which would otherwise be left to chance.
-        save_at: The step of the checkpoint.
-        resume: Whether it goes on from there.
-        against: Name of the start to compare with; it stops after the first step that differs.
-        kill: Where it kills itself.
-        dump: Step and name of a tensor to write to a file.
+        name: Name of the files that it writes.
+        folder: Folder of these files.
+        output_dir: The run's folder, in `folder`.
+        steps: Last step.
+        seed: Chooses the step of the checkpoint if `save_at` is None.
+        chance: Seeds the generators before the script begins.
+        save_at: Step of the checkpoint; None to choose it.
+        resume: Whether it resumes from that checkpoint.
+        against: Name of the start to compare with, in order to stop after the first different step; None for none.
+        kill: Point at which it kills itself; None for none.
+        dump: Step and name of a tensor to write to a file; None for none.
     """
 
     name: str
@@ -56,12 +56,12 @@ class RecordedStart:
     dump: tuple[int, str] | None = None
 
     def dumps(self) -> str:
-        """As an argument of a command."""
+        """Return the settings as a command-line argument."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def loads(cls, text: str) -> RecordedStart:
-        """What `dumps` made."""
+        """Return the settings from the result of `dumps`."""
         values = json.loads(text)
         kill, dump = values.pop("kill"), values.pop("dump")
         return cls(**values, kill=kill and Kill(**kill), dump=dump and (dump[0], dump[1]))
@@ -70,12 +70,12 @@ class RecordedStart:
 class Recorder:
     """Watches a training through two callbacks, one before all others and one after them.
 
-    A step's line is written when the next one begins, or training ends: by then all has happened that belongs to it,
-    evaluation and checkpoint included. The first line is the state that the first step begins with.
+    It writes a step's line when the next step begins or training ends, so that the line includes evaluation and
+    checkpoint of the step. The first line is the initial state.
 
     Args:
-        trainer: It is about to train.
-        start: What is wanted.
+        trainer: Trainer that is about to train.
+        start: Settings of this start.
     """
 
     def __init__(self, trainer: Trainer, start: RecordedStart) -> None:
@@ -87,19 +87,19 @@ class Recorder:
         self.is_different = False
         self.last_step = start.steps
         self.save_at = start.save_at
-        self._step: dict[str, dict[str, str]] = {}  # what the step under way has shown so far
+        self._step: dict[str, dict[str, str]] = {}  # marks of the current step so far
         self._fetched: deque[tuple[MicroBatch, dict[str, str], list[str]]] = deque()
         self._has_begun = False
 
     def watch_batches(self, micro_batches: Iterable[Any]) -> Iterator[Any]:
-        """Takes notes of micro-batches on their way to the loop, which fetches one ahead."""
+        """Record micro-batches on their way to the loop, which prefetches one."""
         for micro in micro_batches:
             if isinstance(micro, MicroBatch):
                 self._fetched.append((micro, marks(micro.batch), sample_marks(micro.batch)))
             yield micro
 
     def begin(self, run: Run) -> None:
-        """Settles what depends on the length of the training, and writes it down."""
+        """Determine the values that depend on the training's length, and write the header."""
         start = self.start
         self.file = records_file(Path(start.folder), start.name, run.strategy.rank)
         self.last_step = min(start.steps, run.total_steps)
@@ -111,7 +111,7 @@ class Recorder:
         self._write({"total_steps": run.total_steps, "save_at": self.save_at}, "w")
 
     def between_steps(self, run: Run) -> None:
-        """Writes the line of the step that is over."""
+        """Write the line of the completed step."""
         if self.is_different:
             return
         live, states = self._live(run), self._states(run)
@@ -134,11 +134,16 @@ class Recorder:
             self._dump(live, *self.start.dump)
 
     def note(self, part: str, found: Mapping[str, str]) -> None:
-        """Adds to what the step under way has shown."""
+        """Add marks to the current step.
+
+        Args:
+            part: One of `PARTS`.
+            found: Marks by name.
+        """
         self._step.setdefault(part, {}).update(found)
 
     def end_step(self, run: Run) -> None:
-        """What follows a step: the checkpoint, the end."""
+        """Record loss and norm, and request the checkpoint or the end."""
         assert run.local_loss is not None
         self.note("loss", {"": _number(run.local_loss)})
         if run.last_norms is not None:
@@ -149,15 +154,20 @@ class Recorder:
             run.requests.stop = True
 
     def at(self, moment: str, run: Run) -> None:
-        """Kills this process where that is planned."""
+        """Kill this process at the planned point.
+
+        Args:
+            moment: One of `MOMENTS`.
+            run: The run.
+        """
         kill = self.start.kill
-        step = run.state.step + (moment != "on_step_end")  # in most moments it is not yet counted
+        step = run.state.step + (moment != "on_step_end")  # the step is counted just before on_step_end
         if kill is not None and (kill.step, kill.moment, kill.rank) == (step, moment, run.strategy.rank):
             Path(self.start.folder, f"{self.start.name}.killed").touch()
             os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
 
     def _add_batches(self, line: Line, live: dict[str, dict[str, Any]]) -> None:
-        """The micro-batches of the step that is over; one of the next step may be there already."""
+        """Add the micro-batches of the completed step; the queue may already hold one of the next step."""
         ids, contents, samples = {"place": f"epoch {self.trainer.run.state.epochs!r}"}, {}, []
         live["batch"] = {}
         while True:
@@ -173,7 +183,7 @@ class Recorder:
         line.hints["samples"] = {str(number): mark for number, mark in enumerate(samples)}
 
     def _live(self, run: Run) -> dict[str, dict[str, Any]]:
-        """The tensors and numbers that a resumed run must have again, by part and name."""
+        """Return the tensors and numbers that a resume must restore, by part and name."""
         saved = run.model.state_dict().keys()
         tensors = {**dict(run.model.named_parameters()), **dict(run.model.named_buffers())}
         return {
@@ -183,7 +193,7 @@ class Recorder:
         }
 
     def _states(self, run: Run) -> dict[str, tuple[Any, dict[str, torch.Tensor]]]:
-        """The states that a resumed run must have again, by their owners, as a checkpoint holds them."""
+        """Return the states that a resume must restore, by owner, in the form of a checkpoint."""
         callbacks = self.trainer.events.state_dict()
         states = {f"callback {name}": _without_clock(state) for name, state in callbacks.items()}
         states |= {f"run.stateful {name}": entry.state_dict() for name, entry in run.stateful.items()}
@@ -192,7 +202,7 @@ class Recorder:
         return {owner: flatten_state(state) for owner, state in states.items()}
 
     def _attributes(self, run: Run) -> dict[str, str]:
-        """What may explain a difference: plain attributes of the user's own objects."""
+        """Return plain attributes of the user's own objects, which may explain a difference."""
         owners: dict[str, Any] = {"the script": sys.modules["__main__"]}
         dataset, name = run.train_dataset, "train_dataset"
         for _ in range(3):  # a Subset of a Subset, and the like
@@ -212,7 +222,7 @@ class Recorder:
         }
 
     def _dump(self, live: Mapping[str, Mapping[str, Any]], step: int, name: str) -> None:
-        """Writes the values of one tensor, so that it can be said how much it differs."""
+        """Write the values of one tensor, to quantify its difference."""
         part, _, rest = name.partition(".")
         value = live.get(part, {}).get(rest)
         if isinstance(value, torch.Tensor):
@@ -221,12 +231,12 @@ class Recorder:
             )
 
     def _write(self, entry: Mapping[str, Any], mode: str) -> None:
-        with open(self.file, mode, encoding="utf-8") as file:  # closed each time: this process may be killed
+        with open(self.file, mode, encoding="utf-8") as file:  # closed after each write: this process may be killed
             file.write(json.dumps(entry) + "\n")
 
 
 class _First(Callback):
-    """Hears of everything before the other callbacks do."""
+    """Callback that runs before all others."""
 
     priority = -(10**6)
 
@@ -244,7 +254,7 @@ class _First(Callback):
 
 
 class _Last(Callback):
-    """Hears of everything after the other callbacks, and sees what they did."""
+    """Callback that runs after all others, and sees their effects."""
 
     priority = 10**6
 
@@ -277,14 +287,14 @@ assert all(moment in vars(_Last) for moment in MOMENTS)
 
 
 def _losses(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What in a record of a step does not depend on how long something took."""
+    """Return the entries of a record that do not depend on durations."""
     kept = {name: value for name, value in record.items() if name in ("loss", "grad_norm") or name.endswith("_loss")}
-    kept.pop("train_loss", None)  # of the record at the end, wherever that is
+    kept.pop("train_loss", None)  # the final record's, whose step may vary
     return kept
 
 
 def _without_clock(state: dict[str, Any]) -> dict[str, Any]:
-    """A callback's state; of what `from_transformers` keeps, without speeds, memory and the run's folder."""
+    """Return a callback's state; for `from_transformers` without speeds, memory and the run's folder."""
     if not {"log_history", "best_model_checkpoint"} <= state.keys():
         return state
     records = [losses for record in state["log_history"] if (losses := _losses(record))]
@@ -292,7 +302,7 @@ def _without_clock(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The settings of each group of parameters, by the names that users see."""
+    """Return the settings of each parameter group, by the names that users see."""
     groups = ({name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups)
     return {f"group {number}": group for number, group in enumerate(groups)}
 
@@ -306,11 +316,11 @@ def _optimizer_state(run: Run) -> dict[str, Any]:
 
 
 def _number(value: torch.Tensor) -> str:
-    """Of a scalar: its value and its bits."""
+    """Return the value and the bits of a scalar."""
     number = float(value)
     return f"{number!r} {number.hex()}"
 
 
 def _is_a_library_s(thing: Any) -> bool:
-    """Whether nothing of the user's is in it: torch's layers, our own callbacks."""
+    """Return whether an object is None or belongs to torch or trainer_kit."""
     return type(thing).__module__.split(".")[0] in ("torch", "trainer_kit") or thing is None

@@ -1,4 +1,4 @@
-"""What `trainer-kit verify` says."""
+"""Output of `trainer-kit verify`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _WIDTH = 100
 
 
 def describe(result: Result, command: str) -> str:
-    """The result as text for a terminal.
+    """Format the result for a terminal.
 
     Args:
-        result: What was found.
-        command: How to do the same again.
+        result: Result of the verification.
+        command: Command line that repeats it.
     """
     facts = _difference(result) if result.difference is not None else {"compared": _compared(result)}
     facts |= {"killed": _killed(result), "resumed": _resumed(result), "again": command}
@@ -57,7 +57,7 @@ def _difference(result: Result) -> dict[str, str]:
 
 
 def _values(difference: Difference) -> str:
-    """Both values; the bits of floats, which are the second word of their marks, only where it takes them."""
+    """Return both values; a float's bits, the second word of its mark, only if the values print alike."""
     found, expected = (
         ("missing" if mark is None else mark).split() for mark in (difference.found, difference.expected)
     )

@@ -1,4 +1,4 @@
-"""`verify`: starts a script several times, kills one start, resumes it, and compares what they wrote down."""
+"""`Verification`: starts a script several times, kills one start, resumes it, and compares their records."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _SECONDS_TO_END = 30
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What `verify` found.
+    """Result of a verification.
 
     Attributes:
-        steps: Steps that were to be compared.
-        total_steps: Steps of the whole training.
-        kill: Where the second start was killed; None where it already differed before.
-        resumed_from: Step of the checkpoint that the third start went on from; None where it was not needed.
-        counts: How many things of each part were compared at each step.
-        difference: The first; None where all bits are equal.
-        amount: How much it differs, in words; empty where that is not known.
-        cause: What it likely comes from.
+        steps: Number of steps to compare.
+        total_steps: Number of steps of the whole training.
+        kill: Point at which the second start was killed; None if it differed before that.
+        resumed_from: Step of the checkpoint that the third start resumed from; None if there was no third start.
+        counts: Number of compared values of each part per step.
+        difference: First difference; None if all bits are equal.
+        amount: Size of the difference, in words; empty if unknown.
+        cause: Likely cause; None if all bits are equal.
     """
 
     steps: int
@@ -53,11 +53,11 @@ class Result:
 
 @dataclasses.dataclass
 class Records:
-    """What the processes of one start wrote down.
+    """Records of the processes of one start.
 
     Attributes:
-        header: What process 0 wrote about the start.
-        lines: Of each process, by step.
+        header: Header that process 0 wrote.
+        lines: Lines of each process, by step.
     """
 
     header: dict[str, Any]
@@ -65,15 +65,15 @@ class Records:
 
 
 class Verification:
-    """One comparison of a script's starts.
+    """Comparison of a script's starts.
 
     Args:
         words: The script, or "-m" and a module, then its arguments.
-        steps: Steps to compare, fewer where the training is shorter.
-        seed: Chooses the step of the checkpoint, and where the run is killed.
-        processes: Processes of each start; with more than one they are started as `trainer-kit launch` does.
-        timeout: Seconds that one start may take.
-        say: Gets a sentence about each start.
+        steps: Number of steps to compare, fewer if the training is shorter.
+        seed: Chooses the step of the checkpoint, and the point of the kill.
+        processes: Number of processes of each start; several are started as `trainer-kit launch` does.
+        timeout: Time limit of one start, in seconds.
+        say: Shows a sentence about each start.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class Verification:
         self._folder = Path()
 
     def run(self) -> Result:
-        """Does it all, in a temporary folder.
+        """Run the verification in a temporary folder.
 
         Returns:
-            Whether all bits are equal, or what differs first.
+            The result, with the first difference if there is one.
 
         Raises:
             ScriptFailed: If a start fails, takes too long, or never trains.
@@ -116,7 +116,7 @@ class Verification:
         assert max(stopped.lines[0]) < kill.step, "it went on after SIGKILL"
         moment = MOMENTS[kill.moment] + (f", process {kill.rank}" if self.processes > 1 else "")
         self.say(f"killed in step {kill.step}, {moment}; the checkpoint is of step {save_at}")
-        # What a real restart draws before its training is not what the start before it drew.
+        # A real restart draws other random numbers before its training than the previous start.
         again = dataclasses.replace(common, name="resumed", resume=True, chance=self.seed + 1)
         resumed = self._run(again, "resumed run")
         at = min(resumed.lines[0])
@@ -140,7 +140,7 @@ class Verification:
     def _explained(
         self, result: Result, difference: Difference, straight: Records, stopped: Records, differing: Records
     ) -> Result:
-        """With the cause of a difference, for which the script runs straight once more, up to that step."""
+        """Add the cause of a difference, found with another straight run up to that step."""
         save_at, step = straight.header["save_at"], difference.step
         start = self._start("again", max(step, 1), save_at=save_at, against="straight", dump=(step, difference.place))
         again = self._run(start, "second straight run, to see whether it differs too")
@@ -162,7 +162,7 @@ class Verification:
         return RecordedStart(name, str(self._folder), f"run-{name}", steps, self.seed, chance=self.seed, **wanted)
 
     def _run(self, start: RecordedStart, title: str) -> Records:
-        """Runs one start to its end."""
+        """Run one start to its end, and return its records."""
         if start.resume:
             start = dataclasses.replace(start, output_dir="run-stopped")
         begin = time.monotonic()
@@ -181,7 +181,7 @@ class Verification:
         return records
 
     def _execute(self, start: RecordedStart, log: Path) -> int:
-        """Runs one start in processes of its own and returns the exit code."""
+        """Run one start in its own processes, and return the exit code."""
         with open(log, "wb") as output:
             process = subprocess.Popen(
                 self._command(start), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
@@ -208,7 +208,7 @@ class Verification:
         return Records(read[0][0], [{line.step: line for line in lines} for _, lines in read])
 
     def _amount(self, difference: Difference, one: str, other: str) -> str:
-        """How much a tensor differs, from the files that two starts wrote."""
+        """Return the size of a tensor's difference, from the files of two starts."""
         found = []
         for name in (one, other):
             path = records_file(self._folder, name, difference.rank).with_suffix(".safetensors")
@@ -218,7 +218,7 @@ class Verification:
 
 
 def describe_difference(one: torch.Tensor, other: torch.Tensor) -> str:
-    """How much two tensors differ, in words."""
+    """Describe the difference of two tensors in words; empty if there is none."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return f"{one.dtype} of shape {[*one.shape]} and {other.dtype} of shape {[*other.shape]}"
     differing = one.ne(other) & ~(one.isnan() & other.isnan())
@@ -233,7 +233,7 @@ def describe_difference(one: torch.Tensor, other: torch.Tensor) -> str:
 
 
 def _first(straight: Records, other: Records, restored_at: int | None = None) -> Difference | None:
-    """The first difference of two starts: of the earliest step, and there of the first process."""
+    """Return the first difference between two starts: that of the earliest step and the lowest rank."""
 
     def differences() -> Iterator[Difference]:
         for rank, lines in enumerate(other.lines):
@@ -248,7 +248,7 @@ def _first(straight: Records, other: Records, restored_at: int | None = None) ->
 
 
 def _other_end(straight: Records, other: Records) -> Difference | None:
-    """The difference of two starts that are equal as far as both came, where one of them went on."""
+    """Return the difference between two starts that end at different steps; None if they end at the same one."""
     expected, found = max(straight.lines[0]), max(other.lines[0])
     if found == expected:
         return None
