@@ -19,7 +19,7 @@ from trainer_kit.utils.streams import guard_standard_streams
 _SIGNALS: dict[str, Any] = {"SIGINT": signal.default_int_handler, "SIGTERM": signal.SIG_DFL, "SIGUSR1": signal.SIG_DFL}
 
 # Frames of these files are hidden from the user.
-_OWN_FILES = (__file__, str(Path(__file__).with_name("sending.py")))
+_OWN_FILES = (__file__, str(Path(__file__).with_name("payload.py")))
 
 
 class Function:
