@@ -79,10 +79,7 @@ def _file(directory: Path, name: str) -> CheckedFile:
 
 
 def _check_position(file: CheckedFile, counters: Mapping[str, Any], length: int) -> None:
-    """Check that a map-style dataset's position fits the number of trained samples.
-
-    Each earlier epoch has dropped less than half of its samples (`dataloader_drop_last`).
-    """
+    """Check that a map-style dataset's position fits the trained samples; epochs drop less than half of theirs."""
     epoch, position, cut = counters["epoch"], counters["position"], counters["passed_over"]
     file.require(counters["epoch_length"] <= length, "counters.epoch_length", counters["epoch_length"],
                  f"at most the {length} samples of the dataset")  # fmt: skip

@@ -156,7 +156,7 @@ class TrainingArguments:
         per_device_train_batch_size: Samples of one micro-batch on one process.
         auto_find_batch_size: Whether to split micro-batches into halves, quarters and so on until they fit into the
             memory of all devices, starting from an estimate. A step keeps its samples and accumulates gradients over
-            more passes; evaluation batches are split too. The result stays for the whole training and its resumes.
+            more passes; evaluation batches are halved too. The result stays for the whole training and its resumes.
             With several processes, gradients are exchanged after the backward pass instead of during it. Before
             training, the model and `compute_loss` are called on tensors without values. A step that does not fit is
             repeated, with its `on_step_begin` and `on_substep_end`.
@@ -190,7 +190,7 @@ class TrainingArguments:
         save_strategy: When to save a checkpoint: every `save_steps` ("steps"), after each "epoch", after each
             evaluation with a new "best" metric, every `save_minutes` ("minutes"), or "no".
         save_steps: Steps between two checkpoints.
-        save_minutes: Minutes between two checkpoints, in addition to any `save_strategy` but "no"; None: no saves by time.
+        save_minutes: Minutes between two checkpoints, in addition to any `save_strategy` but "no"; None: off.
         async_save: Whether training continues while a checkpoint is written. It pauses only to copy the state to host
             memory, which is reused for the next checkpoint. False: training waits, and no copy is needed.
         save_failures: Reaction to a checkpoint that cannot be written (a full disk): "warn" and try again when the next

@@ -327,6 +327,6 @@ def clear_frames(error: BaseException | None) -> None:
 
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's step reads `found_inf`; one that only calls fused optimizers does not."""
+    """Return whether the optimizer's step reads `found_inf`; one that only calls fused optimizers does not."""
     takes_found_inf = getattr(optimizer, "_step_supports_amp_scaling", False)
     return takes_found_inf and all(group.get("fused") for group in optimizer.param_groups)

@@ -103,7 +103,7 @@ class Membership:
         """End a training, and report the error that ended it to the other processes.
 
         Args:
-            error: The error, SystemExit included; None if the training ended normally or was preempted.
+            error: The error, SystemExit included; None if the training ended without one.
         """
         self.heartbeat.next_round()
         if error is not None:

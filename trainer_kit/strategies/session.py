@@ -43,7 +43,7 @@ class Session:
         self._is_preempted = False  # in a notebook the process may still evaluate
 
     def set_abort_handler(self, handler: Callable[[], object] | None) -> None:
-        """Set the handler that a thread calls before it ends this process, which waits for a lost one; None: none."""
+        """Set a handler that a thread calls before it ends this process because another one is lost; None: none."""
 
     def report_saved_step(self, step: int) -> None:
         """Report the step of the newest checkpoint to this machine's launcher, which may restart the run."""

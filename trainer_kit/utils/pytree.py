@@ -255,11 +255,7 @@ def _encode_array(array: np.ndarray[Any, Any], path: tuple[Any, ...], found: dic
 
 
 def _put(tensor: torch.Tensor, path: tuple[Any, ...], found: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Add the tensor to `found` under a name from its path: ["state"][0]["exp_avg"] is state.0.exp_avg.
-
-    Returns:
-        The name as "value", and "strides" if a copy of the tensor is not row-major.
-    """
+    """Add the tensor to `found` as "state.0.exp_avg" for its path; return that name, and unusual strides."""
     base = ".".join(re.sub(r"[^\w.-]", "_", str(part)) for part in path) or "tensor"
     name = base
     while name in found or name == "__metadata__":  # "__metadata__" is reserved in safetensors files

@@ -152,7 +152,7 @@ class RunLock:
     def _is_taken(self, is_contended: bool) -> bool:
         """Try to create the lock; return whether this process holds it.
 
-        If several processes remove a dead lock at the same time, one may remove this one: hence the second look.
+        If several processes remove a dead lock at the same time, one of them may remove this lock: hence a second look.
         """
         token, process = uuid.uuid4().hex, os.getpid()
         holder = Holder(token, _user(), socket.gethostname(), _system(), process, _started(process), time.time())

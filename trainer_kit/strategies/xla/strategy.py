@@ -254,10 +254,7 @@ class XLA(Strategy):
         return self._sent(batch)
 
     def _sent(self, batch: Any) -> Any:
-        """Return the batch on the devices; tensors of equal sharding are sent together.
-
-        An object with its own `to` (graphs) is replicated on each device, in its own dtypes.
-        """
+        """Return the batch on the devices; objects with their own `to` (graphs) are replicated, in their own dtypes."""
         waiting: dict[int, tuple[Any, list[torch.Tensor]]] = {}
         for tensor in tensors(batch):
             if tensor.device.type != "xla":
