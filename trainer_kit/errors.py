@@ -1,6 +1,6 @@
-"""Every exception of trainer_kit that a user can catch.
+"""The exceptions that trainer_kit raises.
 
-`TrainerKitError`, or any of Python's own classes that stand beside it, catches them:
+Catch `TrainerKitError` for all of them, or the built-in class in parentheses:
 
 - `CallbackError` (RuntimeError)
 - `CheckpointError` (ValueError): `UnreadableError`
@@ -13,7 +13,7 @@
 - `SaveError` (OSError)
 - `ScriptFailed` (RuntimeError)
 
-Invalid arguments and models raise plain ValueError and TypeError.
+Invalid arguments and models raise a plain ValueError or TypeError.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from typing import Any
 
 
 class TrainerKitError(Exception):
-    """The base of all."""
+    """Base class of all exceptions of trainer_kit."""
 
 
 class CallbackError(TrainerKitError, RuntimeError):
-    """A callback raised: the message names the callback and the hook, `__cause__` is the callback's own error."""
+    """A callback raised an error.
+
+    The message names the callback and the hook; `__cause__` is the callback's own error.
+    """
 
 
 class CheckpointError(TrainerKitError, ValueError):
-    """A checkpoint or one of its files is missing, damaged or not to be trusted; the message names it."""
+    """A checkpoint or one of its files is missing, damaged or unsafe to load; the message names it."""
 
 
 class UnreadableError(CheckpointError):
-    """Nothing is known of a checkpoint: the system does not let it be read, or it is of another format version."""
+    """A checkpoint cannot be judged: the system refuses to read it, or it has another format version."""
 
 
 class DataError(TrainerKitError, RuntimeError):
@@ -42,28 +45,28 @@ class DataError(TrainerKitError, RuntimeError):
 
 
 class WorkerError(DataError):
-    """A DataLoader worker gave no batch: it was ended from outside, is stopped, or takes too long."""
+    """A DataLoader worker returned no batch: it was killed, is stopped, or exceeded the timeout."""
 
 
 class ReadOnceError(TrainerKitError, ValueError):
-    """A dataset that can be read only once: what is looked at would be missing in training."""
+    """A dataset can be read only once, so that samples inspected before training would be missing from it."""
 
 
 class FolderInUseError(TrainerKitError, ValueError):
-    """Another training holds the folder; the message says who and since when."""
+    """Another training holds the output folder; the message names the holder and the time."""
 
 
 class SaveError(TrainerKitError, OSError):
-    """A checkpoint could not be written; the message says which and why. Earlier ones are as they were."""
+    """A checkpoint could not be written; the message says which and why. Earlier checkpoints are intact."""
 
 
 class NonFiniteError(TrainerKitError, ArithmeticError):
-    """The loss or a gradient was not finite, with `nonfinite="stop"` or "rollback".
+    """The loss or a gradient was not finite, with `nonfinite="stop"` or `nonfinite="rollback"`.
 
     Attributes:
-        span: The step; None in an error that came from another process.
-        parameter: Name of the first parameter with a gradient that is not finite; None where all are.
-        held: Whether the model's weights are those from before the step.
+        span: The step, a `StepSpan`; None if the error came from another process.
+        parameter: Name of the first parameter whose gradient is not finite; None if all gradients are finite.
+        held: Whether the model still has its weights from before the step.
     """
 
     def __init__(self, message: str, span: Any = None, parameter: str | None = None, held: bool = False) -> None:
@@ -74,27 +77,27 @@ class NonFiniteError(TrainerKitError, ArithmeticError):
 
 
 class EvaluationInterrupted(TrainerKitError):
-    """The run was asked to leave (Ctrl-C, a preempted machine) before the evaluation ended."""
+    """A request to exit (Ctrl-C, preemption) ended an evaluation before it was complete."""
 
 
 class DoesNotFitError(TrainerKitError):
-    """A batch of the evaluation did not fit into a device's memory; the text is the device's."""
+    """An evaluation batch did not fit into the device's memory; the message is the device's own."""
 
 
 class LostProcessError(TrainerKitError, RuntimeError):
-    """Another process of the run is gone, or does not answer."""
+    """Another process of the run has ended or does not answer."""
 
 
 class ProcessFailed(TrainerKitError, RuntimeError):
-    """A process of a run failed, and with it the run.
+    """A process of a run failed, which ended the run.
 
     Attributes:
-        message: What happened to which rank.
+        message: Description of the failure, including the rank.
         rank: The first rank that failed.
-        exit_code: Its exit code, minus the signal's number where a signal ended it; None if it had to be ended after
-            its error.
-        traceback: Its own traceback; empty where it left none.
-        tail: The last lines that it wrote to its file of errors, where it left no traceback.
+        exit_code: Exit code of that rank, the negative signal number if a signal ended it; None if the launcher had
+            to end the process after its error.
+        traceback: Traceback of that rank; empty if it left none.
+        tail: Last lines of that rank's stderr file if it left no traceback, else empty.
     """
 
     def __init__(self, message: str, rank: int, exit_code: int | None, traceback: str = "", tail: str = "") -> None:
@@ -108,10 +111,10 @@ class ProcessFailed(TrainerKitError, RuntimeError):
 
 
 class ProcessesLeft(TrainerKitError, RuntimeError):
-    """The processes of a run left in good order because they were told to.
+    """The processes of a run exited cleanly on request.
 
     Attributes:
-        exit_code: 143 after SIGTERM and the like, which means "start me again", or 130 after Ctrl-C.
+        exit_code: 143 after a signal such as SIGTERM, which asks for a restart; 130 after Ctrl-C.
     """
 
     def __init__(self, exit_code: int) -> None:
@@ -121,4 +124,4 @@ class ProcessesLeft(TrainerKitError, RuntimeError):
 
 
 class ScriptFailed(TrainerKitError, RuntimeError):
-    """A start of the script ended otherwise than it should have; the message ends with what it wrote last."""
+    """A run of the script did not end as expected; the message ends with the script's last output."""

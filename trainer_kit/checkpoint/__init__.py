@@ -1,4 +1,4 @@
-"""Checkpoints: folders that the Hub's tools can load, verified by a manifest, without a pickle."""
+"""Checkpoints: folders without pickles that a manifest verifies and the Hub's tools can load."""
 
 from trainer_kit.checkpoint.format.commit import write_checkpoint
 from trainer_kit.checkpoint.format.discovery import (

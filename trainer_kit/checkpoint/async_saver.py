@@ -1,4 +1,4 @@
-"""`AsyncSaver`: commits the checkpoints of a run beside its training, one at a time."""
+"""`AsyncSaver`: writes the checkpoints of a run in the background, one at a time."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from trainer_kit.run import Run
 logger = logging.getLogger("trainer_kit")
 
 States = Callable[[list[Committed]], Mapping[str, Any]]
-"""Everything but the model's weights by name, for a checkpoint after which these are the run's committed ones."""
+"""Returns all states but the model's weights, by name; takes the run's checkpoints including the new one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a save.
+    """Result of a save.
 
     Attributes:
-        step: Of the checkpoint.
-        committed: The run's checkpoints after it, oldest first.
-        error: Why it failed; None where it did not.
+        step: Step of the checkpoint.
+        committed: The run's checkpoints after the save, oldest first.
+        error: Why the save failed; None if it succeeded.
     """
 
     step: int
@@ -51,19 +51,19 @@ class Outcome:
 
 
 class AsyncSaver:
-    """Takes snapshots of a run and writes them, in a thread of the main process, while training goes on.
+    """Takes snapshots of a run and writes them in a thread of the main process, while training continues.
 
     Args:
         run: The run.
-        is_own: Whether a checkpoint is of this training, asked before it is deleted.
-        confirm: Raises where the folder is another training's by now, called before anything changes there.
+        is_own: Returns whether a checkpoint belongs to this training; called before a deletion.
+        confirm: Raises if another training holds the folder now; called before each change there.
 
     Attributes:
         committed: The run's checkpoints, oldest first.
-        is_busy: Whether a checkpoint is being written, or nobody has asked what became of it.
-        failed: The last save, where it failed.
-        failures: How many saves have failed in this start.
-        copies: The host's copies of the run.
+        is_busy: Whether a save has begun and neither `finish` nor `drain` has returned its result.
+        failed: Result of the last save if it failed, else None.
+        failures: Number of failed saves since this start.
+        copies: Copies of the run's tensors in host memory.
     """
 
     def __init__(self, run: Run, is_own: Callable[[Path], bool], confirm: Callable[[], object]) -> None:
@@ -83,11 +83,11 @@ class AsyncSaver:
 
     @property
     def newest(self) -> Path | None:
-        """The checkpoint that was committed last."""
+        """Folder of the newest checkpoint; None before the first."""
         return self.folder / self.committed[-1].name if self.committed else None
 
     def judge(self, name: str, metric: float) -> None:
-        """Notes what an evaluation gave for a checkpoint, where there is one of that name."""
+        """Record the metric of an evaluation for the checkpoint of this name, if there is one."""
         self.committed = [
             dataclasses.replace(each, metric=metric) if each.name == name else each for each in self.committed
         ]
@@ -99,17 +99,17 @@ class AsyncSaver:
         metric: float | None,
         protect: Collection[str],
     ) -> None:
-        """Takes a snapshot of the run as it stands and begins to write it; all processes take part.
+        """Take a snapshot of the run and begin to write it. Collective.
 
         Args:
-            model_state: The whole model's tensors by name.
-            states: Gives everything else.
-            metric: What an evaluation of this step gave.
-            protect: Names of checkpoints that retention must leave.
+            model_state: All tensors of the model by name.
+            states: Returns all other states.
+            metric: Metric of an evaluation at this step; None without one.
+            protect: Names of checkpoints that retention must keep.
 
         Raises:
-            TypeError: If a state holds something that a checkpoint cannot hold.
-            ValueError: If it has a name that cannot be a file's.
+            TypeError: If a state holds a value that a checkpoint cannot hold.
+            ValueError: If the name of a state cannot be a file name.
         """
         assert not self.is_busy, "one save at a time"
         self.run.strategy.session.set_abort_handler(self.drain)
@@ -117,19 +117,19 @@ class AsyncSaver:
         self.is_busy = True
 
     def wait_for_staging(self) -> None:
-        """Wait until what a save copies from the device is on the host, so that the optimizer may change it."""
+        """Wait until staging is complete, so that the optimizer may change its state."""
         if self.copies.is_under_way:
             with self.run.ledger.during("saving"):
                 self.copies.wait()
 
     def finish(self) -> Path | None:
-        """Waits until the checkpoint is written; all processes take part.
+        """Wait until the checkpoint is written. Collective.
 
         Returns:
-            Its folder; None where it could not be written, of which a warning tells.
+            Folder of the checkpoint; None if the save failed, which is logged as a warning.
 
         Raises:
-            SaveError: If it could not be written and `save_failures="raise"`.
+            SaveError: If the save failed and `save_failures="raise"`.
         """
         outcome = self.run.strategy.collectives.on_main(self._outcome)
         self.is_busy = self._requests.written = False
@@ -153,14 +153,14 @@ class AsyncSaver:
             self.failed, self.failures = outcome, self.failures + 1
 
     def error(self) -> SaveError:
-        """The error of the last save."""
+        """Return the error of the last save, which must have failed."""
         assert self.failed is not None
         return SaveError(
             f"the checkpoint of step {self.failed.step} could not be written: {self.failed.error}; {self._kept()}"
         )
 
     def drain(self) -> None:
-        """Lets a save that was begun come to its end, where an error ends the run; nobody else takes part."""
+        """Wait for the pending save after an error, and log its failure. Not collective."""
         pending, self._pending, self.is_busy = self._pending, None, False
         if pending is None:
             return
@@ -174,19 +174,19 @@ class AsyncSaver:
             logger.warning("%s", self.error())
 
     def close(self) -> None:
-        """Frees the memory of the snapshots."""
+        """Stop the thread and free the host's copies."""
         self.run.strategy.session.set_abort_handler(None)
         self._thread.shutdown()
         self.copies.free()
 
     def check_space(self, model_state: Mapping[str, torch.Tensor], states: States) -> None:
-        """Warns, with figures, where the disk has no room for the checkpoints to come; all processes take part.
+        """Warn if the disk lacks space for the planned checkpoints. Collective.
 
-        The host's memory for copies of the state is taken too, beside training.
+        With `async_save`, this also reserves host memory for staging, in the background.
 
         Raises:
-            TypeError: If a state holds something that a checkpoint cannot hold.
-            ValueError: If it has a name that cannot be a file's.
+            TypeError: If a state holds a value that a checkpoint cannot hold.
+            ValueError: If the name of a state cannot be a file name, or a state is too large as JSON.
         """
         self.run.strategy.collectives.on_main(lambda: self._check_space(model_state, states))
 
@@ -198,10 +198,10 @@ class AsyncSaver:
         size = snapshot.nbytes
         count = checkpoints_at_once(self.run) - len(self.committed)
         try:
-            pretrained_files(self.run.model, self.run.processing_class)  # what it refuses is told now
+            pretrained_files(self.run.model, self.run.processing_class)  # raises now, not at the first save
             free = shutil.disk_usage(self.folder).free
         except OSError:
-            return  # a save says so when it comes
+            return  # the first save reports it
         if size * count > free:
             logger.warning(
                 "%s may run out of space: %d more checkpoints of %s take %s, %s are free; set a smaller "
@@ -232,7 +232,7 @@ class AsyncSaver:
             self._pending = self._thread.submit(self._write, snapshot, committed, protect)
         else:
             outcome = self._write(snapshot, committed, protect)
-            self._pending = Future()  # only now: after an error nobody waits for it
+            self._pending = Future()  # set only after success: an error leaves nothing pending
             self._pending.set_result(outcome)
 
     def _snapshot(
@@ -264,7 +264,7 @@ class AsyncSaver:
         return self.copies.take(tensors)
 
     def _with(self, new: Committed) -> list[Committed]:
-        """The run's checkpoints after the next commit, which may replace one of the same step (and weights)."""
+        """Return the run's checkpoints after the next commit, which may replace one of the same step."""
         number, metric = max((each.number for each in self.committed), default=0) + 1, new.metric
         for same in (each for each in self.committed if each.name == new.name):
             number, metric = same.number, same.metric if metric is None else metric
@@ -298,16 +298,16 @@ class AsyncSaver:
 
 
 def retention(args: TrainingArguments) -> Retention:
-    """Which checkpoints stay, as the arguments say."""
+    """Return the retention rule of the arguments."""
     return Retention(args.save_total_limit, args.save_best_limit, args.save_keep_every, bool(args.greater_is_better))
 
 
 def checkpoints_at_once(run: Run, planned: int | None = None) -> int:
-    """How many checkpoints of this run will be on the disk together at the most, as far as that is known before.
+    """Estimate the largest number of checkpoints of a run on the disk at the same time.
 
     Args:
-        run: Its steps are counted.
-        planned: How many it commits in all, where that is known.
+        run: The run, with its total steps.
+        planned: Number of checkpoints that the run commits in all; None: estimate it from the arguments.
     """
     args = run.args
     is_known = planned is not None or args.save_strategy in ("steps", "epoch")

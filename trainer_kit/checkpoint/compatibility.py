@@ -1,4 +1,4 @@
-"""What a run must have in common with the checkpoint that it goes on from, and what may have changed since."""
+"""Compatibility of a run with the checkpoint that it resumes from, and a report of the changes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from trainer_kit.utils.user_warnings import warn
 logger = logging.getLogger("trainer_kit")
 
 _IN_THE_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
-"""Arguments whose value the checkpoint's optimizer brings along."""
+"""Arguments whose value the checkpoint's optimizer restores."""
 
 _IN_THE_LAYOUT = ("per_device_train_batch_size", "gradient_accumulation_steps")
-"""Arguments that the sentence about the layout tells of."""
+"""Arguments that the message about the layout covers."""
 
 _ANEW = "start a new run with load_checkpoint_in_model(model, checkpoint)"
 
@@ -38,16 +38,16 @@ def find_checkpoint(
     repair: bool = True,
     check: Callable[[Path], object] = verify,
 ) -> Path | None:
-    """The checkpoint that `resume_from_checkpoint` asks for; None where True finds none yet.
+    """Return the checkpoint that `resume_from_checkpoint` requests; None if it is True and there is none.
 
     Args:
         output_dir: Folder of the run.
-        request: True, a checkpoint, or the folder of a run.
-        repair: Whether to put right what a killed run left there (see `newest_valid`).
+        request: True for the newest valid checkpoint in `output_dir`, or the folder of a checkpoint or run.
+        repair: Whether to restore a checkpoint that a killed run moved aside (see `newest_valid`).
         check: Raises `CheckpointError` for a checkpoint that this run cannot resume from.
 
     Raises:
-        ValueError: If a path is given that holds no valid checkpoint, saying what is wrong with it.
+        ValueError: If the given path holds no valid checkpoint.
     """
     if request is True:
         found = newest_valid(output_dir, logger.warning, repair=repair, check=check)
@@ -87,22 +87,22 @@ def find_checkpoint(
 
 
 def _others(output_dir: Path) -> str:
-    """The checkpoints that there are, for people who misspelled one."""
+    """Name the last existing checkpoints, for a user who misspelled one."""
     names = [directory.name for directory in find_checkpoints(output_dir)]
     return f"; there are {', '.join(names[-3:])} in {output_dir}" if names else ""
 
 
 def check_same_run(run: Run, trainer: Mapping[str, Any], data_state: Mapping[str, Any] | None, directory: Path) -> None:
-    """Refuses a checkpoint of another training.
+    """Check that a checkpoint belongs to the same training as the run.
 
     Args:
-        run: The run, its optimizer made.
-        trainer: What the checkpoint keeps of the training.
-        data_state: What it keeps of an iterable dataset.
-        directory: The checkpoint.
+        run: The run, with its optimizer.
+        trainer: The checkpoint's trainer state.
+        data_state: The checkpoint's state of an iterable dataset; None without one.
+        directory: Folder of the checkpoint.
 
     Raises:
-        ValueError: If dataset, seed, optimizer or number of workers differ, naming both.
+        ValueError: If the dataset's length, seed, optimizer class or number of workers differ; names both.
     """
     length, saved = dataset_length(run.train_dataset), trainer["dataset_length"]
     if length != saved:
@@ -121,7 +121,7 @@ def check_same_run(run: Run, trainer: Mapping[str, Any], data_state: Mapping[str
 
 
 def dataset_length(dataset: Any) -> int | None:
-    """Samples of a dataset; None where it does not say."""
+    """Return the number of samples of a dataset; None if it has no length."""
     return len(dataset) if hasattr(dataset, "__len__") else None
 
 
@@ -133,10 +133,11 @@ def _check_same_kind(role: str, made: Any, trainer: Mapping[str, Any], directory
 
 
 def fitting_optimizer_state(run: Run, directory: Path) -> dict[str, Any]:
-    """The state of a checkpoint's optimizer, once it is known to fit; nothing is written.
+    """Read the optimizer's state from a checkpoint and check that it fits the run, which stays unchanged.
 
     Raises:
-        ValueError: If it is the state of other parameters, or the schedule is of another kind.
+        CheckpointError: If the state is damaged.
+        ValueError: If the state belongs to other parameters, or the schedule has another class.
     """
     assert run.optimizer is not None
     _check_same_kind("lr_scheduler", run.lr_scheduler, read_state(directory, "trainer") or {}, directory)
@@ -179,7 +180,7 @@ def _check_shapes(
 
 
 def _check_state_shapes(parameter: torch.Tensor, state: Mapping[str, Any], number: int, directory: Path) -> None:
-    """Whether what torch's optimizers keep, of a parameter's shape or a row or column of it, is of this parameter."""
+    """Check that each dimension of a state tensor is the parameter's or 1 (Adafactor's rows and columns)."""
     for name, value in state.items():
         if not isinstance(value, torch.Tensor) or value.ndim == 0:
             continue
@@ -193,7 +194,16 @@ def _check_state_shapes(parameter: torch.Tensor, state: Mapping[str, Any], numbe
 
 
 def load_optimizer(run: Run, saved: dict[str, Any], directory: Path) -> None:
-    """Gives the optimizer its state, and the scheduler the checkpoint's."""
+    """Load the optimizer's and the scheduler's state.
+
+    Args:
+        run: The run, with its optimizer and scheduler.
+        saved: The optimizer's state, from `fitting_optimizer_state`.
+        directory: Folder of the checkpoint, with the scheduler's state.
+
+    Raises:
+        ValueError: If the optimizer or the scheduler rejects its state.
+    """
     optimizer, scheduler = run.optimizer, run.lr_scheduler
     assert optimizer is not None
     run.strategy.load_optimizer_state(optimizer, saved)
@@ -204,18 +214,18 @@ def load_optimizer(run: Run, saved: dict[str, Any], directory: Path) -> None:
             f"the {type(scheduler).__name__} does not take the state in {directory}: {type(error).__name__}: {error}; "
             f"resume with the same schedule, or {_ANEW}"
         ) from error
-    if isinstance(scheduler, LambdaLR):  # else the next step would have the rate of the former length
+    if isinstance(scheduler, LambdaLR):  # the saved rate follows the old schedule length
         for group, peak, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
             group["lr"] = peak * factor(scheduler.last_epoch)
 
 
 def report_changes(run: Run, plan: RunLength, earlier: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
-    """Says what is not as it was: the layout, other arguments, and those of them that have no effect any more.
+    """Log changes of the layout and the arguments since the checkpoint; warn of those without effect.
 
     Args:
-        run: The run, at the step where it goes on.
-        plan: Its plan.
-        earlier: What the checkpoint was written under: the plan's state, and the arguments.
+        run: The run, at the step where it resumes.
+        plan: The run's plan.
+        earlier: State of the plan, and the arguments, when the checkpoint was written.
     """
     _report_layout(run, plan, earlier[0])
     now, saved_args = run.args.to_dict(), earlier[1]
@@ -237,7 +247,7 @@ def _described(changed: Mapping[str, tuple[Any, Any]], names: list[str]) -> str:
 
 
 def _report_layout(run: Run, plan: RunLength, saved: Mapping[str, Any]) -> None:
-    """One sentence about another number of processes, batch size or accumulation, and what follows."""
+    """Log a changed number of processes, batch size or accumulation, and the consequences."""
     now, changes = plan.state_dict(), []
     for name, text in (
         ("processes", "on {} processes instead of {}"),

@@ -1,4 +1,4 @@
-"""What another run has left in the folder, and its move into `earlier-N/`."""
+"""Files of another run in the output folder, and their move into `earlier-N/`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _EVENTS, _ARGUMENTS_TAG, _HEAD_BYTES = "events.out.tfevents.*", b"arguments/text
 
 
 def set_aside(output_dir: Path, keep: Collection[str] = (), records: Collection[Path] = ()) -> None:
-    """Move what this run does not resume from into a folder of its own, so that two runs never mix.
+    """Move the files that this run does not resume from into `earlier-N/`, so that two runs never mix.
 
-    These are checkpoints of another run, those of this run after the step that it resumes at, and damaged ones.
+    These are checkpoints of another run, checkpoints of this run after the step at which it resumes, and damaged ones.
 
     Args:
         output_dir: Folder of the run.
         keep: Names of the checkpoints that stay.
-        records: Files below `output_dir` in which another run has recorded what it did, moved too.
+        records: Log files and reports of another run below `output_dir`, which are moved too.
     """
     found = [directory for directory in find_checkpoints(output_dir) if directory.name not in keep]
     if not found and not records:
@@ -46,22 +46,22 @@ def set_aside(output_dir: Path, keep: Collection[str] = (), records: Collection[
 
 
 def records_of(args: TrainingArguments) -> list[Path]:
-    """Return the files in which an earlier run recorded what it did: its log, report and TensorBoard's events.
+    """Return the log, reports and TensorBoard events of an earlier run.
 
-    What an evaluation before this training wrote stays: an evaluation begins no run.
+    Records of an evaluation before this training are not included, since an evaluation starts no run.
     """
     folder, found = Path(args.output_dir), list[Path]()
     with contextlib.suppress(OSError, ValueError):  # no log, or a damaged one
         records = itertools.chain.from_iterable(LogFile(folder / LOG).pieces())
         if any(record["event"] == "start" for record in records):
             found = [folder / name for name in (LOG, *_REPORTS) if (folder / name).is_file()]
-    if args.log_dir.resolve().is_relative_to(folder.resolve()):  # else it may be that of several runs
+    if args.log_dir.resolve().is_relative_to(folder.resolve()):  # a folder elsewhere may serve several runs
         found += sorted(path for path in args.log_dir.glob(_EVENTS) if _begins_a_run(path))
     return found
 
 
 def _begins_a_run(events: Path) -> bool:
-    """Whether a file of TensorBoard's begins with a run's arguments, as the callback writes them."""
+    """Return whether a TensorBoard file begins with a run's arguments, as the callback writes them."""
     if not events.is_file():
         return False
     with open(events, "rb") as file:

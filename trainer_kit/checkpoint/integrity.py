@@ -1,7 +1,7 @@
-"""Whether a run can resume from a checkpoint: what trainer_kit and torch wrote into it makes sense in this run.
+"""Validation of a checkpoint before a run resumes from it.
 
-Only a value that trainer_kit or an optimizer of torch's can never have makes a checkpoint damaged. What belongs to a
-user's own class is loaded as it is; where it does not fit, that is an error and no older checkpoint is taken.
+A checkpoint counts as damaged only if it holds a value that trainer_kit or torch's optimizers never write. States of
+the user's own classes are not checked. If such a state does not fit, loading raises, and no older checkpoint is tried.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trainer_kit.utils.optimizer_state import described_groups
 _NUMBERS = ("eps", "weight_decay", "momentum", "dampening", "alpha", "rho", "lr_decay", "momentum_decay")
 _PAIRS = ("betas", "etas", "step_sizes")
 _FLAGS = ("amsgrad", "maximize", "nesterov", "centered", "differentiable", "decoupled_weight_decay")
-"""Options of torch's optimizers whose values are known."""
+"""Options of torch's optimizers that are true or false."""
 
 _MOST = 1e5
 _POSITIVE: Rule = (lambda value: is_number(value) and value > 0, "above 0")
@@ -46,16 +46,16 @@ _SCALER: Mapping[str, Rule] = {
 
 
 def check_resumable(run: Run, directory: Path) -> None:
-    """Verifies a checkpoint, and compares what it keeps with what this run can be; no tensor is read for that.
+    """Verify a checkpoint, and check that its states are possible for this run; no tensor is loaded.
 
-    What belongs to another training (a dataset of another length, another seed) is left to `check_same_run`.
+    `check_same_run` compares dataset and seed.
 
     Args:
-        run: The run, its optimizer made.
-        directory: The checkpoint.
+        run: The run, with its optimizer.
+        directory: Folder of the checkpoint.
 
     Raises:
-        CheckpointError: Naming the file and the value that makes no sense.
+        CheckpointError: If the checkpoint is damaged; the message names the file and the invalid value.
     """
     trainer = verify_training(directory)
     read_ledger(directory)
@@ -79,10 +79,7 @@ def _file(directory: Path, name: str) -> CheckedFile:
 
 
 def _check_position(file: CheckedFile, counters: Mapping[str, Any], length: int) -> None:
-    """Compares where a map-style dataset stands with the samples that were trained on.
-
-    In each epoch before this one less than half of the samples can have been left out (`dataloader_drop_last`).
-    """
+    """Check that a map-style dataset's position fits the trained samples; epochs drop less than half of theirs."""
     epoch, position, cut = counters["epoch"], counters["position"], counters["passed_over"]
     file.require(counters["epoch_length"] <= length, "counters.epoch_length", counters["epoch_length"],
                  f"at most the {length} samples of the dataset")  # fmt: skip
@@ -101,7 +98,7 @@ def _trained(start: int, stop: int, cut: list[tuple[int, int]]) -> int:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer | None, kind: str, directory: Path) -> None:
-    """Checks what `optimizer_state` adds, and of an optimizer of torch's its groups and their options."""
+    """Check the description of the parameters, and for a torch optimizer the groups and their options."""
     file, state = _file(directory, "optimizer"), read_outline(directory, "optimizer")
     if not isinstance(state, dict):
         raise CheckpointError(f"{file.path} is damaged or missing: it holds no state of an optimizer")
@@ -131,10 +128,10 @@ def _check_optimizer(optimizer: torch.optim.Optimizer | None, kind: str, directo
 
 
 def _check_rates(file: CheckedFile, group: Mapping[str, Any], rates: Mapping[str, Any], number: int) -> None:
-    """Compares a group's learning rates with those in the description, which were the same."""
+    """Check that a group's learning rates equal those in the description."""
     for name in ("lr", "initial_lr"):
         rate, same = group.get(name), rates.get(name)
-        if not isinstance(rate, torch.Tensor):  # one is on the device "meta"
+        if not isinstance(rate, torch.Tensor):  # a tensor is on "meta", without its value
             file.require(repr(rate) == repr(same), f"param_groups[{number}].{name}", rate, f"{same!r}, as described")
 
 
@@ -144,7 +141,7 @@ def _check_options(file: CheckedFile, optimizer: torch.optim.Optimizer, group: M
         if name not in optimizer.defaults or name not in own:
             continue
         if name not in group:
-            if name in _FLAGS:  # an older torch had fewer; its optimizers add what lacks
+            if name in _FLAGS:  # older torch versions had fewer flags
                 continue
             raise CheckpointError(f"{file.path} is damaged: it lacks param_groups[{number}].{name}")
         value, place = group[name], f"param_groups[{number}].{name}"
@@ -159,7 +156,7 @@ def _check_options(file: CheckedFile, optimizer: torch.optim.Optimizer, group: M
 
 
 def _is_number(value: Any, own: Any) -> bool:
-    """Whether this is a number that an optimizer of torch's takes; any is allowed where its own is no number."""
+    """Return whether a torch optimizer takes this value; any value passes if the run's own option is no number."""
     if isinstance(value, torch.Tensor) or isinstance(own, bool) or not isinstance(own, Real):
         return True
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -168,7 +165,7 @@ def _is_number(value: Any, own: Any) -> bool:
 
 
 def _check_precision(run: Run, directory: Path) -> None:
-    """Checks the scale of fp16's gradients, and what it grows by."""
+    """Check the state of fp16's gradient scaler."""
     scaler = None if run.strategy.precision is None else run.strategy.precision.scaler
     state = read_outline(directory, "precision")
     if scaler is not None and state:

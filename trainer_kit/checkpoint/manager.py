@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a run, and how a run takes it up again."""
+"""`CheckpointManager`: saves the states of a run and restores them."""
 
 from __future__ import annotations
 
@@ -53,24 +53,24 @@ from trainer_kit.utils.user_warnings import warn
 logger = logging.getLogger("trainer_kit")
 
 OWN_STATES = ("trainer", "optimizer", "lr_scheduler", "precision", "callbacks", "data", "ledger")
-"""Names that `run.stateful` may not use."""
+"""State names that `run.stateful` may not use."""
 
 
 class CheckpointManager:
-    """The checkpoints of one training, through all its starts.
+    """The checkpoints of one training, across restarts.
 
     Args:
-        run: The run to keep.
-        events: Its callbacks, whose states are kept too.
+        run: The run to save and restore.
+        events: The run's callbacks, whose states are saved too.
 
     Attributes:
-        run_id: The same for all starts that resume one another; only checkpoints that carry it are removed.
-        data_state: Where an iterable dataset stands after the last step; None for others and between epochs.
-        shifts_labels: What `LossProbe.shift` found.
-        resumed_from: The checkpoint that this start goes on from; None at the beginning.
-        saver: Writes them.
-        lock: Holds the folder for this training, on the main process.
-        metric: Step and value of `metric_for_best_model` in the last evaluation.
+        run_id: ID shared by all starts of this training; retention deletes only checkpoints with it.
+        data_state: State of an iterable dataset after the last step; None for other datasets and between epochs.
+        shifts_labels: Whether the model shifts labels, as `LossProbe` found; None if unknown.
+        resumed_from: The checkpoint that this start resumes from; None for a new training.
+        saver: Writer of the checkpoints.
+        lock: Lock of the output folder, held on the main process.
+        metric: Step and value of `metric_for_best_model` in the last evaluation; None before the first.
     """
 
     def __init__(self, run: Run, events: CallbackList) -> None:
@@ -85,25 +85,25 @@ class CheckpointManager:
         self.saver = AsyncSaver(run, self._is_of_this_run, self.lock.confirm)
         self.metric: tuple[int, float] | None = None
         self._plan: RunLength | None = None
-        self._made: list[Path] = []  # folders that were not there before
-        self._starts_again = False  # whether a checkpoint was asked for
-        self._source: Path | None = None  # the same, as this process can read it
+        self._made: list[Path] = []  # folders that this start created
+        self._starts_again = False  # whether the caller requested a resume
+        self._source: Path | None = None  # resumed_from, or a copy that this process can read
         self._earlier: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None  # the plan and arguments in it
 
     @property
     def plan(self) -> RunLength:
-        """The steps of the run, as `lay_out` found them last."""
+        """The plan of the run's steps, from the last `lay_out`."""
         assert self._plan is not None
         return self._plan
 
     @property
     def newest(self) -> Path | None:
-        """The checkpoint that was committed last."""
+        """Folder of the newest checkpoint; None before the first."""
         return self.saver.newest
 
     @property
     def best(self) -> Path | None:
-        """The checkpoint of the best evaluation, also where the run began in another folder; None before any."""
+        """Checkpoint of the best evaluation, possibly in the folder resumed from; None before any evaluation."""
         step = self.run.state.best_step
         if step is None:
             return None
@@ -113,13 +113,16 @@ class CheckpointManager:
         return self.resumed_from.with_name(here.name)
 
     def find(self, request: bool | str | Path | None) -> None:
-        """Takes the folder, looks for the checkpoint that is asked for and takes up where it stands.
+        """Lock the folder, find the requested checkpoint and restore its counters. Collective.
 
-        That comes before the schedule is made, whose length follows from it.
+        Called before the schedule is created, whose length depends on the counters.
+
+        Args:
+            request: True for the newest checkpoint, or the folder of a checkpoint or run; None or False: no resume.
 
         Raises:
             FolderInUseError: If another training holds the folder.
-            ValueError: If it is not there, or one of another dataset, seed or optimizer, naming what differs.
+            ValueError: If there is no such checkpoint, or it has another dataset, seed or optimizer.
         """
         run = self.run
         run.strategy.collectives.on_main(self._lock_folder)
@@ -144,25 +147,25 @@ class CheckpointManager:
         self.shifts_labels = trainer["shifts_labels"]
 
     def lay_out(self, loader: TrainLoader | StreamLoader) -> None:
-        """Fits the loader, the run's counters and its steps to one another; the schedule is made from `plan` then."""
+        """Adapt the loader and the run's counters to each other, and compute `plan`, on which the schedule depends."""
         run = self.run
         loader.passed_over = run.state.passed_over
         epoch = run.state.epoch
         run.state.enter_epochs_of(loader.epoch_length)
         if run.state.epoch != epoch:
-            self.data_state = None  # that of the epoch before
+            self.data_state = None  # it belongs to the previous epoch
         self._plan = make_plan(run, loader, self._earlier)
         run.total_steps = self._plan.last_step
 
     def restore(self) -> None:
-        """Takes up everything else: weights, optimizer, schedule, precision, callbacks, the user's own objects.
+        """Restore weights, optimizer, schedule, precision, callbacks and the user's own stateful objects. Collective.
 
-        What the folder holds beside is set aside: a run never mixes with another.
+        Files of other runs in the folder are moved to `earlier-N/`.
 
         Raises:
-            TypeError: If the optimizer's state holds what a checkpoint cannot hold.
-            ValueError: If it is a checkpoint of another model, optimizer or schedule, naming the first that differs, if
-                nothing can be written in the folder, or if the optimizer could not be resumed.
+            TypeError: If the optimizer's state holds a value that a checkpoint cannot hold.
+            ValueError: If the checkpoint has another model, optimizer or schedule, the folder cannot be written, or
+                the optimizer's state cannot be saved and loaded.
         """
         run, directory = self.run, self._source
         if run.args.save_strategy != "no":
@@ -183,7 +186,7 @@ class CheckpointManager:
         run.strategy.session.release_checkpoint_copies()
 
     def _logged_after(self, moment: float) -> float:
-        """Seconds of work that earlier starts logged after a moment; the times between two starts are left out."""
+        """Return the seconds that earlier starts logged after `moment`, without the pauses between starts."""
         assert self.resumed_from is not None
         seconds, last = 0.0, moment
         with contextlib.suppress(OSError, ValueError):  # no log, or a damaged one
@@ -193,7 +196,7 @@ class CheckpointManager:
         return seconds
 
     def _lock_folder(self) -> None:
-        """Nothing else is written there before."""
+        """Create and lock the folder, before any other write there."""
         self._made = [each for each in (self.folder, *self.folder.parents) if not each.exists()]
         make_writable_folder(self.folder)
         try:
@@ -202,14 +205,14 @@ class CheckpointManager:
             raise ValueError(f"output_dir={str(self.folder)!r} cannot be written: {error}") from error
 
     def release_folder(self) -> None:
-        """Gives the folder back; one that was made for a start that was then refused goes."""
+        """Release the folder's lock; remove folders that a refused start created."""
         self.lock.release()
         with contextlib.suppress(OSError):  # it is not empty
             for each in self._made:
                 each.rmdir()
 
     def _take_folder(self) -> None:
-        """Makes the folder this run's own."""
+        """Remove stale staging folders and set files of other runs aside."""
         remove_stale_staging(self.folder)
         kept = {each.name for each in self.saver.committed}
         comes_from = self.folder if self.resumed_from is None else self.resumed_from.parent
@@ -219,7 +222,11 @@ class CheckpointManager:
         self._made = []  # they stay from now on
 
     def rollback(self) -> Path | None:
-        """Takes everything up again from the newest checkpoint that is whole, which it returns; None without any."""
+        """Restore the run from its newest valid checkpoint. Collective.
+
+        Returns:
+            Folder of the checkpoint; None if there is no valid one.
+        """
         run = self.run
         directory = run.strategy.collectives.on_main(self._newest_valid)
         if directory is None:
@@ -249,11 +256,11 @@ class CheckpointManager:
         _restore_stateful(run, directory)
 
     def begin_save(self, model_state: Mapping[str, torch.Tensor], evaluation_is_due: bool = False) -> None:
-        """Begins to write a checkpoint of the run as it stands (see `AsyncSaver.begin`); all processes take part.
+        """Begin to write a checkpoint of the run, see `AsyncSaver.begin`. Collective.
 
         Args:
-            model_state: The whole model's tensors by name.
-            evaluation_is_due: Whether a resume has to begin with an evaluation that was broken off.
+            model_state: All tensors of the model by name.
+            evaluation_is_due: Whether a resume must begin with an interrupted evaluation.
         """
         metric = self.metric[1] if self.metric is not None and self.metric[0] == self.run.state.step else None
         protect = {each.name for each in (self.resumed_from, self.best) if each is not None}
@@ -270,9 +277,9 @@ class CheckpointManager:
         self.events.check_state_dict(read_outline(directory, "callbacks") or {}, directory)
 
     def record_metric(self, metric: float) -> None:
-        """Takes what an evaluation of this step gave, and whether that is the best.
+        """Record the metric of an evaluation at this step, and update the best metric.
 
-        The checkpoint of the step is there already where an evaluation was broken off.
+        The checkpoint of the step may exist already, if a resume repeats an interrupted evaluation.
         """
         state, best = self.run.state, self.run.state.best_metric
         self.metric = state.step, metric
@@ -282,11 +289,11 @@ class CheckpointManager:
             state.best_metric, state.best_step = metric, state.step
 
     def check_space(self, model_state: Mapping[str, torch.Tensor]) -> None:
-        """Warns where the disk has no room for the checkpoints to come (see `AsyncSaver.check_space`)."""
+        """Warn if the disk lacks space for the planned checkpoints, see `AsyncSaver.check_space`. Collective."""
         self.saver.check_space(model_state, self._states_with(self._optimizer_state(), False))
 
     def load_best(self) -> None:
-        """Puts the best checkpoint's weights into the model; a warning where there is none."""
+        """Load the best checkpoint's weights into the model; warn if there is none. Collective."""
         strategy = self.run.strategy
         best, is_there = strategy.collectives.on_main(lambda: (self.best, self.best is not None and self.best.is_dir()))
         if best is None or not is_there:
@@ -299,11 +306,7 @@ class CheckpointManager:
         logger.info("loaded the best model, %s (%s)", best, self.run.state.best_metric)
 
     def _optimizer_state(self) -> Callable[[], dict[str, Any]]:
-        """Take the optimizer's state on all processes.
-
-        Returns:
-            What returns the state or raises its error on the main process, which shares an error with the others.
-        """
+        """Read the optimizer's state on all processes; return a function that returns it, or raises its error."""
         strategy, optimizer = self.run.strategy, self.run.optimizer
         assert optimizer is not None
         taken: Future[dict[str, Any]] = Future()
@@ -321,7 +324,7 @@ class CheckpointManager:
     def _states(
         self, committed: list[Committed], optimizer_state: dict[str, Any], evaluation_is_due: bool
     ) -> dict[str, Any]:
-        """Everything but the model's weights, by name; `committed` are the run's checkpoints with this one."""
+        """Return all states but the model's weights; `committed` are the run's checkpoints with this one."""
         run = self.run
         check_stateful(run)
         states: dict[str, Any] = {
@@ -348,7 +351,7 @@ class CheckpointManager:
         return states | {name: entry.state_dict() for name, entry in run.stateful.items()}
 
     def _of_earlier_starts(self) -> list[Committed]:
-        """The checkpoints of this training up to where it goes on, as far as they are still there."""
+        """Return the existing checkpoints of this training, up to the step at which it resumes."""
         assert self._source is not None
         assert self.resumed_from is not None
         trainer = read_trainer(self._source)
@@ -363,11 +366,11 @@ class CheckpointManager:
 
 
 def check_stateful(run: Run) -> None:
-    """Refuses what could not be saved, before anybody has waited for the first checkpoint.
+    """Check that the entries of `run.stateful` can be saved.
 
     Raises:
-        TypeError: If an entry of `run.stateful` lacks `state_dict` or `load_state_dict`.
-        ValueError: If it has a name that the run uses itself.
+        TypeError: If an entry lacks `state_dict` or `load_state_dict`.
+        ValueError: If an entry has a name that the run uses itself.
     """
     for name, entry in run.stateful.items():
         if name in OWN_STATES:
@@ -377,17 +380,17 @@ def check_stateful(run: Run) -> None:
 
 
 def check_storable(run: Run) -> None:
-    """Refuses a model that no checkpoint can hold, before its first step.
+    """Check before the first step that a checkpoint can hold the model.
 
     Raises:
-        TypeError: If one of its tensors is sparse, quantized or of a dtype that files lack, or its `state_dict` does
-            not take what torch's does.
-        ValueError: If one has no content.
+        TypeError: If a tensor is sparse, quantized or of an unsupported dtype, or the model's `state_dict` does not
+            take the arguments of torch's.
+        ValueError: If a tensor has no content (device "meta").
     """
     if run.args.save_strategy == "no":
         return
     try:
-        state = run.model.state_dict(keep_vars=True)  # as a resume asks for it
+        state = run.model.state_dict(keep_vars=True)  # the call of a resume
     except TypeError as error:
         raise TypeError(
             f"the model cannot be saved: {error}; let its state_dict take *args and **kwargs and pass them on to "

@@ -1,4 +1,4 @@
-"""`HostStaging`: the tensors of a run in host memory, copied while training goes on."""
+"""`HostStaging`: copies of a run's tensors in host memory, made while training continues."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from trainer_kit.utils.optimizer_state import state_tensors
 
 
 class HostStaging:
-    """Copies of a run's tensors, in memory that is used again from one checkpoint to the next.
+    """Copies of a run's tensors, in host memory that is reused for each checkpoint.
 
-    What the optimizer keeps, two thirds of AdamW's state, changes in its step alone: another thread copies it
-    (`complete`) while the next step's forward and backward pass runs; before its optimizer's step the loop waits
-    (`wait`). Everything else is copied at once: a forward pass may write to weights too (`Embedding(max_norm=1)`).
+    Optimizer states, two thirds of the tensors with AdamW, change only in the optimizer's step. Another thread copies
+    them (`complete`) during the next forward and backward pass, and the loop waits before its optimizer step (`wait`).
+    All other tensors are copied immediately, since a forward pass may change weights (`Embedding(max_norm=1)`).
 
     Args:
-        run: Its optimizer is made.
+        run: The run, with its optimizer.
     """
 
     def __init__(self, run: Run) -> None:
@@ -34,19 +34,19 @@ class HostStaging:
         self._done.set()
 
     def reserve(self, tensors: list[torch.Tensor]) -> None:
-        """Takes the memory for copies of these tensors, so that the first copy finds it there."""
+        """Reserve host memory for copies of these tensors, so that the first copy need not allocate it."""
         try:
             self._places = self.run.strategy.device_info.host_memory(tensors)
         except (MemoryError, RuntimeError):
-            return  # `take` says so when it is needed
+            return  # `take` raises when the memory is needed
         for place in self._places:
-            place.zero_()  # the system gives memory when it is first written to
+            place.zero_()  # the system allocates pages at the first write
 
     def take(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies on the host in the same order, of which some are not filled before `complete`.
+        """Return host copies in the same order; `complete` fills those of the optimizer's state.
 
         Raises:
-            OSError: If the host has no memory for them.
+            OSError: If the host lacks memory for the copies.
         """
         strategy = self.run.strategy
         self._places = places = self._memory_for(tensors)
@@ -60,10 +60,10 @@ class HostStaging:
         return places
 
     def complete(self) -> None:
-        """Copies the rest, in another thread than the loop's.
+        """Fill the remaining copies; called in another thread than the loop's.
 
         Raises:
-            OSError: If a tensor was written to in the meantime, so that its copy may hold both.
+            OSError: If a tensor changed during the copy, so that the copy may be inconsistent.
         """
         try:
             later, self._later = self._later, []
@@ -79,15 +79,15 @@ class HostStaging:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether `complete` has still to come to its end."""
+        """Whether copies have begun and `complete` has not returned."""
         return not self._done.is_set()
 
     def wait(self) -> None:
-        """Waits until what the run holds may change."""
+        """Wait until the copies are complete, so that the optimizer may change its state."""
         self._done.wait()
 
     def free(self) -> None:
-        """Gives the memory back."""
+        """Free the host memory."""
         self._places = []
         self._done.set()
 

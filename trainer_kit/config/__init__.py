@@ -1,1 +1,1 @@
-"""What a run is given: arguments, their validation, and the environment of a launcher."""
+"""Configuration of a run: arguments, their validation, and the launcher's environment."""

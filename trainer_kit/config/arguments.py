@@ -1,4 +1,4 @@
-"""`TrainingArguments`: every setting of a training run, checked when it is made, read from and written to files."""
+"""`TrainingArguments`: the validated settings of a training run, and their files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Arguments = TypeVar("Arguments", bound="TrainingArguments")
 
 REPORTERS = ("tensorboard", "jsonl", "html")
 
-# What users of other trainers write for a field that has another name here, where the spelling gives no hint.
+# Other trainers' names of fields, if they are not similar in spelling.
 _NAMED_OTHERWISE = {
     "fp16": "mixed_precision",
     "bf16": "mixed_precision",
@@ -36,10 +36,14 @@ _NAMED_OTHERWISE = {
 
 
 def parse_size(size: int | str, name: str = "max_shard_size") -> int:
-    """The bytes in `size`: a number of bytes, or a string such as "5GB" (10**9) or "200MiB" (2**20).
+    """Return a size in bytes.
+
+    Args:
+        size: A number of bytes, or a string such as "5GB" (10**9) or "200MiB" (2**20).
+        name: Name of the argument, for the error.
 
     Raises:
-        ValueError: If it is less than one byte or no size at all, calling it `name`.
+        ValueError: If `size` is less than one byte or not a size.
     """
     count: float = 0
     if isinstance(size, int) and not isinstance(size, bool):
@@ -63,7 +67,7 @@ _SGD_OPTIONS: dict[str, Any] = {"momentum": float, "dampening": float, "nesterov
 
 
 def parse_options(text: str) -> dict[str, float | bool] | None:
-    """The numbers and truth values of `optim_args`, such as "momentum=0.9,nesterov=true"; None where it has others."""
+    """Parse `optim_args`, such as "momentum=0.9,nesterov=true"; return None if it is malformed."""
     options: dict[str, float | bool] = {}
     for part in text.replace(" ", "").split(","):
         name, _, value = part.partition("=")
@@ -122,7 +126,7 @@ _Reporters = Annotated[
 
 
 def _refuse_unknown_names(cls: type[T]) -> type[T]:
-    """Lets the constructor of dataclass `cls` name the nearest field where it is given one that is not known."""
+    """Make the constructor of dataclass `cls` name the nearest field in the error for an unknown one."""
     generated = cls.__init__
 
     @functools.wraps(generated)
@@ -137,98 +141,96 @@ def _refuse_unknown_names(cls: type[T]) -> type[T]:
 @_refuse_unknown_names
 @dataclasses.dataclass
 class TrainingArguments:
-    """The settings of a training run. The names are transformers' where the thing is the same.
+    """Settings of a training run. Fields have the names of transformers where the meaning is the same.
 
-    Steps are optimizer steps. All values are checked when the object is made; later assignments are not
-    (`dataclasses.replace(args)` checks again). `None` in `eval_steps`, `metric_for_best_model` and `greater_is_better`
-    is replaced by what it stands for at construction, so give `greater_is_better=None` too when
-    `dataclasses.replace` changes the metric.
+    Steps are optimizer steps. The constructor checks all values; later assignments are not checked
+    (`dataclasses.replace(args)` checks again). The constructor also replaces None in `eval_steps`,
+    `metric_for_best_model` and `greater_is_better` by the values given below. If `dataclasses.replace` changes the
+    metric, therefore give `greater_is_better=None` too.
 
     Args:
-        output_dir: Folder of checkpoints and logs; made when it is missing.
-        num_train_epochs: How often the data is gone through; 0.5 is half of it.
-        max_steps: Steps to train; overrides `num_train_epochs` unless it is -1. The schedule then counts steps, also
-            where a resume changes the samples of a step.
+        output_dir: Folder of checkpoints and logs; created if missing.
+        num_train_epochs: Training epochs; may be fractional.
+        max_steps: Steps to train; -1: as many as `num_train_epochs` needs. With a number, the schedule counts steps,
+            even if a resume changes the number of samples of a step.
         per_device_train_batch_size: Samples of one micro-batch on one process.
-        auto_find_batch_size: Cuts micro-batches into parts that fit into the memory of all devices: halves, quarters
-            and so on, from what is estimated to fit. Steps keep their samples, and gradients are accumulated over
-            more passes; evaluation batches are halved too. What was found stays for the whole training and its
-            resumes. With several processes gradients are exchanged after the backward pass, not during it. Before
-            training the model and `compute_loss` are called on tensors without values; a step that does not fit
-            begins anew, and its `on_step_begin` and `on_substep_end` come again.
+        auto_find_batch_size: Whether to split micro-batches into halves, quarters and so on until they fit into the
+            memory of all devices, starting from an estimate. A step keeps its samples and accumulates gradients over
+            more passes; evaluation batches are halved too. The result stays for the whole training and its resumes.
+            With several processes, gradients are exchanged after the backward pass instead of during it. Before
+            training, the model and `compute_loss` are called on tensors without values. A step that does not fit is
+            repeated, with its `on_step_begin` and `on_substep_end`.
         per_device_eval_batch_size: Samples of one evaluation batch on one process; None: the training batch size.
         gradient_accumulation_steps: Micro-batches of one step.
         learning_rate: Peak learning rate.
-        weight_decay: Applied to all parameters but biases and those of normalization layers.
-        adam_beta1: Decay of AdamW's first moment.
-        adam_beta2: Decay of AdamW's second moment.
-        adam_epsilon: Keeps AdamW's denominator from 0.
+        weight_decay: Weight decay of all parameters except biases and parameters of normalization layers.
+        adam_beta1: Decay rate of AdamW's first moment.
+        adam_beta2: Decay rate of AdamW's second moment.
+        adam_epsilon: Constant that AdamW adds to its denominator.
         optim: Name of the optimizer, see `trainer_kit.optim.make_optimizer`.
         optim_args: Options of `optim="sgd"`, comma-separated: momentum, dampening and nesterov, such as
             "momentum=0.9,nesterov=true". None: plain SGD.
         lr_scheduler_type: Name of the schedule, see `trainer_kit.optim.make_scheduler`.
-        lr_scheduler_kwargs: Numbers of the schedule, such as `{"num_cycles": 2}`.
-        warmup_steps: Steps in which the learning rate rises from 0; overrides `warmup_ratio` unless it is 0. A resume
-            with other samples a step keeps the samples of the warmup, and those of `num_decay_steps`.
-        warmup_ratio: The same as a fraction of all steps.
-        max_grad_norm: Gradients are scaled down to this norm of all together; 0 turns it off.
-        max_grad_value: Each element of the gradients is clipped to plus or minus this; None turns it off.
-        mixed_precision: "no", "fp16" or "bf16": what forward passes compute in. Default: what the launcher was told,
-            else "no".
-        seed: Of the order of the samples, of dropout and of all else that is random in a run.
-        torch_compile: Compiles the model with `torch.compile`.
-        gradient_checkpointing: Computes activations again in the backward pass, to save memory.
-        logging_strategy: When a record is due: every `logging_steps` ("steps"), after each "epoch" and at the end, or
+        lr_scheduler_kwargs: Numeric options of the schedule, such as `{"num_cycles": 2}`.
+        warmup_steps: Steps in which the learning rate rises from 0; 0: use `warmup_ratio`. If a resume changes the
+            number of samples of a step, the warmup and `num_decay_steps` keep their numbers of samples.
+        warmup_ratio: Warmup as a fraction of all steps.
+        max_grad_norm: Largest total norm of the gradients, by scaling; 0: no limit.
+        max_grad_value: Largest absolute value of a gradient's element, by clipping; None: no limit.
+        mixed_precision: Precision of forward passes: "no", "fp16" or "bf16". Default: the launcher's, else "no".
+        seed: Seed of the order of samples, of dropout and of all other random numbers of a run.
+        torch_compile: Whether to compile the model with `torch.compile`.
+        gradient_checkpointing: Whether to recompute activations in the backward pass, to save memory.
+        logging_strategy: When to log a record: every `logging_steps` ("steps"), after each "epoch" and at the end, or
             "no".
         logging_steps: Steps between two records.
-        logging_first_step: Logs step 1 too.
+        logging_first_step: Whether to log step 1 too.
         eval_strategy: When to evaluate: every `eval_steps` ("steps"), after each "epoch" and at the end, or "no".
         eval_steps: Steps between two evaluations; None: `logging_steps`.
-        save_strategy: When to save a checkpoint: every `save_steps` ("steps"), after each "epoch", whenever an
-            evaluation gave a new "best" metric, every `save_minutes` ("minutes"), or "no".
+        save_strategy: When to save a checkpoint: every `save_steps` ("steps"), after each "epoch", after each
+            evaluation with a new "best" metric, every `save_minutes` ("minutes"), or "no".
         save_steps: Steps between two checkpoints.
-        save_minutes: Minutes between two checkpoints, with any `save_strategy` but "no"; None: by that alone.
-        async_save: Training goes on while a checkpoint is written; it stands still only for a copy of the state in host
-            memory, which is kept for the next one. False: it waits, and needs no copy.
-        save_failures: What to do when a checkpoint cannot be written (a full disk): "warn" and try again when the next
-            one is due, or "raise". A failed last one is an error in any case.
-        save_total_limit: How many checkpoints to keep, the newest; None: all. Beside them stay the best ones, those of
-            `save_keep_every`, and the one that the run was resumed from.
-        save_best_limit: How many checkpoints to keep for their `metric_for_best_model`.
-        save_keep_every: Keeps every checkpoint of this number (each 10th with 10) for good; None: none.
-        max_shard_size: Largest file of weights: bytes, or a string such as "5GB" or "200MiB".
-        load_best_model_at_end: Loads the best checkpoint's weights when training ends.
-        metric_for_best_model: What "best" means; the leading `eval_` may be left out. None: "eval_loss" where
-            `load_best_model_at_end` or `save_strategy="best"` needs one.
-        greater_is_better: Whether a greater metric is better; None: unless its name ends with "loss".
-        dataloader_num_workers: Processes that load data; 0 loads it in the training process.
-        dataloader_timeout: Seconds that these processes may take for a batch; training then ends with a sentence that
-            names the one that is stopped or hangs. 0: without end.
-        dataloader_drop_last: Leaves out the last batch of an epoch where it is not full.
-        dataloader_pin_memory: Puts batches into page-locked memory, from which a GPU copies faster.
-        group_by_length: Puts samples of about the same length into a batch, which saves padding.
-        pad_to_multiple_of: Pads sequences to a multiple of this many tokens; None: to the longest of the batch.
-        pad_to_lengths: Pads sequences to the smallest of these lengths that fits the batch's longest; None: as
-            `pad_to_multiple_of` says, or to the next power of two where each new shape costs a compilation (TPU).
-        report_to: Where records are written: a list of "tensorboard", "jsonl" and "html" (a page of plots, made from
+        save_minutes: Minutes between two checkpoints, in addition to any `save_strategy` but "no"; None: off.
+        async_save: Whether training continues while a checkpoint is written. It pauses only to copy the state to host
+            memory, which is reused for the next checkpoint. False: training waits, and no copy is needed.
+        save_failures: Reaction to a checkpoint that cannot be written (a full disk): "warn" and try again when the next
+            one is due, or "raise". A failure of the last checkpoint always raises.
+        save_total_limit: Number of newest checkpoints to keep; None: all. The best ones, those of `save_keep_every`,
+            and the one that the run resumed from are kept in addition.
+        save_best_limit: Number of checkpoints to keep for their `metric_for_best_model`.
+        save_keep_every: Interval of checkpoints to keep permanently (10: each 10th); None: none.
+        max_shard_size: Largest size of a file of weights: bytes, or a string such as "5GB" or "200MiB".
+        load_best_model_at_end: Whether to load the best checkpoint's weights when training ends.
+        metric_for_best_model: Metric that defines "best", with or without the prefix `eval_`. None: "eval_loss" if
+            `load_best_model_at_end` or `save_strategy="best"` needs a metric.
+        greater_is_better: Whether a greater metric is better; None: True unless the metric's name ends with "loss".
+        dataloader_num_workers: Number of processes that load data; 0: the training process loads it.
+        dataloader_timeout: Seconds that a worker may take for a batch before training ends with an error that names
+            the worker; 0: no limit.
+        dataloader_drop_last: Whether to drop the last batch of an epoch if it is not full.
+        dataloader_pin_memory: Whether to put batches into page-locked memory, from which copies to a GPU are faster.
+        group_by_length: Whether to batch samples of similar length, which saves padding.
+        pad_to_multiple_of: Pad sequences to a multiple of this number of tokens; None: to the longest of the batch.
+        pad_to_lengths: Pad sequences to the smallest of these lengths that fits the batch's longest; None: as
+            `pad_to_multiple_of`, or to the next power of two if each new shape costs a compilation (TPU).
+        report_to: Formats of the records: a list of "tensorboard", "jsonl" and "html" (a page of plots, created from
             "jsonl" at the end), "all", or "none".
         logging_dir: Folder of TensorBoard's files; None: `output_dir`/logs.
-        profile: Steps to profile, the first and the last, such as "10:20"; see `callbacks.Profiler`. Default: what the
-            launcher was told, else None.
-        disable_tqdm: Shows no progress bar.
+        profile: First and last step to profile, such as "10:20"; see `callbacks.Profiler`. None: no profile. Default:
+            the launcher's, else None.
+        disable_tqdm: Whether to hide the progress bar.
         log_level: "debug", "info", "warning", "error" or "critical".
-        use_cpu: Trains on the CPU even where there is an accelerator. Default: what the launcher was told, else False.
-        strategy: Which hardware to use: "auto" reads what the launcher left in the environment, "single" takes one
-            device, "ddp" the processes of one machine, "multinode" those of several, "xla" all TPU devices. For their
-            settings give the Trainer `strategy=DDP(...)` instead.
-        nonfinite: What to do when a loss or a gradient is not finite: "stop" training, "skip" the step (where the
-            gradient is not), go back to the newest checkpoint ("rollback") and pass over the samples of that step, or
-            "ignore" it.
-        max_rollbacks: How often `nonfinite="rollback"` may go back in one run before it stops.
+        use_cpu: Whether to train on the CPU even if there is an accelerator. Default: the launcher's, else False.
+        strategy: Hardware to use: "auto" follows the launcher's environment, "single" uses one device, "ddp" the
+            processes of one machine, "multinode" those of several machines, "xla" all TPU devices. For further
+            settings, give the Trainer `strategy=DDP(...)` instead.
+        nonfinite: Reaction to a loss or gradient that is not finite: "stop" training, "skip" the step (if its gradient
+            is not finite), "rollback" to the newest checkpoint and skip the samples of that step, or "ignore" it.
+        max_rollbacks: Number of rollbacks with `nonfinite="rollback"` before training stops.
 
     Raises:
-        TypeError: If a field is not known or holds a value of the wrong type; it names the nearest known field.
-        ValueError: If a value makes no sense, alone or beside the others.
+        TypeError: If a field is unknown or a value has the wrong type; the message names the nearest known field.
+        ValueError: If a value is not allowed, alone or in combination with others.
     """
 
     output_dir: _Folder = "trainer_output"
@@ -352,7 +354,7 @@ class TrainingArguments:
             raise ValueError(f"{given} has nesterov without momentum, or with dampening; set momentum above 0 alone")
 
     def _resolve(self) -> None:
-        """Replaces short forms by what they stand for."""
+        """Replace short forms and None by the values that they stand for."""
         self.output_dir = os.path.expanduser(self.output_dir)
         if self.logging_dir is not None:
             self.logging_dir = os.path.expanduser(self.logging_dir)
@@ -368,7 +370,7 @@ class TrainingArguments:
                 self.greater_is_better = not self.metric_for_best_model.endswith("loss")
 
     def fix_folders(self) -> None:
-        """Makes relative folders absolute, so that a later `os.chdir` does not part a run."""
+        """Make relative folders absolute, so that a later `os.chdir` does not change them."""
         self.output_dir = os.path.abspath(self.output_dir)
         if self.logging_dir is not None:
             self.logging_dir = os.path.abspath(self.logging_dir)
@@ -380,55 +382,55 @@ class TrainingArguments:
 
     @property
     def log_dir(self) -> Path:
-        """Folder that records are written to."""
+        """Folder of TensorBoard's files."""
         return Path(self.logging_dir) if self.logging_dir is not None else Path(self.output_dir) / "logs"
 
     def logs_after(self, step: int) -> bool:
-        """Whether the number of a step asks for a record after it."""
+        """Return whether a record is due after a step, by its number."""
         by_number = step % self.logging_steps == 0 or (step == 1 and self.logging_first_step)
         return self.logging_strategy == "steps" and by_number
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether the number of a step asks for an evaluation after it."""
+        """Return whether an evaluation is due after a step, by its number."""
         return self.eval_strategy == "steps" and step % (self.eval_steps or self.logging_steps) == 0
 
     def saves_after(self, step: int) -> bool:
-        """Whether the number of a step asks for a checkpoint after it."""
+        """Return whether a checkpoint is due after a step, by its number."""
         return self.save_strategy == "steps" and step % self.save_steps == 0
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields by name: strings, numbers, booleans, None, lists and dicts of them."""
+        """Return all fields by name, as strings, numbers, booleans, None, and lists and dicts of these."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls: type[Arguments], values: Mapping[str, Any]) -> Arguments:
-        """The arguments with these values, and the default for every field that is left out.
+        """Create arguments from values by field; missing fields have their defaults.
 
         Raises:
-            TypeError: If a field is not known or holds a value of the wrong type.
-            ValueError: If a value makes no sense.
+            TypeError: If a field is unknown or a value has the wrong type.
+            ValueError: If a value is not allowed.
         """
         check_names(cls, values, _NAMED_OTHERWISE)
         return cls(**values)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes all fields to a file that ends with .json, .yaml or .yml.
+        """Write all fields to a file with the suffix .json, .yaml or .yml.
 
         Raises:
-            ValueError: If the name ends otherwise.
+            ValueError: If the suffix is another one.
         """
         save_fields(path, self.to_dict())
 
     @classmethod
     def load(cls: type[Arguments], path: str | os.PathLike[str]) -> Arguments:
-        """Reads arguments from a file that ends with .json, .yaml or .yml; a field left out has its default.
+        """Read arguments from a file with the suffix .json, .yaml or .yml; missing fields have their defaults.
 
-        In YAML `no` is the string "no" and `5e-5` a number, as YAML 1.2 has it.
+        In YAML, `no` is the string "no" and `5e-5` a number, as in YAML 1.2.
 
         Raises:
-            FileNotFoundError: If there is no such file.
-            TypeError: If a field is not known or holds a value of the wrong type; the message begins with the path.
-            ValueError: If the name ends otherwise, the content cannot be read or a value makes no sense; the message
+            FileNotFoundError: If the file does not exist.
+            TypeError: If a field is unknown or a value has the wrong type; the message begins with the path.
+            ValueError: If the suffix is another one, the content is invalid or a value is not allowed; the message
                 begins with the path.
         """
         values = load_fields(path)

@@ -1,4 +1,4 @@
-"""Facts about this process that a launcher left in the environment: the one place that reads such variables."""
+"""Environment variables of launchers and devices; no other module reads them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-# What torch, its libraries and its backends are set up with.
+# Variables that configure torch, its libraries and its backends.
 _SETTING_PREFIXES = (
     "CUDA_", "GLOO_", "LIBTPU_", "MASTER_", "MEGASCALE_", "MKL_", "NCCL_", "OMPI_COMM_", "OMP_", "PJRT_", "PYTORCH_",
     "SLURM_STEP_", "TORCH_", "TPU_", "TRAINER_KIT_", "XLA_",
@@ -20,7 +20,7 @@ _SETTINGS = (
     "SLURM_NODEID", "CPU_NUM_DEVICES", "HF_HOME", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM",
 )  # fmt: skip
 
-# What `trainer-kit launch` and `notebook_launcher` tell the processes that they start.
+# Variables that `trainer-kit launch` and `notebook_launcher` set for their processes.
 MIXED_PRECISION = "TRAINER_KIT_MIXED_PRECISION"
 USE_CPU = "TRAINER_KIT_USE_CPU"
 PROFILE = "TRAINER_KIT_PROFILE"
@@ -28,34 +28,34 @@ USE_TPU = "TRAINER_KIT_USE_TPU"
 PROGRESS_FILE = "TRAINER_KIT_PROGRESS_FILE"
 DEBUG = ("TRAINER_KIT_DEBUG", "ACCELERATE_DEBUG_MODE")
 
-# How TPU chips show themselves on the PCI bus, and how many devices XLA sees in one of each kind: v2 and v3 have two
-# cores a chip. The numbers are those of torch_xla/_internal/tpu.py.
+# PCI device IDs of TPU chips, and the number of XLA devices in each: v2 and v3 chips have two cores. The IDs are
+# those of torch_xla/_internal/tpu.py.
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _GOOGLE = "0x1ae0"
 _DEVICES_OF_CHIP = {
     "0x0027": 2, "0x0056": 1, "0x005e": 1, "0x0062": 1, "0x0063": 1, "0x006f": 1, "0x0076": 1,
 }  # fmt: skip
 
-# What XLA can drive for us. Others that PJRT_DEVICE may name have something better (CUDA) or were never tried.
+# Supported values of PJRT_DEVICE; other devices have a better strategy (CUDA) or are untested.
 XLA_DEVICE_TYPES = ("TPU", "CPU")
 
 
 ONE_TPU_CHIP = {"TPU_VISIBLE_CHIPS": "0", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_PROCESS_BOUNDS": "1,1,1"}
-"""What keeps a process to the first TPU chip of its machine."""
+"""Variables that restrict a process to the first TPU chip of its machine."""
 
 
 class Place(NamedTuple):
-    """Which of a run's processes this is.
+    """Place of this process among the processes of a run.
 
     Attributes:
-        rank: Number of this process among all, from 0.
-        world_size: Processes in all.
-        local_rank: Number of this process on its machine, from 0.
-        local_world_size: Processes on this machine.
+        rank: Rank of this process among all processes, from 0.
+        world_size: Number of processes.
+        local_rank: Rank of this process on its machine, from 0.
+        local_world_size: Number of processes on this machine.
         node: Number of this machine, from 0.
-        address: Name or number of the machine of rank 0, for the rendezvous.
-        port: Its port.
-        restarts: How often the launcher has started these processes anew.
+        address: Host name or IP address of rank 0's machine, for the rendezvous.
+        port: Port of the rendezvous.
+        restarts: Number of times that the launcher has restarted these processes.
     """
 
     rank: int = 0
@@ -69,18 +69,18 @@ class Place(NamedTuple):
 
     @property
     def has_several_machines(self) -> bool:
-        """Whether some processes are on other machines."""
+        """Whether other machines run processes of the run too."""
         return self.local_world_size < self.world_size
 
 
 def place() -> Place:
-    """This process among those that a launcher started: torchrun, SLURM's srun or Open MPI's mpirun.
+    """Return the place of this process, as torchrun, SLURM's srun or Open MPI's mpirun set it.
 
-    On a TPU of several hosts, where there is one process on each, it is this host among those that GKE or the TPU VM's
-    metadata name. Any other process that nobody started beside others is rank 0 of 1.
+    On a TPU with several hosts and one process each, it is this host's place among those that GKE or the TPU VM's
+    metadata name. In all other cases it is rank 0 of 1.
 
     Raises:
-        ValueError: If a launcher's variable is missing, holds no whole number, or contradicts another, naming it.
+        ValueError: If a launcher's variable is missing, is no whole number, or contradicts another one.
     """
     restarts = sum(_number(name, default=0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     place = Place()
@@ -95,7 +95,7 @@ def place() -> Place:
 
 
 def launcher() -> str | None:
-    """The variable by which a launcher tells how many processes there are, as NAME=VALUE; None where there is none."""
+    """Return the launcher's variable for the number of processes, as NAME=VALUE; None without a launcher."""
     name = next((name for name in _LAUNCHERS if name in os.environ), None)
     return None if name is None else f"{name}={os.environ[name]}"
 
@@ -117,7 +117,7 @@ def _of_torchrun(world_size: int) -> Place:
 def _of_slurm(world_size: int) -> Place:
     node = _number("SLURM_NODEID")
     job = _number("SLURM_JOB_ID", default=0) + _number("SLURM_STEP_ID", default=0)
-    # Ports below 32768 are not given out by the system; two steps of a job get two of them.
+    # The system assigns no ports below 32768; two steps of a job get different ports.
     port = _number("MASTER_PORT", default=15000 + job % 15000)
     return Place(
         _number("SLURM_PROCID"),
@@ -144,7 +144,7 @@ def _of_open_mpi(world_size: int) -> Place:
 
 
 def tpu_host() -> Place:
-    """This host among those of a TPU slice, one process on each; rank 0 of 1 where it is alone or has no TPU.
+    """Return this host's place in a TPU slice with one process per host; rank 0 of 1 for one host or without a TPU.
 
     Raises:
         ValueError: If the variables that name the hosts contradict one another.
@@ -156,7 +156,7 @@ def tpu_host() -> Place:
     if hosts or "TPU_SKIP_MDS_QUERY" in os.environ or not _tpu_chips():
         rank = _number("TPU_WORKER_ID") if len(hosts) > 1 else 0
     else:
-        # "name:number:address" each
+        # each entry is "name:number:address"
         hosts = [entry.split(":")[2] for entry in _metadata("worker-network-endpoints").split(",") if entry]
         rank = int(_metadata("agent-worker-number") or 0)
     if len(hosts) < 2:
@@ -180,8 +180,8 @@ def _check_tpu_hosts(hosts: int, rank: int) -> None:
 
 @functools.cache
 def _metadata(name: str) -> str:
-    """What Google's metadata server says of this machine; empty where it does not answer."""
-    import urllib.request  # takes its time
+    """Return an attribute of this machine from Google's metadata server; empty if it does not answer."""
+    import urllib.request  # slow to import
 
     server = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
     address = f"http://{server}/computeMetadata/v1/instance/attributes/{name}"
@@ -193,7 +193,7 @@ def _metadata(name: str) -> str:
         return ""
 
 
-# In this order: torchrun may itself be a task of SLURM.
+# Checked in this order, since torchrun may run inside a SLURM task.
 _LAUNCHERS: dict[str, Callable[[int], Place]] = {
     "WORLD_SIZE": _of_torchrun,
     "SLURM_STEP_NUM_TASKS": _of_slurm,
@@ -216,7 +216,7 @@ def _number(name: str, default: int | None = None, least: int = 0) -> int:
 
 
 def _tasks_of(spread: str, node: int) -> int:
-    """Tasks of one node in SLURM's notation: "2(x3),1" is 2, 2, 2, 1."""
+    """Return the number of tasks of one node from SLURM's notation: "2(x3),1" is 2, 2, 2, 1."""
     tasks: list[int] = []
     for part in spread.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -229,7 +229,11 @@ def _tasks_of(spread: str, node: int) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """The first machine of a list in SLURM's notation: "gpu[07-09,12],cpu1" begins with gpu07."""
+    """Return the first host of a list in SLURM's notation: gpu07 of "gpu[07-09,12],cpu1".
+
+    Raises:
+        ValueError: If the list cannot be parsed.
+    """
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
     if match is None:
         raise ValueError(f"the environment variable SLURM_STEP_NODELIST={nodes!r} cannot be read; set MASTER_ADDR")
@@ -237,38 +241,40 @@ def first_host(nodes: str) -> str:
 
 
 def slurm_job() -> str | None:
-    """The number of the SLURM job that this process belongs to; None outside one."""
+    """Return the ID of this process's SLURM job; None outside a job."""
     return os.environ.get("SLURM_JOB_ID")
 
 
 def mixed_precision() -> str:
-    """What the launcher was told to compute in; "no" where it was not told."""
+    """Return the mixed precision that the launcher requests; "no" by default."""
     return os.environ.get(MIXED_PRECISION, "no")
 
 
 def use_cpu() -> bool:
-    """Whether the launcher was told to train on the CPU."""
+    """Return whether the launcher requests training on the CPU."""
     return os.environ.get(USE_CPU, "") in ("1", "true", "yes")
 
 
 def profile() -> str | None:
-    """The steps that the launcher was told to profile; None where it was not told."""
+    """Return the steps that the launcher requests to profile, such as "10:20"; None without a request."""
     return os.environ.get(PROFILE) or None
 
 
 def use_tpu() -> bool:
-    """Whether the launcher was told to train on XLA's devices (`--tpu`)."""
+    """Return whether the launcher requests training on XLA devices (`--tpu`)."""
     return os.environ.get(USE_TPU, "") in ("1", "true", "yes")
 
 
 def xla_device_type() -> str | None:
-    """Which devices XLA would drive for strategy "auto", found without torch_xla; None: do not take XLA.
+    """Return the type of device that strategy "auto" uses through XLA, found without importing torch_xla.
 
-    "TPU" where PJRT_DEVICE names it, or is not set and there is a TPU on this machine's PCI bus, or the launcher was
-    told `--tpu`. "CPU", which is XLA's own CPU client for trying a script without a TPU, where PJRT_DEVICE names it; a
-    GPU goes before it, because torch_xla itself sets PJRT_DEVICE=CPU when any package imports it and there is no TPU.
-    None for PJRT_DEVICE=CUDA, because torch drives GPUs by itself, where the launcher was told to use the CPU, where
-    nothing names a device, and where torch_xla is not installed.
+    Returns:
+        "TPU" if PJRT_DEVICE names it, or if PJRT_DEVICE is not set and this machine has a TPU on its PCI bus or the
+        launcher was started with `--tpu`.
+        "CPU", XLA's CPU client for tests without a TPU, if PJRT_DEVICE names it and either there is no GPU or the
+        launcher was started with `--tpu`. (torch_xla sets PJRT_DEVICE=CPU itself when it is imported without a TPU.)
+        None, which means not to use XLA, in all other cases: for PJRT_DEVICE=CUDA, if the launcher requests the CPU, or
+        if torch_xla is not installed.
     """
     if use_cpu() or not has_torch_xla():
         return None
@@ -281,23 +287,23 @@ def xla_device_type() -> str | None:
 
 
 def has_torch_xla() -> bool:
-    """Whether torch_xla is installed; it is not imported."""
+    """Return whether torch_xla is installed, without importing it."""
     return importlib.util.find_spec("torch_xla") is not None
 
 
 def pjrt_device() -> str | None:
-    """The type of device that PJRT_DEVICE names, such as "TPU"; None where it is not set."""
+    """Return the type of device in PJRT_DEVICE, such as "TPU"; None if it is not set."""
     return os.environ.get("PJRT_DEVICE", "").partition("_")[0] or None
 
 
 def xla_devices(device_type: str) -> int:
-    """XLA's devices of this machine, counted without starting its runtime; 0 where no TPU is found.
+    """Return the number of XLA devices of this machine, without starting XLA's runtime; 0 without a TPU.
 
     Args:
         device_type: "TPU" or "CPU".
 
     Raises:
-        ValueError: If CPU_NUM_DEVICES holds no positive whole number.
+        ValueError: If CPU_NUM_DEVICES is no positive whole number.
     """
     if device_type == "CPU":
         return _number("CPU_NUM_DEVICES", default=1, least=1)
@@ -306,7 +312,7 @@ def xla_devices(device_type: str) -> int:
 
 
 def _tpu_chips() -> list[int]:
-    """XLA's devices in each TPU chip of this machine."""
+    """Return the number of XLA devices in each TPU chip of this machine."""
     googles = [vendor.parent for vendor in _PCI_DEVICES.glob("*/vendor") if vendor.read_text().strip() == _GOOGLE]
     numbers = [(folder / "device").read_text().strip() for folder in googles]
     return [_DEVICES_OF_CHIP[number] for number in numbers if number in _DEVICES_OF_CHIP]
@@ -315,15 +321,15 @@ def _tpu_chips() -> list[int]:
 def _has_gpu() -> bool:
     import torch
 
-    return torch.cuda.device_count() > 0  # unlike is_available() it does not start the driver
+    return torch.cuda.device_count() > 0  # unlike is_available(), does not initialize the driver
 
 
 def check_drives_machine_alone() -> None:
-    """Makes sure that no other process was started for the XLA devices of this machine.
+    """Check that this process alone drives the XLA devices of its machine.
 
     Raises:
-        ValueError: If a launcher such as torchrun started several: each would train by itself on what it got. Also if
-            it started one on each of several machines that only a TPU could join.
+        ValueError: If a launcher started several processes on this machine, or processes on several machines with
+            PJRT_DEVICE=CPU; each would train alone.
     """
     here = place()
     if here.local_world_size > 1:
@@ -340,15 +346,15 @@ def check_drives_machine_alone() -> None:
 
 
 def debug() -> bool:
-    """Whether launchers shall try a child process before they start the run."""
+    """Return whether launchers test a child process before they start the run."""
     return any(os.environ.get(name, "").lower() in ("1", "true", "yes") for name in DEBUG)
 
 
 def progress_file() -> str | None:
-    """Where the launcher wants to be told of the newest checkpoint's step; None where it does not ask."""
+    """Return the path of the launcher's file for the newest checkpoint's step; None if the launcher needs none."""
     return os.environ.get(PROGRESS_FILE)
 
 
 def settings() -> dict[str, str]:
-    """The variables that change how torch and a run behave, for a bug report (never one that may hold a secret)."""
+    """Return the variables that affect torch and a run, for a bug report, from a list without secrets."""
     return {key: value for key, value in os.environ.items() if key in _SETTINGS or key.startswith(_SETTING_PREFIXES)}

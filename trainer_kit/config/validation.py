@@ -1,4 +1,4 @@
-"""Fields of a dataclass: checked by their type hints, refused by the nearest name, kept in JSON and YAML files."""
+"""Validation of dataclass fields by their type hints, and their JSON and YAML files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 
 class Rule(NamedTuple):
-    """What a field must hold beyond its type, as `Annotated[int, Rule("a whole number above 0", lambda n: n > 0)]`.
+    """Constraint on a field, as in `Annotated[int, Rule("a whole number above 0", lambda n: n > 0)]`.
 
     Attributes:
-        text: What is allowed, type included; it follows "it must be".
-        holds: The test of a value that has the right type.
+        text: Description of the allowed values, including the type; follows "it must be" in messages.
+        holds: Test of a value of the right type.
     """
 
     text: str
@@ -29,15 +29,15 @@ class Rule(NamedTuple):
 
 
 def check_names(cls: type, names: Iterable[Any], synonyms: Mapping[str, str]) -> None:
-    """Refuses names that are no fields of the dataclass `cls`.
+    """Check that all names are fields of the dataclass `cls`.
 
     Args:
         cls: The dataclass.
         names: The names to check.
-        synonyms: Fields by other names that people use for them, where the spelling gives no hint.
+        synonyms: Field names by other names for them that are not similar in spelling.
 
     Raises:
-        TypeError: Names the first unknown name and the nearest known one.
+        TypeError: If a name is unknown; the message has the first such name and the nearest known one.
     """
     known = [field.name for field in dataclasses.fields(cls)]
     for name in names:
@@ -47,15 +47,15 @@ def check_names(cls: type, names: Iterable[Any], synonyms: Mapping[str, str]) ->
 
 
 def check_values(instance: Any) -> None:
-    """Checks every field of a dataclass instance by its type hint and sets it to plain Python types.
+    """Check each field of a dataclass instance by its type hint, and convert it to plain Python types.
 
     Hints may be bool, int, float, str, list, dict, None, Literal, unions of them, and Annotated with a `Rule`; other
-    hints are not checked. A float must be finite and may be given as an int, a str as a path, and a Literal or str as
-    a member of an Enum of strings.
+    hints are not checked. A float must be finite. An int is accepted for a float, a path for a str, and a member of an
+    Enum of strings for a Literal or str.
 
     Raises:
-        TypeError: If a value has another type; names the field, the value and what is allowed.
-        ValueError: If a value has the type but is not allowed; says the same.
+        TypeError: If a value has another type; the message names the field, the value and the allowed values.
+        ValueError: If a value has the right type but is not allowed, with the same message.
     """
     hints = get_type_hints(type(instance), include_extras=True)
     for field in dataclasses.fields(instance):
@@ -67,7 +67,7 @@ def check_values(instance: Any) -> None:
 
 
 def _read(value: Any, hint: Any) -> Any:
-    """`value` as what `hint` asks for; an error's message is only what is allowed. Other hints than ours pass."""
+    """Return `value` as the type in `hint`, or raise an error whose text is the allowed values."""
     origin = get_origin(hint)
     if origin is Annotated:
         base, *notes = get_args(hint)
@@ -178,20 +178,26 @@ class _Format(NamedTuple):
 
 
 def save_fields(path: str | os.PathLike[str], values: dict[str, Any]) -> None:
-    """Writes fields and their plain values to a file that ends with .json, .yaml or .yml.
+    """Write fields and their plain values to a file with the suffix .json, .yaml or .yml.
+
+    Args:
+        path: The file.
+        values: Plain values by field.
 
     Raises:
-        ValueError: If the name ends otherwise.
+        ValueError: If the suffix is another one.
     """
     _format(path).write(Path(path), values)
 
 
 def load_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads what `save_fields` or a person wrote. In YAML `no` is a string and `5e-5` a number, as in YAML 1.2.
+    """Read fields and their values from a file with the suffix .json, .yaml or .yml.
+
+    In YAML, `no` is a string and `5e-5` a number, as in YAML 1.2.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If the name ends otherwise or the content cannot be read; the message begins with the path.
+        FileNotFoundError: If the file does not exist.
+        ValueError: If the suffix is another one or the content is invalid; the message begins with the path.
     """
     values = _format(path).read(Path(path))
     if not isinstance(values, dict):
@@ -222,7 +228,7 @@ def _read_yaml(path: Path) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Reads true and false as booleans but `no` as a string, and `5e-5` as a number, as YAML 1.2 does."""
+        """YAML 1.2 scalars: only true and false are booleans, and `5e-5` is a number."""
 
     bool_tag, float_tag = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"
     Loader.yaml_implicit_resolvers = {

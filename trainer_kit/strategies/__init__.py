@@ -1,4 +1,4 @@
-"""The hardware: device, precision and collectives."""
+"""Strategies: devices, precision and collectives of a run."""
 
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.select import choose_strategy

@@ -1,4 +1,4 @@
-"""`Strategy`: the only piece that knows the hardware. This base runs one process; subclasses override what differs."""
+"""`Strategy`: the only class that knows the hardware. The base class runs one process on one device."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ T = TypeVar("T")
 
 
 class Strategy:
-    """How a run uses its devices and processes: placement, precision, gradients, the optimizer's step and states.
+    """Use of devices and processes by a run: placement, precision, gradients, optimizer steps and states.
 
-    A subclass overrides the methods that differ, and replaces a part (`device_info`, `collectives`, `session`) by a
-    subclass of it, in its `__init__` or `setup`.
+    A subclass overrides the methods that differ. It replaces `device_info`, `collectives` or `session` by a subclass
+    in its `__init__` or `setup`.
 
     Args:
-        precision: Mixed precision; the Trainer sets it from `args.mixed_precision` where none is given.
+        precision: Mixed precision; None: the Trainer sets it from `args.mixed_precision`.
 
     Attributes:
-        device: Where the model and the batches go.
-        devices: Number of devices that each of this process's batches is divided over; a batch has so many times
-            `per_device_train_batch_size` samples.
-        static_shapes: Whether each new shape of a batch costs a compilation, so that loaders avoid them.
-        shapes: The shapes of the batches that were fed to the model.
+        device: Device of the model and the batches.
+        devices: Number of devices over which a batch of this process is divided; a batch has
+            `devices * per_device_train_batch_size` samples.
+        static_shapes: Whether each new batch shape costs a compilation, so that loaders avoid new shapes.
+        shapes: The batch shapes that were fed to the model.
         reason: Why this strategy was chosen, for logs.
         device_info: Memory, time, random numbers and host copies of the device.
-        collectives: The layout of the processes and what they exchange.
-        session: Preemption, restarts and folders among processes and machines.
+        collectives: The layout of the processes and their collectives.
+        session: Preemption, restarts and folders of the run's processes and machines.
     """
 
     device: torch.device = torch.device("cpu")
@@ -57,13 +57,13 @@ class Strategy:
         self.device_info = DeviceInfo(self.device)
         self.collectives = Collectives()
         self.session = Session(self.collectives)
-        self._worst_norm: torch.Tensor | None = None  # of the steps so far, where a bad one is to be the last
+        self._worst_norm: torch.Tensor | None = None  # largest norm so far, with nonfinite="stop"
 
-    # For callbacks, in short: see `collectives`
+    # Shortcuts for callbacks, see `collectives`
 
     @property
     def rank(self) -> int:
-        """Number of this process among all, from 0."""
+        """Rank of this process among all processes, from 0."""
         return self.collectives.rank
 
     @property
@@ -77,41 +77,48 @@ class Strategy:
         return self.collectives.is_main
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the processes' tensors joined along the first dimension, by rank; lengths may differ."""
+        """Return the tensors of all processes, concatenated by rank along dimension 0; lengths may differ."""
         return self.collectives.gather(tensor)
 
     def barrier(self) -> None:
-        """Wait until all processes are here."""
+        """Wait until all processes have reached this call."""
         self.collectives.barrier()
 
-    # A run's beginning and end
+    # Start and end of a run
 
     def setup(self) -> None:
-        """Take the device; called before the model is prepared, once for each training or evaluation."""
+        """Initialize the device, before the model is prepared; called once for each training or evaluation."""
         if self.precision is None:
             self.precision = Precision()
         self.precision.setup(self.device)
         self._worst_norm = None
 
     def teardown(self, error: BaseException | None = None) -> None:
-        """Release what `setup` took; `error` is what ended the run, None where it ended in good order."""
+        """Release what `setup` acquired.
+
+        Args:
+            error: The error that ended the run; None if it ended normally.
+        """
         self.session.end_training(error)
 
     def seed(self, value: int) -> None:
-        """Seed the generators of torch (host and device), numpy and random; `value` is below 2**63.
+        """Seed the generators of torch (host and device), numpy and random.
 
-        The loop calls it before every step with a number made from (seed, step), so that the dropout of a step
-        does not depend on what happened before it: an evaluation, a restart, or another number of workers.
+        The loop calls this before each step with a seed derived from (seed, step). The dropout of a step therefore
+        does not depend on earlier evaluations, restarts or the number of workers.
+
+        Args:
+            value: The seed, below 2**63.
         """
         seed_generators(value)
 
     # Model, optimizer and data
 
     def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move the model to the device, in place, and return what the loop calls.
+        """Move the model to the device in place, and return the module that the loop calls.
 
         Raises:
-            ValueError: If the model has no weights yet (they are on the meta device).
+            ValueError: If a tensor of the model is on the meta device.
         """
         empty = next((name for name, value in model.state_dict().items() if getattr(value, "is_meta", False)), None)
         if empty is not None:
@@ -119,10 +126,10 @@ class Strategy:
         return model.to(self.device)
 
     def enable_activation_checkpointing(self, model: torch.nn.Module) -> None:
-        """Turn on the model's own activation checkpointing (transformers 5 renamed the method).
+        """Enable the model's own activation checkpointing (transformers 5 renamed the method).
 
         Raises:
-            ValueError: If it has none.
+            ValueError: If the model has no such method.
         """
         for name in ("activation_checkpointing", "gradient_checkpointing"):
             if enable := getattr(model, f"{name}_enable", None):
@@ -135,26 +142,26 @@ class Strategy:
         )
 
     def compile(self, model: torch.nn.Module) -> None:
-        """Let torch.compile compile the model at its first call."""
+        """Compile the model by torch.compile at its first call."""
         model.compile()
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the user's own module under what `prepare` returned."""
+        """Return the user's module inside the one that `prepare` returned."""
         return model
 
     def release_models(self) -> None:
-        """Drop all references to models that were prepared."""
+        """Drop all references to prepared models."""
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer for the prepared model; one made before `prepare` gets the prepared parameters."""
+        """Return the optimizer, with the prepared parameters if it was made before `prepare`."""
         return optimizer
 
     def prepared_parameters(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the parameters, those that `prepare` has replaced as their replacements."""
+        """Return the parameters, with the replacement of each one that `prepare` replaced."""
         return list(parameters)
 
     def prepare_loader(self, batches: Iterable[T]) -> Iterator[T]:
-        """Return an iterator over `batches`, whose tensors may be moved to the device ahead of their use."""
+        """Return an iterator over `batches` that may prefetch their tensors to the device."""
         return iter(batches)
 
     def to_device(self, batch: Any) -> Any:
@@ -165,38 +172,38 @@ class Strategy:
     # A step
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of a forward pass."""
+        """Return the autocast context of a forward pass."""
         assert self.precision is not None, "setup() comes first"
         return self.precision.autocast(self.device)
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of every micro-batch but a step's last: gradients stay on this process."""
+        """Return the context of each micro-batch except a step's last, in which gradients are not exchanged."""
         return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """Backpropagate this process's share of the step's loss; gradients add up to the sum over all processes.
+        """Backpropagate this process's share of the step's loss; gradients are summed over all processes.
 
         Args:
-            loss: A number with gradients.
+            loss: Scalar with gradients.
             options: Arguments of `torch.Tensor.backward`.
         """
         assert self.precision is not None, "setup() comes first"
         self.precision.scaled(loss).backward(**options)
 
     def defer_gradient_sync(self, is_deferred: bool) -> None:
-        """Set whether `sync_gradients` sums the gradients, not a step's last backward pass; called before `prepare`.
+        """Choose whether `sync_gradients` sums the gradients instead of a step's last backward pass.
 
-        A process may then leave a backward pass early: no other waits for it there.
+        Called before `prepare`. With `is_deferred`, a process may abort a backward pass, since no other waits for it.
 
         Raises:
-            ValueError: If that is not possible here.
+            ValueError: If this strategy cannot defer the exchange.
         """
 
     def sync_gradients(self, model: torch.nn.Module) -> None:
-        """Sum gradients over all processes that `backward` has not summed; called after a step's last micro-batch."""
+        """Sum the deferred gradients over all processes, after a step's last micro-batch."""
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by fp16's scale, where they are read before `step`; once a step."""
+        """Divide the gradients by the fp16 loss scale, at most once a step, so that they can be read before `step`."""
         assert self.precision is not None, "setup() comes first"
         self.precision.unscale(optimizer)
 
@@ -215,16 +222,16 @@ class Strategy:
         """Clip the gradients and step the optimizer, without waiting for the device.
 
         Args:
-            optimizer: Its `.grad`s are complete.
-            max_norm: Largest norm of all gradients together; None or 0 leaves them as they are.
-            max_value: Largest absolute value of a gradient's element; None or 0 leaves them as they are.
-            nonfinite: With "skip", a step whose gradients are not finite leaves weights and optimizer as they are.
-                Fused optimizers decide that on the device; for others the host has to read the norm. With "stop" all
-                later steps leave them too, where that costs no waiting: the run ends with the values from before the
-                bad step.
+            optimizer: Optimizer whose gradients are complete.
+            max_norm: Largest total norm of the gradients; None or 0: no clipping.
+            max_value: Largest absolute value of a gradient's element; None or 0: no clipping.
+            nonfinite: "skip" leaves weights and optimizer unchanged in a step whose gradients are not finite. Fused
+                optimizers decide that on the device; for others the host reads the norm. "stop" leaves them unchanged
+                in all later steps too, if that needs no wait for the device. The run then ends with the values from
+                before that step.
 
         Returns:
-            The gradients' norms before clipping; None where neither `max_norm` nor `nonfinite` asks for them.
+            The gradients' norms before clipping; None if neither `max_norm` nor `nonfinite` needs them.
         """
         assert self.precision is not None, "setup() comes first"
         self.unscale(optimizer)
@@ -234,7 +241,7 @@ class Strategy:
         if grads and (max_norm or nonfinite != "ignore"):
             norms = gradient_norms(parameters, grads)
             if max_norm:
-                # max_norm / (total + 1e-6), at most 1, as torch.nn.utils.clip_grad_norm_ has it.
+                # max_norm / (total + 1e-6), at most 1, as in torch.nn.utils.clip_grad_norm_.
                 torch._foreach_mul_(grads, (norms.total + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0))
         if max_value:
             torch._foreach_clamp_min_(grads, -max_value)
@@ -243,7 +250,7 @@ class Strategy:
         if norms is not None and nonfinite == "skip":
             judged = norms.total
         elif norms is not None and nonfinite == "stop" and self._can_hold(optimizer):
-            # Not finite once, not finite ever after.
+            # The running maximum stays non-finite after the first bad step.
             judged = norms.total if self._worst_norm is None else torch.maximum(self._worst_norm, norms.total)
             self._worst_norm, norms = judged, norms._replace(held=True)
         self._take_step(optimizer, judged)
@@ -257,7 +264,7 @@ class Strategy:
         elif norm is None:
             optimizer.step()
         elif _is_fused(optimizer) and not self.device_info.reads_without_sync:
-            # How `torch.amp.GradScaler` tells a fused optimizer, which decides on the device.
+            # `torch.amp.GradScaler` passes found_inf to a fused optimizer in the same way.
             optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
             try:
                 optimizer.step()
@@ -267,11 +274,11 @@ class Strategy:
             optimizer.step()
 
     def _can_hold(self, optimizer: torch.optim.Optimizer) -> bool:
-        # fp16's scaler leaves out steps by itself, as it looks for a scale.
+        # fp16's gradient scaler skips steps itself while it searches for a scale.
         return (self.device_info.reads_without_sync or _is_fused(optimizer)) and not self.scales_gradients
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Free the gradients (`optimizer.zero_grad` opens a profiler scope each time, which a small model feels)."""
+        """Free the gradients, without the profiler scope that `optimizer.zero_grad` opens each time."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -279,47 +286,47 @@ class Strategy:
     # States, for checkpoints: all processes call these
 
     def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the model's tensors by the user's own names, without wrappers' prefixes.
+        """Return the model's tensors by the user's own names, without the prefixes of wrappers.
 
-        What `device_info.to_host` and `copy_to_host` make of each is written: a tensor may stay divided until then.
+        A tensor may still be sharded: `device_info.to_host` and `copy_to_host` return the full tensor to write.
         """
         return without_wrappers(self.unwrap(model)).state_dict()
 
     def load_model_state(self, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-        """Load tensors that `model_state` names; called file by file, so that `state` is a part of the model.
+        """Load tensors by their names in `model_state`; called once for each file.
 
         Args:
-            model: As `prepare` returned it, or the user's own.
-            state: Whole tensors; the model's own ones where the file was read straight into them.
+            model: The module that `prepare` returned, or the user's own.
+            state: Full tensors of a part of the model; the model's own ones if the file was read directly into them.
         """
         without_wrappers(self.unwrap(model)).load_state_dict(state, strict=False)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the optimizer on the main process; the others return an empty dict.
+        """Return the optimizer's state for a checkpoint on the main process, and an empty dict on the others.
 
         Raises:
             TypeError: If its `state_dict()` returns no dict.
-            ValueError: If its `state_dict()` fails, or leaves out the state of an optimizer that it consists of.
+            ValueError: If its `state_dict()` fails, or omits the state of an inner optimizer.
         """
         return optimizer_state.optimizer_state(optimizer) if self.is_main else {}
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Load what the main process's `optimizer_state` returned, so that the next step has the same bits.
+        """Load the state that `optimizer_state` returned on the main process, so that the next step is bit-identical.
 
         Raises:
-            ValueError: If the optimizer does not take the state, or not all of it.
+            ValueError: If the optimizer rejects the state, or does not load all of it.
         """
         optimizer_state.load_optimizer_state(optimizer, state)
 
 
 def clear_frames(error: BaseException | None) -> None:
-    """Drop what the functions that an error passed through held: activations, for example."""
+    """Free the local variables in an error's tracebacks, such as activations."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step looks at `found_inf`; one that only calls fused optimizers does not."""
+    """Return whether the optimizer's step reads `found_inf`; one that only calls fused optimizers does not."""
     takes_found_inf = getattr(optimizer, "_step_supports_amp_scaling", False)
     return takes_found_inf and all(group.get("fused") for group in optimizer.param_groups)

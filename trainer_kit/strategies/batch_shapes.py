@@ -1,4 +1,4 @@
-"""The shapes of the batches that a run feeds to its model: each new one costs a compilation on a TPU."""
+"""Shapes of the batches that a run feeds to its model; each new shape costs a compilation on a TPU."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import torch
 TRAINING, EVALUATION = "training", "evaluation"
 
 _MOST = 1000
-"""Shapes that are kept: where each batch has one of its own (boxes of each image), memory stays flat."""
+"""Most shapes kept, which bounds the memory if each batch has a shape of its own."""
 
 _LISTED = 4
-"""Sizes and columns that a sentence names one by one."""
+"""Most sizes or columns that a sentence lists."""
 
 _SHORTEST = 32
-"""Texts are padded to at least so much."""
+"""Smallest length that texts are padded to, in tokens."""
 
 
 @dataclasses.dataclass(slots=True)
 class BatchShape:
-    """The shapes of a batch's tensors, and how often such a batch came.
+    """Shapes of a batch's tensors, and the number of batches with them.
 
     Attributes:
-        kind: "training" where gradients were on when the batch came, else "evaluation"; see also `mark_evaluation`.
-        columns: Shape and dtype by name; tensors in nested dicts and tuples are called "inputs.pixels" or "0".
+        kind: "training" if gradients were enabled for the batch, else "evaluation"; see also `mark_evaluation`.
+        columns: Shape and dtype by name; tensors in nested dicts and tuples have names such as "inputs.pixels" or "0".
         first: Number of the first such batch among all batches, from 1.
-        count: How many of them came.
-        signature: What tells it from other shapes.
+        count: Number of such batches.
+        signature: Hashable key that distinguishes this shape from others.
     """
 
     kind: str
@@ -42,22 +42,22 @@ class BatchShape:
 
     @property
     def elements(self) -> int:
-        """Numbers in all its tensors, padding included."""
+        """Number of elements in all tensors, padding included."""
         return sum(math.prod(shape) for shape, _ in self.columns.values())
 
 
 class ShapeLedger:
-    """Which shapes were fed to the model, and how often.
+    """Count of each batch shape that was fed to the model.
 
     Args:
-        padded: The loaders pad batches by themselves, as those of a strategy with static shapes do.
-        by_hand: The batches are those of a loop written by hand: advice names what a DataLoader takes.
+        padded: Whether the loaders pad batches, as those of a strategy with static shapes do.
+        by_hand: Whether the batches come from the user's own loop, so that advice names a DataLoader's options.
 
     Attributes:
-        batches: Batches that came.
-        newest: The shape that came first last.
-        latest: The shape of the batch that came last.
-        complete: Whether all shapes are kept; beyond 1,000 different ones the rest is left out.
+        batches: Number of batches recorded.
+        newest: The most recently added shape; None before the first batch.
+        latest: The shape of the last batch; None before the first batch.
+        complete: Whether all shapes are kept; after 1,000 different ones, new shapes are not.
     """
 
     def __init__(self, padded: bool = False, by_hand: bool = False) -> None:
@@ -70,16 +70,16 @@ class ShapeLedger:
         self._shapes: dict[tuple[bool, Any], BatchShape] = {}
 
     def __len__(self) -> int:
-        """How many different shapes came, those of training and those of evaluation."""
+        """Return the number of different shapes in training and evaluation."""
         return len(self._shapes)
 
     def record(self, batch: Any) -> None:
-        """Counts the shapes of a batch."""
+        """Count the shapes of a batch."""
         self.batches += 1
         self.latest = self._counted(torch.is_grad_enabled(), _signature(batch), batch)
 
     def mark_evaluation(self, shape: BatchShape) -> None:
-        """Says of one batch of this shape that it was evaluated, though gradients were on when it came."""
+        """Count one batch of this shape as evaluation, although gradients were enabled for it."""
         if shape.kind == EVALUATION:
             return
         shape.count -= 1
@@ -107,21 +107,21 @@ class ShapeLedger:
         return shape
 
     def of(self, kind: str) -> list[BatchShape]:
-        """The shapes of "training" or of "evaluation", in the order in which they came first."""
+        """Return the shapes of "training" or "evaluation", in order of first occurrence."""
         return [shape for shape in self._shapes.values() if shape.kind == kind]
 
     @property
     def graphs(self) -> int:
-        """About how many graphs a TPU would compile for the shapes that came.
+        """Estimated number of graphs that a TPU would compile for the recorded shapes.
 
-        One for each, and the first one of training twice: the optimizer's state comes into being in step 1. Gradient
-        accumulation, which is not known here, makes up to three for each shape of training: a step's first
-        micro-batch, those in the middle and its last.
+        Each shape takes one graph. The first training shape takes two, since step 1 creates the optimizer's state.
+        Gradient accumulation, which is not known here, takes up to three for each training shape: for a step's first
+        micro-batch, its middle ones and its last.
         """
         return _graphs(len(self.of(TRAINING)), len(self.of(EVALUATION)))
 
     def advice(self) -> str:
-        """How many graphs a TPU would compile for these batches, what varies in them and what to change."""
+        """Return sentences on the number of graphs a TPU would compile, the varying shapes, and what to change."""
         if not self.batches:
             return "no batch has been seen yet; train or evaluate for a few steps first"
         training, evaluation = self.of(TRAINING), self.of(EVALUATION)
@@ -143,7 +143,7 @@ class ShapeLedger:
         return ". ".join(sentence[0].upper() + sentence[1:] for sentence in sentences) + "."
 
     def against_usual(self, shape: BatchShape) -> tuple[str, str] | None:
-        """How a shape differs from the most frequent one of its kind, and what to change; None where it is alone."""
+        """Return a shape's difference from the most frequent one of its kind, and a remedy; None without another."""
         others = [each for each in self.of(shape.kind) if each is not shape]
         if not others:
             return None
@@ -161,7 +161,7 @@ class ShapeLedger:
 
 
 def differences(shapes: list[BatchShape]) -> str:
-    """What varies between shapes: "the number of rows of x and y varies (32 in 7 batches, 26 in 1)"."""
+    """Describe how shapes vary: "the number of rows of x and y varies (32 in 7 batches, 26 in 1)"."""
     parts = []
     for (dimension, _), (columns, sizes) in _varying(shapes).items():
         what = "the number of rows" if dimension == 0 else f"dimension {dimension}"
@@ -172,7 +172,7 @@ def differences(shapes: list[BatchShape]) -> str:
 
 
 def remedy(shapes: list[BatchShape], by_hand: bool = False) -> str:
-    """What to change so that `shapes`, all of one kind, become fewer; `by_hand` as in `ShapeLedger`."""
+    """Return advice that reduces the number of `shapes`, all of one kind; `by_hand` as in `ShapeLedger`."""
     varying = _varying(shapes)
     parts = []
     if any(dimension == 0 for dimension, _ in varying):
@@ -199,7 +199,7 @@ def remedy(shapes: list[BatchShape], by_hand: bool = False) -> str:
 
 
 def _signature(tree: Any) -> Any:
-    """What tells one shape from another, made for each batch: the nesting with each tensor's shape and dtype."""
+    """Return a hashable key: the nesting, with each tensor's shape and dtype."""
     if isinstance(tree, torch.Tensor):
         return tree.shape, tree.dtype
     if isinstance(tree, Mapping):
@@ -222,7 +222,7 @@ def _graphs(training: int, evaluation: int) -> int:
 
 
 def _padded_shapes(shapes: list[BatchShape]) -> int:
-    """How many are left where rows are filled up to the most, and other sizes that vary to powers of two."""
+    """Count the shapes left if rows are padded to the largest number, and other varying sizes to powers of two."""
     sizes_of = {
         (name, dimension): sizes for (dimension, _), (columns, sizes) in _varying(shapes).items() for name in columns
     }
@@ -243,11 +243,8 @@ def _padded_shapes(shapes: list[BatchShape]) -> int:
 
 
 def _varying(shapes: list[BatchShape]) -> dict[tuple[int, Any], tuple[list[str], Counter[int]]]:
-    """Dimensions of which there are several sizes, with columns that have the same together, and how often each came.
-
-    By number of the dimension and what tells the groups apart.
-    """
-    sizes_of: dict[tuple[int, int, str], Counter[int]] = {}  # a column with other dimensions is not compared
+    """Return the dimensions of varying size, with the columns that vary alike and the number of batches by size."""
+    sizes_of: dict[tuple[int, int, str], Counter[int]] = {}  # columns compare only at the same rank
     for shape in shapes:
         for name, (sizes, _) in shape.columns.items():
             for dimension, size in enumerate(sizes):
@@ -260,7 +257,7 @@ def _varying(shapes: list[BatchShape]) -> dict[tuple[int, Any], tuple[list[str],
 
 
 def _changing(shapes: list[BatchShape]) -> list[str]:
-    """Columns that are not in all batches, or whose dtype or number of dimensions changes."""
+    """Return the columns that some batches lack, or whose dtype or number of dimensions changes."""
     kinds: dict[str, Counter[Any]] = {}
     for shape in shapes:
         for name, (sizes, dtype) in shape.columns.items():
@@ -269,7 +266,7 @@ def _changing(shapes: list[BatchShape]) -> list[str]:
 
 
 def _contrast(shape: BatchShape, usual: BatchShape) -> str:
-    """How a shape differs from the usual one: "x is [26, 4] instead of [32, 4]"."""
+    """Describe the difference from the usual shape: "x is [26, 4] instead of [32, 4]"."""
     parts: dict[str, list[str]] = {}
     for name, (sizes, dtype) in shape.columns.items():
         if name not in usual.columns:
@@ -286,7 +283,7 @@ def _contrast(shape: BatchShape, usual: BatchShape) -> str:
 
 
 def _sizes(sizes: Counter[int]) -> str:
-    """Few sizes one by one with their numbers of batches, the most frequent first; of many the range."""
+    """Describe a few sizes with their numbers of batches, the most frequent first, or many by their range."""
     if len(sizes) > _LISTED:
         return f"{len(sizes)} sizes from {min(sizes)} to {max(sizes)}"
     (first, count), *rest = sizes.most_common()
@@ -306,5 +303,5 @@ def _counted(number: int, noun: str) -> str:
 
 
 def power_of_two(size: int) -> int:
-    """The length that the loaders pad to where shapes are static."""
+    """Return the length that loaders pad `size` to under static shapes: a power of two of at least 32."""
     return max(_SHORTEST, 1 << max(size - 1, 0).bit_length())

@@ -1,4 +1,4 @@
-"""`Collectives`: what processes exchange on the host. This base is for one process; subclasses talk to others."""
+"""`Collectives`: the layout of the processes and their collectives. The base class is for one process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 
 class Collectives:
-    """The layout of the processes and their collectives; all processes call each in the same order.
+    """The layout of the processes and their collectives, which all processes call in the same order.
 
     Args:
-        rank: Number of this process among all, from 0.
-        local_rank: Number of this process on its machine, from 0.
+        rank: Rank of this process among all processes, from 0.
+        local_rank: Rank of this process on its machine, from 0.
         world_size: Number of processes.
     """
 
@@ -40,19 +40,19 @@ class Collectives:
         return self.local_rank == 0
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Return the tensor's sum ("sum") or maximum ("max") over all processes."""
+        """Return the elementwise sum ("sum") or maximum ("max") of the tensor over all processes."""
         return tensor
 
     def all_reduce_ints(self, numbers: Sequence[int]) -> Sequence[int]:
-        """Return each of the integers (below 2**63), which lie on the host, summed over all processes."""
+        """Return each of the host's integers, below 2**63, summed over all processes."""
         return numbers
 
     def read_scalars(self, scalars: Sequence[torch.Tensor], summed: bool = False) -> list[float]:
-        """Return the values of tensors without dimensions that lie on the device; waits for it once.
+        """Return the values of scalar tensors on the device; waits for the device once.
 
         Args:
-            scalars: All of one dtype; the same number on all processes where they are summed.
-            summed: Sum each over all processes.
+            scalars: Tensors without dimensions, all of one dtype; equally many on all processes if `summed`.
+            summed: Whether to sum each over all processes.
         """
         if not scalars:
             return []
@@ -61,19 +61,19 @@ class Collectives:
         return values
 
     def unshard(self, outputs: Any) -> Any:
-        """Return a model's outputs whole, for the host to read, where several devices hold parts of them."""
+        """Return a model's outputs as full tensors that the host can read, if they are sharded over devices."""
         return outputs
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the processes' tensors joined along the first dimension, by rank; lengths may differ."""
+        """Return the tensors of all processes, concatenated by rank along dimension 0; lengths may differ."""
         return tensor
 
     def gather_object(self, value: T) -> list[T]:
-        """Return the processes' values, anything that can be pickled, by rank, on all processes."""
+        """Return the values of all processes by rank, on all processes; any picklable object."""
         return [value]
 
     def gather_to_main(self, value: T) -> list[T]:
-        """Return the processes' values by rank on the main process; an empty list on the others."""
+        """Return the values of all processes by rank on the main process, and an empty list on the others."""
         return [value]
 
     def broadcast(self, value: T) -> T:
@@ -81,16 +81,16 @@ class Collectives:
         return value
 
     def barrier(self) -> None:
-        """Wait until all processes are here."""
+        """Wait until all processes have reached this call."""
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Call `function` on the main process alone; every process returns its result, or raises its error."""
+        """Call `function` on the main process only, and return its result or raise its error on all processes."""
         return function()
 
     def check_same_on_all_ranks(self, facts: Mapping[str, Any]) -> None:
-        """Compare facts by name, which must be the same on all processes and come in the same order.
+        """Check that named facts have the same values and the same order on all processes.
 
         Raises:
-            ValueError: Naming the first process that differs from the main one, the fact and both values; where only
-                the order differs, the first two names that do.
+            ValueError: If a process differs from the main one; the message names the first such process, the fact and
+                both values, or the first two names if only the order differs.
         """

@@ -17,10 +17,11 @@ class CudaInfo(DeviceInfo):
     """One GPU of this machine."""
 
     def memory(self) -> dict[str, Any]:
-        """Return `memory_gib` and `peak_memory_gib` in tensors, `reserved_memory_gib` held by PyTorch's allocator.
+        """Return memory of the GPU in GiB by name.
 
-        Where NVML is installed (`pip install nvidia-ml-py`), also `device_memory_gib`, in use on the whole card, and
-        `process_memory_gib`, this process's part of it.
+        `memory_gib` and `peak_memory_gib` are in tensors; PyTorch's allocator holds `reserved_memory_gib`. With NVML
+        installed (`pip install nvidia-ml-py`), `device_memory_gib` is in use on the whole GPU, and
+        `process_memory_gib` by this process.
         """
         return {
             "memory_gib": torch.cuda.memory_allocated(self.device) / GIB,
@@ -38,20 +39,20 @@ class CudaInfo(DeviceInfo):
 
 
 class CudaClock:
-    """Events on a GPU's present stream: they are passed when all is done that it was given before."""
+    """Clock of CUDA events on the current stream; an event has passed when all earlier work on it is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: list[torch.cuda.Event] = []  # to make one takes longer than to record it
+        self._free: list[torch.cuda.Event] = []  # creating an event takes longer than recording it
 
     def mark(self) -> torch.cuda.Event:
-        """An event that is recorded now."""
+        """Return an event that is recorded now."""
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def passed(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
-        """Seconds between the events that have passed."""
+        """Return the seconds between consecutive events that have passed, and keep those events for reuse."""
         all_passed = len(marks) if marks[-1].query() else None
         count = all_passed or bisect.bisect(marks, False, key=lambda event: not event.query())
         there = marks[:count]

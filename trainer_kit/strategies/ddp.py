@@ -1,4 +1,4 @@
-"""Several processes on one machine, each with the whole model: torch's DistributedDataParallel."""
+"""`DDP`: data parallelism on one machine, with torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer_kit.strategies.process_session import ProcessSession
 from trainer_kit.strategies.single import SingleDevice
 
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters
-# Weights are sent in `prepare`, and buffers after each step. (Some names are newer than the oldest torch that we take.)
+# `prepare` broadcasts weights, and each step the buffers. Some names are newer than the oldest supported torch.
 _SENDS_BY_ITSELF: dict[str, Any] = {
     name: False
     for name in ("init_sync", "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers")
@@ -34,26 +34,27 @@ logger = logging.getLogger("trainer_kit")
 
 
 class DDP(SingleDevice):
-    """Trains on the processes of one machine that a launcher started; with one process it is a `SingleDevice`.
+    """Data parallelism over the processes of one machine; with one process, the same as `SingleDevice`.
 
-    Gradients are summed over all processes in the backward pass, weights are the main process's at the start, buffers
-    (a batch norm's statistics) the main process's after every step. gloo on CPUs, nccl on NVIDIA GPUs.
+    The backward pass sums gradients over all processes. The main process broadcasts the weights at the start, and the
+    buffers (a batch norm's statistics) after each step. The backend is gloo on CPUs and nccl on NVIDIA GPUs.
 
     Args:
-        find_unused_parameters: Look in each backward pass for parameters that took no part in the loss; costs time.
-        static_graph: Promise that each step runs through the same graph, see torch's DistributedDataParallel.
-        bucket_cap_mb: MiB of gradients that are sent at once; None: torch's choice.
-        gradient_as_bucket_view: Gradients lie in the memory that is sent, which saves one copy of them all.
-        ddp_timeout: Seconds after which a collective ends with an error because some process has not come to it.
-        gradient_compression: "bf16" sends gradients in bfloat16, half as many bytes.
-        sync_batch_norm: Batch norms take their statistics over all processes (NVIDIA GPUs only).
-        heartbeat_timeout: Seconds after which a process that does not answer is taken for lost.
-        device: None takes one GPU a process where there are GPUs, else the CPU.
+        find_unused_parameters: Whether each backward pass searches for parameters that the loss does not use, which
+            costs time.
+        static_graph: Whether each step runs the same graph, see torch's DistributedDataParallel.
+        bucket_cap_mb: Size of a gradient bucket in MiB; None: torch's default.
+        gradient_as_bucket_view: Whether gradients are views of the buckets, which saves one copy of all gradients.
+        ddp_timeout: Seconds after which a collective fails because a process has not joined it.
+        gradient_compression: "bf16" sends gradients in bfloat16; "no" sends them in their own dtype.
+        sync_batch_norm: Whether batch norms compute statistics over all processes (NVIDIA GPUs only).
+        heartbeat_timeout: Seconds after which a process that does not answer counts as lost.
+        device: Device of this process; None: one GPU for each process if there are GPUs, else the CPU.
         precision: See `Strategy`.
 
     Raises:
-        ValueError: If a launcher's variables make no sense, if there are more processes than GPUs, or if the processes
-            are spread over several machines (see `MultiNode`).
+        ValueError: If a launcher's variables are invalid, if there are more processes than GPUs, or if the processes
+            run on several machines (see `MultiNode`).
     """
 
     spans_machines = False
@@ -103,18 +104,18 @@ class DDP(SingleDevice):
         self._replicas: list[Replica] = []
         self._trained: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Replica]] = weakref.WeakKeyDictionary()
 
-    # The run's beginning and end
+    # Start and end of a run
 
     def setup(self) -> None:
-        """Meet the other processes; a process group that the program has made already is used.
+        """Join the process group; one that the program has already created is used.
 
         Raises:
-            ValueError: If they cannot meet: no process answers, a port is in use, or processes are missing.
+            ValueError: If the rendezvous fails: no process answers, a port is in use, or processes are missing.
         """
         super().setup()
         if not self.group.is_alone and self.group.join(self.device, self._location()):
             places = self.collectives.gather_object(self._location())
-            check_own_gpus(places)  # in a group that the program made, too
+            check_own_gpus(places)  # also in a group that the program created
             self._report(places)
 
     def _report(self, places: list[tuple[str, str]]) -> None:
@@ -123,7 +124,7 @@ class DDP(SingleDevice):
             logger.info("%d processes: %s", self.world_size, _listed(places))
 
     def _location(self) -> tuple[str, str]:
-        """The machine of this process and its device, with a GPU's own number."""
+        """Return the host name and the device of this process, with the UUID of a GPU."""
         host, device = socket.gethostname(), str(self.device)
         if self.device.type == "cuda":
             properties = torch.cuda.get_device_properties(self.device)
@@ -150,21 +151,21 @@ class DDP(SingleDevice):
         return replica
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Compares its parameters over all processes, in order: its state is saved and loaded by position."""
+        """Check that all processes have the same parameters in the same order: the state is saved by position."""
         prepared = super().prepare_optimizer(optimizer)
         if not self.group.is_alone:
             self.collectives.check_same_on_all_ranks(self._optimizer_facts(prepared))
         return prepared
 
     def _optimizer_facts(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Numbers and parameters of its groups, in order."""
+        """Return the numeric options and the parameters' shapes of the optimizer's groups, in order."""
         names = {
             parameter: name if len(self._replicas) == 1 else f"{name} (of model {number})"
             for number, replica in enumerate(self._replicas)
             for name, parameter in replica.module.named_parameters()
         }
         facts = dict[str, Any]()
-        for number, group in enumerate(getattr(optimizer, "param_groups", ())):  # what has none is refused later
+        for number, group in enumerate(getattr(optimizer, "param_groups", ())):  # without groups: refused later
             owner = f"of the optimizer's group {number}"
             facts |= {f"{name} {owner}": value for name, value in group.items() if isinstance(value, (int, float))}
             for place, parameter in enumerate(group["params"]):
@@ -180,7 +181,7 @@ class DDP(SingleDevice):
         devices = [self.device] if self.device.type == "cuda" else None
         wrapped = DistributedDataParallel(module, device_ids=devices, **self.options, **_SENDS_BY_ITSELF)
         if self.gradient_compression == "bf16":
-            # Not torch's hook by its own name, under which it is refused on gloo, which can send bfloat16 as well.
+            # Wrapped in a lambda: torch refuses its own hook on gloo by name, although gloo can send bfloat16.
             wrapped.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
         return wrapped
 
@@ -193,7 +194,7 @@ class DDP(SingleDevice):
         return super().to_device(batch)
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-        # torch's static graph does not know it: there every micro-batch sends its gradients, which adds up to the same.
+        # torch's static graph does not support no_sync: each micro-batch sends its gradients, with the same sum.
         if isinstance(model, Replica) and not self.options["static_graph"]:
             return model.no_sync()
         return super().no_sync(model)
@@ -218,7 +219,7 @@ class DDP(SingleDevice):
                 "gradients; call model(...), in compute_loss too, not a method of it or its parts"
             )
         with self.group.watched():
-            # DistributedDataParallel divides the sum of the gradients by the number of processes.
+            # DistributedDataParallel averages gradients over the processes; this strategy sums them.
             super().backward(loss if self.world_size == 1 else loss * self.world_size, **options)
 
     def step(
@@ -232,7 +233,7 @@ class DDP(SingleDevice):
             return super().step(optimizer, max_norm, max_value, nonfinite)
         self._check_optimizer(optimizer)
         norms = super().step(optimizer, max_norm, max_value, nonfinite)
-        # Of what it trains alone: another model's graph may still need its buffers (GANs).
+        # Only the buffers of this optimizer's models: another model's graph may still need its own (GANs).
         buffers = [buffer for replica in self._trained[optimizer] for buffer in replica.buffers_to_share()]
         if buffers:
             with self.group.watched():
@@ -241,7 +242,7 @@ class DDP(SingleDevice):
         return norms
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuses parameters whose gradients no process would send."""
+        """Refuse parameters whose gradients would not be exchanged."""
         if optimizer in self._trained:
             return
         known = {id(parameter): replica for replica in self._replicas for parameter in replica.module.parameters()}
@@ -257,9 +258,9 @@ class DDP(SingleDevice):
 
 
 def shut_down() -> None:
-    """Leaves the other processes in good order; called by itself when the process ends."""
-    # A group that nobody keeps waits for its own threads. These free a collective's tensors a moment after its end, for
-    # which they want Python: where that is ending at the time, the process aborts.
+    """Leave the process group cleanly; runs automatically when the process ends."""
+    # The group's threads need Python to free a collective's tensors, and abort the process if Python is finalizing.
+    # Destroying the group without references waits for them.
     for replica in list(Replica.alive):
         replica.let_go()
     Membership.leave()
@@ -269,7 +270,7 @@ multiprocessing.util.Finalize(None, shut_down, exitpriority=10)  # at the end of
 
 
 def _own_gpu(place: environment.Place) -> torch.device:
-    """One GPU a process. A launcher may show each process only its own, which is then number 0."""
+    """Return the GPU of this process; if the launcher exposes only its own, that is number 0."""
     count = torch.cuda.device_count()
     if place.local_rank >= count > 1:
         raise ValueError(
@@ -280,7 +281,7 @@ def _own_gpu(place: environment.Place) -> torch.device:
 
 
 def _listed(places: list[tuple[str, str]]) -> str:
-    """Who runs where: "node1: ranks 0-1 (cpu); node2: …"."""
+    """Describe the ranks and devices of each host: "node1: ranks 0, 1 (cpu); node2: …"."""
     hosts: dict[str, list[int]] = {}
     for rank, (host, _) in enumerate(places):
         hosts.setdefault(host, []).append(rank)

@@ -1,4 +1,4 @@
-"""`Replica`: one process's copy of a model that is trained on several."""
+"""`Replica`: one process's copy of a model in data-parallel training."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 _PIECE = 64 * 2**20
-"""Bytes that are sent at once."""
+"""Bytes that one collective sends at most."""
 
 
 class Replica(torch.nn.Module):
-    """What the loop calls: the user's module, whose gradients are summed over all processes in the backward pass.
+    """The module that the loop calls; its backward pass sums gradients over all processes.
 
-    DistributedDataParallel sees the parameters that need a gradient when it is made. It is made at the first forward
-    pass, and anew when others are frozen or unfrozen. Without gradients, in an evaluation, the module is called by
-    itself, and no process waits for another.
+    DistributedDataParallel registers the parameters that need a gradient when it is created. The replica creates it at
+    the first forward pass, and again when parameters are frozen or unfrozen. Without gradients, as in an evaluation,
+    the replica calls the user's module directly, and no process waits for another.
 
     Args:
-        module: On the device, with the same weights on all processes.
-        wrap: Makes the DistributedDataParallel.
-        watched: Makes the context of a forward pass, in which that may wait for the other processes.
-        later: Whether gradients are exchanged by `exchange`, not in the backward pass.
+        module: The user's module, on the device, with the same weights on all processes.
+        wrap: Returns the DistributedDataParallel of a module.
+        watched: Returns the context of a forward pass, which may wait for other processes.
+        later: Whether `exchange` sums the gradients, not the backward pass.
 
     Attributes:
-        alive: All there are.
+        alive: All replicas of this process.
     """
 
     alive: ClassVar[weakref.WeakSet[Replica]] = weakref.WeakSet()
@@ -51,7 +51,7 @@ class Replica(torch.nn.Module):
         self._named = list(module.named_parameters())
         self._shared = _kept_buffers(module)
         self._trained: list[bool] = []
-        # In a tuple, or it would be a submodule and the parameters would be there twice.
+        # In a tuple: as a submodule it would register the parameters twice.
         self._synchronized: tuple[DistributedDataParallel | None] = (None,)
         self.alive.add(self)
 
@@ -69,19 +69,19 @@ class Replica(torch.nn.Module):
             raise ValueError(sentence) from error
 
     def __getattr__(self, name: str) -> Any:
-        """What the user's module has (its `config`) can be read here too."""
+        """Return an attribute of the user's module, such as its `config`."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
-        """The context of a backward pass whose gradients stay on this process."""
+        """Return the context of a backward pass that does not exchange gradients."""
         module = self._synchronized_module()
         return contextlib.nullcontext() if module is None else module.no_sync()
 
     def facts(self) -> dict[str, str]:
-        """Parameters and buffers by name, in order, with all that must be the same on all processes."""
+        """Return descriptions of parameters and buffers by name, which must agree on all processes."""
         names: dict[torch.Tensor, list[str]] = {}
         facts = dict[str, str]()
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
@@ -93,10 +93,10 @@ class Replica(torch.nn.Module):
         return facts | {f"buffer {name}": _described(getattr(owner, last)) for name, owner, last, _ in self._shared}
 
     def buffers_to_share(self) -> list[torch.Tensor]:
-        """The buffers that a checkpoint keeps (a batch norm's statistics); caches are each process's own.
+        """Return the persistent buffers, such as a batch norm's statistics; other buffers are not shared.
 
         Raises:
-            ValueError: If one has another shape than in the beginning.
+            ValueError: If the shape of a buffer has changed.
         """
         buffers = []
         for name, owner, last, shape in self._shared:
@@ -110,11 +110,14 @@ class Replica(torch.nn.Module):
         return buffers
 
     def exchange(self, all_reduce_ints: Callable[[Sequence[int]], Sequence[int]], compress: bool) -> None:
-        """Makes the gradients their mean over all processes, as DistributedDataParallel does.
+        """Average the gradients over all processes, as DistributedDataParallel does.
 
         Args:
-            all_reduce_ints: Sums whole numbers over all processes.
-            compress: Send them in bfloat16.
+            all_reduce_ints: Returns integers summed over all processes.
+            compress: Whether to send the gradients in bfloat16.
+
+        Raises:
+            ValueError: If a gradient is sparse on any process.
         """
         trained = [parameter for _, parameter in self._named if parameter.requires_grad]
         are_sparse = any(parameter.grad is not None and parameter.grad.is_sparse for parameter in trained)
@@ -135,22 +138,22 @@ class Replica(torch.nn.Module):
                 gradient.copy_(values.view(gradient.shape))
 
     def let_go(self) -> None:
-        """Gives up the DistributedDataParallel, which keeps the process group."""
+        """Drop the DistributedDataParallel, which holds a reference to the process group."""
         self._trained, self._synchronized = [], (None,)
 
     def _synchronized_module(self) -> DistributedDataParallel | None:
-        """None where no parameter needs a gradient, or these are exchanged later."""
+        """Return the DistributedDataParallel; None if no parameter needs a gradient, or the exchange is deferred."""
         if self.later:
             return None
         trained = [parameter.requires_grad for _, parameter in self._named]
         if trained != self._trained:
             self._trained = trained
-            self._synchronized = (None,)  # first of all: two of them would both send
+            self._synchronized = (None,)  # freed first: two of them would both send gradients
             self._synchronized = (self._wrap(self.module) if any(trained) else None,)
         return self._synchronized[0]
 
     def _without_gradient(self, error: RuntimeError) -> str | None:
-        """What torch's "Expected to have finished reduction" means; None for another error."""
+        """Explain torch's error "Expected to have finished reduction"; return None for any other error."""
         if "Expected to have finished reduction in the prior iteration" not in str(error):
             return None
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
@@ -164,14 +167,14 @@ class Replica(torch.nn.Module):
 
 
 def _described(tensor: torch.Tensor) -> str:
-    """Shape, dtype, order in memory (by which gradients are sent), and whether it is frozen."""
+    """Describe shape, dtype, strides (gradients are sent in memory order) and whether the tensor is frozen."""
     strides = "" if tensor.is_contiguous() else f", strides {list(tensor.stride())}"
     frozen = ", frozen" if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad else ""
     return f"{list(tensor.shape)} {tensor.dtype}{strides}{frozen}"
 
 
 def _kept_buffers(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str, torch.Size]]:
-    """Name, owner, name in the owner, and shape of each buffer that `state_dict` has."""
+    """Return name, owner, name in the owner, and shape of each buffer in `state_dict`."""
     kept, found = module.state_dict().keys(), []
     for name, buffer in module.named_buffers():
         if name in kept and buffer.numel():
@@ -181,9 +184,9 @@ def _kept_buffers(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module, s
 
 
 def take_from_main(tensors: Sequence[torch.Tensor]) -> None:
-    """Gives all processes the main process's values; shapes and dtypes are the same on all.
+    """Broadcast the main process's values in place; shapes and dtypes must agree on all processes.
 
-    Many small tensors are sent as one, and as bytes, since not every backend knows every dtype.
+    Small tensors are packed together, as bytes, since not every backend supports every dtype.
     """
     for piece in _pieces(tensors):
         packed = torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in piece])
@@ -193,7 +196,7 @@ def take_from_main(tensors: Sequence[torch.Tensor]) -> None:
         sizes = [tensor.numel() * tensor.element_size() for tensor in piece]
         with torch.no_grad():
             for tensor, values in zip(piece, packed.split(sizes), strict=True):
-                # Cloned, since a view as another dtype needs an even start.
+                # Cloned, since a view as another dtype needs an aligned start.
                 tensor.copy_(values.clone().view(tensor.dtype).reshape(tensor.shape))
 
 

@@ -23,14 +23,14 @@ _NO_MEMORY = (
     "can't allocate memory",
     "_STATUS_ALLOC_FAILED",
 )
-"""What CUDA's and MPS's runtime, torch's CPU allocator, cuBLAS and cuDNN say in errors without a class of their own."""
+"""Texts of out-of-memory errors of CUDA, MPS, torch's CPU allocator, cuBLAS and cuDNN that lack their own class."""
 
 
 class DeviceInfo:
-    """A device as the loop, callbacks and checkpoints see it; this base is for the CPU.
+    """Properties of a device for the loop, callbacks and checkpoints. The base class is for the CPU.
 
     Args:
-        device: Where the model and the batches go.
+        device: Device of the model and the batches.
         host_processes: Number of processes that share the host's memory.
     """
 
@@ -40,23 +40,23 @@ class DeviceInfo:
 
     @property
     def pins_memory(self) -> bool:
-        """Whether batches reach the device faster from page-locked memory."""
+        """Whether copies to the device are faster from page-locked memory."""
         return self.device.type == "cuda"
 
     @property
     def reads_without_sync(self) -> bool:
-        """Whether the host reads a tensor's value without waiting."""
+        """Whether the host reads a tensor's value without waiting for the device."""
         return self.device.type == "cpu"
 
     @property
     def supports_concurrent_copy(self) -> bool:
-        """Whether `copy_to_host` may be called in another thread, while the device computes."""
+        """Whether `copy_to_host` may run in another thread while the device computes."""
         return self.device.type in ("cpu", "cuda")
 
     def memory(self) -> dict[str, Any]:
-        """Return GiB in use by name: `memory_gib` now and `peak_memory_gib` since the start of the process.
+        """Return `memory_gib` in use now and `peak_memory_gib` since the process started, in GiB.
 
-        Here it is the resident set of the process, whose peak the operating system keeps.
+        On the CPU it is the resident set of the process.
         """
         info = _process(os.getpid()).memory_info()
         peak = max(info.rss, _peak_resident_bytes(info))
@@ -65,12 +65,12 @@ class DeviceInfo:
     def free_memory(self) -> int:
         """Return the bytes that tensors can still take on the device.
 
-        Of a host's memory a tenth is left to others: where nothing is left, the system ends a process.
+        A tenth of the host's available memory is kept free: without any, the operating system kills a process.
         """
         return int(psutil.virtual_memory().available * 0.9) // self.host_processes
 
     def empty_cache(self) -> None:
-        """Return memory to the device that its allocator keeps for reuse."""
+        """Return the allocator's cached memory to the device."""
         if self.device.type != "cpu":
             torch.get_device_module(self.device).empty_cache()
 
@@ -82,22 +82,22 @@ class DeviceInfo:
         return str(error).partition("\n")[0] or type(error).__name__
 
     def rng_state(self) -> Any:
-        """Return the state of the device's own generator; None where there is only the host's."""
+        """Return the state of the device's generator; None for the CPU, whose generator is the host's."""
         return None if self.device.type == "cpu" else torch.get_device_module(self.device).get_rng_state()
 
     def set_rng_state(self, state: Any) -> None:
-        """Restore a state that `rng_state` returned; ignore one of another kind of device."""
+        """Restore a state that `rng_state` returned; a state of another kind of device is ignored."""
         if isinstance(state, torch.Tensor) and self.device.type != "cpu":
             torch.get_device_module(self.device).set_rng_state(state)
 
     def clock(self) -> Clock:
-        """Return what measures the time that the device takes."""
+        """Return the clock that measures the device's time."""
         return HostClock()
 
     def compilations(self) -> tuple[int, float]:
-        """Return the number of computations that this process has compiled, and the seconds that took.
+        """Return the number of graphs that this process has compiled, and the seconds it took.
 
-        Here they are those of torch.compile, whose modules are not imported to count nothing.
+        The base class reads the counters of torch.compile, and does not import its modules for that.
         """
         dynamo = sys.modules.get("torch._dynamo.utils")
         if dynamo is None or not dynamo.counters["stats"]["unique_graphs"]:
@@ -105,18 +105,18 @@ class DeviceInfo:
         return dynamo.counters["stats"]["unique_graphs"], float(dynamo.calculate_time_spent()["total_wall_time"])
 
     def traced_scalar(self, number: int) -> Any:
-        """Return a number that a step computes with, in a form in which its value does not change the graph."""
+        """Return a number for a step's computation, in a form whose value does not change the compiled graph."""
         return number
 
     def mark_step(self) -> None:
-        """Let a device that records computations run what was recorded so far."""
+        """Execute the recorded computations, on a device that records them lazily."""
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of a model or an optimizer on the host, whole."""
+        """Return a full copy of a model's or an optimizer's tensor on the host."""
         return tensor.cpu()
 
     def host_memory(self, tensors: Iterable[torch.Tensor], free: Iterable[torch.Tensor] = ()) -> list[torch.Tensor]:
-        """Return host memory for a copy of each tensor, taken from `free` where one of its tensors fits."""
+        """Return an uninitialized host tensor for a copy of each tensor, reusing tensors of `free` that fit."""
         places: dict[Any, list[torch.Tensor]] = {}
         for place in free:
             places.setdefault((place.shape, place.dtype, place.stride()), []).append(place)
@@ -129,17 +129,17 @@ class DeviceInfo:
         ]
 
     def record_event(self) -> Any:
-        """Return the present end of the device's queue, for `copy_to_host` in another thread; None without a queue."""
+        """Return an event at the current end of the device's queue, for `copy_to_host`; None without a queue."""
         return torch.get_device_module(self.device).current_stream().record_event() if self.pins_memory else None
 
     def copy_to_host(self, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor], moment: Any = None) -> None:
-        """Copy tensors, whole, and wait until they are there.
+        """Copy full tensors to the host, and wait until the copies are complete.
 
         Args:
-            tensors: Of a model or an optimizer, on any device.
-            places: Where to, as `host_memory` gives them.
-            moment: What `record_event` returned: copy the values of then, while the device computes what it was
-                given since. None: copy after everything.
+            tensors: Tensors of a model or an optimizer, on any device.
+            places: Targets, as `host_memory` returns them.
+            moment: Event of `record_event`; the copy does not wait for later work of the device. None: copy after all
+                work in the queue.
         """
         stream: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if moment is not None:
@@ -156,12 +156,12 @@ class DeviceInfo:
 
 @functools.cache
 def _process(number: int) -> psutil.Process:
-    """This process, by a number that a fork changes; looking it up costs more than asking it."""
+    """Return this process; cached by its PID, since the lookup is slow and a fork changes the PID."""
     return psutil.Process(number)
 
 
 def _peak_resident_bytes(info: Any) -> int:
-    """Peak resident set: psutil has it on Windows, the resource module elsewhere (KiB on Linux, bytes on macOS)."""
+    """Return the peak resident set in bytes: from psutil on Windows, else from the resource module."""
     if hasattr(info, "peak_wset"):
         return int(info.peak_wset)
     import resource

@@ -1,4 +1,4 @@
-"""The numbers of gradients, and their norms."""
+"""Gradient values and norms."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class GradientNorms(NamedTuple):
     """2-norms of gradients, on their device.
 
     Attributes:
-        each: One a gradient, in the optimizer's order, shape [gradients].
-        total: That of all together, a scalar.
-        parameters: Whose gradients they are.
-        held: Whether weights and optimizer stay as they are from a step on whose norm is not finite.
+        each: Norm of each gradient, in the optimizer's order, shape [gradients].
+        total: Norm of all gradients together, a scalar.
+        parameters: The parameters of the gradients.
+        held: Whether weights and optimizer stay unchanged from the first step with a non-finite norm on.
     """
 
     each: torch.Tensor
@@ -26,11 +26,11 @@ class GradientNorms(NamedTuple):
 
 
 def gradient_norms(parameters: list[torch.Tensor], grads: list[torch.Tensor]) -> GradientNorms:
-    """The norms of `grads`, which are those of `parameters`; of half precision in float32, as it would round them."""
+    """Return the norms of `grads`, the gradients of `parameters`; half-precision norms are computed in float32."""
     dtypes = {grad.dtype for grad in grads}
     if len(dtypes) == 1:
         norms = _norms(grads)
-    else:  # a list of one dtype is computed in one go
+    else:  # one fused call for each dtype
         found = {dtype: iter(_norms([grad for grad in grads if grad.dtype == dtype])) for dtype in dtypes}
         norms = tuple(next(found[grad.dtype]) for grad in grads)
     each = torch.stack(norms)
@@ -38,12 +38,11 @@ def gradient_norms(parameters: list[torch.Tensor], grads: list[torch.Tensor]) ->
 
 
 def _norms(grads: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The norms of gradients of one dtype."""
     return torch._foreach_norm(grads, 2, torch.float32 if grads[0].dtype in _HALF else None)
 
 
 def gradient_values(parameter: torch.Tensor) -> torch.Tensor:
-    """The numbers of a gradient; of a sparse one (`Embedding(sparse=True)`) those that are there, each row once."""
+    """Return a parameter's gradient; for a sparse one, coalesce it in place and return its values."""
     gradient = parameter.grad
     assert gradient is not None
     if gradient.is_sparse:

@@ -13,7 +13,7 @@ class MpsInfo(DeviceInfo):
     """The GPU of a Mac."""
 
     def memory(self) -> dict[str, Any]:
-        """Return `memory_gib` in tensors and `peak_memory_gib` of the process: the driver keeps no peak."""
+        """Return `memory_gib` in tensors and the process's `peak_memory_gib`, since the driver keeps no peak."""
         return super().memory() | {"memory_gib": torch.mps.current_allocated_memory() / GIB}
 
     def free_memory(self) -> int:

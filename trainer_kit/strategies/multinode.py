@@ -1,4 +1,4 @@
-"""Several machines, each perhaps with a disk of its own."""
+"""`MultiNode`: data parallelism over several machines, with or without a shared file system."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from trainer_kit.strategies.multinode_session import MultiNodeSession
 logger = logging.getLogger("trainer_kit")
 
 _ANYWHERE = "192.0.2.1"
-"""An address that stands for any other machine (RFC 5737); nothing is sent to it."""
+"""Documentation address (RFC 5737), used to find the default route; nothing is sent to it."""
 
 
 class MultiNode(DDP):
-    """Trains on the processes of several machines; takes what `DDP` takes.
+    """Data parallelism over the processes of several machines, with the arguments of `DDP`.
 
-    Beyond that it says at the start who runs where, lets gloo use the network that leads to the machine of rank 0
-    (where GLOO_SOCKET_IFNAME names none), and sends a checkpoint to the machines that do not see its folder.
+    In addition to `DDP`, it logs the ranks of each machine at the start. It sets GLOO_SOCKET_IFNAME, if unset, to the
+    network interface that reaches rank 0. It sends a checkpoint to the machines that cannot read its folder.
     """
 
     spans_machines = True
@@ -58,7 +58,7 @@ class MultiNode(DDP):
 
 
 def _described(places: list[tuple[str, str]], ranks: list[int]) -> str:
-    """Like "ranks 0-7 on 8 x NVIDIA H100": a GPU's own number is left out."""
+    """Describe ranks and devices as "ranks 0-7 on 8 x NVIDIA H100", without the UUIDs of GPUs."""
     devices = Counter(places[rank][1].rpartition(" ")[0] or places[rank][1] for rank in ranks)
     runs: list[list[int]] = []
     for rank in sorted(ranks):
@@ -72,10 +72,10 @@ def _described(places: list[tuple[str, str]], ranks: list[int]) -> str:
 
 
 def route_to(address: str) -> str | None:
-    """The network interface through which this machine reaches `address`, or None.
+    """Return the network interface through which this machine reaches `address`; None if there is none.
 
-    By itself gloo takes the one to which the machine's own name leads, which often is the loopback. That may be so for
-    `address` too, on the machine whose name it is: then it is the interface that leads anywhere else.
+    By default gloo uses the interface of the machine's own host name, which often is the loopback. If `address` is
+    this machine and resolves to the loopback too, return the interface of the default route.
     """
     for target in (address, _ANYWHERE):
         source = _address_towards(target)
@@ -88,7 +88,7 @@ def route_to(address: str) -> str | None:
 
 
 def _address_towards(target: str) -> str | None:
-    """The address of this machine from which it would send to `target`; nothing is sent."""
+    """Return the source address of this machine for packets to `target`; nothing is sent."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, place in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:

@@ -1,4 +1,4 @@
-"""`MultiNodeSession`: a run whose machines may each have a disk of their own."""
+"""`MultiNodeSession`: a run on machines with or without a shared file system."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ logger = logging.getLogger("trainer_kit")
 _PIECE_BYTES = 2**24
 
 _LOOKS = (0.0, 0.1, 0.3, 0.6)
-"""Seconds before each look for a new file, which a network file system may show late."""
+"""Seconds before each check for a new file, which a network file system may show late."""
 
 
 class MultiNodeSession(ProcessSession):
-    """Sends a checkpoint to the machines that do not see its folder.
+    """A session that sends a checkpoint to the machines that cannot read its folder.
 
     Args:
-        collectives: Those of the strategy.
+        collectives: The strategy's collectives.
 
     Attributes:
-        machines: Ranks by machine, the first process of each first; known once the processes have met.
+        machines: Ranks by machine, each machine's first process first; empty before the rendezvous.
     """
 
     def __init__(self, collectives: ProcessCollectives) -> None:
         super().__init__(collectives)
         self.collectives: ProcessCollectives = collectives
         self.machines: dict[int, list[int]] = {}
-        self._copied = False  # whether some machine has a copy
-        self._remove_copy: Callable[[], Any] | None = None  # how this process removes its own
+        self._copied = False  # whether any machine has a copy
+        self._remove_copy: Callable[[], Any] | None = None  # removes the copy of this process
 
     def end_training(self, error: BaseException | None) -> None:
         super().end_training(error)
@@ -60,10 +60,12 @@ class MultiNodeSession(ProcessSession):
             logger.info("%s is shared by all machines", directory)
 
     def fetch_checkpoint(self, directory: Path) -> Path:
-        """See `Session`; copies lie in the folder for temporary files (TMPDIR) until `release_checkpoint_copies`.
+        """Return `directory`, or a copy in TMPDIR if this machine cannot read it; see `Session`. Collective.
+
+        Copies exist until `release_checkpoint_copies`.
 
         Raises:
-            OSError: If a file cannot be read or written, or there is no room, naming the machine.
+            OSError: If a file cannot be read or written, or the disk is too full; the message names the machine.
         """
         blind = self._ranks_without(directory)
         if not blind:
@@ -85,7 +87,7 @@ class MultiNodeSession(ProcessSession):
         for name, size in sizes.items():
             if self.collectives.rank in chain:
                 self._pass_on(folder / name, size, chain, problems)
-            self._raise_any(problems, directory)  # after each file, lest those without a part in this wait too long
+            self._raise_any(problems, directory)  # after each file: other processes wait here
         return self.collectives.gather_object(folder)[self.machines[self.group.place.node][0]]
 
     def release_checkpoint_copies(self) -> None:
@@ -99,9 +101,9 @@ class MultiNodeSession(ProcessSession):
         self._copied, self._remove_copy = False, None
 
     def _ranks_without(self, directory: Path) -> list[int]:
-        """The first processes of the machines that do not see the main process's folder of this name.
+        """Return the first rank of each machine that cannot read the main process's folder of this name.
 
-        The main process puts a file into it for the others to look for; where it cannot, no other machine sees it.
+        The main process creates a marker file for the others to find; if it cannot, no other machine reads the folder.
         """
         if not self.group.place.has_several_machines:
             return []
@@ -127,10 +129,10 @@ class MultiNodeSession(ProcessSession):
         return folder
 
     def _pass_on(self, path: Path, size: int, chain: list[int], problems: list[str]) -> None:
-        """Reads a file (the main process) or receives and writes it, and sends it on, all of it whatever goes wrong.
+        """Read a file (main process) or receive and write it, and send it to the next machine in the chain.
 
-        From machine to machine, piece by piece, so that each sends it once. By the group of all processes, on the
-        host: with GPUs to make a group of some would be a collective of all, which the others begin alone, for ever.
+        All pieces are sent even after an error, so that no machine waits. The transfer uses the group of all processes
+        on the host: with GPUs, creating a subgroup is a collective of all processes, which would hang here.
         """
         place = chain.index(self.collectives.rank)
         if place > 0:
@@ -154,7 +156,7 @@ class MultiNodeSession(ProcessSession):
                     file.write(piece.numpy().data)
 
     def _raise_any(self, problems: list[str], directory: Path) -> None:
-        """Raises on all processes what went wrong on some."""
+        """Raise the errors of any process on all processes."""
         if not any(self.collectives.all_reduce_ints([len(problems)])):
             return
         found = [
@@ -170,7 +172,7 @@ class MultiNodeSession(ProcessSession):
 
 @contextlib.contextmanager
 def _kept_in(problems: list[str]) -> Iterator[None]:
-    """Keeps what goes wrong with a file for later, when no process waits for this one any more."""
+    """Record an OSError in `problems`, to be raised once no process waits for this one."""
     try:
         yield
     except OSError as error:
@@ -178,7 +180,7 @@ def _kept_in(problems: list[str]) -> Iterator[None]:
 
 
 def _mark(directory: Path) -> Path | None:
-    """A new file in the folder; None where it cannot be written."""
+    """Create a marker file in the folder; return None if it cannot be written."""
     marker = directory / f".seen-{uuid.uuid4().hex}"
     try:
         marker.touch()
@@ -193,13 +195,13 @@ def _appears(marker: Path | None) -> bool:
     for pause in _LOOKS:
         time.sleep(pause)
         with contextlib.suppress(OSError):
-            if marker.name in os.listdir(marker.parent):  # which asks a network file system again
+            if marker.name in os.listdir(marker.parent):  # a listing refreshes a network file system's cache
                 return True
     return False
 
 
 def _sizes(directory: Path) -> dict[str, int]:
-    """Size of each file below a folder, by its path from there."""
+    """Return the size of each file below a folder in bytes, by its relative path."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     return {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
 

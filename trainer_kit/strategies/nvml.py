@@ -1,4 +1,4 @@
-"""What NVIDIA's management library (NVML) tells of a GPU, which torch does not: memory that others use too."""
+"""GPU memory as NVIDIA's management library (NVML) reports it, including that of other processes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from trainer_kit.strategies.device_info import GIB
 
 
 def card_memory(properties: Any) -> dict[str, float]:
-    """Memory of a GPU in GiB, as far as NVML can be asked; nothing where it is missing or fails.
+    """Return the memory in use on a GPU in GiB; an empty dict if NVML is missing or fails.
 
     Args:
-        properties: As torch.cuda.get_device_properties gives them.
+        properties: The GPU's `torch.cuda.get_device_properties`.
 
     Returns:
-        `device_memory_gib` in use on the whole card, by whomever, and `process_memory_gib` by this process: torch's
-        allocator, CUDA's own context, libraries. In a container the driver may know this process by another number;
-        that figure is left out then.
+        `device_memory_gib` in use on the whole GPU by all processes, and `process_memory_gib` by this process, CUDA's
+        context and libraries included. The latter is absent if the driver knows this process by another PID, as it
+        may in a container.
     """
     found = _card(str(getattr(properties, "uuid", "")).removeprefix("GPU-"))
     if found is None:
@@ -29,14 +29,14 @@ def card_memory(properties: Any) -> dict[str, float]:
         own = [each for each in nvml.nvmlDeviceGetComputeRunningProcesses(card) if each.pid == os.getpid()]
     except nvml.NVMLError:
         return {}
-    if own and own[0].usedGpuMemory is not None:  # Windows does not tell
+    if own and own[0].usedGpuMemory is not None:  # None on Windows
         figures["process_memory_gib"] = own[0].usedGpuMemory / GIB
     return figures
 
 
 @functools.cache
 def _card(uuid: str) -> tuple[Any, Any] | None:
-    """NVML and its name for a GPU, by the number that both know: CUDA counts only the GPUs that it is shown."""
+    """Return NVML and its handle of a GPU, found by UUID: CUDA numbers only the visible GPUs."""
     try:
         import pynvml
     except ImportError:

@@ -1,4 +1,4 @@
-"""Mixed precision: which dtype a forward pass computes in, and the scaling of fp16 gradients."""
+"""`Precision`: autocast and fp16 gradient scaling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Precision:
             https://docs.pytorch.org/docs/stable/amp.html).
 
     Raises:
-        ValueError: If `mode` is none of the three.
+        ValueError: If `mode` is another value.
     """
 
     def __init__(self, mode: str = "no") -> None:
@@ -31,18 +31,18 @@ class Precision:
         self._has_stepped = False
 
     def setup(self, device: torch.device) -> None:
-        """Makes the gradient scaler where the mode needs one."""
+        """Reset the state, and create a gradient scaler for "fp16"."""
         self._unscaled, self._has_stepped = [], False
         self.scaler = torch.amp.GradScaler(device.type) if self.mode == "fp16" else None
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """The context in which a forward pass and its loss are computed."""
+        """Return the autocast context of a forward pass and its loss."""
         if self.dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(device.type, dtype=self.dtype)
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to backpropagate."""
+        """Return the loss to backpropagate: scaled with "fp16", else the loss itself."""
         if self.scaler is None:
             return loss
         self._update()
@@ -50,31 +50,31 @@ class Precision:
         return scaled
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes the scale out of an optimizer's gradients; once, however often it is asked for."""
+        """Divide an optimizer's gradients by the loss scale; further calls in the same step have no effect."""
         if self.scaler is not None and not any(each is optimizer for each in self._unscaled):
             self.scaler.unscale_(optimizer)
             self._unscaled.append(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Steps with a scaler, unless the gradients have overflowed."""
+        """Step the optimizer through the gradient scaler, which skips steps whose gradients have overflowed."""
         assert self.scaler is not None
         self.scaler.step(optimizer)
         self._has_stepped = True
 
     def has_overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the step just taken was left out because the gradients had overflowed; waits for the device."""
+        """Return whether the last step was skipped because its gradients overflowed; waits for the device."""
         if self.scaler is None:
             return False
         return any(found.item() for found in self.scaler._found_inf_per_device(optimizer).values())
 
     def _update(self) -> None:
-        """Finds the scale of the next step, after all optimizers have taken this one."""
+        """Update the scale for the next step, once all optimizers have stepped."""
         if self.scaler is not None and self._has_stepped:
             self.scaler.update()
             self._unscaled, self._has_stepped = [], False
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's scale and growth counter (empty without a scaler)."""
+        """Return the scaler's scale and growth counter; empty without a scaler."""
         self._update()
         return self.scaler.state_dict() if self.scaler else {}
 

@@ -1,4 +1,4 @@
-"""`ProcessCollectives`: collectives of several processes, by `torch.distributed`."""
+"""`ProcessCollectives`: collectives of several processes through `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer_kit.strategies.collectives import Collectives
 from trainer_kit.strategies.process_group import ProcessGroup
 
 T = TypeVar("T")
-# Kept, so that the last ones are not freed by a thread of the group while the process ends: see `ddp.shut_down`.
+# Kept, so that no thread of the group frees the last ones while the process ends: see `ddp.shut_down`.
 _recent_numbers: deque[list[torch.Tensor]] = deque(maxlen=8)
 
 
@@ -23,10 +23,10 @@ class ProcessCollectives(Collectives):
     """Collectives of the processes that a launcher started.
 
     Args:
-        group: They have met in it before the first collective.
+        group: The process group, joined before the first collective.
 
     Attributes:
-        hosts: Names of the machines by rank, for errors; empty where all processes are on one.
+        hosts: Host names by rank, for errors; empty if all processes run on one machine.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -40,7 +40,7 @@ class ProcessCollectives(Collectives):
         return self.group.is_alone
 
     def describe_rank(self, rank: int) -> str:
-        """Return a process's number, and its machine where there are several."""
+        """Return a rank as text, with its host if there are several machines."""
         return f"rank {rank} ({self.hosts[rank]})" if self.hosts else f"rank {rank}"
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
@@ -54,8 +54,7 @@ class ProcessCollectives(Collectives):
     def all_reduce_ints(self, numbers: Sequence[int]) -> Sequence[int]:
         if self.is_alone:
             return numbers
-        # Gathered, since gloo takes less than half the time for that than for reducing; on the host, since no
-        # process shall wait for a GPU.
+        # Gathered, since gloo gathers in less than half the time of a reduction; on the host, to not wait for a GPU.
         tensor = torch.tensor(numbers, dtype=torch.int64)
         parts = self._all_gather(tensor)
         _recent_numbers.append([tensor, *parts])
@@ -68,7 +67,7 @@ class ProcessCollectives(Collectives):
         lengths = [int(part) for part in self._all_gather(torch.tensor([tensor.shape[0]]))]
         padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
         padded[: tensor.shape[0]] = tensor
-        # As bytes: not every backend knows every dtype.
+        # As bytes: not every backend supports every dtype.
         parts = self._all_gather(padded.reshape(-1).view(torch.uint8))
         rows = [part.view(tensor.dtype).reshape(padded.shape) for part in parts]
         return torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
@@ -111,7 +110,7 @@ class ProcessCollectives(Collectives):
             try:
                 outcome = (function(), None)
                 pickle.dumps(outcome[0])
-            except BaseException as error:  # the others must not wait for ever
+            except BaseException as error:  # otherwise the other processes would hang
                 self.broadcast((None, _portable(error)))
                 raise
         value, raised = self.broadcast(outcome)
@@ -123,7 +122,7 @@ class ProcessCollectives(Collectives):
         if self.is_alone:
             return
         if len(set(self._gathered(xxhash.xxh3_64_hexdigest(repr([*facts.items()]).encode())))) == 1:
-            return  # without sending the names of all parameters to everyone
+            return  # a hash, so that not all names are sent
         main, *others = self._gathered(dict(facts))
         first = self.describe_rank(0)
         for rank, other in enumerate(others, start=1):
@@ -151,9 +150,9 @@ class ProcessCollectives(Collectives):
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error itself, or its text where it cannot be sent to another process."""
+    """Return the error itself, or a RuntimeError with its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever its __reduce__ does
+    except Exception:  # __reduce__ may raise anything
         return RuntimeError(f"on rank 0: {type(error).__name__}: {error}")
     return error

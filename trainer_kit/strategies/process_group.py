@@ -1,4 +1,4 @@
-"""`ProcessGroup`: this process among those of its run, from the rendezvous to the end of the process."""
+"""`ProcessGroup`: the membership of this process in its run, from the rendezvous to the end of the process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # first of all: imported later, it would keep the group as a default for ever
+import torch.distributed.nn.functional  # imported early: later, its defaults would keep the group alive
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # its stub names fewer
 
 from trainer_kit.config.environment import Place
@@ -24,19 +24,23 @@ from trainer_kit.strategies.watchdog.heartbeat import Heartbeat
 logger = logging.getLogger("trainer_kit")
 
 JOIN_SECONDS = 300.0
-"""How long the processes wait for one another at the start."""
+"""Seconds that the processes wait for one another at the start."""
 
 _REFUSAL_SECONDS = 10.0
 
 SLOW_SECONDS = 60.0
-"""After which a process that others wait for is named in a warning; earlier where the wait itself is to end soon."""
+"""Seconds until a warning names a process that others wait for; fewer with a short collective timeout."""
 
 
 class Membership:
-    """torch's process group and the heartbeat: one for each process, through all its trainings.
+    """torch's process group and the heartbeat; one object for each process, shared by all its trainings.
+
+    Args:
+        heartbeat: Monitor of the other processes.
+        owns_group: Whether trainer_kit created the process group, and so destroys it.
 
     Attributes:
-        heartbeat: Watches over the other processes.
+        current: The membership of this process; None before the rendezvous and after leaving.
     """
 
     current: Membership | None = None
@@ -49,17 +53,17 @@ class Membership:
     def join(
         cls, place: Place, device: torch.device, timeout: float, patience: float, location: tuple[str, str]
     ) -> Membership:
-        """Meet the other processes; return the present membership where they have met before.
+        """Join the process group, or return the current membership if there is one.
 
         Args:
             place: This process among those that a launcher started.
-            device: Where it computes.
-            timeout: Seconds after which a collective ends with an error.
-            patience: Seconds after which a process that does not answer is taken for lost.
-            location: Its machine and device, which no other process may have where it is a GPU.
+            device: Device of this process.
+            timeout: Seconds after which a collective fails.
+            patience: Seconds after which a process that does not answer counts as lost.
+            location: Host name and device of this process; a GPU must be unique among the processes.
 
         Raises:
-            ValueError: If they cannot meet, or share a GPU.
+            ValueError: If the rendezvous fails, or processes share a GPU.
         """
         if cls.current is not None:
             return cls.current
@@ -67,7 +71,7 @@ class Membership:
         if owns_group:
             store = _meet(place)
             _wait_for_all(store, place, location)
-            # On a GPU machine the host's own tensors go by gloo: nothing on the host waits for the GPU.
+            # Host tensors use gloo on GPU machines too, so that the host does not wait for the GPU.
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(
                 backend,
@@ -77,7 +81,7 @@ class Membership:
                 timeout=timedelta(seconds=timeout),
                 device_id=device if device.type == "cuda" else None,
             )
-        # A connection of its own: the group's may be in use by a main thread that waits.
+        # A separate connection: a waiting main thread may occupy the group's.
         watch = PrefixStore(f"heartbeat/{place.restarts}", _connect(place, serves=False))
         slow = min(SLOW_SECONDS, timeout / 4)
         heartbeat = Heartbeat(watch, place.rank, place.world_size, patience=patience, slow=slow)
@@ -87,7 +91,7 @@ class Membership:
 
     @classmethod
     def leave(cls) -> None:
-        """Ends the heartbeat, and the group where no process is lost."""
+        """Stop the heartbeat, and destroy the group unless this process reported an error."""
         session, cls.current = cls.current, None
         if session is None:
             return
@@ -96,16 +100,17 @@ class Membership:
             dist.destroy_process_group()
 
     def end_training(self, error: BaseException | None) -> None:
-        """End a training, which may have been preempted, and report the error that ended it to the others.
+        """End a training, and report the error that ended it to the other processes.
 
-        A SystemExit is one too: the others wait for a process that exits in the middle of a training.
+        Args:
+            error: The error, SystemExit included; None if the training ended without one.
         """
         self.heartbeat.next_round()
         if error is not None:
             self.heartbeat.report_failure(error)
 
     def recover(self) -> None:
-        """Take back the error that ended the last training: the program has caught it."""
+        """Retract the reported error of the last training, which the program has caught."""
         if self.heartbeat.error:
             self.heartbeat.take_back_failure()
 
@@ -115,8 +120,8 @@ class ProcessGroup:
 
     Args:
         place: This process among those that a launcher started.
-        timeout: Seconds after which a collective ends with an error because some process has not come to it.
-        patience: Seconds after which a process that does not answer is taken for lost.
+        timeout: Seconds after which a collective fails because a process has not joined it.
+        patience: Seconds after which a process that does not answer counts as lost.
     """
 
     def __init__(self, place: Place, timeout: float, patience: float) -> None:
@@ -127,26 +132,26 @@ class ProcessGroup:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there are no other processes in the run."""
+        """Whether the run has only this process."""
         return self.place.world_size == 1
 
     @property
     def heartbeat(self) -> Heartbeat | None:
-        """Watches over the other processes; None before they have met, and where there are none."""
+        """Monitor of the other processes; None before the rendezvous, and if there are no others."""
         return None if self._membership is None else self._membership.heartbeat
 
     def join(self, device: torch.device, location: tuple[str, str]) -> bool:
-        """Meet the other processes, once; a process group that the program has made already is used.
+        """Join the process group at the first call; one that the program has already created is used.
 
         Args:
-            device: Where this process computes.
-            location: Its machine and device.
+            device: Device of this process.
+            location: Host name and device of this process.
 
         Returns:
-            Whether they have met in this call.
+            Whether this call joined the group.
 
         Raises:
-            ValueError: If they cannot meet: no process answers, a port is in use, or processes are missing.
+            ValueError: If the rendezvous fails: no process answers, a port is in use, or processes are missing.
         """
         if self._membership is not None:
             self._membership.recover()
@@ -157,13 +162,17 @@ class ProcessGroup:
         return True
 
     def end_training(self, error: BaseException | None) -> None:
-        """End a training; `error` is what ended it, None where it ended in good order."""
+        """End a training; `error` is the error that ended it, None if it ended normally."""
         if self._membership is not None:
             self._membership.end_training(error)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Enclose what may wait for other processes: where it fails, the error names them."""
+        """Enclose calls that may wait for other processes.
+
+        Raises:
+            LostProcessError: If a collective fails; the message names the processes that are missing.
+        """
         heartbeat = self.heartbeat
         if heartbeat is None:
             assert self.is_alone, "setup() comes first"
@@ -180,8 +189,8 @@ class ProcessGroup:
 
 multiprocessing.util.Finalize(None, Membership.leave, exitpriority=9)  # at the end of a multiprocessing child too
 
-# A child waits for ever if, in the moment of the fork, a thread of C++ enters Python (github.com/python/cpython/issues/
-# 112275), as gloo's do once after each collective. Their turn takes microseconds, so that they are given milliseconds.
+# A forked child hangs if a C++ thread enters Python during the fork (github.com/python/cpython/issues/112275), as
+# gloo's threads do for microseconds after each collective. A pause before the fork lets them finish.
 _FORKS_MAY_HANG = sys.version_info < ((3, 10, 15) if sys.version_info < (3, 11) else (3, 11, 10))
 _REST_SECONDS = 0.005
 
@@ -196,21 +205,21 @@ if _FORKS_MAY_HANG and hasattr(os, "register_at_fork"):
 
 
 def failed_to_communicate(error: RuntimeError) -> bool:
-    """Whether an error comes from a collective, not from the user's own code (gloo raises plain RuntimeErrors)."""
+    """Return whether an error comes from a collective, not from the user's code; gloo raises plain RuntimeErrors."""
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error) or "application timeout" in str(error)
 
 
 def _meet(place: Place) -> Store:
-    """The store through which the processes find one another; torchrun's agent keeps one, else rank 0 does."""
+    """Connect to the rendezvous store, which torchrun's agent or rank 0 serves."""
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = _connect(place, serves=place.rank == 0 and not agent_serves)
     return PrefixStore(f"trainer_kit/{place.restarts}", store)
 
 
 def _wait_for_all(store: Store, place: Place, location: tuple[str, str]) -> None:
-    """Waits until all processes have come; a backend would wait for them without a word, and for longer.
+    """Wait until all processes have joined, and check that none share a GPU.
 
-    Compares their devices too, since NCCL's own error does not say which processes share one.
+    A backend would wait longer and without a message; NCCL's own error does not name the processes that share a GPU.
     """
     keys = [f"arrived-{rank}" for rank in range(place.world_size)]
     store.set(keys[place.rank], json.dumps(location))
@@ -231,20 +240,20 @@ def _wait_for_all(store: Store, place: Place, location: tuple[str, str]) -> None
     except ValueError:
         if store.add("refused", 1) == place.world_size:
             store.set("all refused", "")
-        elif place.rank == 0:  # the store may end with this process, and the others must read it first
+        elif place.rank == 0:  # this process may serve the store, which the others must still read
             with contextlib.suppress(dist.DistStoreError):
                 store.wait(["all refused"], timedelta(seconds=_REFUSAL_SECONDS))
         raise
 
 
 def check_own_gpus(locations: Sequence[tuple[str, ...]]) -> None:
-    """Refuses processes that share a GPU.
+    """Check that no two processes share a GPU.
 
     Args:
-        locations: Machine and device of each process, by rank.
+        locations: Host name and device of each process, by rank.
 
     Raises:
-        ValueError: Naming the first two.
+        ValueError: If two do; the message names the first two.
     """
     for rank, location in enumerate(locations):
         first = locations.index(location)

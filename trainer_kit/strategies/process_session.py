@@ -1,4 +1,4 @@
-"""`ProcessSession`: preemption and aborts among several processes."""
+"""`ProcessSession`: preemption and aborts of several processes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from trainer_kit.strategies.session import Session
 
 
 class ProcessSession(Session):
-    """A session whose processes watch over one another.
+    """A session whose processes monitor one another by heartbeats.
 
     Args:
-        collectives: Those of the strategy.
+        collectives: The strategy's collectives.
     """
 
     def __init__(self, collectives: ProcessCollectives) -> None:

@@ -1,4 +1,4 @@
-"""Plain numbers from what callbacks and loops give as numbers: tensors, arrays of one element, numpy's scalars."""
+"""Conversion of one-element tensors, arrays and numpy scalars to plain numbers."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ from trainer_kit.strategies.base import Strategy
 Key = TypeVar("Key")
 
 PLAIN = (int, float, bool)
-"""Types of plain numbers; a subclass (`numpy.float64`) is none."""
+"""Types of plain numbers, without subclasses such as `numpy.float64`."""
 
 
 def as_scalar(name: str, value: Any) -> bool | int | float | torch.Tensor:
-    """Return `value` as a Python number, or as a tensor without dimensions where a device holds it.
+    """Return `value` as a Python number, or as a scalar tensor if it is on a device other than the CPU.
+
+    Args:
+        name: Name of the value, for the error.
+        value: Number, or tensor or array of one element.
 
     Raises:
-        TypeError: If it is no real number, with its name.
+        TypeError: If `value` is no real number.
     """
     if type(value) in PLAIN:
         return value  # type: ignore[no-any-return]
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return value.detach().reshape(()) if value.device.type != "cpu" else value.item()
     found = value
-    if hasattr(value, "item") and getattr(value, "size", None) == 1:  # numpy and what follows its interface
+    if hasattr(value, "item") and getattr(value, "size", None) == 1:  # numpy, and libraries with its interface
         found = value.item()
     if isinstance(found, (bool, int)):
         return int(found) if type(found) is not bool else found
@@ -39,10 +43,7 @@ def as_scalar(name: str, value: Any) -> bool | int | float | torch.Tensor:
 
 
 def read_scalars(values: Mapping[Key, Any], strategy: Strategy) -> dict[Key, Any]:
-    """Return `values` with the tensors that `as_scalar` left as numbers; waits for the device once, if there are any.
-
-    Tensors of several dtypes or devices are read one group after the other.
-    """
+    """Return `values` with scalar tensors replaced by numbers; waits for the device once per dtype and device."""
     groups: dict[tuple[torch.device, torch.dtype], list[Key]] = {}
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.ndim == 0:

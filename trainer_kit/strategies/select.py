@@ -1,4 +1,4 @@
-"""From `args.strategy` to a Strategy."""
+"""Choice of the strategy for a run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from trainer_kit.utils.user_warnings import warn
 def choose_strategy(
     args: TrainingArguments, strategy: Strategy | None = None, *, downcast_bf16: bool = False, **ddp: Any
 ) -> Strategy:
-    """The strategy for this run: the user's own one, else the one that `args.strategy` and the environment ask for.
+    """Return the strategy for a run.
 
     Args:
         args: The arguments of the run.
-        strategy: The user's own one.
-        downcast_bf16: An argument of `XLA`, where that is chosen.
-        ddp: Arguments of `DDP`, where that is chosen.
+        strategy: The user's own strategy; None: choose by `args.strategy` and the launcher's environment.
+        downcast_bf16: Argument of `XLA`, if that is chosen.
+        ddp: Arguments of `DDP` or `MultiNode`, if one is chosen.
 
     Raises:
         TypeError: If `strategy` is no Strategy.
@@ -46,7 +46,7 @@ def _by_name(args: TrainingArguments, downcast_bf16: bool, ddp: Mapping[str, Any
 
 
 def _name(args: TrainingArguments, place: environment.Place) -> tuple[str, str]:
-    """The strategy's name, and why it is that."""
+    """Return the strategy's name and the reason for it."""
     if args.strategy != "auto":
         return args.strategy, f"strategy={args.strategy!r} asks for it"
     if not args.use_cpu and (kind := environment.xla_device_type()) is not None:
@@ -73,7 +73,7 @@ def _made(
     name: str, args: TrainingArguments, place: environment.Place, downcast_bf16: bool, ddp: Mapping[str, Any]
 ) -> Strategy:
     device = "cpu" if args.use_cpu else None
-    # Imported where they are used: torch.distributed takes its time.
+    # Imported lazily: torch.distributed is slow to import.
     if name == "ddp":
         from trainer_kit.strategies.ddp import DDP
 

@@ -1,4 +1,4 @@
-"""`Session`: preemption, restarts and folders of a run. This base is for one process."""
+"""`Session`: preemption, restarts and folders of a run. The base class is for one process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ logger = logging.getLogger("trainer_kit")
 
 
 class Session:
-    """What the processes of a run, its launcher and its machines report to one another during a training.
+    """Communication between the processes of a run, its launcher and its machines during a training.
 
     Args:
-        collectives: Those of the strategy.
+        collectives: The strategy's collectives.
     """
 
     def __init__(self, collectives: Collectives) -> None:
@@ -26,27 +26,27 @@ class Session:
 
     @property
     def restarts(self) -> int:
-        """How often a launcher has started this run again after a failure."""
+        """Number of times that a launcher has restarted this run after a failure."""
         return environment.place().restarts
 
     @property
     def is_preempted(self) -> bool:
-        """Whether a process of the run was asked to exit; others see it within seconds, at no cost."""
+        """Whether any process of the run was asked to exit; other processes see it within seconds."""
         return self._is_preempted
 
     def announce_preemption(self) -> None:
-        """Report to all processes that this one was asked to exit (a signal), so that they break off long work."""
+        """Report to all processes that this one was asked to exit by a signal, so that they interrupt long work."""
         self._is_preempted = True
 
     def end_training(self, error: BaseException | None) -> None:
-        """End a training; `error` is what ended it, None where it ended in good order."""
-        self._is_preempted = False  # in a notebook the process lives on, and may evaluate
+        """End a training; `error` is the error that ended it, None if it ended normally."""
+        self._is_preempted = False  # in a notebook the process may still evaluate
 
     def set_abort_handler(self, handler: Callable[[], object] | None) -> None:
-        """Have `handler` called, in a thread, if this process must end while it waits for one that is lost."""
+        """Set a handler that a thread calls before it ends this process because another one is lost; None: none."""
 
     def report_saved_step(self, step: int) -> None:
-        """Report to this machine's launcher, which may restart the run, that it could resume at this step."""
+        """Report the step of the newest checkpoint to this machine's launcher, which may restart the run."""
         path = environment.progress_file()
         if path is not None and self.collectives.is_local_main:
             new = Path(f"{path}.new")
@@ -57,11 +57,11 @@ class Session:
                 logger.warning("the launcher could not be told of the checkpoint of step %d: %s", step, error)
 
     def fetch_checkpoint(self, directory: Path) -> Path:
-        """Return a folder of the main process, or a copy of it that this process can read. Collective."""
+        """Return the main process's folder, or a copy of it if this process cannot read it. Collective."""
         return directory
 
     def release_checkpoint_copies(self) -> None:
-        """Remove what `fetch_checkpoint` copied, once all processes have read it. Collective."""
+        """Remove the copies of `fetch_checkpoint`, once all processes have read them. Collective."""
 
     def log_output_visibility(self, directory: Path) -> None:
-        """Log which machines see the folder that the main process writes to, if there are several. Collective."""
+        """Log which machines can read the main process's output folder, if there are several. Collective."""

@@ -1,4 +1,4 @@
-"""One process on one device: CPU, one CUDA GPU, or Apple's MPS."""
+"""`SingleDevice`: one process on one device: the CPU, a CUDA GPU, or Apple's MPS."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _KINDS: dict[str, type[DeviceInfo]] = {"cuda": CudaInfo, "mps": MpsInfo}
 
 
 class SingleDevice(Strategy):
-    """Runs on one device of this machine.
+    """One process on one device of this machine.
 
     Args:
-        device: For example "cpu" or "cuda:1"; None takes CUDA, else MPS, else the CPU.
+        device: Device such as "cpu" or "cuda:1"; None: CUDA if available, else MPS, else the CPU.
         precision: See `Strategy`.
     """
 
@@ -52,7 +52,7 @@ class SingleDevice(Strategy):
         return super().prepare_loader(batches)
 
     def _copied_ahead(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Copies the next batch to the GPU on a side stream while the current one is worked on."""
+        """Copy the next batch to the GPU on a side stream while the current one is in use."""
         stream = torch.cuda.Stream(self.device)
         waiting: Any = None
         for item in batches:
@@ -60,7 +60,7 @@ class SingleDevice(Strategy):
                 item.batch = map_tensors(self._pinned_copy, item.batch)
             if waiting is not None:
                 yield waiting
-            # Waited for only now: what is enqueued for the batch before must not wait for this copy.
+            # Synchronized only now: work enqueued for the previous batch must not wait for this copy.
             _hand_over(item.batch, stream)
             waiting = item
         if waiting is not None:
@@ -79,7 +79,7 @@ def _best_device() -> torch.device:
 
 
 def _hand_over(batch: Any, stream: torch.cuda.Stream) -> None:
-    """Lets the current stream use what `stream` copies, and keeps the allocator from giving the memory away early."""
+    """Make the current stream wait for the copies of `stream`, and protect their memory from early reuse."""
     current = torch.cuda.current_stream(stream.device)
     current.wait_stream(stream)
     for tensor in tensors(batch):

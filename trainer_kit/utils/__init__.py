@@ -1,1 +1,1 @@
-"""What all parts use: trees of tensors, logs, locks, warnings."""
+"""Shared utilities: trees of tensors, logs, locks and warnings."""

@@ -1,4 +1,4 @@
-"""An optimizer's state in a checkpoint: what is saved of it, and how an optimizer takes it up bit for bit."""
+"""Saving and bit-identical loading of optimizer states."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.optim import Optimizer
 from trainer_kit.utils.pytree import flatten_state, map_tensors, plain_values, strides_of_copy, tensors
 
 _GROUPS = "trainer_kit.groups"
-"""The name under which a saved state describes the optimizer's parameters."""
+"""Key of the description of the optimizer's parameters in a saved state."""
 
 _BY_DEVICE = ("capturable", "foreach", "fused")
-"""Options of torch's optimizers that fit the device of this start, not the one that the checkpoint was made on."""
+"""Options of torch's optimizers that depend on the device of this start, not on that of the checkpoint."""
 
 _COUNT = "step"
-"""A state that torch brings to where the kernel of this start wants it."""
+"""Name of the state whose device and dtype torch itself adapts to the kernel of this start."""
 
 
 def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizer and those that it consists of (Muon and AdamW in one class, that under a Lookahead), each once."""
+    """Return the optimizer and its inner optimizers (Muon and AdamW in one class, one inside Lookahead), each once."""
     found: list[Optimizer] = []
     waiting: list[Any] = [optimizer]
     while waiting:
@@ -36,26 +36,26 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The tensors that an optimizer, and those that it consists of, keep from one step to the next."""
+    """Return the state tensors of an optimizer and its inner optimizers."""
     return [each for part in optimizers_in(optimizer) for each in tensors(_state_of(part))]
 
 
 def _state_of(optimizer: Optimizer) -> Mapping[Any, Any]:
-    """Its `state`, which a class without `super().__init__()` lacks."""
+    """Return the optimizer's `state`, which a class that does not call `super().__init__()` lacks."""
     state = getattr(optimizer, "state", None)
     return state if isinstance(state, Mapping) else {}
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Return what a checkpoint keeps of an optimizer: its `state_dict()`, and a description of its parameters.
+    """Return an optimizer's state for a checkpoint: its `state_dict()` and a description of its parameters.
 
     Raises:
         TypeError: If `state_dict()` returns no dict.
-        ValueError: If `state_dict()` fails, or leaves out the state of an optimizer that this one consists of.
+        ValueError: If `state_dict()` fails, or omits the state of an inner optimizer.
     """
     try:
         state = optimizer.state_dict()
-    except AttributeError as error:  # of a class that does not call torch's __init__()
+    except AttributeError as error:  # the class does not call torch's __init__()
         raise ValueError(
             f"{_name(optimizer)}.state_dict() failed ({error}), so that no run can be saved; call super().__init__() "
             "where the optimizer is made"
@@ -84,11 +84,11 @@ def _description(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def described_groups(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the groups of the optimizer whose state was saved.
+    """Return the description of the parameter groups in a saved state.
 
     Returns:
-        For each group its "rates" ("lr", and "initial_lr" where there is a schedule) and its "params", each with
-        "name" (or None), "shape", "dtype" and "strides".
+        For each group its "rates" ("lr", and "initial_lr" with a schedule) and its "params", each with "name" (or
+        None), "shape", "dtype" and "strides".
 
     Raises:
         ValueError: If `saved` was not made by `optimizer_state`.
@@ -113,11 +113,11 @@ def _is_description(group: Any) -> bool:
 
 
 def check_optimizer_state(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose state could be saved but not loaded, or not be saved at all.
+    """Check that an optimizer's state can be saved and loaded.
 
     Raises:
-        TypeError: If its state holds something that a checkpoint cannot hold, naming its place.
-        ValueError: If its `state_dict` fails, or it has one of its own without the `load_state_dict` that takes it.
+        TypeError: If the state holds a value that a checkpoint cannot hold; the message names its place.
+        ValueError: If `state_dict` fails, or the class overrides it without a matching `load_state_dict`.
     """
     state, kind = optimizer_state(optimizer), type(optimizer)
     if kind.load_state_dict is Optimizer.load_state_dict and not {"state", "param_groups"} <= state.keys():
@@ -132,22 +132,25 @@ def check_optimizer_state(optimizer: Optimizer) -> None:
 
 
 def load_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load what `optimizer_state` returned, so that the next step computes what it would have computed.
+    """Load a state that `optimizer_state` returned, so that the next step is bit-identical.
 
-    torch's `load_state_dict` casts each state to its parameter's dtype; here a state keeps its own. Dtype and strides
-    follow those of the parameter where they did so when they were saved, which fused kernels rely on: they pair both
-    by their order in memory. `param_groups` keeps its dicts, which schedulers and optimizers that consist of several
-    refer to.
+    Unlike torch's `load_state_dict`, which casts each state to its parameter's dtype, this keeps the saved dtype.
+    Dtype and strides follow the parameter's if they did so when they were saved, since fused kernels pair elements by
+    memory order. `param_groups` keeps its dicts, which schedulers and outer optimizers refer to.
+
+    Args:
+        optimizer: The optimizer, changed in place.
+        saved: The saved state.
 
     Raises:
-        ValueError: If the optimizer does not take the state, or not all of it.
+        ValueError: If the optimizer rejects the state, or does not load all of it.
     """
     groups = described_groups(saved)
     state = {name: value for name, value in saved.items() if name != _GROUPS}
     state = _with_own_options(state, optimizer.state_dict())
     before = [(part, part.param_groups, [*part.param_groups]) for part in _with_groups(optimizer)]
     try:
-        optimizer.load_state_dict(map_tensors(lambda tensor: tensor, state))  # containers that it may change
+        optimizer.load_state_dict(map_tensors(lambda tensor: tensor, state))  # copied containers, which it may change
     except Exception as error:  # the user's own code
         raise ValueError(
             f"{_name(optimizer)}.load_state_dict() does not take what its state_dict() returned "
@@ -162,7 +165,7 @@ def load_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
 
 
 def _with_own_options(saved: Any, own: Any) -> Any:
-    """The saved tree with the options of this start's groups, however deep they lie."""
+    """Return the saved tree with the device options of this start's groups, at any depth."""
     if isinstance(saved, dict) and isinstance(own, dict):
         return {
             name: own[name] if name in _BY_DEVICE and name in own else _with_own_options(value, own.get(name))
@@ -174,12 +177,12 @@ def _with_own_options(saved: Any, own: Any) -> Any:
 
 
 def _with_groups(optimizer: Optimizer) -> list[Optimizer]:
-    """Those of its optimizers that hold groups, and do not look them up in others."""
+    """Return the optimizers that hold groups themselves, instead of reading those of another."""
     return [part for part in optimizers_in(optimizer) if "param_groups" in vars(part)]
 
 
 def _keep_groups(optimizer: Optimizer, groups: list[dict[str, Any]], dicts: list[dict[str, Any]]) -> None:
-    """Give an optimizer its list of groups and their dicts back, with what was loaded in them."""
+    """Restore an optimizer's own list of groups and their dicts, filled with the loaded content."""
     for old, new in zip(dicts, optimizer.param_groups, strict=True):
         if old is not new:
             content = dict(new)
@@ -190,7 +193,7 @@ def _keep_groups(optimizer: Optimizer, groups: list[dict[str, Any]], dicts: list
 
 
 def _restore_text(saved: Any, loaded: Any) -> None:
-    """Put texts back, of which torch's `load_state_dict` makes those of a generator."""
+    """Restore strings, which torch's `load_state_dict` replaces by generators."""
     if isinstance(saved, dict) and isinstance(loaded, dict):
         for key in saved.keys() & loaded.keys():
             if isinstance(saved[key], str):
@@ -217,7 +220,7 @@ def _check_loaded(optimizer: Optimizer, saved: dict[str, Any], loaded: dict[str,
 def _restore_formats(
     optimizer: Optimizer, groups: list[dict[str, Any]], saved: dict[str, Any], loaded: dict[str, Any]
 ) -> None:
-    """Give each loaded tensor the dtype and the strides that the optimizer itself would have given it."""
+    """Restore the dtype and strides of each loaded tensor, following its parameter if the saved ones did."""
     described = [each for group in groups for each in group["params"]]
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     formats = dict(zip(parameters, described, strict=False))
@@ -245,7 +248,7 @@ def _restore_formats(
 
 
 def _pairs(saved: Any, loaded: Any, name: Any = None) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
-    """Each saved tensor with its key and the tensor that was loaded for it."""
+    """Yield the key of each saved tensor, the tensor, and the one loaded for it."""
     if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
         yield name, saved, loaded
     elif isinstance(saved, Mapping) and isinstance(loaded, Mapping):

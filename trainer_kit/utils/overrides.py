@@ -1,4 +1,4 @@
-"""Names of transformers' and Lightning's classes that nothing here calls, and what does the same here."""
+"""Names of transformers' and Lightning's classes that trainer_kit does not call, and their replacements."""
 
 from __future__ import annotations
 
@@ -122,24 +122,24 @@ _BY_REPLACEMENT = {
     _NEFTUNE: "neftune_hook_handle neftune_noise_alpha",
 }
 REPLACEMENTS = {name: sentence for sentence, names in _BY_REPLACEMENT.items() for name in names.split()}
-"""What does here what transformers' Trainer does in the method or attribute of this name."""
+"""Replacement for each method or attribute of transformers' Trainer."""
 
 _OWN_METHODS = frozenset({"evaluate", "save_model"})
 """Names of `REPLACEMENTS` that are methods of the Trainer here too: those of a subclass are not called in training."""
 
 _OWN_ATTRIBUTES = frozenset({"collate", "compute_loss", "compute_metrics", "lr_scheduler", "metrics", "optimizer"})
-"""Names of `REPLACEMENTS` that the Trainer here sets, and reads when `train` is called."""
+"""Names of `REPLACEMENTS` that trainer_kit's Trainer sets, and reads when `train` is called."""
 
 
 def check_class(kind: type, base: type) -> None:
-    """Refuse a Trainer class whose methods training would not call.
+    """Refuse a Trainer class with methods that training would not call.
 
     Args:
-        kind: The class of a Trainer.
-        base: The Trainer of this library, among the bases of `kind` or the same.
+        kind: Class of a Trainer.
+        base: trainer_kit's Trainer, which is `kind` or one of its bases.
 
     Raises:
-        TypeError: If `kind`, or a class that it inherits from, has a name of `REPLACEMENTS`.
+        TypeError: If `kind` or one of its bases defines a name of `REPLACEMENTS`.
     """
     found = {}
     for name in REPLACEMENTS:
@@ -156,11 +156,11 @@ def check_attribute(kind: type, name: str) -> None:
     """Refuse an attribute of a Trainer that training would not read.
 
     Args:
-        kind: The class of the Trainer.
-        name: Of the attribute that is set.
+        kind: Class of the Trainer.
+        name: Name of the attribute that is set.
 
     Raises:
-        AttributeError: If it is one of transformers' Trainer that the Trainer here does not have.
+        AttributeError: If only transformers' Trainer has the attribute.
     """
     if name in REPLACEMENTS and name not in _OWN_ATTRIBUTES:
         raise AttributeError(f"{kind.__name__}.{name} is set, which training here does not read: {REPLACEMENTS[name]}")
@@ -170,12 +170,12 @@ def check_lightning_module(model: torch.nn.Module, has_loss: bool, has_optimizer
     """Refuse a LightningModule whose own loss or optimizer training would not use, and warn of its other hooks.
 
     Args:
-        model: Of the user.
-        has_loss: Whether the Trainer is given `compute_loss`.
-        has_optimizer: Whether the Trainer is given `optimizer`.
+        model: The user's model.
+        has_loss: Whether the caller gives the Trainer `compute_loss`.
+        has_optimizer: Whether the caller gives the Trainer `optimizer`.
 
     Raises:
-        TypeError: If it defines `training_step` or `configure_optimizers` and nothing is given instead.
+        TypeError: If the module defines `training_step` or `configure_optimizers` without a replacement.
     """
     overrides = _lightning_overrides(type(model))
     todo = []
@@ -197,7 +197,7 @@ def check_lightning_module(model: torch.nn.Module, has_loss: bool, has_optimizer
 
 
 def _lightning_overrides(kind: type) -> list[str]:
-    """The names of Lightning's LightningModule that a class or its bases define again; none without it."""
+    """Return the names of LightningModule that a class or its bases override; none for other classes."""
     bases = kind.__mro__
     for number, each in enumerate(bases):
         if each.__name__ == "LightningModule" and "lightning" in each.__module__:

@@ -1,4 +1,4 @@
-"""Nested batches and states: map over their tensors, and split a state into JSON and tensors."""
+"""Operations on nested batches and states: mapping of tensors, and conversion of states to JSON and tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_STATE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """Applies `function` to every tensor in nested dicts, lists and tuples (named ones too); the rest is kept as is."""
+    """Apply `function` to each tensor in nested mappings, lists and tuples; other values are kept."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, Mapping):
@@ -32,7 +32,13 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 
 
 def move(tree: Any, device: torch.device, non_blocking: bool = False) -> Any:
-    """The tree with its tensors on a device; an object that has a method `to` (graphs, a TensorDict) goes by itself."""
+    """Return the tree with its tensors on a device; an object with a method `to` (a TensorDict) moves itself.
+
+    Args:
+        tree: Nested dicts, lists, tuples and objects with tensors.
+        device: Target device.
+        non_blocking: Whether copies from page-locked memory may be asynchronous.
+    """
     if isinstance(tree, torch.Tensor):
         return tree if tree.device == device else tree.to(device, non_blocking=non_blocking)
     if isinstance(tree, (dict, UserDict)):
@@ -48,7 +54,7 @@ def move(tree: Any, device: torch.device, non_blocking: bool = False) -> Any:
 
 
 def _like(tree: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
-    """`mapped` as the mapping type of `tree` where that type can be made from a dict (transformers' BatchEncoding)."""
+    """Return `mapped` as the type of `tree` if that can be created from a dict (transformers' BatchEncoding)."""
     try:
         return type(tree)(mapped)  # type: ignore[call-arg]
     except TypeError:
@@ -56,12 +62,12 @@ def _like(tree: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
 
 
 def keys(mapping: Mapping[Any, Any]) -> list[Any]:
-    """The keys of a mapping; not all go through them by `for` and `in` (a TensorDict goes through its rows)."""
+    """Return the keys of a mapping; iteration over a TensorDict would yield rows instead."""
     return [*mapping.keys()]
 
 
 def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested dicts, lists and tuples, depth first."""
+    """Yield each tensor in nested mappings, lists and tuples, depth first."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, Mapping):
@@ -73,7 +79,7 @@ def tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def repeated_dimensions(tensor: torch.Tensor) -> list[int]:
-    """The dimensions along which all elements are one in memory, as `expand` makes them; such cannot be written to."""
+    """Return the dimensions whose elements share one memory location, as `expand` creates them."""
     if tensor.layout != torch.strided:
         return []
     pairs = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
@@ -81,22 +87,22 @@ def repeated_dimensions(tensor: torch.Tensor) -> list[int]:
 
 
 def flatten_state(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Splits a state into what JSON can hold and its tensors; `unflatten_state` is the way back.
+    """Split a state into a JSON tree and tensors; `unflatten_state` is the inverse.
 
-    A state is made of dicts (OrderedDict and Counter too, keys of any plain kind), lists, tuples, sets, None, bool,
-    int, float (inf and nan too), str, bytes, paths, torch tensors, dtypes, devices and sizes, numpy arrays and
-    scalars. A named tuple comes back as a tuple, a parameter as a tensor. Tensors are neither copied nor moved;
-    numpy arrays are copied. Strides other than row-major ones are kept with the JSON tree, since sums and matrix
-    products of the same numbers differ in their last bits with the order in memory.
+    A state consists of dicts (OrderedDict and Counter too, with keys of any plain type), lists, tuples, sets, None,
+    bool, int, float (inf and nan too), str, bytes, paths, torch tensors, dtypes, devices and sizes, numpy arrays and
+    scalars. A named tuple is restored as a tuple, a parameter as a tensor. Tensors are neither copied nor moved; numpy
+    arrays are copied. The JSON tree keeps strides that are not row-major, since the memory order affects the last bits
+    of sums and matrix products.
 
     Args:
         tree: The state.
 
     Returns:
-        The tree for `json.dumps(..., allow_nan=False)`, and the tensors by the names it calls them.
+        The tree for `json.dumps(..., allow_nan=False)`, and the tensors by their names in the tree.
 
     Raises:
-        TypeError: If something else is in the tree, naming its place and type.
+        TypeError: If the tree holds a value of another type; the message names its place and type.
         ValueError: If the tree contains itself.
     """
     found: dict[str, torch.Tensor] = {}
@@ -107,15 +113,15 @@ def flatten_state(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def unflatten_state(json_tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Puts together what `flatten_state` took apart.
+    """Restore a state from the results of `flatten_state`.
 
     Args:
-        json_tree: The first result of `flatten_state`, or what `json.loads` made of it.
-        tensors: The second one, each with its own strides or row-major. What is put together shares their memory
-            where their strides are right.
+        json_tree: The tree that `flatten_state` returned, directly or through JSON.
+        tensors: The tensors by name, with their own strides or row-major. The state shares their memory if their
+            strides match.
 
     Raises:
-        ValueError: If `json_tree` was not made by `flatten_state`, a tensor that it names is missing, or one is left.
+        ValueError: If `flatten_state` did not make `json_tree`, or a tensor is missing or unused.
     """
     left = _Tensors(tensors)
     try:
@@ -128,12 +134,16 @@ def unflatten_state(json_tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def plain_values(json_tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value in a tree of `flatten_state`, after its place ("counters.step"); tensors and arrays are left out.
+    """Yield the place ("counters.step") and value of each plain value in a tree of `flatten_state`.
 
-    A list, tuple or set of plain values is one value, and so is an empty dict.
+    Tensors and arrays are skipped. A list, tuple or set of plain values is one value, and so is an empty dict.
+
+    Args:
+        json_tree: The tree.
+        place: Prefix of the places.
 
     Raises:
-        ValueError: If `json_tree` was not made by `flatten_state`.
+        ValueError: If `flatten_state` did not make `json_tree`.
     """
     try:
         items = _items(json_tree)
@@ -147,7 +157,7 @@ def plain_values(json_tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _items(json_tree: Any) -> list[tuple[Any, Any]] | None:
-    """The parts of a container and their keys; none for a tensor or an array, None for a plain value."""
+    """Return the keys and items of a container; an empty list for a tensor or array, None for a plain value."""
     is_tagged = isinstance(json_tree, dict) and _TAG in json_tree
     kind, content = (json_tree[_TAG], json_tree["value"]) if is_tagged else (None, json_tree)
     if kind in ("tensor", "ndarray"):
@@ -160,8 +170,8 @@ def _items(json_tree: Any) -> list[tuple[Any, Any]] | None:
     return list(enumerate(content)) if is_nested else None
 
 
-# How kinds that JSON lacks are written: {_TAG: kind, "value": ...}. A dict of the user's that holds _TAG is written
-# as a list of pairs, so that it cannot be taken for one of these.
+# Encoding of types that JSON lacks: {_TAG: kind, "value": ...}. A user's dict with the key _TAG is encoded as a list
+# of pairs, to keep the two apart.
 _SCALARS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "int": (int, hex, lambda text: int(text, 16)),  # decimal digits are limited (sys.set_int_max_str_digits)
     "float": (float, repr, float),
@@ -204,7 +214,7 @@ def _encode(value: Any, path: tuple[Any, ...], found: dict[str, torch.Tensor]) -
 
 
 def _encode_tagged(value: Any, path: tuple[Any, ...], found: dict[str, torch.Tensor]) -> Any:
-    """Encodes a value of a kind that JSON lacks."""
+    """Encode a value of a type that JSON lacks."""
     kind = tuple if isinstance(value, tuple) and hasattr(value, "_fields") else type(value)
     if kind not in _KIND_OF:
         raise TypeError(
@@ -234,7 +244,7 @@ def _encode_mapping(kind: str, value: Mapping[Any, Any], path: tuple[Any, ...], 
 
 
 def _encode_array(array: np.ndarray[Any, Any], path: tuple[Any, ...], found: dict[str, torch.Tensor]) -> Any:
-    """Arrays of a dtype that torch lacks (other byte order, dates, strings) are kept as bytes, with their shape."""
+    """Encode an array; one of a dtype that torch lacks (dates, strings) is stored as bytes with its shape."""
     entry = {_TAG: "ndarray", "dtype": array.dtype.str}
     if array.dtype.isnative and array.dtype.name in _NUMPY_IN_TORCH:
         tensor = torch.from_numpy(np.array(array, order="K"))
@@ -245,14 +255,10 @@ def _encode_array(array: np.ndarray[Any, Any], path: tuple[Any, ...], found: dic
 
 
 def _put(tensor: torch.Tensor, path: tuple[Any, ...], found: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Files the tensor under a name that tells where it was: ["state"][0]["exp_avg"] is state.0.exp_avg.
-
-    Returns:
-        That name as "value", and "strides" where a copy of the tensor is not row-major.
-    """
+    """Add the tensor to `found` as "state.0.exp_avg" for its path; return that name, and unusual strides."""
     base = ".".join(re.sub(r"[^\w.-]", "_", str(part)) for part in path) or "tensor"
     name = base
-    while name in found or name == "__metadata__":  # the latter has a meaning of its own in safetensors files
+    while name in found or name == "__metadata__":  # "__metadata__" is reserved in safetensors files
         name = f"{base}#{len(found)}" if name == base else f"{name}#"
     found[name] = tensor
     strides = strides_of_copy(tensor) if tensor.layout == torch.strided else None
@@ -260,30 +266,30 @@ def _put(tensor: torch.Tensor, path: tuple[Any, ...], found: dict[str, torch.Ten
 
 
 def strides_of_copy(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides that a copy of a tensor, or zeros like it, get: its own where it fills its memory."""
+    """Return the strides of a copy of a tensor: its own if it is dense in memory, as in `torch.empty_like`."""
     if tensor.stride() == (row_major := _row_major(tensor.shape)) or not tensor.numel():
         return row_major
     return torch.empty_like(tensor, device="meta").stride()
 
 
 def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """As torch has them, which counts a size of 0 as 1."""
+    """Return row-major strides as torch computes them, with a size of 0 as 1."""
     return tuple(math.prod(max(size, 1) for size in shape[place + 1 :]) for place in range(len(shape)))
 
 
 class _Tensors:
-    """The tensors of a state by their names; each is asked for once, since each has a name of its own.
+    """Tensors of a state by name, each of which is taken once.
 
     Attributes:
-        named: Those that are left.
+        named: The tensors not taken yet.
     """
 
     def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
         self.named = dict(named)
-        self._laid_out: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}  # tied ones stay one tensor
+        self._laid_out: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}  # keeps tied tensors tied
 
     def take(self, entry: Mapping[str, Any]) -> torch.Tensor:
-        """The tensor of an entry that `_put` made."""
+        """Remove and return the tensor of an entry that `_put` made, with the entry's strides."""
         tensor = self.named.pop(entry["value"])
         if "strides" not in entry:
             return tensor
@@ -298,7 +304,7 @@ class _Tensors:
 
 
 def _checked_strides(strides: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides from a file, with which each element has a place of its own and no memory is left over."""
+    """Return strides from a file, after a check that they are dense and without overlap."""
     if len(strides) != len(shape) or not all(type(stride) is int and 0 <= stride < 2**63 for stride in strides):
         raise ValueError(f"{strides!r:.50} are no strides of {len(shape)} dimensions")
     filled = 1
@@ -314,7 +320,7 @@ def _place(path: tuple[Any, ...]) -> str:
 
 
 def _decode(value: Any, tensors: _Tensors) -> Any:
-    """Puts `value` together; takes each tensor out of `tensors`."""
+    """Decode `value`, and remove each tensor that it uses from `tensors`."""
     if isinstance(value, list):
         return [_decode(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -359,7 +365,7 @@ def _checked_shape(shape: Any) -> tuple[int, ...]:
 
 
 def _numpy_dtype(text: Any) -> np.dtype[Any]:
-    """A dtype of plain bytes: one of objects would make numpy take bytes from a file for addresses in memory."""
+    """Return a numpy dtype of plain bytes; with an object dtype, bytes of a file would become pointers."""
     if not isinstance(text, str) or not _NUMPY_DTYPE.fullmatch(text):
         raise ValueError(f"dtype {text!r:.50} is not allowed")
     return np.dtype(text)

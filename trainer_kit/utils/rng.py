@@ -1,4 +1,4 @@
-"""The host's generators of random numbers: torch's, numpy's and Python's."""
+"""The host's random number generators: torch's, numpy's and Python's."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ import torch
 
 
 def seed_generators(value: int) -> None:
-    """Seeds the host generators of torch, numpy and random: torch.manual_seed would touch every device, slowly."""
+    """Seed the host's generators of torch, numpy and random, without the slow seeding of devices.
+
+    Args:
+        value: The seed; numpy uses its lowest 32 bits.
+    """
     torch.default_generator.manual_seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     random.seed(value)
 
 
 def generator_states() -> dict[str, Any]:
-    """The states of the host's generators, for `set_generator_states`."""
+    """Return the states of the host's generators, for `set_generator_states`."""
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
 
 
 def set_generator_states(states: Mapping[str, Any]) -> None:
-    """Sets the host's generators to what `generator_states` gave."""
+    """Restore states of the host's generators that `generator_states` returned."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
@@ -32,7 +36,7 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def generators_kept(device: torch.device) -> Iterator[None]:
-    """Leaves the generators of the host, and of a CUDA device, as they were before."""
+    """Restore the generators of the host, and of `device` if it is a CUDA device, at the end of the context."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):

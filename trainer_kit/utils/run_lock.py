@@ -1,11 +1,10 @@
-"""`RunLock`: one training at a time in a folder, over processes and machines.
+"""`RunLock`: one training at a time in a folder, across processes and machines.
 
-The file `.lock` in the folder names its holder: user, host, process and since when. Every few seconds the holder writes
-it again, as a sign of life. A holder on this machine is dead where its process has ended, which the system tells at
-once; one on another machine is watched, and is dead where no sign of life comes for some time, by the clock of the
-process that watches. So a lock that a killed run leaves behind stops no later one, and neither `flock` nor equal clocks
-are needed: what a network file system must know is that a file can be created by one process only and renamed in one
-step.
+The file `.lock` in the folder names its holder: user, host, process and start of the lock. The holder rewrites it every
+few seconds as a heartbeat. A holder on this machine is dead if its process has ended. A holder on another machine is
+dead if its heartbeat stops for some time, by the clock of the watching process. The lock of a killed run therefore
+blocks no later run. Neither `flock` nor synchronized clocks are needed, only a file system with exclusive creation and
+atomic renames of files.
 """
 
 from __future__ import annotations
@@ -35,27 +34,27 @@ NAME = ".lock"
 """The lock's name in the folder of a run."""
 
 BEAT_SECONDS = 10.0
-"""Between two signs of life."""
+"""Seconds between two heartbeats."""
 
 DEAD_AFTER = 120.0
-"""Seconds without a sign of life after which a holder on another machine counts as dead."""
+"""Seconds without a heartbeat after which a holder on another machine counts as dead."""
 
 _LOOK_SECONDS = 0.5
 _ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-_held: dict[str, int] = {}  # the process that holds each lock of its own: a fork's copy holds none
+_held: dict[str, int] = {}  # PID by token of this process's locks: a fork inherits the dict, not the locks
 
 
 class Holder(NamedTuple):
-    """Who holds a folder.
+    """Holder of a folder's lock.
 
     Attributes:
-        token: Another one for each lock.
+        token: Unique ID of the lock.
         user: Name of the user.
-        host: Name of the machine.
-        system: Of machines with the same name, which system and which namespace of processes.
-        process: Number of the process there.
-        started: When that process began, as the system tells it.
-        since: When it took the folder, in seconds since 1970.
+        host: Host name.
+        system: Boot ID and PID namespace, which distinguish systems with the same host name.
+        process: PID of the process.
+        started: Start time of the process as the system reports it; None if unknown.
+        since: Time of the lock, in seconds since 1970.
     """
 
     token: str
@@ -72,26 +71,26 @@ class Holder(NamedTuple):
 
 
 class RunLock:
-    """Holds a folder for a training; used by the run's main process alone.
+    """Lock of a folder for a training, used only by the run's main process.
 
     Args:
-        folder: There already, when it is acquired.
+        folder: The folder, which must exist when the lock is acquired.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.path = folder / NAME
-        self._holder: Holder | None = None  # while it is held
+        self._holder: Holder | None = None  # None while the lock is not held
         self._taken_by: str | None = None
-        self._failed = 0  # signs of life, the last ones in a row
+        self._failed = 0  # consecutive failed heartbeats
         self._ended = threading.Event()
         self._beating = threading.Lock()
 
     def acquire(self) -> None:
-        """Takes the folder; waits where only time can tell whether another machine's holder lives.
+        """Acquire the lock; wait if a holder on another machine may be dead.
 
         Raises:
-            FolderInUseError: If another training holds it.
+            FolderInUseError: If another training holds the folder.
             OSError: If the lock cannot be written.
         """
         watched: _Watched | None = None
@@ -118,21 +117,21 @@ class RunLock:
         threading.Thread(target=self._beat_on, args=(self._ended,), name="run lock", daemon=True).start()
 
     def release(self) -> None:
-        """Gives the folder back, if this process holds it."""
+        """Release the lock if this process holds it."""
         holder, self._holder = self._holder, None
-        if holder is None or holder.process != os.getpid():  # a fork's copy
+        if holder is None or holder.process != os.getpid():  # inherited by a fork
             return
         self._ended.set()
         with self._beating, contextlib.suppress(OSError):
             if (seen := _look(self.path)) is not None and seen.token == holder.token:
                 os.unlink(self.path)
-        _held.pop(holder.token, None)  # where the file stays, it is a dead one's
+        _held.pop(holder.token, None)  # a file that stays counts as a dead holder's
 
     def check(self) -> None:
-        """Ends a training that has lost its folder; asks nobody.
+        """Check without file access that the folder is still held.
 
         Raises:
-            FolderInUseError: If another one took it while this process stood still.
+            FolderInUseError: If another training took the folder while this process was stopped.
         """
         if self._taken_by is not None:
             raise FolderInUseError(
@@ -141,19 +140,19 @@ class RunLock:
             )
 
     def confirm(self) -> None:
-        """Looks whether the folder is still held, before something is written there.
+        """Check in the file that the folder is still held, before a write there.
 
         Raises:
-            FolderInUseError: If another training took it.
-            OSError: If that cannot be seen.
+            FolderInUseError: If another training took the folder.
+            OSError: If the lock cannot be read or written.
         """
         self._write_sign()
         self.check()
 
     def _is_taken(self, is_contended: bool) -> bool:
-        """Whether the lock is now there, and this process's.
+        """Try to create the lock; return whether this process holds it.
 
-        Where several remove a dead one's at once, one of them may have moved this one aside: hence a second look.
+        If several processes remove a dead lock at the same time, one of them may remove this lock: hence a second look.
         """
         token, process = uuid.uuid4().hex, os.getpid()
         holder = Holder(token, _user(), socket.gethostname(), _system(), process, _started(process), time.time())
@@ -186,10 +185,10 @@ class RunLock:
             self._beat()
 
     def _beat(self) -> None:
-        """Gives a sign of life; one that fails is counted, and logged where it is the third in a row."""
+        """Write a heartbeat; warn at the third failure in a row."""
         try:
             self._write_sign()
-        except OSError as error:  # a file system that does not answer for a while
+        except OSError as error:  # the file system may not answer for a while
             self._failed += 1
             if self._failed == 3:
                 logger.warning(
@@ -200,7 +199,7 @@ class RunLock:
             self._failed = 0
 
     def _write_sign(self) -> None:
-        """Writes the lock in place: that needs no room on a full disk. One that is gone is made again."""
+        """Rewrite the lock in place, which works on a full disk; create it again if it is missing."""
         with self._beating:
             holder = self._holder
             if holder is None or holder.process != os.getpid():
@@ -214,7 +213,7 @@ class RunLock:
                     elif self._taken_by is None:
                         self._taken_by = seen.name
                         logger.error("%s was taken over by %s", self.folder, seen.name)
-            except FileNotFoundError:  # or the whole folder is
+            except FileNotFoundError:  # the whole folder may be missing
                 self.folder.mkdir(parents=True, exist_ok=True)
                 _write_new(self.path, holder)
 
@@ -228,7 +227,7 @@ class RunLock:
 
 
 def holder_of(folder: Path) -> str | None:
-    """Who else trains in a folder right now, for people; None where nobody does, as far as can be seen at once."""
+    """Describe the other training that holds a folder now; return None if none does, judged without waiting."""
     try:
         if (seen := _look(folder / NAME)) is None or _is_own(seen.token):
             return None
@@ -241,7 +240,7 @@ def holder_of(folder: Path) -> str | None:
 
 
 class _Seen(NamedTuple):
-    """A lock as it was read: its content, None where that is cut short, and when the file was written."""
+    """A lock as read: holder (None if the content is truncated), content, and modification time."""
 
     holder: Holder | None
     content: bytes
@@ -257,9 +256,9 @@ class _Seen(NamedTuple):
 
 
 class _Watched(NamedTuple):
-    """A lock that is watched: as it was when it was first seen, and since when, by this process's clock.
+    """A lock under observation: as first seen, and since when by this process's monotonic clock.
 
-    The clock of the file system does not decide: it may be another machine's.
+    The file system's clock does not decide, since it may be another machine's.
     """
 
     first: _Seen
@@ -267,11 +266,11 @@ class _Watched(NamedTuple):
 
     @property
     def patience(self) -> float:
-        """Seconds for which it is watched: a few beats where the file seems old, by the clocks as they are."""
+        """Seconds of observation: only a few heartbeats if the file seems old by the present clocks."""
         return min(3 * BEAT_SECONDS, DEAD_AFTER) if time.time() - self.first.written >= DEAD_AFTER else DEAD_AFTER
 
     def lives(self, seen: _Seen) -> bool | None:
-        """Whether the holder of a lock, as it is now, lives; None while that is not known yet."""
+        """Return whether the holder of the lock, as seen now, lives; None while unknown."""
         alive = None if seen.holder is None else _is_alive(seen.holder)
         if alive is not None:
             return alive
@@ -285,17 +284,17 @@ def _is_own(token: str | None) -> bool:
 
 
 def _is_alive(holder: Holder) -> bool | None:
-    """Whether a holder's process lives; None where this machine cannot tell."""
+    """Return whether a holder's process lives; None if this machine cannot tell."""
     if not _is_here(holder):
         return None
-    if holder.process == os.getpid():  # one that has replaced itself (exec) keeps its number
+    if holder.process == os.getpid():  # a process keeps its PID through exec
         return _is_own(holder.token)
     started = _started(holder.process)
     if started is not None:
         return started == holder.started
     if not psutil.pid_exists(holder.process):
         return False
-    try:  # it may have ended, and its parent has not asked for it yet
+    try:  # it may be a zombie
         return False if psutil.Process(holder.process).status() in _ENDED else None
     except psutil.Error:
         return None
@@ -306,21 +305,17 @@ def _is_here(holder: Holder) -> bool:
 
 
 def _look(path: Path) -> _Seen | None:
-    """The lock; None where there is none.
-
-    Raises:
-        OSError: If it cannot be read, or is no plain file.
-    """
+    """Read the lock; return None if there is none."""
     try:
-        with open(_opened(path, os.O_RDONLY), "rb") as file:  # which asks a network file system again
+        with open(_opened(path, os.O_RDONLY), "rb") as file:  # opening refreshes a network file system's cache
             return _parsed(file.read(), os.fstat(file.fileno()).st_mtime)
     except FileNotFoundError:
         return None
 
 
 def _opened(path: Path, flags: int) -> int:
-    """Opens a plain file; no link is followed, and no pipe waited for."""
-    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # which not every system has
+    """Open a plain file, without following a link or waiting for a pipe."""
+    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # not on every system
         flags |= getattr(os, name, 0)
     descriptor = os.open(path, flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -338,12 +333,7 @@ def _parsed(content: bytes, written: float) -> _Seen:
 
 
 def _write_new(path: Path, holder: Holder) -> None:
-    """Makes the lock, which only one process can: at once with its content, where the file system knows hard links.
-
-    Raises:
-        FileExistsError: If there is one.
-        OSError: If it cannot be written.
-    """
+    """Create the lock exclusively; atomically with its content if the file system supports hard links."""
     ready = path.with_name(f"{NAME}-{uuid.uuid4().hex}")
     _write_whole(ready, holder)
     try:
@@ -368,7 +358,7 @@ def _write_whole(path: Path, holder: Holder) -> None:
 
 
 def _remove(path: Path, dead: _Seen) -> None:
-    """Removes a dead holder's lock, if it is still that one; what came between looking and renaming is put back."""
+    """Remove a dead holder's lock; restore a new lock that was created between the look and the rename."""
     if _look(path) != dead:
         return
     aside = path.with_name(f"{NAME}-{uuid.uuid4().hex}")
@@ -380,14 +370,14 @@ def _remove(path: Path, dead: _Seen) -> None:
     if found is not None and found.content != dead.content:
         try:
             os.link(aside, path)
-        except OSError:  # there is one again, or the file system knows no links
+        except OSError:  # a new lock exists, or no support for hard links
             if not path.exists():
                 os.rename(aside, path)
     aside.unlink(missing_ok=True)
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Removes what a killed process left beside a lock."""
+    """Remove the temporary lock files of killed processes."""
     for path in folder.glob(f"{NAME}-*"):
         with contextlib.suppress(OSError):
             if time.time() - path.lstat().st_mtime >= DEAD_AFTER:
@@ -395,7 +385,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _content(holder: Holder) -> bytes:
-    """Always of the same length for a holder, so that it can be written over."""
+    """Return the lock's content, always of the same length for a holder, so that it can be overwritten in place."""
     values: dict[str, Any] = {**holder._asdict(), "beat": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     return json.dumps(values).encode() + b"\n"
 
@@ -403,12 +393,12 @@ def _content(holder: Holder) -> bytes:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (OSError, KeyError):  # a container's user without a name
+    except (OSError, KeyError):  # a container's user may have no name
         return str(os.getuid()) if hasattr(os, "getuid") else "unknown"
 
 
 def _system() -> str:
-    """Tells systems and containers apart that have the same name: a process has another number in each."""
+    """Return boot ID and PID namespace, which distinguish systems and containers with the same host name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
@@ -417,9 +407,9 @@ def _system() -> str:
 
 
 def _started(process: int) -> str | None:
-    """When a process began, exactly, so that another one with its number is not taken for it; None where it ended."""
+    """Return the exact start time of a process, which identifies it if a PID is reused; None if it has ended."""
     try:
-        if sys.platform == "linux":  # psutil's time moves with the system's clock
+        if sys.platform == "linux":  # psutil's time changes with the system's clock
             fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
             return None if fields[0] in (b"Z", b"X") else fields[19].decode()
         found = psutil.Process(process)

@@ -1,4 +1,4 @@
-"""The log of a run, `log.jsonl`: its format, and reading it."""
+"""Format and reading of a run's log, `log.jsonl`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from trainer_kit._version import __version__
 _loads: Callable[[bytes], Any]
 try:
     from orjson import loads as _loads
-except ImportError:  # without the extra [report]; three times as slow
+except ImportError:  # without the extra [report]; a third of the speed
     from json import loads as _loads
 
 NAME = "log.jsonl"
-"""Its name in the folder of a run."""
+"""Name of the log in the folder of a run."""
 
 FORMAT = 1
-"""Version of the format, in the records "start"; those written before there were versions have none."""
+"""Version of the format in "start" records; records of older logs have no version."""
 
 BEGINNINGS = ("start", "rollback")
-"""Events that say where the run stands from then on: later steps are taken again."""
+"""Events after which the run continues from their step; earlier records of later steps are obsolete."""
 
 _PIECE = 2**18
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -34,27 +34,27 @@ Record = dict[str, Any]
 
 
 class LogFile:
-    """A log, read piece by piece.
+    """A log that is read in pieces.
 
     Args:
         path: The file.
 
     Attributes:
         path: The file.
-        cut: Numbers of the lines that the end of a process cut short, as far as the file was read.
+        cut: Numbers of the truncated lines that ended processes left, as far as the file was read.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.cut: list[int] = []
-        self._cut_before = 0  # number of the line before, where that one was cut
+        self._cut_before = 0  # number of the previous line if truncated, else 0
 
     def pieces(self) -> Iterator[list[Record]]:
-        """Some records at a time, in the order of writing, numbers that JSON does not know still as strings.
+        """Yield lists of records in file order; non-finite numbers are still strings.
 
         Raises:
-            FileNotFoundError: If there is no such file.
-            ValueError: If a line is damaged, other than by the end of its process, or of a newer format.
+            FileNotFoundError: If the file does not exist.
+            ValueError: If a line is damaged, except one truncated by the end of its process, or has a newer format.
         """
         self.cut, self._cut_before, number = [], 0, 0
         with open(self.path, "rb") as file:
@@ -93,15 +93,15 @@ class LogFile:
 
 
 def append_record(path: str | os.PathLike[str], record: Record, on_new_line: bool = False) -> None:
-    """Append a record to a log, as a whole line in one write, or not at all.
+    """Append a record to a log as one line, completely or not at all.
 
     Args:
         path: The file.
-        record: Numbers of torch and numpy are written as numbers, what JSON does not know as text.
-        on_new_line: Begin a line, where the one before was cut short.
+        record: The record; numbers of torch and numpy are written as numbers, other objects as text.
+        on_new_line: Whether to begin a new line, after a truncated one.
 
     Raises:
-        OSError: If it cannot be written.
+        OSError: If the record cannot be written.
     """
     line = b"\n" * on_new_line + json.dumps(_plain(record), allow_nan=False).encode() + b"\n"
     with open(path, "ab", buffering=0) as file:
@@ -112,7 +112,7 @@ def append_record(path: str | os.PathLike[str], record: Record, on_new_line: boo
 
 
 def _plain(value: Any) -> Any:
-    """`value` in what JSON knows: numbers of numpy and torch as numbers, other objects as their text."""
+    """Convert `value` to JSON types: numbers of numpy and torch to numbers, other objects to text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -125,24 +125,24 @@ def _plain(value: Any) -> Any:
 
 
 def read_log(path: str | os.PathLike[str]) -> list[Record]:
-    """The records of a file that `JsonLines` wrote, without those of steps that were taken again after a restart.
+    """Read the records of a file that `JsonLines` wrote, without those of steps repeated after a restart.
 
-    "nan", "inf" and "-inf" come back as numbers. A line cut short by the end of its process is left out.
+    "nan", "inf" and "-inf" become numbers. A line truncated by the end of its process is skipped.
 
     Args:
         path: The file.
 
     Returns:
-        One dict a line, in the order of writing, see `JsonLines`.
+        One dict per record, in file order, see `JsonLines`.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If a line is damaged in another way (it names the file and the line), or if records are of a newer
-            format than this one knows.
+        FileNotFoundError: If the file does not exist.
+        ValueError: If a line is damaged in another way (the message names file and line), or the records have a newer
+            format.
     """
     records = [record for piece in LogFile(path).pieces() for record in piece]
     kept: list[Record] = []
-    limit: float = math.inf  # the least step that a later start went back to
+    limit: float = math.inf  # smallest step from which a later start resumed
     for record in reversed(records):
         if record["step"] <= limit:
             kept.append(restored(record))
@@ -152,7 +152,7 @@ def read_log(path: str | os.PathLike[str]) -> list[Record]:
 
 
 def restored(value: Any) -> Any:
-    """`value` with "nan", "inf" and "-inf" as numbers, wherever they stand."""
+    """Return `value` with the strings "nan", "inf" and "-inf" as numbers, at any depth."""
     if isinstance(value, dict):
         return {name: item if type(item) is float else restored(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -161,7 +161,7 @@ def restored(value: Any) -> Any:
 
 
 def _parsed_together(lines: Sequence[bytes]) -> list[Record] | None:
-    """The records in `lines`, parsed and checked in one go, which is quicker; None where one of them holds none."""
+    """Parse and check all lines together, which is faster; return None if any line holds no record."""
     try:
         values = _loads(b"[" + b",".join(lines) + b"]")
         types = {type(value["step"]) for value in values if value["event"] is not None}
@@ -171,7 +171,7 @@ def _parsed_together(lines: Sequence[bytes]) -> list[Record] | None:
 
 
 def _parsed(line: bytes) -> Record | None:
-    """The record in `line`; None where it holds none."""
+    """Parse the record in a line; return None if it holds none."""
     try:
         value = json.loads(line)
     except ValueError:

@@ -15,24 +15,24 @@ logger = logging.getLogger("trainer_kit")
 _NAMES = {"stdout": "standard output", "stderr": "standard error"}
 
 _failures: dict[str, str] = {}
-"""Why a stream could not be written to, by its name for people."""
+"""First error of each stream, by its name for people."""
 
 _reported: set[str] = set()
 
 
 def guard_standard_streams() -> None:
-    """Drop what stdout and stderr cannot take, for the rest of this process, instead of raising.
+    """Drop output that stdout and stderr cannot write, instead of raising, for the rest of this process.
 
-    A closed pipe (`| head`), a full disk or a character outside of the stream's encoding then concerns neither `print`
-    nor a progress bar nor the interpreter's last flush, after which it would exit with code 120. A stream that can be
-    written to again shows what comes from then on. Streams that are no files (of a notebook, or the program's own
-    objects) stay as they are. What was lost without a warning until the process ends is warned of then.
+    A closed pipe (`| head`), a full disk or an unencodable character then breaks neither `print` nor a progress bar
+    nor the interpreter's last flush, after which it would exit with code 120. Output resumes if the stream can be
+    written again. Streams that are not files (a notebook's, or the program's own objects) are not changed. Failures
+    that were not reported before are logged as warnings when the process ends.
     """
     for name, label in _NAMES.items():
         for stream in (getattr(sys, name), getattr(sys, f"__{name}__")):
             raw = _raw_file(stream)
             if raw is not None and "write" not in vars(raw):
-                # On the file itself: logging handlers, bars and consoles keep the stream that they found.
+                # Patched on the file itself: handlers, progress bars and consoles hold references to the stream.
                 vars(raw)["write"] = _guarded(raw, label)
     escape_unknown_characters()
     atexit.unregister(_warn_at_exit)
@@ -40,13 +40,13 @@ def guard_standard_streams() -> None:
 
 
 def escape_unknown_characters() -> None:
-    """Let stdout write characters that its encoding lacks as escapes, as stderr always does."""
+    """Make stdout escape characters that its encoding lacks, as stderr does."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def unreported_failures() -> list[str]:
-    """Sentences about the streams that failed since the last call, each stream once in this process."""
+    """Return a sentence for each stream that has failed since the last call; each stream once in this process."""
     news = {label: reason for label, reason in _failures.items() if label not in _reported}
     _reported.update(news)
     return [
@@ -55,7 +55,7 @@ def unreported_failures() -> list[str]:
 
 
 def warn_of_failed_streams() -> None:
-    """Log a warning for each stream that failed since the last call."""
+    """Log a warning for each stream that has failed since the last call."""
     for sentence in unreported_failures():
         logger.warning("%s; training continues", sentence)
 
@@ -69,24 +69,24 @@ def _warn_at_exit() -> None:
 
 
 def _raw_file(stream: Any) -> io.FileIO | None:
-    """The file beneath the buffers of a text stream; None where it has none."""
+    """Return the raw file of a text stream; None if it has none."""
     buffer = getattr(stream, "buffer", None)
     raw = getattr(buffer, "raw", buffer)  # `python -u` has no buffer in between
     return raw if isinstance(raw, io.FileIO) else None
 
 
 def _guarded(raw: io.FileIO, label: str) -> Callable[[Any], int]:
-    """The file's `write`, for which a failure is no error."""
-    # Bound here: what is printed while the interpreter ends comes when the names of this module are gone.
+    """Return a replacement of the file's `write` that records errors instead of raising them."""
+    # Bound here: at interpreter shutdown the names of this module are gone.
     write, wait, failures = io.FileIO.write, select.select, _failures
 
     def guarded(data: Any) -> int:
         size = memoryview(data).nbytes
         try:
-            while (written := write(raw, data)) is None:  # not blocking, and its reader is slow
+            while (written := write(raw, data)) is None:  # a non-blocking pipe is full
                 wait([], [raw.fileno()], [])
         except OSError as error:
-            # Reported later: a handler that wrote to this stream now would find it in the middle of a write.
+            # Reported later: a logging handler could write to this stream during this write.
             failures.setdefault(label, error.strerror or str(error))
             return size
         return written

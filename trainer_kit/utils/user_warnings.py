@@ -1,4 +1,4 @@
-"""`warn`: Python's warnings, shown with the user's own line of code."""
+"""`warn`: Python warnings that show the user's own line of code."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import sys
 import warnings
 
 _SKIPPED = frozenset({"trainer_kit", "torch", "torch_xla", "contextlib", "functools", "concurrent", "threading"})
-"""Packages whose lines say nothing to a user."""
+"""Packages whose frames are skipped."""
 
 
 def warn(message: str) -> None:
-    """Warn, naming the innermost line that belongs to neither this package nor to torch; no line where there is none.
+    """Issue a warning at the innermost line outside of trainer_kit and torch, or without a line if there is none.
 
     Args:
-        message: What is wrong, and what to do.
+        message: The problem, and what to do.
     """
     level, frame = 1, sys._getframe()
     while frame is not None and _package(frame.f_globals) in _SKIPPED:

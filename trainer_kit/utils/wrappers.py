@@ -1,4 +1,4 @@
-"""Modules that wrap a model and put a prefix before the names of its weights."""
+"""Modules that wrap a model and prefix the names of its weights."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import torch
 
 
 def without_wrappers(model: torch.nn.Module) -> torch.nn.Module:
-    """The model in what `torch.compile`, DataParallel and DistributedDataParallel return, whose weights are the same.
+    """Return the model inside the wrappers of `torch.compile`, DataParallel and DistributedDataParallel.
 
     Args:
-        model: Wrapped any number of times, or not at all.
+        model: A model with any number of wrappers, or none.
     """
     while True:
         children = dict(model.named_children())
         if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
             model = model.module
-        elif children.keys() == {"_orig_mod"}:  # torch's OptimizedModule, whose import takes seconds
+        elif children.keys() == {"_orig_mod"}:  # torch's OptimizedModule, which is slow to import
             model = children["_orig_mod"]
         else:
             return model

@@ -1,1 +1,1 @@
-"""The files of a checkpoint, without a run."""
+"""The file format of checkpoints, independent of a run."""

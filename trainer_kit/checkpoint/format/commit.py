@@ -1,4 +1,4 @@
-"""Writing a checkpoint: staged beside its place, flushed to the disk, committed by one rename."""
+"""Writing of a checkpoint: staged in a sibling folder, flushed to the disk, committed by one rename."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from trainer_kit.checkpoint.format.manifest import (
 from trainer_kit.checkpoint.format.safetensors_writer import ToHost, save_tensors
 from trainer_kit.checkpoint.format.snapshot import Snapshot
 
-_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # somebody else has put something there meanwhile
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # another process has created it meanwhile
 
 
 def write_checkpoint(
@@ -44,30 +44,31 @@ def write_checkpoint(
     to_host: ToHost = torch.Tensor.cpu,
     confirm: Callable[[], object] = lambda: None,
 ) -> Path:
-    """Writes `output_dir/checkpoint-STEP`: it is there whole, or not at all.
+    """Write `output_dir/checkpoint-STEP` atomically.
 
-    A checkpoint of the same name is replaced; it stays in place until the new one is whole. May run in a thread of
-    its own, one call at a time, where the snapshot holds copies.
+    A checkpoint of the same name is replaced once the new one is complete. If the snapshot holds copies, the call may
+    run in another thread, one call at a time.
 
     Args:
-        output_dir: Made if it does not exist.
-        snapshot: What to write.
-        max_shard_size: See `save_tensors`; holds for the tensors of each state too.
-        name: Of the folder, instead of checkpoint-STEP.
+        output_dir: Folder of the run; created if missing.
+        snapshot: Content of the checkpoint.
+        max_shard_size: See `save_tensors`; applies to the tensors of each state too.
+        name: Name of the checkpoint's folder; None: checkpoint-STEP.
         to_host: See `save_tensors`.
-        confirm: Called right before the checkpoint takes its place; it does not where this raises.
+        confirm: Called immediately before the commit; if it raises, nothing is committed.
 
     Returns:
-        The checkpoint's folder.
+        Folder of the checkpoint.
 
     Raises:
-        ValueError: If `max_shard_size` or the path of a file makes no sense.
-        OSError: If the disk is full or cannot be written, naming the file. Older checkpoints stay as they are.
+        ValueError: If `max_shard_size` is invalid, or a state is too large as JSON.
+        CheckpointError: If the path of a file leads out of the checkpoint.
+        OSError: If the disk is full or cannot be written; the message names the file. Older checkpoints stay intact.
     """
     final = output_dir / (name or f"{CHECKPOINT_PREFIX}{snapshot.step}")
     staging = output_dir / f"{STAGING_PREFIX}{final.name}-{os.getpid()}"
     make_run_folder(output_dir)
-    remove_folder(staging)  # of an earlier process that had the same number
+    remove_folder(staging)  # of an earlier process with the same PID
     try:
         os.mkdir(staging)
         _seal(staging, _write(staging, snapshot, max_shard_size, to_host), snapshot)
@@ -80,7 +81,7 @@ def write_checkpoint(
 
 
 def _write(staging: Path, snapshot: Snapshot, max_shard_size: int | str, to_host: ToHost) -> dict[str, FileEntry]:
-    """Writes all files but the manifest; returns what that says of them."""
+    """Write all files but the manifest, and return their entries for it."""
     written = {}
     for name, content in snapshot.files.items():
         path = inside(staging, name)
@@ -99,14 +100,14 @@ def _write(staging: Path, snapshot: Snapshot, max_shard_size: int | str, to_host
 
 
 def _seal(staging: Path, written: Mapping[str, FileEntry], snapshot: Snapshot) -> None:
-    """Writes the manifest and flushes all folders, as the files are already: what is renamed then is whole."""
+    """Write the manifest and flush all folders, so that the staged checkpoint is complete before the rename."""
     write_json(staging / MANIFEST_NAME, Manifest.of(written, snapshot.step, snapshot.world_size).to_json())
     for folder in {staging / parent for name in written for parent in PurePosixPath(name).parents}:
         fsync_directory(folder)
 
 
 def _commit(staging: Path, final: Path) -> None:
-    """Puts the staged folder in its place; one that is there moves aside first (see `reader.recover_replaced`)."""
+    """Rename the staged folder to its final name; move an existing one aside first (see `recover_replaced`)."""
     replaced = final.with_name(f"{REPLACED_PREFIX}{final.name}")
     if final.exists():
         remove_folder(replaced)
@@ -115,7 +116,7 @@ def _commit(staging: Path, final: Path) -> None:
         rename_folder(staging, final)
     except BaseException as error:
         if not (isinstance(error, OSError) and error.errno in _TAKEN):
-            remove_folder(final)  # no more than a part of it can be there
+            remove_folder(final)  # at most a partial copy
         if replaced.exists() and not final.exists():
             rename_folder(replaced, final)
         raise

@@ -1,4 +1,4 @@
-"""What two checkpoints differ in: their tensors, one at a time, and everything else."""
+"""Comparison of two checkpoints: their tensors, one at a time, and all other content."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from trainer_kit.errors import CheckpointError
 from trainer_kit.utils.pytree import plain_values
 
 _OF_TENSORS = re.compile(r"(.+?)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-_PIECE = 2**22  # elements of a tensor that are measured at a time
+_PIECE = 2**22  # elements of a tensor compared at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorDifference:
-    """How far a tensor of B is from the same one of A. Elements that are NaN in one of them have no difference.
+    """Difference of a tensor between checkpoints A and B; elements that are NaN in one of them are left out.
 
     Attributes:
-        name: The file that holds it and its name in there, as "state/optimizer: state.0.exp_avg".
-        elements: How many it has.
-        differing: How many of them have other bits.
-        largest: The largest absolute difference of two elements.
-        relative: That as a part of the largest absolute value in both.
-        nans: How many elements are NaN in A and in B.
+        name: File and name of the tensor, such as "state/optimizer: state.0.exp_avg".
+        elements: Number of elements.
+        differing: Number of elements whose bits differ.
+        largest: Largest absolute difference of two elements.
+        relative: `largest` divided by the largest finite absolute value in both.
+        nans: Number of NaN elements in A and in B.
     """
 
     name: str
@@ -44,16 +44,16 @@ class TensorDifference:
 
 @dataclasses.dataclass
 class Comparison:
-    """What two checkpoints A and B differ in.
+    """Differences between two checkpoints A and B.
 
     Attributes:
-        manifests: Of A and of B.
-        tensors: How many tensors both have.
-        differing: Those whose values differ: first where NaN came or went, then the largest relative difference.
-        changed: Those of another shape or dtype, by name, with what they are in A and in B.
-        values: Other values of states and arguments that differ, by file and place.
+        manifests: The manifests of A and B.
+        tensors: Number of tensors in both.
+        differing: Tensors whose values differ: those with another number of NaNs first, then by relative difference.
+        changed: Dtype and shape in A and B of tensors in which these differ, by name.
+        values: Differing plain values of states and arguments in A and B, by file and place.
         files: Further files (a configuration, a tokenizer) whose content differs.
-        only_in: What only A has, and what only B has: files, tensors and values.
+        only_in: Files, tensors and values that only A has, and those that only B has.
     """
 
     manifests: tuple[Manifest, Manifest]
@@ -66,14 +66,18 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether they differ in nothing but when, by how many processes and by which versions they were written."""
+        """Whether the content is equal; time, number of processes and versions in the manifests may differ."""
         return not (self.differing or self.changed or self.values or self.files or any(self.only_in))
 
 
 def compare(a: Path, b: Path) -> Comparison:
-    """Compares two checkpoints, which must be whole; needs memory for the largest tensor of each.
+    """Compare two valid checkpoints; needs memory for the largest tensor of each.
 
-    Numbers are equal where their bits are: 0.0 differs from -0.0 (by 0), and a NaN does not differ from itself.
+    Numbers are compared by their bits: 0.0 differs from -0.0 (by 0), and a NaN equals itself.
+
+    Args:
+        a: Folder of checkpoint A.
+        b: Folder of checkpoint B.
 
     Raises:
         CheckpointError: If one of them is damaged.
@@ -92,7 +96,7 @@ def compare(a: Path, b: Path) -> Comparison:
 
 
 def _in_both(found: Comparison, names: Iterable[Iterable[str]], label: str = "{}") -> list[str]:
-    """The names that both A and B have, in A's order; the others are noted."""
+    """Return the names in both A and B, in A's order; add the others to `found.only_in`."""
     in_a, in_b = (dict.fromkeys(each) for each in names)
     found.only_in[0].extend(label.format(name) for name in in_a if name not in in_b)
     found.only_in[1].extend(label.format(name) for name in in_b if name not in in_a)
@@ -100,7 +104,7 @@ def _in_both(found: Comparison, names: Iterable[Iterable[str]], label: str = "{}
 
 
 def _stems(files: Iterable[str]) -> list[str]:
-    """Where tensors are: "model" for `model.safetensors` and for its shards with their index."""
+    """Return the stems of tensor files: "model" for `model.safetensors` and for its shards with their index."""
     matches = [_OF_TENSORS.fullmatch(name) for name in files]
     return list(dict.fromkeys(match[1] for match in matches if match))
 
@@ -122,7 +126,7 @@ def _compare_tensors(found: Comparison, a: Path, b: Path, stem: str) -> None:
 
 
 def _places(directory: Path, stem: str, manifest: Manifest) -> dict[str, Source]:
-    """The file of every tensor, by its name, aliases included."""
+    """Return the file of each tensor by its name, aliases included."""
     return {name: source for source in sources(directory, stem, manifest.files) for name in source.shapes}
 
 
@@ -131,12 +135,12 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of each element, in rows."""
+    """Return the bytes of each element, in rows."""
     return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
 
 
 def _measure(name: str, a: torch.Tensor, b: torch.Tensor) -> TensorDifference:
-    """A piece at a time, so that no copy in float64 is as large as the tensor."""
+    """Measure a tensor's difference piece by piece, which bounds the memory of float64 copies."""
     differing, largest, scale, nans = 0, 0.0, 0.0, [0, 0]
     for pair in zip(a.reshape(-1).split(_PIECE), b.reshape(-1).split(_PIECE), strict=True):
         wide = [piece.to(torch.complex128 if piece.is_complex() else torch.float64) for piece in pair]
@@ -157,12 +161,12 @@ def _largest(sizes: torch.Tensor) -> float:
 def _compare_values(found: Comparison, a: Path, b: Path, name: str) -> None:
     ours, theirs = (_values(directory, name) for directory in (a, b))
     for place in _in_both(found, (ours, theirs)):
-        if repr(ours[place]) != repr(theirs[place]):  # as text, a NaN is equal to itself and 1 is not 1.0
+        if repr(ours[place]) != repr(theirs[place]):  # as text, NaN equals itself and 1 differs from 1.0
             found.values[place] = (ours[place], theirs[place])
 
 
 def _values(directory: Path, name: str) -> dict[str, Any]:
-    """The plain values in a file that holds the tree of a state, by the file's name and their place."""
+    """Return the plain values in the JSON file of a state, by the file's name and their place."""
     path, label = inside(directory, name), name.removesuffix(".json")
     tree = read_json(path)
     try:

@@ -1,4 +1,4 @@
-"""Finding, verifying and reading checkpoints."""
+"""Discovery, verification and reading of checkpoints."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from trainer_kit.checkpoint.format.safetensors_reader import Source, load_source
 from trainer_kit.errors import CheckpointError, UnreadableError
 from trainer_kit.utils.pytree import unflatten_state
 
-_CLOCK_SLACK = 60.0  # seconds by which the system's clock may have been set since
+_CLOCK_SLACK = 60.0  # seconds by which the system's clock may have been adjusted
 _STAGING = re.compile(re.escape(STAGING_PREFIX) + r".*-([0-9]+)")
 
 
 def find_checkpoints(output_dir: Path, prefix: str = CHECKPOINT_PREFIX) -> list[Path]:
-    """The folders named `checkpoint-STEP` (or another prefix), whole or not, sorted by step."""
+    """Return the folders named `checkpoint-STEP` (or with another prefix), valid or not, sorted by step."""
     if not output_dir.is_dir():
         return []
     pattern = re.compile(re.escape(prefix) + r"(0|[1-9][0-9]*)")
@@ -40,10 +40,10 @@ def find_checkpoints(output_dir: Path, prefix: str = CHECKPOINT_PREFIX) -> list[
 
 
 def verify(directory: Path) -> Manifest:
-    """Compares every file of a checkpoint with its manifest.
+    """Compare each file of a checkpoint with its manifest, and return the manifest.
 
     Raises:
-        CheckpointError: Naming the file and what is wrong with it.
+        CheckpointError: If a file or the manifest is missing, damaged or unreadable; the message names it.
     """
     try:
         manifest = Manifest.read(directory)
@@ -60,14 +60,14 @@ def newest_valid(
     repair: bool = True,
     check: Callable[[Path], object] = verify,
 ) -> Path | None:
-    """The newest checkpoint that is whole, None where there is none.
+    """Return the newest valid checkpoint; None if there is none.
 
     Args:
         output_dir: Folder of the run.
-        say: Told in one sentence of each newer checkpoint that is passed over, and why.
-        prefix: How the folders' names begin, before the number.
-        repair: Whether to put back a checkpoint that a killed process had moved aside.
-        check: Raises `CheckpointError` for one that is not whole.
+        say: Called with one sentence for each newer checkpoint that is skipped.
+        prefix: Prefix of the folders' names, before the step.
+        repair: Whether to restore a checkpoint that a killed process moved aside.
+        check: Raises `CheckpointError` for an invalid checkpoint.
     """
     if repair:
         recover_replaced(output_dir)
@@ -77,12 +77,12 @@ def newest_valid(
 def first_valid(
     directories: Iterable[Path], say: Callable[[str], None], check: Callable[[Path], object] = verify
 ) -> Path | None:
-    """The first of these checkpoints that is whole, None where none is.
+    """Return the first valid one of these checkpoints; None if there is none.
 
     Args:
-        directories: Each is verified when those before it are not whole.
-        say: Told in one sentence of each one that is passed over, and why.
-        check: Raises `CheckpointError` for one that is not whole.
+        directories: The checkpoints, checked in order until one is valid.
+        say: Called with one sentence for each checkpoint that is skipped.
+        check: Raises `CheckpointError` for an invalid checkpoint.
     """
     for directory in directories:
         try:
@@ -95,7 +95,7 @@ def first_valid(
 
 
 def is_of_run(directory: Path, state_name: str, run_id: str) -> bool:
-    """Whether a checkpoint is that run's, whose number its state `state_name` holds; a damaged one is nobody's."""
+    """Return whether the state `state_name` of a checkpoint holds this run ID; False for a damaged checkpoint."""
     try:
         state = read_state(directory, state_name)
     except CheckpointError:
@@ -104,7 +104,7 @@ def is_of_run(directory: Path, state_name: str, run_id: str) -> bool:
 
 
 def recover_replaced(output_dir: Path) -> None:
-    """Puts back a checkpoint that was moved aside for one that was then never committed."""
+    """Restore checkpoints that were moved aside for a replacement that was never committed."""
     if not output_dir.is_dir():
         return
     busy = [path.name for path in at_work(output_dir)]
@@ -116,42 +116,42 @@ def recover_replaced(output_dir: Path) -> None:
 
 
 def remove_stale_staging(output_dir: Path) -> None:
-    """Removes what killed processes left half written or half deleted; what a living process works on stays."""
+    """Remove folders that killed processes left incomplete; folders of living processes stay."""
     if not output_dir.is_dir():
         return
     recover_replaced(output_dir)
     found = [path for path in output_dir.iterdir() if path.is_dir() and not path.is_symlink()]
-    busy = at_work(output_dir)  # after `found`: what another process begins in between is left alone
+    busy = at_work(output_dir)  # after `found`, so that folders created in between stay
     for path in found:
         if (_STAGING.fullmatch(path.name) and path not in busy) or _is_superseded(path):
             remove_folder(path)
 
 
 def at_work(output_dir: Path) -> list[Path]:
-    """What other living processes write or delete in there right now.
+    """Return the staging folders that other living processes write or delete now.
 
-    This one is asked while it writes nothing itself: its number is that of a process in an earlier container.
+    This process must not be writing: a folder with its PID counts as left by an earlier container.
     """
     found = {path: _STAGING.fullmatch(path.name) for path in output_dir.iterdir() if path.is_dir()}
     return [path for path, match in found.items() if match and _is_at_work(int(match[1]), path)]
 
 
 def _is_at_work(pid: int, staging: Path) -> bool:
-    """Whether the process that made the folder lives: one that is younger than the folder only has the same number."""
+    """Return whether the process that created the folder lives; a younger process has only the same PID."""
     if pid == os.getpid():
         return False
     try:
         process, changed = psutil.Process(pid), staging.stat().st_mtime
-        # One that is dead keeps its number until its parent has waited for it.
+        # A dead process keeps its PID until its parent has waited for it.
         return process.status() != psutil.STATUS_ZOMBIE and process.create_time() < changed + _CLOCK_SLACK
-    except (psutil.NoSuchProcess, FileNotFoundError):  # or the folder has just got its name
+    except (psutil.NoSuchProcess, FileNotFoundError):  # the folder may just have been renamed
         return False
     except psutil.AccessDenied:
         return True
 
 
 def _is_superseded(path: Path) -> bool:
-    """Whether this was moved aside for a checkpoint that is now there."""
+    """Return whether this folder was moved aside for a checkpoint that now exists."""
     if not path.name.startswith(REPLACED_PREFIX):
         return False
     try:
@@ -162,9 +162,13 @@ def _is_superseded(path: Path) -> bool:
 
 
 def read_state(directory: Path, name: str) -> Any | None:
-    """The state that `write_checkpoint` got under `name`; None where the checkpoint has no such state.
+    """Return the state that was saved under `name`; None if the checkpoint has no such state.
 
     Sizes and checksums are not compared: `newest_valid` and `verify` do that.
+
+    Args:
+        directory: Folder of the checkpoint.
+        name: Name of the state.
 
     Raises:
         CheckpointError: If the manifest or the state's files are missing or damaged.
@@ -173,10 +177,10 @@ def read_state(directory: Path, name: str) -> Any | None:
 
 
 def read_outline(directory: Path, name: str) -> Any | None:
-    """The same state with tensors on the device "meta", and such in place of numpy arrays: no values are read.
+    """Return a state as `read_state` does, but with "meta" tensors for tensors and numpy arrays, without their values.
 
     Raises:
-        CheckpointError: As `read_state` does.
+        CheckpointError: If the manifest or the state's files are missing or damaged.
     """
     return _read_state(directory, name, outline)
 
@@ -199,7 +203,7 @@ def _read_state(directory: Path, name: str, load: Callable[[Source], dict[str, t
 
 
 def read_arguments(directory: Path) -> dict[str, Any]:
-    """The arguments of the run that wrote the checkpoint; sizes and checksums are not compared, as in `read_state`.
+    """Return the arguments of the run that wrote the checkpoint; sizes and checksums are not compared.
 
     Raises:
         CheckpointError: If the manifest or the file is missing or damaged.

@@ -1,6 +1,6 @@
-"""Files and folders that are on the disk when a function returns.
+"""Durable files and folders: all writes, fsyncs and renames of a checkpoint.
 
-Every write, fsync and rename of a checkpoint is made here. Errors are OSErrors that name the file and keep the number.
+Errors are OSErrors with the file name and the errno.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from trainer_kit.checkpoint.format.json_files import JSON_BYTES, JSON_VALUES, is
 from trainer_kit.checkpoint.format.manifest import STAGING_PREFIX, FileEntry
 
 _CHUNK_BYTES = 2**22
-_SMALL_BYTES = 2**16  # smaller pieces are gathered: a system call costs more than a copy of them
+_SMALL_BYTES = 2**16  # smaller pieces are joined: a copy costs less than a system call
 _AHEAD_BYTES = 2**25
-# How file systems say that they do not know an fsync (of folders), or the renaming of folders.
+# Errors of file systems that do not support an fsync (of folders), or the renaming of folders.
 _NO_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _NO_RENAME = {errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _NO_RENAME_REMEDY = "the file system forbids it or does not rename folders in one step; use another output_dir"
@@ -34,11 +34,14 @@ _warned: set[tuple[Path, str]] = set()
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
-    """Writes a file: it is there whole and flushed to the disk, or as it was before.
+    """Write a file atomically, and flush its content to the disk.
 
     Args:
-        path: A file that is there already is replaced. Its name is on the disk after `fsync_directory` only.
-        pieces: Its content in order, by single bytes; each is asked for when those before it are written.
+        path: The file; an existing one is replaced. Its name is durable only after `fsync_directory`.
+        pieces: The content in order, as bytes; each piece is requested when the previous ones are written.
+
+    Returns:
+        Size and checksum of the file.
 
     Raises:
         OSError: If the disk is full or cannot be written.
@@ -56,10 +59,15 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
 
 
 def write_json(path: Path, value: Any, indent: int | None = 2) -> FileEntry:
-    """Writes strict JSON as `write_file` does.
+    """Write strict JSON as `write_file` does.
+
+    Args:
+        path: The file.
+        value: The JSON tree.
+        indent: Spaces of indentation; None: all on one line.
 
     Raises:
-        ValueError: If it is more than `read_json` takes.
+        ValueError: If the JSON is larger than `read_json` accepts.
         OSError: If the disk is full or cannot be written.
     """
     content = (json.dumps(value, indent=indent, allow_nan=False) + "\n").encode()
@@ -71,25 +79,25 @@ def write_json(path: Path, value: Any, indent: int | None = 2) -> FileEntry:
 
 
 def make_folders(directory: Path) -> None:
-    """Makes a folder and those above it, where they are missing."""
+    """Create a folder and its parents if they are missing."""
     os.makedirs(directory, exist_ok=True)
 
 
 def make_run_folder(directory: Path) -> None:
-    """Makes the folder of a run, and those above it, and flushes that they are there."""
+    """Create the folder of a run and its parents, and flush the new entries to the disk."""
     missing = [each for each in (directory, *directory.parents) if not each.exists()]
     make_folders(directory)
     for each in reversed(missing):
-        # Those above need not be readable, and are not the run's matter.
+        # Parents may not be readable, and are outside of the run.
         with contextlib.suppress(OSError), _opened(each.parent) as descriptor:
             os.fsync(descriptor)
 
 
 def make_writable_folder(path: str | Path) -> Path:
-    """The folder, made where it is missing.
+    """Create a folder if it is missing, check that it is writable, and return it.
 
     Raises:
-        ValueError: If nothing can be written there.
+        ValueError: If the folder cannot be written.
     """
     folder = Path(path)
     try:
@@ -102,21 +110,20 @@ def make_writable_folder(path: str | Path) -> Path:
 
 
 def fsync_directory(directory: Path) -> None:
-    """Flushes the entries of a folder (which files it holds) to the disk."""
-    if os.name == "nt":  # folders cannot be opened there, and need not be
+    """Flush the entries of a folder to the disk."""
+    if os.name == "nt":  # Windows cannot open folders, and need not
         return
     with _naming(directory), _opened(directory) as descriptor:
         _fsync(descriptor, directory)
 
 
 def rename_folder(source: Path, target: Path) -> None:
-    """Renames a folder, which has to happen in one step.
+    """Rename a folder, and check that the file system does it atomically.
 
-    A file system that copies and deletes instead is noticed where it fails, leaves the source behind, or gives the
-    folder another number. One that hides all of that is not.
+    A file system that copies and deletes instead is detected if it fails, leaves the source, or changes the inode.
 
     Raises:
-        OSError: If the folder cannot be renamed or is not where it should be afterwards.
+        OSError: If the folder cannot be renamed, or the result is incomplete.
     """
     number, names = os.stat(source).st_ino, set(os.listdir(source))
     try:
@@ -137,7 +144,7 @@ def rename_folder(source: Path, target: Path) -> None:
 
 
 def remove_folder(directory: Path) -> None:
-    """Removes a folder that nobody needs any more; where that fails, a warning says so and the run goes on."""
+    """Remove a folder; log a warning if that fails."""
     try:
         shutil.rmtree(directory)
     except FileNotFoundError:
@@ -165,7 +172,7 @@ def _write_new(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
 
 
 def _chunks(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    """The same bytes in parts that are neither small nor large; large pieces are not copied."""
+    """Split and join pieces to chunks of moderate size, without copying large pieces."""
     gathered = bytearray()
     for piece in pieces:
         if len(piece) < _SMALL_BYTES:
@@ -183,7 +190,7 @@ def _chunks(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
 
 
 def _write(descriptor: int, content: memoryview) -> None:
-    """Writes all of it: one call may write less, as it does where the space ends."""
+    """Write all of the content: one system call may write less, as on a nearly full disk."""
     while content:
         written = os.write(descriptor, content)
         if written == 0:
@@ -192,12 +199,9 @@ def _write(descriptor: int, content: memoryview) -> None:
 
 
 def _start_writing(descriptor: int) -> None:
-    """Lets the disk begin with what is written so far, and the memory go of what is there.
-
-    Else much of a large file waits in the system's memory for the fsync.
-    """
+    """Start writing cached data to the disk, so that little of a large file is left for the fsync."""
     if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):  # it is advice
+        with contextlib.suppress(OSError):  # only advice
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -224,7 +228,7 @@ def _fsync(descriptor: int, path: Path) -> None:
 
 
 def _lasting(path: Path) -> Path:
-    """The folder that stays: that of the run for what is still staged."""
+    """Return the permanent folder of a path: the run's folder for a staged file."""
     staging = (folder.parent for folder in (path, *path.parents) if folder.name.startswith(STAGING_PREFIX))
     return next(staging, path if path.is_dir() else path.parent)
 
@@ -237,7 +241,7 @@ def _warn_once(folder: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Errors of calls that know a descriptor only name the file too."""
+    """Add the file name to the errors of calls on a descriptor."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A model for use: its weights, and the files that transformers' `from_pretrained` wants where it can load them."""
+"""Export of a model: its weights, and the files that transformers' `from_pretrained` needs."""
 
 from __future__ import annotations
 
@@ -29,22 +29,24 @@ _RUST_ERROR = re.compile(r"\(os error (\d+)\)$")
 
 
 _warned: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Models whose missing configuration was explained."""
+"""Models for which the warning about the missing configuration was logged."""
 
 
 def pretrained_files(model: torch.nn.Module, processing_class: Any) -> dict[str, bytes]:
-    """The configuration and the tokenizer's or processor's files, where there are any.
+    """Return the files of a model's configuration and of its tokenizer or processor.
 
-    A configuration from which `from_pretrained` would make another model than the one whose weights lie in the folder
-    is left out, with one sentence in the log.
+    A configuration from which `from_pretrained` would create another model is left out, with a warning in the log.
+    Tokenizers are not thread-safe: call this in the thread that uses them.
 
-    Tokenizers are no safe thing to use in two threads at a time: call this where they are used.
+    Args:
+        model: The model, wrapped or not.
+        processing_class: Tokenizer or processor; None or an object without `save_pretrained` adds no files.
 
     Returns:
-        Their contents by their path in a model's folder, with forward slashes.
+        Contents by path in a model's folder, with forward slashes.
 
     Raises:
-        OSError: If they cannot be written to the folder for temporary files, from which their contents are taken.
+        OSError: If the files cannot be written to the folder for temporary files, from which they are read.
     """
     with tempfile.TemporaryDirectory(prefix="trainer_kit-") as folder:
         try:
@@ -74,7 +76,7 @@ def _save_pretrained(model: torch.nn.Module, processing_class: Any, directory: P
 
 
 def _is_readable(model: torch.nn.Module) -> bool:
-    """Whether `from_pretrained` loads the model's weights under its own names; if not, the log says why once."""
+    """Return whether `from_pretrained` can load the model's weights; if not, warn once."""
     reason = why_not_pretrained(model)
     if reason is not None and model not in _warned:
         _warned.add(model)
@@ -89,12 +91,12 @@ def _is_readable(model: torch.nn.Module) -> bool:
 
 
 def _remove_other_configuration(directory: Path) -> None:
-    """Removes a transformers configuration that belongs to the model whose weights are replaced in this folder."""
+    """Remove the transformers configuration of a model whose weights are replaced in this folder."""
     path = directory / CONFIG_NAME
     try:
         content = read_json(path)
     except CheckpointError:
-        return  # none, or none of transformers
+        return  # no configuration, or not one of transformers
     if isinstance(content, dict) and "model_type" in content:
         path.unlink()
         logger.warning("%s was removed: it belonged to the model that %s held before", path, directory)
@@ -108,7 +110,19 @@ def save_model_folder(
     max_shard_size: int | str,
     to_host: ToHost = torch.Tensor.cpu,
 ) -> None:
-    """Writes a model folder; each file of a model that is there already is replaced once the new one is whole."""
+    """Write a model's weights, configuration and tokenizer to a folder, replacing each existing file atomically.
+
+    Args:
+        directory: The folder; created if missing.
+        state: Tensors of the model by name.
+        model: The model, for its configuration.
+        processing_class: Tokenizer or processor; None: none.
+        max_shard_size: See `save_tensors`.
+        to_host: See `save_tensors`.
+
+    Raises:
+        OSError: If the disk is full or cannot be written.
+    """
     files = pretrained_files(model, processing_class)
     for name, content in files.items():
         make_folders((directory / name).parent)

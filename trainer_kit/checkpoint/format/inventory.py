@@ -1,4 +1,4 @@
-"""What lies in the folder of a run: its checkpoints, whether they are whole, and what stands beside them."""
+"""Inventory of a run's folder: its checkpoints, their validity, and the progress of the run."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from trainer_kit.errors import CheckpointError, UnreadableError
 
 CRASH_PREFIX = "crash-"
 PREFIXES = (CHECKPOINT_PREFIX, "checkpoint_", CRASH_PREFIX)
-"""How the names of folders begin that the Trainer, the Accelerator and a crash write."""
+"""Prefixes of the folders that the Trainer, the Accelerator and a crash dump write."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointEntry:
-    """A checkpoint as it lies on the disk.
+    """A checkpoint on the disk.
 
     Attributes:
-        directory: Its folder.
-        size: Of all its files, in bytes.
-        manifest: None where it cannot be read.
-        problem: Why it is not valid; None where it is.
-        is_damaged: Whether this is one of ours that is not whole; else it is valid, another program's, or not for this
-            one to judge.
+        directory: Folder of the checkpoint.
+        size: Size of all files, in bytes.
+        manifest: The manifest; None if it cannot be read.
+        problem: Why the checkpoint is invalid; None if it is valid.
+        is_damaged: Whether this is a damaged checkpoint of trainer_kit; False if it is valid, unreadable, or without a
+            manifest.
     """
 
     directory: Path
@@ -47,14 +47,14 @@ class CheckpointEntry:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointProgress:
-    """What a checkpoint knows of its run.
+    """Progress of a run, as recorded in a checkpoint.
 
     Attributes:
-        run_id: Of the run.
-        committed: The run's checkpoints up to it, oldest first, as far as they are still there.
-        best_step: The step of the best evaluation; None before any.
-        best_metric: What that gave.
-        metric_name: What "best" means.
+        run_id: ID of the run.
+        committed: The run's existing checkpoints up to this one, oldest first.
+        best_step: Step of the best evaluation; None before the first.
+        best_metric: Metric of the best evaluation; None before the first.
+        metric_name: Name of the metric that defines "best"; None without one.
         greater_is_better: Whether the largest value is the best.
     """
 
@@ -67,10 +67,10 @@ class CheckpointProgress:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """The checkpoints that a path means: itself, or all in the folder of a run, oldest first.
+    """Return the checkpoint at a path, or all checkpoints in the folder of a run, oldest first.
 
     Raises:
-        CheckpointError: If it is no folder, or one without checkpoints.
+        CheckpointError: If the path is no folder, or holds no checkpoints.
     """
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
@@ -87,7 +87,7 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def inspect(directory: Path, quick: bool = False) -> CheckpointEntry:
-    """Verifies a checkpoint: every checksum, or with `quick` the manifest and the sizes."""
+    """Verify a checkpoint: all checksums, or only the manifest and the sizes with `quick`."""
     manifest, problem, is_damaged = None, None, False
     try:
         manifest = Manifest.read(directory)
@@ -102,7 +102,7 @@ def inspect(directory: Path, quick: bool = False) -> CheckpointEntry:
 
 
 def newest_progress(found: Iterable[Path]) -> CheckpointProgress | None:
-    """What the newest of these checkpoints (oldest first) that tells it knows of its run; None where none tells."""
+    """Return the progress in the newest readable one of these checkpoints (oldest first); None if there is none."""
     for directory in reversed(list(found)):
         with contextlib.suppress(CheckpointError):
             return _progress(directory)
@@ -131,7 +131,13 @@ def _progress(directory: Path) -> CheckpointProgress:
 def excess(
     entries: Sequence[CheckpointEntry], known: CheckpointProgress, retention: Retention
 ) -> list[CheckpointEntry]:
-    """The valid checkpoints of a run that need not stay; damaged ones and those of others do not count."""
+    """Return the valid checkpoints of a run that the retention rule would delete.
+
+    Args:
+        entries: Checkpoints in the run's folder; invalid ones and those of other runs are ignored.
+        known: Progress of the run.
+        retention: The retention rule.
+    """
     names = {entry.directory.name for entry in entries if entry.problem is None}
     committed = [each for each in known.committed if each.name in names]
     stay = retention.stays(committed)
@@ -143,5 +149,5 @@ def excess(
 def _size(directory: Path) -> int:
     try:
         return sum(path.lstat().st_size for path in directory.rglob("*") if not path.is_dir())
-    except FileNotFoundError:  # its run is removing it
+    except FileNotFoundError:  # the run is removing it
         return 0

@@ -1,4 +1,4 @@
-"""Reading of single files, and names that stay inside their folder."""
+"""Reading of JSON files, checksums, and safe paths inside a folder."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import xxhash
 from trainer_kit.errors import CheckpointError, UnreadableError
 
 JSON_BYTES = 2**26
-"""Largest size of JSON that is read."""
+"""Largest size of JSON that is read, in bytes."""
 
 JSON_VALUES = 2**22
-"""Most values in JSON that is read: they take up to 40 times the memory of their text."""
+"""Largest number of values in JSON that is read; they take up to 40 times the memory of their text."""
 
 _CHUNK_BYTES = 2**20
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds.
+    """Return the content of a JSON file.
 
     Raises:
-        CheckpointError: If the file is missing, cannot be read, is no JSON or too large (see `parse_json`).
+        CheckpointError: If the file is missing, unreadable, no strict JSON or too large (see `parse_json`).
     """
     try:
         if path.exists() and not path.is_file():
@@ -41,10 +41,10 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(content: bytes, path: Path) -> Any:
-    """What JSON from the file `path` holds.
+    """Parse JSON that was read from the file `path`.
 
     Raises:
-        CheckpointError: If it is no strict JSON, or of more than `JSON_BYTES` or `JSON_VALUES`.
+        CheckpointError: If it is no strict JSON, or exceeds `JSON_BYTES` or `JSON_VALUES`.
     """
     if is_too_large(content):
         raise CheckpointError(
@@ -57,7 +57,7 @@ def parse_json(content: bytes, path: Path) -> Any:
 
 
 def is_too_large(content: bytes) -> bool:
-    """Whether this is more JSON than is read."""
+    """Return whether JSON exceeds `JSON_BYTES` or `JSON_VALUES`."""
     return len(content) > JSON_BYTES or sum(map(content.count, (b",", b"[", b"{"))) > JSON_VALUES
 
 
@@ -66,7 +66,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _finite(text: str) -> float:
-    """A number of JSON, which has no infinite ones: 1e999 would be one."""
+    """Parse a number of JSON; refuse one that overflows to infinity, such as 1e999."""
     number = float(text)
     if math.isinf(number):
         raise ValueError(f"{text:.40} is larger than a number can be")
@@ -74,7 +74,7 @@ def _finite(text: str) -> float:
 
 
 def checksum(path: Path) -> str:
-    """The XXH3 64-bit hash of a file's content, 16 hexadecimal digits (https://xxhash.com)."""
+    """Return the XXH3 64-bit hash of a file's content as 16 hexadecimal digits (https://xxhash.com)."""
     digest, buffer = xxhash.xxh3_64(), memoryview(bytearray(_CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -83,7 +83,7 @@ def checksum(path: Path) -> str:
 
 
 def readable_size(size: float) -> str:
-    """A number of bytes for people: "1.2 GB"."""
+    """Format a number of bytes for people: "1.2 GB"."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.4g} {unit}"
@@ -92,16 +92,16 @@ def readable_size(size: float) -> str:
 
 
 def inside(directory: Path, name: Any, follows_links: bool = False) -> Path:
-    """The path of a file that a manifest or an index names, which must lie inside `directory`.
+    """Return the path of a file that a manifest or an index names, which must be inside `directory`.
 
     Args:
         directory: The folder.
-        name: With forward slashes.
-        follows_links: Whether a link may lead elsewhere, as those of the Hub's cache do.
+        name: Relative path with forward slashes.
+        follows_links: Whether the path may contain links to other folders, as the Hub's cache does.
 
     Raises:
-        CheckpointError: If the name is absolute, leads out of the folder, over a link or to a device, or is not
-            written in the one plain way (`a/b`, not `a//b` or `./a/b`).
+        CheckpointError: If the name is absolute, leads out of the folder, through a link or to a pipe or device, or is
+            not normalized (`a/b`, not `a//b` or `./a/b`).
     """
     if (
         not isinstance(name, str)
@@ -122,7 +122,7 @@ def inside(directory: Path, name: Any, follows_links: bool = False) -> Path:
 
 
 def _refuse_special(path: Path, follows_links: bool) -> None:
-    """Refuses what leads elsewhere (a link) and what would be waited for (a pipe, a device)."""
+    """Refuse links, which lead elsewhere, and pipes and devices, which could block."""
     try:
         mode = (os.stat if follows_links else os.lstat)(path).st_mode
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""Loading saved weights into a model, in place."""
+"""In-place loading of saved weights into a model."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ def load_checkpoint_in_model(
     strict: bool = True,
     stem: str = "model",
 ) -> None:
-    """Loads weights into a model, in place and file by file.
+    """Load weights into a model, in place and file by file.
 
-    Weights on the host and of the model's dtype are read straight into it; for others the host needs memory for the
-    largest file. Names and shapes are compared before anything is written. Weights are cast to the model's dtypes,
-    tied ones stay tied; a name missing from the files is no error where the model ties it to one that is there.
+    Names and shapes are compared before any weight is written. Weights are cast to the model's dtypes, and tied
+    weights stay tied. A name may be missing from the files if the model ties it to one that is present. The host
+    needs memory for the largest file, except for weights on the CPU that have the stored dtype.
 
     Args:
-        model: On any device.
-        device_map: Where the model is moved then: a device, or devices by name of a module or parameter, of which the
-            longest name decides and `""` means all. On several devices the model runs only with what sends its
-            activations between them, as accelerate's `dispatch_model`. None leaves it where it is.
-        checkpoint: A checkpoint of trainer_kit (whose weights are then compared with their checksums), a folder that
+        model: The model, on any device.
+        checkpoint: A checkpoint of trainer_kit (whose weights are compared with their checksums), a folder that
             `save_model` or `save_pretrained` wrote, or one `.safetensors` file.
-        strict: Whether names that only the model or only the files have are an error.
-        stem: How the names of the files in a folder begin.
+        device_map: Target of a move after loading: a device, or devices by name of a module or parameter, where the
+            longest name decides and `""` is the whole model. A model on several devices needs hooks that move its
+            activations, such as accelerate's `dispatch_model`. None: no move.
+        strict: Whether a name is an error that only the model or only the files have.
+        stem: Prefix of the names of the files in a folder.
 
     Raises:
         CheckpointError: If files are missing or damaged.
-        ValueError: If the weights are of another model, naming the first tensors that differ; or if `device_map` names
-            what the model does not have, leaves a part of it out, or puts one on the disk.
+        ValueError: If the weights belong to another model; the message names the first tensors that differ. Also if
+            `device_map` names an unknown part, omits a part, or uses "disk".
     """
     places = [] if device_map is None else _places(model, device_map)
     load_weights(model, Path(checkpoint), strict, stem, is_verified=False)
@@ -65,11 +65,7 @@ def load_checkpoint_in_model(
 def _places(
     model: torch.nn.Module, device_map: Device | Mapping[str, Device]
 ) -> list[tuple[torch.nn.Module | torch.Tensor, torch.device]]:
-    """The parts of the model with their devices, the whole before what is in it.
-
-    Raises:
-        ValueError: If a name or device is not known, or a part of the model has none.
-    """
+    """Return the parts of the model with their devices, outer parts before inner ones."""
     devices = device_map if isinstance(device_map, Mapping) else {"": device_map}
     tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
     parts: dict[str, torch.nn.Module | torch.Tensor] = {**dict(model.named_modules(remove_duplicate=False)), **tensors}
@@ -102,14 +98,14 @@ def load_weights(
     is_verified: bool,
     load_state: LoadState = _load_state,
 ) -> None:
-    """Does what `load_checkpoint_in_model` does.
+    """Load weights into a model as `load_checkpoint_in_model` does, without moving it.
 
     Args:
-        model: See there.
-        checkpoint: See there.
-        strict: See there.
-        stem: See there.
-        is_verified: Whether `newest_valid` or `verify` has just read the checkpoint and found it whole.
+        model: See `load_checkpoint_in_model`.
+        checkpoint: See `load_checkpoint_in_model`.
+        strict: See `load_checkpoint_in_model`.
+        stem: See `load_checkpoint_in_model`.
+        is_verified: Whether `newest_valid` or `verify` has just verified the checkpoint.
         load_state: Called with the model and the tensors of each file.
     """
     found, model = _find(checkpoint, stem, is_verified), without_wrappers(model)
@@ -123,35 +119,35 @@ def load_weights(
 
 
 def check_weights(model: torch.nn.Module, checkpoint: Path) -> None:
-    """Refuses a verified checkpoint of another model, from the headers of its files.
+    """Check by the headers of its files that a verified checkpoint belongs to this model.
 
     Raises:
-        ValueError: Naming the first tensors that differ.
+        ValueError: If names or shapes differ; the message names the first tensors that do.
     """
     found, model = _find(checkpoint, "model", is_verified=True), without_wrappers(model)
     _compare(_tensors_of(model), _shapes(found), checkpoint, type(model).__name__, strict=True)
 
 
 def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and buffers themselves: load_state_dict has nothing to copy where they are what it is given."""
+    """Return the parameters and buffers themselves; load_state_dict copies nothing if it is given those."""
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
 
 
 def _readable_into(state: Mapping[str, torch.Tensor], source: Source) -> dict[str, torch.Tensor]:
-    """Those of the model's tensors that the file's bytes can be read into as they are."""
+    """Return the model's tensors into which the file's bytes can be read directly."""
     found = {
         name: state[name]
         for name, entry in source.entries.items()
         if name in state and state[name].dtype == entry.dtype and _is_plain(state[name])
     }
-    # Several tensors that the model ties would be read into one memory at the same time.
+    # Threads would read tensors that the model ties into one memory at the same time.
     users = Counter(tensor.data_ptr() for tensor in found.values())
     return {name: tensor for name, tensor in found.items() if users[tensor.data_ptr()] == 1}
 
 
 @torch.no_grad()
 def _fill_repeated(tensor: torch.Tensor, values: torch.Tensor, name: str, checkpoint: Path) -> None:
-    """Writes the elements that lie in memory once, which `copy_` refuses to do for all of them."""
+    """Fill an expanded tensor through its distinct elements, since `copy_` refuses shared memory."""
     once, first = tensor, values
     for dimension in repeated_dimensions(tensor):
         once, first = once.narrow(dimension, 0, 1), first.narrow(dimension, 0, 1)
@@ -192,7 +188,7 @@ def _find(checkpoint: Path, stem: str, is_verified: bool) -> list[Source]:
 
 
 def _shapes(found: list[Source]) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors in the files, under their stored names and their aliases."""
+    """Return the shapes of all tensors in the files, by stored name and alias."""
     return {name: shape for source in found for name, shape in source.shapes.items()}
 
 
@@ -223,7 +219,7 @@ def _compare(
 
 
 def _list(title: str, items: Any) -> str:
-    """The first few items and how many more there are; nothing where there are none."""
+    """List the first few items and the number of others; empty without items."""
     items = list(items)
     more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
     return f"{title}{', '.join(items[:_SHOWN])}{more}" if items else ""

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds, written last, without which a checkpoint does not exist."""
+"""`Manifest`: the list of a checkpoint's files, written last; a folder without one is no checkpoint."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ class FileEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """Content of a checkpoint.
 
     Attributes:
-        step: Optimizer steps taken.
-        world_size: Processes that wrote it.
-        files: Every other file, by its path from the checkpoint's folder with forward slashes.
-        torch_version: Version of torch that wrote it.
-        trainer_kit_version: Version of trainer_kit that wrote it.
-        time: When, in UTC, as ISO 8601.
-        format_version: Version of the layout.
+        step: Number of optimizer steps taken.
+        world_size: Number of processes of the run.
+        files: All other files, by path relative to the checkpoint's folder, with forward slashes.
+        torch_version: Version of torch that wrote the checkpoint.
+        trainer_kit_version: Version of trainer_kit that wrote the checkpoint.
+        time: Time of writing, in UTC, as ISO 8601.
+        format_version: Version of the format.
     """
 
     step: int
@@ -72,7 +72,13 @@ class Manifest:
 
     @classmethod
     def of(cls, files: Mapping[str, FileEntry], step: int, world_size: int) -> Manifest:
-        """The manifest of these files, written now by this process."""
+        """Create the manifest of these files, with the present time and versions.
+
+        Args:
+            files: Entries by relative path.
+            step: Number of optimizer steps taken.
+            world_size: Number of processes of the run.
+        """
         return cls(
             step=step,
             world_size=world_size,
@@ -83,16 +89,16 @@ class Manifest:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What `manifest.json` holds, with a checksum of that itself."""
+        """Return the content of `manifest.json`, with its own checksum."""
         content = dataclasses.asdict(self)
         return {**content, "checksum": _content_checksum(content)}
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Reads the manifest of a checkpoint.
+        """Read the manifest of a checkpoint.
 
         Raises:
-            CheckpointError: If there is none, it is damaged or of another format version.
+            CheckpointError: If the manifest is missing, damaged or of another format version.
         """
         path = inside(directory, MANIFEST_NAME)
         if not directory.is_dir():
@@ -116,10 +122,14 @@ class Manifest:
             raise CheckpointError(f"{path} is no manifest: {str(error)!r:.200}") from error
 
     def check(self, directory: Path, names: Iterable[str] | None = None) -> None:
-        """Compares files on the disk with this manifest: all of them, or those in `names`.
+        """Compare files on the disk with this manifest.
+
+        Args:
+            directory: Folder of the checkpoint.
+            names: Names of the files to compare; None: all.
 
         Raises:
-            CheckpointError: If one is missing, a link, of another size or another checksum.
+            CheckpointError: If a file is missing, is a link, or has another size or checksum.
         """
         paths = self.check_sizes(directory, names)
         for path, found in zip(paths, _entries(paths), strict=True):
@@ -129,13 +139,17 @@ class Manifest:
                 )
 
     def check_sizes(self, directory: Path, names: Iterable[str] | None = None) -> dict[Path, FileEntry]:
-        """Compares the sizes of files on the disk with this manifest, which reads none of them.
+        """Compare the sizes of files on the disk with this manifest, without reading the files.
+
+        Args:
+            directory: Folder of the checkpoint.
+            names: Names of the files to compare; None: all.
 
         Returns:
-            What each file should be, by its path.
+            The expected entry of each file, by path.
 
         Raises:
-            CheckpointError: If one is missing, a link or of another size.
+            CheckpointError: If a file is missing, is a link, or has another size.
         """
         paths = {inside(directory, name): self.files[name] for name in (self.files if names is None else names)}
         for path, expected in paths.items():
@@ -144,10 +158,10 @@ class Manifest:
 
 
 def list_files(directory: Path) -> list[Path]:
-    """All files under a folder, sorted.
+    """Return all files under a folder, sorted.
 
     Raises:
-        CheckpointError: If something in it is neither a plain file nor a folder.
+        CheckpointError: If the folder holds something other than plain files and folders.
     """
     files = []
     for path in sorted(directory.rglob("*")):
@@ -175,7 +189,7 @@ def _entry(path: Path) -> FileEntry:
 
 
 def _entries(paths: Iterable[Path]) -> list[FileEntry]:
-    """The entry of every path, several at a time: reading and hashing let other threads run."""
+    """Return the entry of each path, in parallel: reading and hashing release the GIL."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(_entry, paths))
 

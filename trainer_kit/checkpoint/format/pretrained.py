@@ -1,4 +1,4 @@
-"""Whether transformers' `from_pretrained` loads a model's weights from the names that its `state_dict` has."""
+"""Check whether transformers' `from_pretrained` can load a model's weights by the names in its `state_dict`."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from trainer_kit.utils.rng import generators_kept
 Shapes = dict[str, tuple[int, ...]]
 
 _pristine: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, Shapes | None]] = weakref.WeakKeyDictionary()
-"""By model: its configuration, and the shapes of the weights that its class makes from that."""
+"""By model: its configuration, and the shapes of the weights that its class creates from it."""
 
 
 def is_transformers_model(model: torch.nn.Module) -> bool:
-    """Whether a model is of a class of transformers, whose `from_pretrained` reads config.json."""
-    transformers = sys.modules.get("transformers.modeling_utils")  # a model of such a class has imported it
+    """Return whether a model is a transformers model, whose `from_pretrained` reads config.json."""
+    transformers = sys.modules.get("transformers.modeling_utils")  # imported already if the model is one
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def has_own_format(model: torch.nn.Module) -> bool:
-    """Whether a model has a `save_pretrained` that keeps more than its configuration and weights (adapters)."""
+    """Return whether a model's `save_pretrained` writes more than configuration and weights (adapters)."""
     is_plain = is_transformers_model(model) and not getattr(model, "_hf_peft_config_loaded", False)
     return hasattr(model, "save_pretrained") and not is_plain
 
 
 def why_not_pretrained(model: torch.nn.Module) -> str | None:
-    """Say why `from_pretrained` would make random weights from a folder with the model's configuration.
+    """Return why `from_pretrained` could not load the model's weights.
 
-    Names and shapes are compared with those of the model that the class makes from the configuration on the device
-    "meta", as `from_pretrained` does. It is made once for each configuration.
+    Names and shapes are compared with those of the model that the class creates from the configuration on the device
+    "meta", as in `from_pretrained`. That model is created once for each configuration.
 
     Args:
-        model: Without wrappers.
+        model: The model, without wrappers.
 
     Returns:
-        The reason; None where the weights load, or where there is no configuration and no format of the model's own.
+        The reason; None if the weights load, or the model has neither a configuration nor its own format.
     """
     kind = type(model).__name__
     if not is_transformers_model(model):
@@ -67,9 +67,9 @@ def why_not_pretrained(model: torch.nn.Module) -> str | None:
 
 
 def _expected(model: torch.nn.Module) -> Shapes | None:
-    """The shapes of what the class makes from the configuration; None where it cannot be made from that alone."""
+    """Return the shapes of the model that the class creates from the configuration alone; None if it cannot."""
     config: Any = model.config
-    if getattr(config, "quantization_config", None) is not None:  # replaces modules once the class has made them
+    if getattr(config, "quantization_config", None) is not None:  # quantization replaces modules after creation
         return None
     content = json.dumps(config.to_dict(), default=str, sort_keys=True)
     known = _pristine.get(model)
@@ -82,6 +82,6 @@ def _make(kind: Any, config: Any) -> Shapes | None:
     try:
         with generators_kept(torch.device("cpu")), torch.device("meta"):
             made = kind(copy.deepcopy(config))
-    except Exception:  # the class may be the user's own; from_pretrained raises the same
+    except Exception:  # the class may be the user's own; from_pretrained raises too
         return None
     return {name: tuple(each.shape) for name, each in made.state_dict().items() if isinstance(each, torch.Tensor)}

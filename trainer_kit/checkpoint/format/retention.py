@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay, and how the others go."""
+"""Retention of a run's checkpoints, and the deletion of the others."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Committed:
     """A checkpoint that a run has committed.
 
     Attributes:
-        name: Of its folder in the run's.
-        number: Which of the run's checkpoints it is, from 1.
-        metric: What the evaluation of its step gave; None where there was none.
+        name: Name of the checkpoint's folder.
+        number: Number of the checkpoint in the run, from 1.
+        metric: Metric of the evaluation at its step; None without one.
     """
 
     name: str
@@ -32,13 +32,16 @@ class Committed:
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the newest, the best, and each one whose number is a multiple of `every`.
+    """Rule that keeps the newest checkpoints, the best, and those whose number is a multiple of `every`.
 
     Attributes:
-        newest: How many of the newest; None keeps all.
-        best: How many of the best, by their metric (of equal ones the earlier).
-        every: None keeps none for its number.
-        greater_is_better: What "best" means.
+        newest: Number of newest checkpoints to keep; None: all.
+        best: Number of best checkpoints to keep, by metric; of equal ones, the earlier.
+        every: Interval of checkpoint numbers to keep; None: none for their number.
+        greater_is_better: Whether the largest metric is the best.
+
+    Raises:
+        ValueError: If `newest` is less than 1.
     """
 
     newest: int | None = None
@@ -51,7 +54,11 @@ class Retention:
             raise ValueError(f"keep={self.newest} would delete every checkpoint; use None to keep all, or at least 1")
 
     def stays(self, committed: Sequence[Committed]) -> list[Committed]:
-        """Those that stay of a run's checkpoints, which come oldest first, and so do they."""
+        """Return the checkpoints to keep, in the given order.
+
+        Args:
+            committed: The run's checkpoints, oldest first.
+        """
         if self.newest is None:
             return list(committed)
         sign = -1 if self.greater_is_better else 1
@@ -74,20 +81,19 @@ def prune(
     protect: Collection[str] = (),
     is_own: Callable[[Path], bool] = lambda path: True,
 ) -> list[Committed]:
-    """Deletes the checkpoints of a run that need not stay.
+    """Delete the checkpoints of a run that the retention rule does not keep.
 
-    A checkpoint gets a hidden name before its files are deleted, so that a kill in between leaves none that looks
-    whole.
+    A checkpoint is renamed to a hidden name before its deletion, so that a kill leaves no seemingly valid checkpoint.
 
     Args:
-        folder: Of the run.
-        committed: What this run committed, oldest first; nothing else is ever deleted.
-        retention: Says which stay.
-        protect: Names of those that stay in any case.
-        is_own: Asked before one is deleted: whether it is still the run's, and not one that somebody put there.
+        folder: Folder of the run.
+        committed: The run's checkpoints, oldest first; nothing else is deleted.
+        retention: The retention rule.
+        protect: Names of checkpoints to keep in any case.
+        is_own: Returns whether a checkpoint still belongs to the run; called before its deletion.
 
     Returns:
-        Those that remain, oldest first.
+        The remaining checkpoints, oldest first.
     """
     stay, remaining = retention.stays(committed), []
     for each in committed:
@@ -98,9 +104,12 @@ def prune(
 
 
 def delete_checkpoint(path: Path) -> bool:
-    """Whether the checkpoint is gone; where the file system refuses, a warning says so and the run goes on.
+    """Delete a checkpoint; log a warning if that fails.
 
-    One that is a link stays: what it leads to lies outside of the run's folder.
+    A link is not deleted, since its target is outside of the run's folder.
+
+    Returns:
+        Whether the checkpoint no longer exists.
     """
     if path.is_symlink():
         _logger.warning("the old checkpoint %s is a link, and stays; remove it and what it leads to by hand", path)

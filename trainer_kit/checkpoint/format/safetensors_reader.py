@@ -1,7 +1,7 @@
-"""Reading tensors from safetensors files, and the index that leads to several of them.
+"""Reading of tensors from safetensors files and from sharded files with an index.
 
-Nothing in a file is believed before it is compared with the file's size. The tensors are read, not mapped: a file on a
-failing disk, or one that somebody cuts short meanwhile, is an error and not the end of the process.
+All offsets are checked against the file's size before use. Tensors are read, not memory-mapped: a failing disk or a
+file truncated meanwhile raises an error instead of ending the process.
 """
 
 from __future__ import annotations
@@ -27,11 +27,18 @@ _PIECE_BYTES = 2**25
 
 Tensors = Mapping[str, torch.Tensor]
 Listed = Collection[str]
-"""The names of the files that a manifest lists, from the checkpoint's folder: what else lies there is not read."""
+"""Names of the files that a manifest lists, relative to the checkpoint's folder; no other file is read."""
 
 
 def load_tensors(directory: Path, stem: str = "model") -> dict[str, torch.Tensor]:
-    """Loads what `save_tensors` or the Hub's tools saved; tied names share one tensor.
+    """Load tensors that `save_tensors` or the Hub's tools saved; tied names share one tensor.
+
+    Args:
+        directory: Folder of the files.
+        stem: Prefix of the files' names.
+
+    Returns:
+        The tensors by name, on the CPU.
 
     Raises:
         CheckpointError: If files are missing or damaged, or an index names files outside `directory`.
@@ -44,7 +51,7 @@ def load_tensors(directory: Path, stem: str = "model") -> dict[str, torch.Tensor
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies in its file: `start` and `nbytes` are in bytes."""
+    """Dtype, shape and position of a tensor in its file; `start` and `nbytes` are in bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -62,21 +69,21 @@ class Source:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor, under its stored name and its aliases."""
+        """Shape of each tensor, by stored name and alias."""
         shapes = {name: entry.shape for name, entry in self.entries.items()}
         return shapes | {alias: shapes[target] for alias, target in self.aliases.items()}
 
 
 def sources(directory: Path, stem: str, listed: Listed | None = None) -> list[Source]:
-    """The files under `stem` in `directory`, their headers read and compared with the index.
+    """Read the headers of the files under `stem` in `directory`, and compare them with the index.
 
     Args:
         directory: The folder.
-        stem: How the files' names begin; "state/optimizer" is in a folder inside.
-        listed: Files that may be read, where not all.
+        stem: Prefix of the files' names, possibly with a subfolder: "state/optimizer".
+        listed: Names of the files that may be read; None: all.
 
     Raises:
-        CheckpointError: If there are none, or one is missing or damaged.
+        CheckpointError: If there are no files, or one is missing or damaged.
     """
     single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
     if _is_there(directory, single, listed):
@@ -118,10 +125,10 @@ def _sharded(directory: Path, index_name: str, listed: Listed | None) -> list[So
 
 
 def read_header(path: Path) -> Source:
-    """What a safetensors file holds, without reading the tensors.
+    """Read the header of a safetensors file, without the tensors.
 
     Raises:
-        CheckpointError: If the file is missing or damaged, or its header claims what the file does not hold.
+        CheckpointError: If the file is missing or damaged, or its header does not match its size.
     """
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is no plain file")
@@ -144,11 +151,7 @@ def read_header(path: Path) -> Source:
 
 
 def _source(path: Path, header: Any, start: int, size: int) -> Source:
-    """What a header says, if all of it fits the file.
-
-    Raises:
-        ValueError: If it does not.
-    """
+    """Parse a header; raise ValueError if it does not fit the file."""
     if not isinstance(header, dict):
         raise ValueError("its header is no object")
     metadata = header.pop("__metadata__", None)
@@ -185,7 +188,7 @@ def _entry(name: str, fields: Any, start: int) -> TensorEntry:
     if dtype is None:
         raise ValueError(f"the tensor {name!r:.80} is of dtype {fields['dtype']!r:.50}, which is not known here")
     nbytes = math.prod(shape) * dtype.itemsize
-    # torch's strides take a size of 0 for 1.
+    # torch computes strides with a size of 0 as 1.
     if nbytes != offsets[1] - offsets[0] or math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 2**63:
         raise ValueError(f"the tensor {name!r:.80} has a shape that does not fit its data_offsets")
     return TensorEntry(dtype, tuple(shape), start + offsets[0], nbytes)
@@ -209,12 +212,12 @@ def _as_complex(name: str, entry: TensorEntry) -> TensorEntry:
 
 
 def load_source(source: Source, into: Tensors | None = None) -> dict[str, torch.Tensor]:
-    """The tensors of one file, each in memory of its own, under their stored names and their aliases.
+    """Load the tensors of one file, by stored name and alias.
 
     Args:
         source: The file.
-        into: Tensors by stored name to read into, which are then among those returned; contiguous, on the CPU, of the
-            stored shape and dtype.
+        into: Target tensors by stored name, contiguous, on the CPU, of the stored shape and dtype; they are returned in
+            place of new tensors. None: all tensors are new.
 
     Raises:
         CheckpointError: If the file cannot be read, or is shorter than when its header was read.
@@ -224,23 +227,23 @@ def load_source(source: Source, into: Tensors | None = None) -> dict[str, torch.
 
 
 def outline(source: Source) -> dict[str, torch.Tensor]:
-    """The same tensors without their values, on the device "meta"."""
+    """Return the tensors of one file without their values, on the device "meta"."""
     empty = {name: _empty(entry, "meta") for name, entry in source.entries.items()}
     return empty | {alias: empty[target] for alias, target in source.aliases.items()}
 
 
 def load_tensor(source: Source, name: str) -> torch.Tensor:
-    """One tensor of a file, by its stored name or an alias.
+    """Load one tensor of a file, by its stored name or an alias.
 
     Raises:
-        CheckpointError: As `load_source` does.
+        CheckpointError: If the file cannot be read, or is shorter than when its header was read.
     """
     stored = source.aliases.get(name, name)
     return _read(source.path, {stored: source.entries[stored]}, {})[stored]
 
 
 def _read(path: Path, entries: Mapping[str, TensorEntry], into: Tensors) -> dict[str, torch.Tensor]:
-    """Several pieces at a time: reading lets other threads run."""
+    """Read tensors in parallel pieces: reading releases the GIL."""
     loaded = {name: into[name] if name in into else _empty(entry) for name, entry in entries.items()}
     targets = ((entries[name].start, memoryview(_bytes_of(tensor))) for name, tensor in loaded.items())
     try:
@@ -266,7 +269,7 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
 
 
 def _jobs(targets: Iterable[tuple[int, memoryview]]) -> Iterator[list[tuple[int, memoryview]]]:
-    """Divides what is to be read, and where to, into jobs of about `_PIECE_BYTES`, however large each target is."""
+    """Split targets into jobs of about `_PIECE_BYTES`, independent of the size of each target."""
     job, size = [], 0
     for start, view in targets:
         for begin in range(0, len(view), _PIECE_BYTES):

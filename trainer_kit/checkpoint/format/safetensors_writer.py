@@ -1,4 +1,4 @@
-"""Writing tensors to safetensors files, sharded and indexed as the Hub's tools do it; tied ones are stored once."""
+"""Writing of tensors to safetensors files, sharded and indexed like those of the Hub's tools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer_kit.config.arguments import parse_size
 
 ToHost = Callable[[torch.Tensor], torch.Tensor]
 
-# The names that the format gives to dtypes (https://github.com/huggingface/safetensors).
+# Names of the dtypes in the format (https://github.com/huggingface/safetensors).
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -38,7 +38,7 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
-# The format lacks these: stored as real numbers with a last dimension of 2, their names under COMPLEX.
+# The format lacks these dtypes: stored as real numbers with a last dimension of 2; COMPLEX lists the names.
 AS_REAL = {torch.complex32: torch.float16, torch.complex128: torch.float64}
 COMPLEX = "trainer_kit.complex"
 RESERVED = frozenset({"format", "__metadata__", COMPLEX})
@@ -51,25 +51,25 @@ def save_tensors(
     max_shard_size: int | str = "5GB",
     to_host: ToHost = torch.Tensor.cpu,
 ) -> dict[str, FileEntry]:
-    """Saves tensors as `STEM.safetensors`, or in shards with an index where they are larger than one may be.
+    """Save tensors as `STEM.safetensors`, or as shards with an index if they exceed `max_shard_size`.
 
-    Names of one and the same tensor (tied weights) are stored once, with the other names in the file's metadata as
-    {name: stored name}. Different views of one memory are each stored whole. What an earlier call left under the
-    same stem is replaced. All is flushed to the disk when this returns.
+    Tied tensors are stored once; the file's metadata hold their other names as {name: stored name}. Different views
+    of one memory are each stored in full. Files of an earlier call under the same stem are replaced. All files are
+    flushed to the disk when the call returns.
 
     Args:
-        tensors: Of any shape, on any device; brought to the host one at a time.
-        directory: Made if it does not exist.
-        stem: How the files' names begin.
-        max_shard_size: Largest size of a file's tensors, in bytes or as "300MB", "2GiB"; a larger tensor gets a file
-            of its own.
-        to_host: Brings a tensor to the host, whole.
+        tensors: Tensors by name, of any shape, on any device; copied to the host one at a time.
+        directory: Folder of the files; created if missing.
+        stem: Prefix of the files' names.
+        max_shard_size: Largest size of a file's tensors, in bytes or as "300MB", "2GiB"; a larger tensor gets its own
+            file.
+        to_host: Returns a full copy of a tensor on the host.
 
     Returns:
         Size and checksum of each file by its name.
 
     Raises:
-        ValueError: If `max_shard_size` makes no sense, or a tensor has no content (device "meta") or a reserved name.
+        ValueError: If `max_shard_size` is invalid, or a tensor has no content (device "meta") or a reserved name.
         TypeError: If a tensor is sparse, quantized or of a dtype that the format lacks.
         OSError: If the disk is full or cannot be written.
     """
@@ -83,7 +83,7 @@ def save_tensors(
     index = directory / f"{stem}.safetensors.index.json"
     names = [f"{stem}.safetensors"]
     if len(shards) > 1:
-        index.unlink(missing_ok=True)  # an old index must never lead into half of the new shards
+        index.unlink(missing_ok=True)  # an old index must not refer to new shards
         names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     written = {
         name: write_file(directory / name, _content(shard, {name: aliases[name] for name in shard}, to_host))
@@ -103,7 +103,7 @@ def save_tensors(
 
 
 def storage_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are one and the same view of one memory (tied weights), different for all others."""
+    """Return a key that is equal for tied tensors, which are the same view of one memory, and differs for others."""
     memory = address(tensor)
     if memory == 0 or tensor.numel() == 0:
         return (id(tensor),)
@@ -112,7 +112,7 @@ def storage_key(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Where its memory begins; 0 for one without, and on devices that do not tell (XLA)."""
+    """Return the address of a tensor's memory; 0 without memory, and on devices without addresses (XLA)."""
     try:
         return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
     except RuntimeError:
@@ -120,11 +120,11 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def _untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
-    """The tensors to store, and the other names of each by its stored one."""
+    """Return the tensors to store, and the other names of each by its stored name."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in tensors.items():
         groups.setdefault(storage_key(tensor), []).append(name)
-    # A reserved name cannot be an alias, as the metadata holds something else under it.
+    # A reserved name cannot be an alias, since the metadata hold another value under it.
     stored = [next((name for name in names if name in RESERVED), names[0]) for names in groups.values()]
     aliases = {
         keep: [name for name in names if name != keep] for keep, names in zip(stored, groups.values(), strict=True)
@@ -133,11 +133,15 @@ def _untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor]
 
 
 def refuse_unstorable(name: str, tensor: torch.Tensor) -> None:
-    """Refuses what no file of tensors can hold.
+    """Check that a safetensors file can hold a tensor.
+
+    Args:
+        name: Name of the tensor.
+        tensor: The tensor.
 
     Raises:
         TypeError: If it is no tensor, sparse, quantized or of a dtype that the format lacks.
-        ValueError: If it has no content (device "meta") or the name that the format keeps for itself.
+        ValueError: If it has no content (device "meta") or the reserved name "__metadata__".
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name!r} is of type {type(tensor).__name__}; only tensors can be stored")
@@ -152,7 +156,7 @@ def refuse_unstorable(name: str, tensor: torch.Tensor) -> None:
 
 
 def _partition(tensors: Mapping[str, torch.Tensor], limit: int) -> list[dict[str, torch.Tensor]]:
-    """Fills one shard after the other, in order."""
+    """Split tensors into shards, in order."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -167,12 +171,12 @@ def _partition(tensors: Mapping[str, torch.Tensor], limit: int) -> list[dict[str
 def _content(
     tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, list[str]], to_host: ToHost
 ) -> Iterator[bytes | memoryview]:
-    """The content of a safetensors file: length of the header (8 bytes), header, the tensors' bytes.
+    """Yield the content of a safetensors file: length of the header (8 bytes), header, the tensors' bytes.
 
-    safetensors' own writer wants the whole shard on the host, gives files that only their owner can read and leaves
-    out the error number of a full disk.
+    safetensors' own writer needs the whole shard on the host, makes files readable only by their owner, and drops the
+    errno of a full disk.
     """
-    # The largest elements first: each tensor is then aligned to its own element size.
+    # Largest elements first, so that each tensor is aligned to its element size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header = _header(names, tensors, aliases)
     yield struct.pack("<Q", len(header)) + header
@@ -198,14 +202,14 @@ def _header(names: Iterable[str], tensors: Mapping[str, torch.Tensor], aliases: 
 
 
 def _bytes_of(tensor: torch.Tensor, to_host: ToHost) -> memoryview:
-    """A contiguous tensor's own memory, another one's copy."""
+    """Return a tensor's bytes on the host, without a copy if it is contiguous there."""
     host = to_host(tensor.detach().resolve_conj().resolve_neg()).contiguous()
     content: memoryview = host.reshape(-1).view(torch.uint8).numpy().data
     return content
 
 
 def is_file_of(name: str, stem: str) -> bool:
-    """Whether `save_tensors` gives files under `stem` this name."""
+    """Return whether `save_tensors` writes files of this name under `stem`."""
     return bool(re.fullmatch(re.escape(stem) + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", name))
 
 

@@ -1,4 +1,4 @@
-"""Everything a checkpoint holds, gathered at one step, so that it can be written while training goes on."""
+"""`Snapshot`: the content of a checkpoint at one step, which can be written while training continues."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _SHARD_NAME = re.compile(r"\.safetensors|-\d{5}-of-\d{5}", re.IGNORECASE)
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """What `write_checkpoint` writes.
+    """Content of a checkpoint, for `write_checkpoint`.
 
     Attributes:
-        step: Optimizer steps taken.
-        world_size: Processes of the run.
+        step: Number of optimizer steps taken.
+        world_size: Number of processes of the run.
         model: The model's tensors by name.
-        states: Each state by its name, as `trainer_kit.utils.pytree.flatten_state` gives it: a JSON tree and tensors.
+        states: JSON tree and tensors of each state by name, from `trainer_kit.utils.pytree.flatten_state`.
         arguments: The arguments of the run, as a JSON tree.
-        files: Contents of further files (config.json, a tokenizer's) by their path in the checkpoint.
-        more_models: Tensors of further models, by how the names of their files begin.
+        files: Contents of further files (config.json, a tokenizer's) by path in the checkpoint.
+        more_models: Tensors of further models, by prefix of their files' names.
     """
 
     step: int
@@ -44,7 +44,7 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, tied ones once."""
+        """Size of all tensors in bytes, counting tied ones once."""
         groups = [self.model, *self.more_models.values(), *(tensors for _, tensors in self.states.values())]
         return sum(tensor.nbytes for tensor in _distinct(groups).values())
 
@@ -60,26 +60,26 @@ def take_snapshot(
     more_models: Mapping[str, Tensors] | None = None,
     copy: Copy | None = None,
 ) -> Snapshot:
-    """Gathers what a checkpoint holds, and refuses what it cannot hold.
+    """Collect the content of a checkpoint, and check that a checkpoint can hold it.
 
     Args:
-        step: Optimizer steps taken.
+        step: Number of optimizer steps taken.
         model_state: The model's tensors by name, on any device.
-        states: Trees that `trainer_kit.utils.pytree.flatten_state` takes, by a name made of letters, digits and `._-`.
+        states: Trees that `trainer_kit.utils.pytree.flatten_state` accepts, by a name of letters, digits and `._-`.
         arguments: The arguments of the run.
-        world_size: Processes of the run.
-        files: Contents of further files by their path in the checkpoint.
-        more_models: Tensors of further models, by how the names of their files begin.
-        copy: Gets every tensor once (tied ones once) and returns copies on the host in the same order, which nothing
-            changes. None: the snapshot refers to the tensors themselves, which must not change until it is written.
+        world_size: Number of processes of the run.
+        files: Contents of further files by path in the checkpoint; None: none.
+        more_models: Tensors of further models, by prefix of their files' names; None: none.
+        copy: Takes all tensors, tied ones once, and returns host copies in the same order. None: the snapshot refers
+            to the tensors themselves, which must not change until it is written.
 
     Returns:
-        The snapshot. But for the tensors it shares nothing with the states, which may change from now on.
+        The snapshot. Except for the tensors, it shares nothing with the states, which may change afterwards.
 
     Raises:
-        ValueError: If `step` or a name makes no sense, a file has the name of a checkpoint's own, or a tensor has no
-            content (device "meta").
-        TypeError: If a state or the arguments hold something that a checkpoint cannot hold, naming its place.
+        ValueError: If `step` is negative, a name is invalid, a file has a name that the checkpoint uses itself, or a
+            tensor has no content (device "meta").
+        TypeError: If a state or the arguments hold a value that a checkpoint cannot hold; the message names its place.
     """
     if step < 0:
         raise ValueError(f"step={step} is negative; steps count from 0")
@@ -152,7 +152,7 @@ def _distinct(groups: Iterable[Tensors]) -> dict[tuple[Any, ...], torch.Tensor]:
 
 
 def _copied(groups: list[Tensors], copy: Copy) -> list[Tensors]:
-    """The same groups of copies: what is tied stays tied, over the groups too."""
+    """Return the groups with copied tensors; tied tensors stay tied, also across groups."""
     distinct = _distinct(groups)
     copies = dict(zip(distinct, copy(list(distinct.values())), strict=True))
     return [{name: copies[storage_key(tensor)] for name, tensor in tensors.items()} for tensors in groups]

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a Trainer's run, every value compared with what a run can have."""
+"""Reading and validation of a Trainer's states in a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _MOST = 2**62
 _MOST_IN_A_STEP = 2**28
 
 Rule = tuple[Callable[[Any], bool], str]
-"""Whether a value makes sense, and what it must be, for people."""
+"""A test of a value, and a description of the allowed values."""
 
 
 def is_count(value: Any) -> bool:
-    """Whether this is a whole number from 0 on."""
+    """Return whether a value is an int from 0 to 2**62 - 1."""
     return type(value) is int and 0 <= value < _MOST
 
 
 def is_number(value: Any) -> bool:
-    """Whether this is a number, and a finite one."""
+    """Return whether a value is a finite int or float."""
     return type(value) in (int, float) and math.isfinite(value)
 
 
 def or_none(rule: Rule) -> Rule:
-    """The same, where there may be no value."""
+    """Return a rule that also allows None."""
     return (lambda value: value is None or rule[0](value)), f"{rule[1]} or null"
 
 
@@ -100,13 +100,13 @@ _MARK: Mapping[str, Rule] = {"batches": COUNT, "dataset": (lambda value: True, "
 
 
 def verify_training(directory: Path) -> dict[str, Any]:
-    """Compares every file with the manifest, and what is kept of the run with what a run can be.
+    """Verify all files of a checkpoint, and validate its trainer state and arguments.
 
     Returns:
-        What `read_trainer` does.
+        The trainer state, as `read_trainer` returns it.
 
     Raises:
-        CheckpointError: Naming the file and what is wrong with it.
+        CheckpointError: If the checkpoint is damaged or holds no training run; the message names the file.
     """
     verify(directory)
     if (trainer := read_trainer(directory)) is None:
@@ -129,12 +129,12 @@ def verify_training(directory: Path) -> dict[str, Any]:
 
 
 def read_trainer(directory: Path) -> dict[str, Any] | None:
-    """The counters and facts of the run in a checkpoint; None where it is no Trainer's.
+    """Read and validate the trainer state of a checkpoint; None if no Trainer wrote it.
 
     Sizes and checksums are not compared, as in `read_state`.
 
     Raises:
-        CheckpointError: If a value is missing or is none that a run can have, naming it.
+        CheckpointError: If a value is missing or impossible; the message names it.
     """
     trainer = read_state(directory, "trainer")
     if trainer is None:
@@ -152,15 +152,15 @@ def read_trainer(directory: Path) -> dict[str, Any] | None:
 
 
 def read_committed(trainer: Mapping[str, Any]) -> list[Committed]:
-    """The run's checkpoints up to this one, oldest first."""
+    """Return the run's checkpoints in a trainer state, oldest first."""
     return [Committed(*each) for each in trainer["committed"]]
 
 
 def read_ledger(directory: Path) -> dict[str, Any]:
-    """Where the time of the run went up to a checkpoint.
+    """Read and validate the time ledger of a checkpoint.
 
     Raises:
-        CheckpointError: If that is missing or makes no sense.
+        CheckpointError: If the ledger is missing or invalid.
     """
     ledger: dict[str, Any] | None = read_state(directory, "ledger")
     file = CheckedFile(directory / STATE_FOLDER / "ledger.json")
@@ -171,10 +171,10 @@ def read_ledger(directory: Path) -> dict[str, Any]:
 
 
 def read_data_state(directory: Path) -> dict[str, Any] | None:
-    """Where an iterable dataset stands; None for others and between epochs.
+    """Read and validate the state of an iterable dataset; None for other datasets and between epochs.
 
     Raises:
-        CheckpointError: If that makes no sense.
+        CheckpointError: If the state is invalid.
     """
     data = read_state(directory, "data")
     if data is None:
@@ -193,10 +193,10 @@ def read_data_state(directory: Path) -> dict[str, Any] | None:
 
 
 def check_arguments(arguments: Mapping[str, Any], directory: Path) -> None:
-    """Refuses arguments that a resume cannot compare with its own.
+    """Validate the saved arguments that a resume compares with its own.
 
     Raises:
-        CheckpointError: If one is missing or makes no sense.
+        CheckpointError: If an argument is missing or invalid.
     """
     file = CheckedFile(directory / ARGUMENTS_NAME)
     file.check(arguments, _ARGUMENTS)
@@ -206,18 +206,31 @@ def check_arguments(arguments: Mapping[str, Any], directory: Path) -> None:
 
 
 def _is_run(value: Any) -> bool:
-    """Whether this says of batches that came one after the other how many they are, and of how many samples each."""
+    """Return whether a value is a number of consecutive batches and their number of samples."""
     return isinstance(value, list) and len(value) == 2 and all(map(is_count, value))
 
 
 class CheckedFile:
-    """The file that values are read from, for the sentences about them."""
+    """A file whose values are validated; error messages name it.
+
+    Args:
+        path: The file.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def check(self, values: Any, rules: Mapping[str, Rule], prefix: str = "") -> None:
-        """Compares each value with its rule."""
+        """Check each value by its rule.
+
+        Args:
+            values: A dict of values by name.
+            rules: Rules by name; all names must be present.
+            prefix: Prefix of the names in error messages.
+
+        Raises:
+            CheckpointError: If `values` is no dict, lacks a name, or holds an invalid value.
+        """
         if not isinstance(values, dict):
             raise CheckpointError(f"{self.path} is damaged: {prefix.rstrip('.') or 'it'} holds no object")
         for name, (holds, allowed) in rules.items():
@@ -226,7 +239,17 @@ class CheckedFile:
             self.require(holds(values[name]), f"{prefix}{name}", values[name], allowed)
 
     def require(self, holds: bool, name: str, value: Any, allowed: str) -> None:
-        """Raises where a value is none that it can be."""
+        """Raise CheckpointError unless `holds`.
+
+        Args:
+            holds: Whether the value is valid.
+            name: Name of the value.
+            value: The value.
+            allowed: Description of the allowed values.
+
+        Raises:
+            CheckpointError: If `holds` is false.
+        """
         if not holds:
             raise CheckpointError(f"{self.path} is damaged: {name}={value!r:.60} makes no sense; it must be {allowed}")
 

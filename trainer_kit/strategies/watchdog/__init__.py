@@ -1,1 +1,1 @@
-"""Finds lost, stopped and slow processes."""
+"""Detection of lost, stopped and slow processes."""

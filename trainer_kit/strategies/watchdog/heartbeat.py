@@ -1,4 +1,4 @@
-"""`Heartbeat`: finds processes of a run that are gone or hang, for which torch alone would wait half an hour."""
+"""`Heartbeat`: detects ended and hung processes of a run, for which torch alone would wait half an hour."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ _NAMED_AT_MOST = 4
 
 
 class Heartbeat:
-    """Watches over the processes of a run through a store that they share.
+    """Monitor of a run's processes through a shared store.
 
     Each process writes a beat every `interval` seconds, and every second while another one is silent. Rank 0 reads all
-    beats and writes on a board who is missing; the others read its beat and the board. A process that waits in a
-    collective for one that is missing says so in one sentence on stderr and ends with exit code 1: torch cannot break
-    off a collective whose peer keeps its connection open. A process that cannot beat but runs, as others on its machine
-    see, is only slow.
+    beats and publishes the missing processes on a board. The other processes read rank 0's beat and the board. A
+    process that waits in a collective for a missing one prints one sentence to stderr and exits with code 1, since
+    torch cannot abort a collective whose peer keeps its connection open. A process that cannot write beats counts as
+    slow, not lost, if another process on its machine sees it run.
 
-    One thread talks to the store, whose calls never return while its server is frozen; another one watches.
+    One thread talks to the store, whose calls do not return while its server is frozen. A second thread watches.
 
     Args:
-        store: A client of its own: the process group's may be in use by a main thread that waits.
-        rank: Number of this process.
-        world_size: Processes in all.
-        interval: Seconds between two beats, at most a quarter of `patience`.
-        patience: Seconds without an answer after which a process is lost.
-        slow: Seconds without progress after which a process that others wait for is named in a warning.
+        store: A separate client: a waiting main thread may occupy the process group's.
+        rank: Rank of this process.
+        world_size: Number of processes.
+        interval: Seconds between two beats; reduced to a quarter of `patience` if larger.
+        patience: Seconds without an answer after which a process counts as lost.
+        slow: Seconds without progress after which a warning names a process that others wait for.
 
     Attributes:
-        calls: Progress: the strategy adds 1 for each of its calls.
-        steps: Optimizer steps of this start; the strategy counts.
-        last_duty: Called before this process is ended where it stands.
-        leaving: Whether some process has announced that it leaves.
-        error: What this process has told the others of the error by which it ends; empty without one.
+        calls: Progress counter, which the strategy increments in each of its calls.
+        steps: Optimizer steps since this start, counted by the strategy.
+        last_duty: Called before the watching thread ends this process; None: nothing.
+        leaving: Whether any process has announced that it leaves the run.
+        error: The error by which this process ends, as reported to the others; empty without one.
     """
 
     def __init__(
@@ -69,34 +69,34 @@ class Heartbeat:
         self.calls = self.steps = 0
         self.last_duty: Callable[[], object] | None = None
         self.leaving = False
-        self._round = 0  # a process that lives on may train again
+        self._round = 0  # a process may train several times
         self._store = store
         self._roster = PeerTable(rank, patience)
         self._threads: list[threading.Thread] = []
-        self._process = self._watched = 0  # numbers of this process and of the thread that is watched
-        self._wishes: queue.SimpleQueue[None] = queue.SimpleQueue()  # unlike an Event, fit for signal handlers
+        self._process = self._watched = 0  # PID, and ident of the watched thread
+        self._wishes: queue.SimpleQueue[None] = queue.SimpleQueue()  # safe in signal handlers, unlike an Event
         self._done = threading.Event()
-        # What the beats say.
+        # Content of the beats.
         self._beats = self._exchanged = 0
         self._announces = self._left = self._follows = self._heard = self._urgent = self._hung_up = False
         self.error = ""
-        # What this process is doing.
+        # Activity of this process.
         self._where = StackLocation()
         self._failed_in: StackLocation | None = None
         self._excused = False
         self._progress = (0, False)
         self._moved = self._looked = time.monotonic()
-        # What the threads remember.
+        # State of the threads.
         self._created: set[str] = set()
         self._board = ""
         self._known: dict[tuple[int, str], float] = {}
         self._warn_after: dict[int, float] = {}
         self._error_before = _uncaught_error()
 
-    # What the strategy calls
+    # Calls of the strategy
 
     def start(self) -> None:
-        """Starts to watch over the run, and over the calling thread as this process's main one."""
+        """Start the threads, which watch the run, and the calling thread as this process's main thread."""
         self._process, self._watched = os.getpid(), threading.get_ident()
         self._moved = self._looked = self._roster.answered = self._roster.grace_until = time.monotonic()
         self._wishes.put(None)
@@ -105,7 +105,7 @@ class Heartbeat:
             self._threads[-1].start()
 
     def stop(self) -> None:
-        """Tells the others that this process leaves, and by which error where there is an uncaught one."""
+        """Report that this process leaves, with its uncaught error if there is one, and stop the threads."""
         if not self._runs_here():
             return
         self._excused = True
@@ -117,27 +117,27 @@ class Heartbeat:
         self._done.set()
         self._wishes.put(None)
         for thread in self._threads:
-            thread.join(_STOP_SECONDS)  # a store that does not answer keeps its thread for ever
+            thread.join(_STOP_SECONDS)  # a store that does not answer blocks its thread
         self._threads = []
 
     def announce_leaving(self) -> None:
-        """Tells all processes that this one was told to leave; may be called in a signal handler."""
+        """Announce to all processes that this one was asked to leave; safe in a signal handler."""
         self.leaving = self._announces = True
         self._wishes.put(None)
 
     def next_round(self) -> None:
-        """A training is over: who announced that it leaves meant that one. All processes call it as often."""
+        """Begin the next training, which earlier announcements do not concern; all processes call it equally often."""
         self._round += 1
         self.leaving = self._announces = False
 
     def take_back_failure(self) -> None:
-        """The error that this process reported was caught: it goes on."""
+        """Retract the reported error, which the program has caught."""
         self.error, self._follows = "", False
         if self._runs_here():
             self._publish()
 
     def report_failure(self, error: BaseException) -> None:
-        """Tells the others by which error this process ends."""
+        """Report the error by which this process ends to the other processes."""
         self._follows = isinstance(error, LostProcessError)
         text = str(error).partition(f"; rank {self.rank} (this process)")[0]
         self.error = text if self._follows else f"{type(error).__name__}: {text[:1000]}".rstrip(": ")
@@ -145,10 +145,13 @@ class Heartbeat:
             self._publish()
 
     def explain(self, error: BaseException) -> str:
-        """Why a collective of this process has failed; waits a few seconds for what is known of the others.
+        """Return why a collective of this process failed; waits a few seconds for reports of the others.
+
+        Args:
+            error: The error that the collective raised.
 
         Returns:
-            One sentence: which processes are missing, what they said themselves, and where this one waited.
+            One sentence: the missing processes, their own reports, and where this process waited.
         """
         if not self._runs_here():
             return str(error)
@@ -158,7 +161,7 @@ class Heartbeat:
         try:
             self._publish()
             _wait_until(lambda: bool(self._roster.root_causes()), limit)
-            self._publish()  # a process that is gone may have said why in the meantime
+            self._publish()  # an ended process may have reported why in the meantime
             problems = self._roster.root_causes() or self._roster.problems()
             if not problems and self._store_silence() >= limit:
                 problems = [self._store_problem()]
@@ -179,7 +182,7 @@ class Heartbeat:
             try:
                 if not self._hung_up:
                     self._exchange()
-            except RuntimeError as error:  # the other thread finds out whether it matters
+            except RuntimeError as error:  # the watching thread decides whether it matters
                 logger.debug("the rendezvous store: %s", error)
                 self._hung_up = not isinstance(error, dist.DistStoreError)  # torch prints a trace for each attempt
             self._exchanged = self._beats
@@ -194,11 +197,11 @@ class Heartbeat:
         keys = ["leaving", "board", *map(_key, ranks)]
         for key in keys:
             if key not in self._created:
-                store.compare_set(key, "", "")  # to read what is not there would be to wait for it
+                store.compare_set(key, "", "")  # reading a missing key would block
                 self._created.add(key)
         leaving, board, *beats = store.multi_get(keys)
         if time.monotonic() - roster.answered > 2 * self.interval:
-            roster.grace_until = time.monotonic()  # this process was stopped, or the store was: nobody else is to blame
+            roster.grace_until = time.monotonic()  # this process or the store was stopped
         roster.take_in(dict(zip(ranks, beats, strict=True)), board)
         self.leaving = self.leaving or leaving.decode() == str(self._round)
         if self.rank == 0:
@@ -212,10 +215,10 @@ class Heartbeat:
             self._hung_up = not _agent_serves()
         elif self.rank != 0 and roster.first_has_left():
             self._heard = True
-            self._wishes.put(None)  # where rank 0 serves the store, it waits for this last word before it is gone
+            self._wishes.put(None)  # rank 0, if it serves the store, waits for this beat
 
     def _beat(self) -> Beat:
-        # Up to the last look, which finds out whether this process was stopped: that is no idleness.
+        # Idle until the last look, which detects whether this process was stopped: that is no idleness.
         where, idle = self._where, max(0.0, self._looked - max(self._moved, self._roster.grace_until))
         return Beat(
             self._beats, *machine(), self._process, where.place, where.waits, idle, self._left, self.error,
@@ -223,15 +226,15 @@ class Heartbeat:
         )  # fmt: skip
 
     def _confirm_alive(self, rank: int) -> None:
-        """Beats for a process of this machine that runs but cannot: C code may hold its interpreter for minutes."""
+        """Write a beat for a running process of this machine, whose GIL C code may hold for minutes."""
         (raw,) = self._store.multi_get([_key(rank)])
         beat = read_beat(raw)
         if beat is not None and state_of(beat) == "runs":
             vouched = json.dumps(beat._replace(vouched=beat.vouched + 1))
-            self._store.compare_set(_key(rank), raw.decode(), vouched)  # never over a newer one of its own
+            self._store.compare_set(_key(rank), raw.decode(), vouched)  # does not overwrite a newer beat
 
     def _warn_of_slow(self) -> None:
-        """Names a process that makes no progress while others wait; again after twice the time."""
+        """Warn of a process without progress that others wait for, and again after twice the time."""
         stood, waiting = self._roster.standing(self.slow)
         self._warn_after = {rank: seconds for rank, seconds in self._warn_after.items() if rank in stood}
         for rank, seconds in stood.items():
@@ -251,20 +254,20 @@ class Heartbeat:
     def _look(self) -> None:
         now = time.monotonic()
         if now - self._looked > 2 * self.interval:
-            self._roster.grace_until = now  # this process was stopped, for all that it knows with all others
+            self._roster.grace_until = now  # this process was stopped, maybe with all others
         self._looked = now
         self._where = self._failed_in or locate(sys._current_frames().get(self._watched), hidden=__file__)
         if (self.calls, self._where.waits) != self._progress:
             self._progress, self._moved = (self.calls, self._where.waits), now
 
     def _finding(self) -> str | None:
-        """The sentence with which this process ends where it waits for what will never come."""
+        """Return the sentence with which this process ends if it waits for a missing process; None if it does not."""
         now, problems = time.monotonic(), self._roster.problems()
         self._known = {problem[:2]: self._known.get(problem[:2], now) for problem in problems}
         stood = now - max(self._moved, self._roster.grace_until)
         if self._where.waits and not self._heard and min(stood, self._store_silence()) >= self.patience:
             return self._sentence([self._store_problem()])
-        # The connections of one that has failed break soon, which raises here: better than to end like this.
+        # Connections of a failed process break soon, which raises an exception here: better than to exit.
         delays = {"lost": self.interval, "failed": 2 * self.interval, "follows": 2 * self.interval}
         if self._where.waits:
             delays["left"] = self.patience
@@ -283,10 +286,10 @@ class Heartbeat:
         self._publish()
         self._let_others_hear()
         if self._excused or self._failed_in is not None:
-            return  # the collective has failed in the meantime: its exception is the better end
+            return  # the collective has raised in the meantime, which is better than to exit
         if self.last_duty is not None:
             self.last_duty()
-        flushing = threading.Thread(target=_flush, daemon=True)  # the main thread may hold what this needs
+        flushing = threading.Thread(target=_flush, daemon=True)  # the main thread may hold its locks
         flushing.start()
         flushing.join(_STOP_SECONDS)
         _tell_launcher(sentence)
@@ -294,24 +297,24 @@ class Heartbeat:
             os.write(2, f"{sentence}\n".encode())
         os._exit(1)
 
-    # What both need
+    # Shared by both threads
 
     def _pause(self) -> float:
-        """Seconds until the next beat and look: few while a process is silent, whose end then goes by several steps."""
+        """Return the seconds until the next beat and look: at most one while another process is silent."""
         return min(self.interval, _SUSPICIOUS_SECONDS) if self._roster.silent() else self.interval
 
     def _runs_here(self) -> bool:
-        """Whether there is a thread to talk; a forked child has none."""
+        """Return whether the threads run in this process; a forked child has none."""
         return bool(self._threads) and self._threads[0].is_alive()
 
     def _publish(self) -> None:
-        """Waits until the others can read what this process has to say now, and this one has read them."""
-        count = self._beats + 1  # the exchange under way may have begun before
+        """Wait until an exchange with the store that begins now is complete, for at most two seconds."""
+        count = self._beats + 1  # the current exchange may have begun earlier
         self._wishes.put(None)
         _wait_until(lambda: self._exchanged >= count, _STOP_SECONDS)
 
     def _let_others_hear(self) -> None:
-        """Where rank 0 serves the store, it waits until all others know that it leaves, and why."""
+        """Wait until all others know that rank 0 leaves, if this is rank 0 and it serves the store."""
         if self.rank == 0 and not _agent_serves():
             self._urgent = True
             self._wishes.put(None)
@@ -344,12 +347,12 @@ def _key(rank: int) -> str:
 
 
 def _agent_serves() -> bool:
-    """Whether torchrun's agent serves the store, not rank 0."""
+    """Return whether torchrun's agent serves the store, not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _uncaught_error() -> BaseException | None:
-    """The error by which the interpreter's main program has ended."""
+    """Return the error that ended the interpreter's main program; None without one."""
     return getattr(sys, "last_value", None)
 
 
@@ -367,7 +370,7 @@ def _flush() -> None:
 
 
 def _tell_launcher(sentence: str) -> None:
-    """Writes the error file of torchrun's agent, which prints what stands in it."""
+    """Write the error file of torchrun's agent, which prints its content."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         text = f"{LostProcessError.__name__}: {sentence}"

@@ -1,4 +1,4 @@
-"""`PeerTable`: what a process knows of the others of its run, from the beats that they write."""
+"""`PeerTable`: the state of a run's other processes, from the beats that they write."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _KINDS = ("failed", "gone", "lost", "slow", "follows", "left")
 
 
 class Beat(NamedTuple):
-    """What a process says of itself.
+    """Report of a process about itself.
 
     Attributes:
-        number: How many beats of this process there have been.
-        host: Its machine.
-        namespace: In which numbers of processes mean something.
-        pid: Its number there.
-        place: Where its main thread is.
-        waits: Whether it may wait there for others.
-        idle: Seconds since it last made progress.
-        left: Whether it has left the run.
-        error: By which error it ends.
-        follows: Whether that error says that another process is missing.
-        heard: Whether it knows that rank 0 has left.
-        vouched: How often others have written this beat anew, because they saw the process run.
+        number: Number of beats that the process has written.
+        host: Host name.
+        namespace: PID namespace; 0 if the system has only one.
+        pid: PID in that namespace.
+        place: Code location of the main thread, for people.
+        waits: Whether the main thread may wait there for other processes.
+        idle: Seconds since the last progress.
+        left: Whether the process has left the run.
+        error: The error by which the process ends; empty without one.
+        follows: Whether that error reports that another process is missing.
+        heard: Whether the process knows that rank 0 has left.
+        vouched: Number of times that other processes have renewed this beat, because they saw the process run.
     """
 
     number: int
@@ -47,13 +47,13 @@ class Beat(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A process that others would wait for in vain.
+    """A process that will not join a collective, or only late.
 
     Attributes:
-        rank: Its number.
-        kind: "failed" (by an error of its own), "gone", "lost" (does not answer), "slow", "follows" (ended because
-            of another process) or "left".
-        text: The fact, for people.
+        rank: Rank of the process.
+        kind: "failed" (by its own error), "gone", "lost" (does not answer), "slow", "follows" (ended because of
+            another process) or "left".
+        text: Description for people.
     """
 
     rank: int
@@ -62,7 +62,14 @@ class Problem(NamedTuple):
 
 
 class LastBeat(NamedTuple):
-    """The newest beat of a process (none before the first), when it last changed, and when that was its own doing."""
+    """Newest beat of a process.
+
+    Attributes:
+        raw: The beat as stored; empty before the first.
+        beat: The parsed beat; None before the first.
+        changed: Monotonic time at which the beat last changed, in seconds.
+        spoke: Monotonic time at which the process itself last wrote a beat, in seconds.
+    """
 
     raw: bytes
     beat: Beat | None
@@ -71,18 +78,18 @@ class LastBeat(NamedTuple):
 
 
 class PeerTable:
-    """What a process knows of the others.
+    """State of the run's processes, as this one sees it.
 
-    One thread writes what it reads from the store; others look.
+    One thread updates the table from the store; other threads read it.
 
     Args:
-        rank: Number of this process.
-        patience: Seconds without an answer after which a process is lost.
+        rank: Rank of this process.
+        patience: Seconds without an answer after which a process counts as lost.
 
     Attributes:
-        answered: When the store answered last.
-        grace_until: Until when nobody is blamed for silence or for standing, since this process was stopped itself.
-        seen: The newest beat of each process that this one looks at.
+        answered: Monotonic time of the store's last answer, in seconds.
+        grace_until: Monotonic time before which silence and idleness do not count, since this process was stopped.
+        seen: Newest beat by rank, of the processes that this one observes.
     """
 
     def __init__(self, rank: int, patience: float) -> None:
@@ -92,7 +99,12 @@ class PeerTable:
         self._board: tuple[list[Problem], list[int]] = ([], [])
 
     def take_in(self, beats: dict[int, bytes], board: bytes) -> None:
-        """Notes what the store has answered: beats by rank (empty before the first), and the board of rank 0."""
+        """Update the table with an answer of the store.
+
+        Args:
+            beats: Raw beats by rank; empty bytes before a process's first beat.
+            board: The board that rank 0 publishes; empty before the first.
+        """
         now = self.answered = time.monotonic()
         if board and self.rank != 0:
             problems, silent = json.loads(board)
@@ -105,17 +117,17 @@ class PeerTable:
                 self.seen[rank] = LastBeat(raw, beat, now, old.spoke if same and old else now)
 
     def board(self) -> str:
-        """What rank 0 tells all others: the worst problems, and who has not answered for a while."""
+        """Return the board that rank 0 publishes: the worst problems and the silent ranks."""
         return json.dumps((self.problems()[:8], self.silent()))
 
     def silent(self) -> list[int]:
-        """Other processes that will soon be taken for lost."""
+        """Return the ranks of other processes that have not answered for half of `patience`."""
         late = [rank for rank in self._beats() if self._silence(rank) > self.patience / 2]
         ended = {problem.rank for problem in self.problems() if problem.kind != "lost"} | {self.rank}
         return [rank for rank in dict.fromkeys(late + self._board[1]) if rank not in ended]
 
     def problems(self) -> list[Problem]:
-        """Other processes that are missing, by rank 0's board and what was seen here; the worst first."""
+        """Return the problems of other processes, from rank 0's board and the beats seen here; the worst first."""
         problems = {problem.rank: problem for problem in self._board[0]}
         for rank, beat in self._beats().items():
             if beat.error:
@@ -129,7 +141,10 @@ class PeerTable:
         return _worst_first(problems.values())
 
     def root_causes(self) -> list[Problem]:
-        """Those that have failed or are missing, not those that ended because of them; the system is asked, too."""
+        """Return the processes that failed or are missing, without those that ended because of them.
+
+        The operating system is asked too, about processes of this machine.
+        """
         causes = {problem.rank: problem for problem in self.problems() if problem.kind in ("failed", "lost")}
         for rank, beat in self._beats().items():
             state = "" if rank in causes or rank == self.rank or beat.error or beat.left else state_of(beat)
@@ -139,37 +154,40 @@ class PeerTable:
         return _worst_first(causes.values())
 
     def suspects(self, seconds: float) -> list[Problem]:
-        """While none is known to be missing: who has not answered for `seconds`, else who does not wait, else all."""
+        """Return suspects if no process is known to be missing.
+
+        These are the processes that have not answered for `seconds`, else those that do not wait, else all others.
+        """
         beats = {rank: beat for rank, beat in self._beats().items() if rank != self.rank}
         mute = [self._lost(rank, beat) for rank, beat in beats.items() if self._silence(rank) >= seconds]
         busy = [Problem(rank, "slow", self.account(rank)) for rank in beats if not self._may_wait(rank)]
         return mute or busy or [Problem(rank, "slow", self.account(rank)) for rank in beats]
 
     def standing(self, seconds: float) -> tuple[dict[int, float], list[int]]:
-        """Who has made no progress for `seconds`, with that time, and which of them may be waiting for others."""
+        """Return the idle time of each rank without progress for `seconds`, and those of them that may be waiting."""
         ended = {problem.rank for problem in self.problems()}
         stood = {rank: self._stood(rank) for rank in self._beats() if rank not in ended}
         stood = {rank: time for rank, time in stood.items() if time >= seconds}
         return stood, [rank for rank in stood if self._may_wait(rank)]
 
     def account(self, rank: int) -> str:
-        """Where a process is, and for how long."""
+        """Describe where a process is, and for how long."""
         beat = self._beats()[rank]
         aside = "; it runs, but does not answer" if self._is_mute(rank) else ""
         return f"{_who(rank, beat)} has been for {self._stood(rank):.0f} s in {beat.place}{aside}"
 
     def first(self) -> str:
-        """Rank 0, as far as is known, and whether it is stopped or gone."""
+        """Describe rank 0, and whether it is stopped or gone."""
         beat = self._beats().get(0)
         return "rank 0" if beat is None else f"{_who(0, beat)}{_aside(beat)}"
 
     def first_has_left(self) -> bool:
-        """Whether rank 0 has left, in good order or not."""
+        """Return whether rank 0 has left the run, with or without an error."""
         beat = self._beats().get(0)
         return beat is not None and beat.left
 
     def all_have_heard(self) -> bool:
-        """Whether all others that can answer know that rank 0 has left, or have left themselves."""
+        """Return whether all other processes that can answer have left, or know that rank 0 has."""
         return all(
             rank == self.rank or beat.heard or beat.left or self._silence(rank) > self.patience / 2
             or state_of(beat) in ("gone", "stopped")
@@ -180,11 +198,11 @@ class PeerTable:
         return {rank: seen.beat for rank, seen in list(self.seen.items()) if seen.beat is not None}
 
     def _silence(self, rank: int) -> float:
-        """Seconds without a sign of this process while the store answered."""
+        """Return the seconds without a beat by or for a process, while the store answered."""
         return self.answered - max(self.seen[rank].changed, self.grace_until)
 
     def _own_silence(self, rank: int) -> float:
-        """Seconds without a beat that this process wrote itself, while the store answered."""
+        """Return the seconds without a beat that the process wrote itself, while the store answered."""
         return max(0.0, self.answered - max(self.seen[rank].spoke, self.grace_until))
 
     def _is_mute(self, rank: int) -> bool:
@@ -204,12 +222,12 @@ class PeerTable:
 
 
 def read_beat(raw: bytes) -> Beat | None:
-    """The beat that stands in the store; None before the first."""
+    """Parse a beat of the store; None before the first."""
     return Beat(*json.loads(raw)) if raw else None
 
 
 def machine() -> tuple[str, int]:
-    """Name of this machine, and the namespace in which its numbers of processes mean something (0: there is one)."""
+    """Return this machine's host name and PID namespace; the namespace is 0 on systems without."""
     try:
         return socket.gethostname(), os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -217,14 +235,14 @@ def machine() -> tuple[str, int]:
 
 
 def state_of(beat: Beat) -> str:
-    """What the system says of a process: "runs", "stopped" or "gone"; "" where it does not say."""
+    """Return the system's state of a process: "runs", "stopped" or "gone"; "" if it is not visible from here."""
     if (beat.host, beat.namespace) != machine():
         return ""
     try:
         status = psutil.Process(beat.pid).status()
     except psutil.NoSuchProcess:
         return "gone"
-    except psutil.Error:  # it is hidden from this process
+    except psutil.Error:  # hidden from this process
         return ""
     if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
         return "gone"

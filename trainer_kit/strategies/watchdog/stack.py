@@ -1,4 +1,4 @@
-"""Where a thread of this process is, as another thread sees it."""
+"""The code location of a thread, as another thread sees it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _SAVING = os.path.join(_PACKAGE, "checkpoint", "format", "")
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _PARTS = (("distributed",), ("autograd",), ("nn", "parallel"))
 _WAITS_IN = (_STRATEGIES, *(os.path.join(_TORCH, *part, "") for part in _PARTS))
-# What is installed lies below the standard library.
+# Installed packages are in a folder of the standard library.
 _LIBRARIES = (_TORCH, os.path.join(os.path.dirname(os.__file__), ""), "<frozen")
 
 
 class StackLocation(NamedTuple):
-    """Where a thread is.
+    """Code location of a thread.
 
     Attributes:
-        place: The function and who called it, for people.
+        place: The function and its caller, for people.
         waits: Whether it is in a collective or a backward pass, where it may wait for other processes.
-        inside: Whether it is in a call of the engine that may wait for a GPU, which may itself wait for other
-            processes; saving is none.
+        inside: Whether it is in a call of trainer_kit or torch that may wait for a GPU, which in turn may wait for
+            other processes. Saving does not count.
     """
 
     place: str = "a place not known"
@@ -41,15 +41,15 @@ class _Frame(NamedTuple):
 
 
 def locate(frame: FrameType | None, error: BaseException | None = None, hidden: str = "") -> StackLocation:
-    """Where a thread is, or was when it raised an error.
+    """Return where a thread is, or was when it raised an error.
 
     Args:
-        frame: The thread's innermost frame.
-        error: What was raised in a call of it.
-        hidden: A file whose frames do not count.
+        frame: The thread's innermost frame; None if the thread has ended.
+        error: The error raised below that frame; None: the thread's present location.
+        hidden: A file whose frames are ignored.
     """
     inner = list(walk_tb(error.__traceback__)) if error is not None else []
-    outer = list(walk_stack(frame)) if frame is not None else []  # None would be the caller of this function
+    outer = list(walk_stack(frame)) if frame is not None else []  # None would mean the caller
     frames = [
         _Frame(each.f_code.co_filename, each.f_code.co_name, line)
         for each, line in inner[::-1] + outer
@@ -66,7 +66,7 @@ def locate(frame: FrameType | None, error: BaseException | None = None, hidden: 
 
 
 def _described(frames: list[_Frame], waits: bool) -> str:
-    """Like "backward, called in _pass (trainer_kit/loop/train_step.py:201)", or "__getitem__ (project/data.py:12)"."""
+    """Describe frames: "backward, called in _pass (trainer_kit/loop/train_step.py:201)" or "f (project/data.py:12)"."""
     shown = 0
     if waits:
         public = [

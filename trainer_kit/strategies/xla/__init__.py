@@ -1,1 +1,1 @@
-"""TPUs and other XLA devices."""
+"""Training on TPUs and other XLA devices."""

@@ -1,4 +1,4 @@
-"""`XLACollectives`: hosts that run in lockstep, as one process to the loop."""
+"""`XLACollectives`: collectives of hosts that run in lockstep, as one process to the loop."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 
 class XLACollectives(ProcessCollectives):
-    """Every host is rank 0 of 1, and reads whole batches; host 0 alone writes.
+    """Collectives in which each host is rank 0 of 1 and reads whole batches; only host 0 writes.
 
     Args:
-        group: The hosts.
+        group: The process group of the hosts.
 
     Attributes:
-        division: How tensors are divided over the devices; None with one device.
+        division: Sharding of tensors over the devices; None with one device.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -36,24 +36,24 @@ class XLACollectives(ProcessCollectives):
         return self.group.place.rank == 0
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        return tensor  # what is computed is of all devices
+        return tensor  # SPMD computes over all devices
 
     def all_reduce_ints(self, numbers: Sequence[int]) -> Sequence[int]:
-        # Counts are the same on all hosts; a request may be one host's.
+        # Counts agree on all hosts; a request may come from one host.
         return numbers if self.is_alone else [max(column) for column in zip(*self._gathered([*numbers]), strict=True)]
 
     def read_scalars(self, scalars: Sequence[torch.Tensor], summed: bool = False) -> list[float]:
-        # Not stacked, which would be one more graph for each number of them.
+        # Not stacked, which would compile one more graph for each number of scalars.
         return [scalar.item() for scalar in importlib.import_module("torch_xla")._XLAC._xla_get_cpu_tensors([*scalars])]
 
     def unshard(self, outputs: Any) -> Any:
         return outputs if self.division is None else map_tensors(self.division.mark_whole, outputs)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor whole on each device: reading one that is divided would be compiled each time."""
+        """Return the full tensor on each device: reading a sharded one compiles a computation each time."""
         if self.division is None or tensor.ndim == 0:
             return tensor
-        # A tensor of its own: this one keeps how it is divided.
+        # A new tensor: the given one keeps its sharding.
         return self.division.mark_whole(torch.stack([tensor.detach()])[0])
 
     def gather_object(self, value: T) -> list[T]:

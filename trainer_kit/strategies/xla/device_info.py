@@ -18,10 +18,10 @@ class XLADeviceInfo(DeviceInfo):
     """The XLA devices of this host.
 
     Args:
-        device: All of them, as one program uses them.
+        device: The XLA device, which stands for all devices of the program.
 
     Attributes:
-        division: How tensors are divided over them; None where each is whole on the host's devices.
+        division: Sharding of tensors over the devices; None if the host's devices hold full tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class XLADeviceInfo(DeviceInfo):
         self.division: Division | None = None
 
     def memory(self) -> dict[str, Any]:
-        """Return `memory_gib` in use on the first device and `peak_memory_gib`, as far as the device reports them."""
+        """Return `memory_gib` in use on the first device and `peak_memory_gib`, or `NOT_REPORTED` for both."""
         try:
             info = self._model().get_memory_info(self.device)
         except RuntimeError:
@@ -37,7 +37,7 @@ class XLADeviceInfo(DeviceInfo):
         return {"memory_gib": info["bytes_used"] / GIB, "peak_memory_gib": info["peak_bytes_used"] / GIB}
 
     def empty_cache(self) -> None:
-        """Do nothing: there is no cache."""
+        """Do nothing, since XLA has no cache to empty."""
 
     def rng_state(self) -> int:
         state: int = self._model().get_rng_state(str(self.device))
@@ -52,7 +52,7 @@ class XLADeviceInfo(DeviceInfo):
         return (data[0], data[1] / 1e9) if data is not None else (0, 0.0)
 
     def traced_scalar(self, number: Any) -> Any:
-        """Return a number in a tensor that is sent; a Python number of 0 or 1 would be a constant of another graph."""
+        """Return the number in a tensor on the device; XLA compiles a Python number such as 0 or 1 as a constant."""
         if isinstance(number, torch.Tensor):
             return number
         return self._model().send_cpu_data_to_device([torch.tensor(number)], self.device)[0]
@@ -60,7 +60,7 @@ class XLADeviceInfo(DeviceInfo):
     def mark_step(self) -> None:
         state = self.rng_state()
         importlib.import_module("torch_xla").sync()
-        self.set_rng_state(state)  # it changes that, so that random numbers would depend on how often it is called
+        self.set_rng_state(state)  # sync() changes it, so random numbers would depend on the number of calls
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.division is None or tensor.device.type != "xla":

@@ -1,4 +1,4 @@
-"""How tensors are divided over a mesh of XLA devices, and put together again."""
+"""Sharding of tensors over a mesh of XLA devices."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ from typing import Any
 import torch
 
 BATCH_AXES = ("data", "fsdp")
-"""Axes that a mesh may have; batches are divided over all of them."""
+"""Axes that a mesh may have; batches are sharded over all of them."""
 
 _LEAST_RATE = 1e-30
-"""In place of a learning rate of 0."""
+"""Value used in place of a learning rate of 0."""
 
 
 def check_axes(mesh: Any, fsdp: bool) -> None:
-    """Refuses a mesh that batches, or parameters, cannot be divided over.
+    """Check the axes of a mesh.
+
+    Args:
+        mesh: A mesh, or sizes by axis; None: all devices on one axis.
+        fsdp: Whether parameters are sharded too, which needs the axis "fsdp".
 
     Raises:
-        TypeError: If it is none.
-        ValueError: If it has other axes, naming them.
+        TypeError: If `mesh` is neither a mesh nor a mapping.
+        ValueError: If its axes are not allowed, or "fsdp" is missing; the message names them.
     """
     if mesh is None:
         return
@@ -34,19 +38,19 @@ def check_axes(mesh: Any, fsdp: bool) -> None:
 
 
 class Division:
-    """Divides tensors over the axes of a mesh.
+    """Sharding of tensors over the axes of a mesh.
 
     Args:
         mesh: A `torch_xla.distributed.spmd.Mesh`, or sizes by axis; None: all devices on one axis.
-        count: Devices.
-        axis: The name of that one axis.
+        count: Number of devices.
+        axis: Name of the axis if `mesh` is None.
 
     Attributes:
         mesh: The mesh.
-        parts: How many a batch is divided into.
+        parts: Number of shards of a batch.
 
     Raises:
-        ValueError: If the mesh has another number of devices.
+        ValueError: If the sizes by axis do not multiply to `count`.
     """
 
     def __init__(self, mesh: Any, count: int, axis: str) -> None:
@@ -63,7 +67,7 @@ class Division:
         self._specs: dict[int, Any] = {}
 
     def along_samples(self, tensor: torch.Tensor) -> Any:
-        """The `ShardingSpec` of a batch's tensor; None for one that stays whole since its samples do not divide."""
+        """Return the `ShardingSpec` of a batch's tensor; None if its number of samples is not divisible by `parts`."""
         if tensor.ndim == 0 or tensor.shape[0] % self.parts:
             return None
         if tensor.ndim not in self._specs:
@@ -74,25 +78,25 @@ class Division:
         return (self._axes if len(self._axes) > 1 else self._axes[0], *[None] * (dimensions - 1))
 
     def mark_samples(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Tells the compiler that an output is divided along its samples."""
+        """Mark an output as sharded along its samples, for the compiler."""
         if self.along_samples(tensor) is not None:
             self._spmd.mark_sharding(tensor, self.mesh, self._samples(tensor.ndim))
         return tensor
 
     def mark_whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Lets the graph itself put an output together; reading a divided one compiles a computation each time."""
+        """Mark an output as replicated, so that reading it compiles no further computation."""
         self._spmd.mark_sharding(tensor, self.mesh, (None,) * tensor.ndim)
         return tensor
 
     def mark_longest(self, tensor: torch.Tensor) -> None:
-        """Divides an optimizer's tensor along its longest dimension, as FSDPv2 divides the parameter."""
+        """Shard an optimizer's tensor along its longest dimension, as FSDPv2 shards the parameter."""
         longest = tensor.shape.index(max(tensor.shape))
         spec = tuple("fsdp" if dimension == longest else None for dimension in range(tensor.ndim))
         self._spmd.mark_sharding(tensor, self.mesh, spec)
 
     def joined(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of this host's devices on the host, put together from their parts."""
-        # `.cpu()` of a divided tensor compiles a computation each time.
+        """Return a full copy on the host of a tensor that is sharded over this host's devices."""
+        # `.cpu()` of a sharded tensor compiles a computation each time.
         divided = self._spmd.wrap_if_sharded(tensor)
         if not hasattr(divided, "local_shards"):
             return tensor.cpu()

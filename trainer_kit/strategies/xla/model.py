@@ -1,4 +1,4 @@
-"""What XLA needs of a model and its process: tied parameters, other dtypes, masks that are traced, threads."""
+"""Preparation of a model and its process for XLA: tied parameters, dtypes, traced masks and threads."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 DOWNCAST = {torch.float32: torch.bfloat16, torch.float64: torch.float32}
-"""What XLA_DOWNCAST_BF16 stood for: float to bfloat16, double to float32."""
+"""Dtypes that `downcast_bf16` casts, as XLA_DOWNCAST_BF16 did."""
 
 
 def names_by_parameter(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
-    """All names of each parameter; tied ones have several."""
+    """Return all names of each parameter; tied parameters have several."""
     names: dict[torch.nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -21,7 +21,12 @@ def names_by_parameter(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[
 
 
 def tie_again(model: torch.nn.Module, groups: Iterable[list[str]]) -> None:
-    """Makes parameters one again that were moved one by one."""
+    """Tie parameters again that were tied before a move.
+
+    Args:
+        model: The moved model, changed in place.
+        groups: Names of each parameter; the first one's parameter replaces those of the others.
+    """
     for first, *others in groups:
         parameter = model.get_parameter(first)
         for name in others:
@@ -30,16 +35,16 @@ def tie_again(model: torch.nn.Module, groups: Iterable[list[str]]) -> None:
 
 
 def downcast_module(model: torch.nn.Module) -> torch.nn.Module:
-    """Casts a model's parameters and buffers in place."""
+    """Cast a model's parameters and buffers in place as `DOWNCAST` says, and return the model."""
     casted: torch.nn.Module = model._apply(lambda tensor: tensor.to(DOWNCAST.get(tensor.dtype, tensor.dtype)))
     return casted
 
 
 def let_transformers_trace() -> None:
-    """Tells transformers that what happens to XLA's tensors is traced.
+    """Make transformers treat XLA's tensors as traced.
 
-    In other cases its models read in each forward pass whether the mask of a batch leaves anything out, for which the
-    loop would wait for the device, and go another way where it does not, which would be a graph of its own.
+    Otherwise its models read in each forward pass whether the attention mask is all ones. That would wait for the
+    device, and the result would select between two graphs.
     """
     masking: Any = sys.modules.get("transformers.masking_utils")
     known = getattr(masking, "is_tracing", None)
@@ -54,8 +59,8 @@ def let_transformers_trace() -> None:
 
 
 def renew_threads() -> None:
-    """Makes torch's pool of threads, which a forked process does when it first needs one.
+    """Create torch's thread pool, which a forked process would do at first use.
 
-    The threads of XLA's backward() would do so all at once, and end the process.
+    XLA's backward threads would create it at the same time, which crashes the process.
     """
     torch.set_num_threads(torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""An optimizer's step on XLA, in one and the same graph whatever the numbers it computes with."""
+"""Optimizer steps on XLA that reuse one graph for all learning rates."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ from collections.abc import Callable, Iterator
 import torch
 
 _LEAST = 1e-30
-"""In place of a learning rate of 0, by which some formulas divide; it changes no weight."""
+"""Value used in place of a learning rate of 0, by which some formulas divide; it changes no weight."""
 
 
 def computes_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it can keep all numbers of its step on the device, which torch calls capturable (Adam, AdamW, …)."""
+    """Return whether the optimizer can keep all numbers of its step on the device (torch's `capturable`)."""
     return all("capturable" in group for group in optimizer.param_groups)
 
 
 @contextlib.contextmanager
 def varying_rates(optimizer: torch.optim.Optimizer, operand: Callable[[float], torch.Tensor]) -> Iterator[None]:
-    """Lets learning rates, and what follows from them, vary without another graph; schedules go on with numbers.
+    """Let learning rates vary in the enclosed step without a new graph; afterwards they are plain numbers again.
 
-    XLA takes a Python number of 0 or 1 for a constant, and equal ones for one, be they a model's epsilon. AdamW
-    computes with 1 - lr * weight_decay, which is 1 for small rates, and with 1 - beta2**step, which comes to be 1: so
-    its numbers are kept on the device. For other optimizers a rate a 2**22nd larger is hardly ever such a number.
+    XLA compiles a Python number of 0 or 1 as a constant, and merges equal numbers, such as a rate and an epsilon.
+    AdamW's 1 - lr * weight_decay and 1 - beta2**step may equal 1, so that capturable optimizers keep their numbers on
+    the device. For other optimizers the rate is multiplied by 1 + 2**-22, which rarely equals another number.
+
+    Args:
+        optimizer: Optimizer whose step is enclosed.
+        operand: Returns a number as a tensor on the device.
     """
     before = [{name: group[name] for name in ("lr", "capturable") if name in group} for group in optimizer.param_groups]
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""`XLASession`: hosts in lockstep exit together."""
+"""`XLASession`: the session of hosts that run in lockstep."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from trainer_kit.strategies.process_session import ProcessSession
 
 
 class XLASession(ProcessSession):
-    """A session in which no host breaks off alone: the loop agrees on it after the step."""
+    """A session in which no host exits alone: the hosts agree on it after the step."""
 
     @property
     def is_preempted(self) -> bool:

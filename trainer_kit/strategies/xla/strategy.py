@@ -1,4 +1,4 @@
-"""TPUs and other devices that PyTorch/XLA compiles for: one process a host drives all of its devices by SPMD."""
+"""`XLA`: SPMD on TPUs and other PyTorch/XLA devices; one process drives all devices of a host."""
 
 from __future__ import annotations
 
@@ -42,26 +42,26 @@ _HOST_PATIENCE = 60.0
 
 
 class XLA(Strategy):
-    """Trains on all XLA devices, as one program over a mesh of them (SPMD).
+    """One SPMD program over a mesh of all XLA devices.
 
-    Computations are recorded and compiled for each new shape of a batch; the loop hands over one graph a micro-batch.
+    XLA records computations and compiles them for each new batch shape; the loop runs one graph for each micro-batch.
     A batch has `per_device_train_batch_size` samples for each device, and each device computes its share.
 
-    On several hosts (a TPU pod) each runs the same script in one process. All hosts read whole batches and go through
-    the same steps, each sends its devices their share, and host 0 alone writes: to the loop they are one process.
+    On several hosts (a TPU pod), each host runs the same script in one process. All hosts read whole batches and take
+    the same steps. Each host sends its devices their share, and only host 0 writes. To the loop they are one process.
 
     Args:
         mesh: Devices by axis, for example {"data": 2, "fsdp": 4}, or a `torch_xla.distributed.spmd.Mesh`. Batches are
-            divided over its axes "data" and "fsdp". None: all devices on one axis.
-        fsdp: Parameters and optimizer are divided over the axis "fsdp" too
-            (`torch_xla.experimental.spmd_fully_sharded_data_parallel`), which saves memory.
-        downcast_bf16: The model and its batches are cast: float32 to bfloat16, float64 to float32. Losses and metrics
-            are reported in float32.
+            sharded over its axes "data" and "fsdp". None: all devices on one axis.
+        fsdp: Whether parameters and optimizer states are sharded over the axis "fsdp" too, to save memory
+            (`torch_xla.experimental.spmd_fully_sharded_data_parallel`).
+        downcast_bf16: Whether the model and its batches are cast from float32 to bfloat16 and from float64 to float32.
+            Losses and metrics are reported in float32.
         precision: See `Strategy`.
 
     Raises:
-        TypeError: If `mesh` is none.
-        ValueError: If the mesh has other axes, or with `fsdp` on several hosts.
+        TypeError: If `mesh` is neither a mesh nor a mapping.
+        ValueError: If the axes of the mesh are not allowed, or `fsdp` is set on several hosts.
     """
 
     static_shapes = True
@@ -89,16 +89,17 @@ class XLA(Strategy):
                 f"fsdp=True is for one host, but this run has {self.group.place.world_size}: a model that is divided "
                 "over hosts cannot be saved yet; use fsdp=False"
             )
-        self._moved: Any = WeakIdKeyDictionary()  # parameters by what they were on the host, while somebody keeps that
+        self._moved: Any = WeakIdKeyDictionary()  # device parameters by host parameter
         self._followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._division: Division | None = None  # None with one device
 
     def setup(self) -> None:
-        """Takes the devices.
+        """Initialize the devices and join the process group.
 
         Raises:
-            ImportError: If torch_xla is missing, or of another version than torch.
-            ValueError: If other processes were started for the same devices, or the mesh does not fit the devices.
+            ImportError: If torch_xla is missing or does not match the version of torch.
+            ValueError: If XLA finds no device, other processes were started for the same devices, or the mesh does not
+                fit the devices.
         """
         environment.check_drives_machine_alone()
         renew_threads()
@@ -130,7 +131,7 @@ class XLA(Strategy):
         self.device_info.division = self._division if self.group.is_alone else None
         super().setup()
         self.group.join(self.device, (socket.gethostname(), str(self.device)))
-        # As torch.manual_seed gives it to other devices.
+        # As torch.manual_seed seeds other devices.
         self.device_info.set_rng_state(self.collectives.broadcast(torch.initial_seed()))
         if self.precision is not None and self.precision.mode == "fp16":
             warn(
@@ -140,7 +141,7 @@ class XLA(Strategy):
         logger.info("%d XLA device%s (%s)", count, "s" * (count > 1), runtime.device_type())
 
     def _count_devices(self, runtime: Any) -> int:
-        """The devices of the run, all hosts' together."""
+        """Return the number of devices of all hosts."""
         if runtime.world_size() > 1:
             raise ValueError(
                 f"torch_xla.launch started {runtime.world_size()} replicas, each of which would train by itself; call "
@@ -190,7 +191,7 @@ class XLA(Strategy):
 
     def enable_activation_checkpointing(self, model: torch.nn.Module) -> None:
         super().enable_activation_checkpointing(model)
-        # torch's own function knows no generator of XLA, and the compiler would find the recomputation needless.
+        # torch's own function ignores XLA's generator, and the compiler would remove the recomputation.
         recompute = _module("torch_xla.utils.checkpoint").checkpoint
         for module in model.modules():
             if hasattr(module, "_gradient_checkpointing_func"):  # of transformers
@@ -225,7 +226,7 @@ class XLA(Strategy):
         return [self._moved.get(parameter, parameter) for parameter in parameters]
 
     def _place_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Brings an optimizer's state to where a step expects it, divided as its parameter is."""
+        """Move an optimizer's state to where a step expects it, sharded like its parameter."""
         for parameter, state in optimizer.state.items():
             for name, value in state.items():
                 if not isinstance(value, torch.Tensor) or (name == "step" and not computes_on_device(optimizer)):
@@ -238,7 +239,7 @@ class XLA(Strategy):
     # Step
 
     def prepare_loader(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Sends each batch while the one before it is worked on."""
+        """Return an iterator that sends each batch to the devices while the previous one is in use."""
         waiting: Any = None
         for item in batches:
             item.batch = self._sent(item.batch)
@@ -253,10 +254,7 @@ class XLA(Strategy):
         return self._sent(batch)
 
     def _sent(self, batch: Any) -> Any:
-        """The batch with its tensors on the devices: those that are divided alike are sent together.
-
-        An object that moves by itself (graphs) is whole on each device, in its own dtypes.
-        """
+        """Return the batch on the devices; objects with their own `to` (graphs) are replicated, in their own dtypes."""
         waiting: dict[int, tuple[Any, list[torch.Tensor]]] = {}
         for tensor in tensors(batch):
             if tensor.device.type != "xla":
@@ -295,20 +293,20 @@ class XLA(Strategy):
             ) from error
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Frees the gradients, then lets the device begin: so they are no results of the step that it would keep."""
+        """Free the gradients before the step's graph runs, so that the graph does not keep them as outputs."""
         super().zero_grad(optimizer)
         self.device_info.mark_step()
 
     def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        # Parameters themselves: on XLA only the objects tell which are tied.
+        # The parameters themselves: on XLA only object identity shows which are tied.
         return without_wrappers(self.unwrap(model)).state_dict(keep_vars=True)
 
 
 def import_torch_xla() -> Any:
-    """The module torch_xla.
+    """Import and return torch_xla.
 
     Raises:
-        ImportError: If torch_xla is missing, or of another version than torch.
+        ImportError: If torch_xla is missing or does not match the version of torch.
     """
     handlers = [*logging.root.handlers]
     try:
@@ -319,11 +317,11 @@ def import_torch_xla() -> Any:
             "with pip install 'torch~=2.9.0' 'torch-xla[tpu]~=2.9.0'"
         ) from error
     finally:
-        logging.root.handlers[:] = handlers  # its import sets up the program's logging, which is not its matter
+        logging.root.handlers[:] = handlers  # its import adds handlers to the root logger
 
 
 def seed_devices(value: int) -> None:
-    """Seeds the generator of the devices, which torch.manual_seed does not reach, if this process has taken them."""
+    """Seed the devices' generator, which torch.manual_seed does not reach, if XLA is initialized in this process."""
     if _module("torch_xla")._XLAC._xla_runtime_is_initialized():
         _module("torch_xla").manual_seed(value)
 
