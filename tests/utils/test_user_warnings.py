@@ -30,7 +30,7 @@ def test_all_warnings_of_the_package_go_this_way() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("warnings.warn", "warnings.warn_explicit")
     ]
-    assert {call.partition(":")[0] for call in calls} == {"cautions.py"}, calls
+    assert {call.partition(":")[0] for call in calls} == {"utils/user_warnings.py"}, calls
 
 
 def test_a_warning_names_the_users_line(tmp_path: Path) -> None:

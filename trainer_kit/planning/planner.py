@@ -22,7 +22,7 @@ from trainer_kit.loop.evaluation import EvalPrediction
 from trainer_kit.loop.metrics import Metric
 from trainer_kit.loss.loss import ComputeLoss
 from trainer_kit.optim import check_optimizer, make_optimizer
-from trainer_kit.planning import checks as cautions
+from trainer_kit.planning import checks
 from trainer_kit.planning import sections as facts
 from trainer_kit.planning.batches import First, batch_warnings, look_at_first
 from trainer_kit.planning.cost import CostSection
@@ -144,18 +144,18 @@ class _Rehearsal:
         if cadence.evaluations:
             self.problems += evaluation.problems(self.reading)
         warnings = [
-            *cautions.start_warnings(start, run),
-            *cautions.layout_warnings(data, self.loader.layout, run),
+            *checks.start_warnings(start, run),
+            *checks.layout_warnings(data, self.loader.layout, run),
             *batch_warnings(first, model),
             *_of_trial(trial, first, self.stage),
             *model_warnings(args, model, run.optimizer),
-            *cautions.tied_note(model),
+            *checks.tied_note(model),
             *(rates.warnings() if rates else ()),
-            *cautions.cadence_warnings(cadence, steps),
+            *checks.cadence_warnings(cadence, steps),
             *evaluation.warnings,
-            *(cautions.storage_warnings(storage) if storage else ()),
+            *(checks.storage_warnings(storage) if storage else ()),
             *cost.warnings(),
-            *cautions.hardware_warnings(hardware),
+            *checks.hardware_warnings(hardware),
         ]
         if rates is not None and rates.error is not None:
             self.problems.append(rates.error)
