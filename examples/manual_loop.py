@@ -98,9 +98,8 @@ def train(options: argparse.Namespace) -> dict[str, float]:
             if accelerator.sync_gradients and schedule.last_epoch % CHECKPOINT_STEPS == 0:
                 accelerator.save_state()
         share = accuracy(accelerator, model, test_loader)
-        mean = (
-            float(accelerator.reduce(torch.stack(losses).mean(), "mean")) if losses else math.nan
-        )  # the epoch was complete
+        # Without losses, the epoch was already complete.
+        mean = float(accelerator.reduce(torch.stack(losses).mean(), "mean")) if losses else math.nan
         accelerator.print(f"epoch {epoch}: loss {mean:.3f}, test accuracy {share:.2%}")
         accelerator.log({"loss": mean, "accuracy": share, "learning_rate": schedule.get_last_lr()[0]}, step=epoch)
     accelerator.save_model(model, f"{options.output_dir}/model")

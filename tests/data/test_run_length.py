@@ -123,10 +123,8 @@ def test_another_layout_after_a_resume_changes_only_the_steps_left() -> None:
 def test_steps_passed_over_are_none() -> None:
     run = make_run(64, 8, num_train_epochs=2.5)
     plan = plan_of(run, passed_over=[(0, 8, 24), (2, 0, 32), (7, 0, 8)])
-    assert (plan.last_step, plan.schedule_length) == (
-        6 + 8 + 2,
-        16,
-    )  # two steps are half of what the third epoch has left
+    # Two steps are half of what the third epoch has left.
+    assert (plan.last_step, plan.schedule_length) == (6 + 8 + 2, 16)
 
 
 def test_max_steps_comes_first_and_counts_steps_of_any_layout() -> None:

@@ -192,9 +192,8 @@ def test_what_is_not_passed_over_comes_exactly_once_however_the_layout_changes(
             assert slot.window_start <= slot.start < slot.window_stop
         for step in steps[:taken]:
             assert step.start >= position
-            assert (
-                len(step.indices) == step.stop - step.start <= layout.global_batch_size
-            )  # nothing is left out inside a step
+            # Nothing is left out inside a step.
+            assert len(step.indices) == step.stop - step.start <= layout.global_batch_size
             found += step.indices
             position = step.stop
     assert sorted(found) == sorted(order[expected].tolist())

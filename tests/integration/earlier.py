@@ -2,8 +2,8 @@
 
 To save one again, with the version that is to be the earlier one::
 
-    ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE python tests/integration/earlier.py FOLDER 8
-    ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE python tests/integration/earlier.py FOLDER 16
+    PYTHONPATH=tests ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE python tests/integration/earlier.py FOLDER 8
+    PYTHONPATH=tests ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE python tests/integration/earlier.py FOLDER 16
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import sys
 from typing import Any
 
 import torch
-import xxhash
+from scenarios.task import StopAt, checksum
 from torch.utils.data import Dataset
 
-from trainer_kit import Callback, Trainer, TrainingArguments
+from trainer_kit import Trainer, TrainingArguments
 from trainer_kit.callbacks import EMA
 
 
@@ -48,17 +48,6 @@ class Net(torch.nn.Module):
         return {"loss": (self.head(self.dropout(hidden)).squeeze(-1) - labels).square().mean()}
 
 
-class StopAt(Callback):
-    """Asks for a checkpoint and the end."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, run: Any) -> None:
-        if run.state.step == self.step:
-            run.requests.save = run.requests.stop = True
-
-
 def main(output_dir: str, last_step: int) -> str:
     """Trains, from a checkpoint where there is one; returns a checksum of the weights and of what is saved."""
     torch.set_num_threads(1)
@@ -73,23 +62,8 @@ def main(output_dir: str, last_step: int) -> str:
     trainer = Trainer(Net(), args, Points(), Points(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.run.optimizer is not None
-    checksum = xxhash.xxh3_64()
-
-    def add(tree: Any) -> None:
-        if isinstance(tree, dict):
-            for key in tree:
-                checksum.update(str(key).encode())
-                add(tree[key])
-        elif isinstance(tree, (list, tuple)):
-            for value in tree:
-                add(value)
-        elif isinstance(tree, torch.Tensor):
-            checksum.update(tree.detach().contiguous().numpy().tobytes())
-        else:
-            checksum.update(repr(tree).encode())
-
-    add([trainer.run.model.state_dict(), trainer.run.optimizer.state_dict(), trainer.events.state_dict()["EMA"]])
-    return checksum.hexdigest()
+    model, optimizer = trainer.run.model.state_dict(), trainer.run.optimizer.state_dict()
+    return checksum(model, optimizer, trainer.events.state_dict()["EMA"])
 
 
 if __name__ == "__main__":

@@ -122,9 +122,8 @@ def test_a_restart_finds_lost_work_and_the_time_it_was_down(tmp_path: Path, deat
         os.utime(tmp_path / "checkpoint-3")
     slow = Slow()
     figures = Trainer(Sleepy(), arguments(tmp_path), Rows(30), Rows(4), callbacks=[slow]).train(True).metrics
-    assert (
-        figures["seconds/lost"] >= deaths * 2 * 4 * NAP
-    )  # two steps: two rows each, the forward pass and the callback
+    # Two steps: two rows each, the forward pass and the callback.
+    assert figures["seconds/lost"] >= deaths * 2 * 4 * NAP
     assert figures["seconds/down"] >= deaths * 15 * NAP
     assert adds_up(figures["wall_seconds"], slow.ended - began)
     for name, naps in {"data": 12, "forward": 6, "callback/Slow": 6, "evaluation": 2 * 4, "saving": 5}.items():

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from scenarios import task
 
 from trainer_kit import Callback, Run, Trainer, TrainingArguments
@@ -79,32 +78,11 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     )
     output = trainer.train(resume_from_checkpoint=True)
     assert trainer.run.optimizer is not None
-    state = [trainer.run.model.state_dict(), trainer.run.optimizer.state_dict()]
+    state = task.checksum(trainer.run.model.state_dict(), trainer.run.optimizer.state_dict())
     return {
-        "rank": strategy.rank, "step": output.global_step, "loss": output.training_loss, "state": digest(state),
+        "rank": strategy.rank, "step": output.global_step, "loss": output.training_loss, "state": state,
         "weights": torch.nn.utils.parameters_to_vector(model.parameters()).tolist(),
     }  # fmt: skip
-
-
-def digest(tree: Any) -> str:
-    """A checksum that is equal only where every bit is."""
-    checksum = xxhash.xxh3_64()
-
-    def add(value: Any) -> None:
-        if isinstance(value, dict):
-            for key, each in value.items():
-                checksum.update(str(key).encode())
-                add(each)
-        elif isinstance(value, (list, tuple)):
-            for each in value:
-                add(each)
-        elif isinstance(value, torch.Tensor):
-            checksum.update(value.detach().contiguous().numpy().tobytes())
-        else:
-            checksum.update(repr(value).encode())
-
-    add(tree)
-    return checksum.hexdigest()
 
 
 if __name__ == "__main__":

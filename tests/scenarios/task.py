@@ -150,28 +150,33 @@ def logged_losses(output_dir: Path) -> list[tuple[int, float, float]]:
     ]
 
 
-def digest(trainer: Trainer) -> str:
-    """A checksum of weights, buffers, optimizer, EMA and logged losses: equal only where every bit is."""
-    checksum = xxhash.xxh3_64()
-    assert trainer.run.optimizer is not None
-    model, optimizer = trainer.run.model.state_dict(), trainer.run.optimizer.state_dict()
+def checksum(*trees: Any) -> str:
+    """A checksum of nested states that is equal only where every bit is."""
+    found = xxhash.xxh3_64()
 
     def add(tree: Any) -> None:
         if isinstance(tree, dict):
-            for key in tree:
-                checksum.update(str(key).encode())
-                add(tree[key])
+            for key, value in tree.items():
+                found.update(str(key).encode())
+                add(value)
         elif isinstance(tree, (list, tuple)):
             for value in tree:
                 add(value)
         elif isinstance(tree, torch.Tensor):
-            checksum.update(tree.detach().cpu().contiguous().numpy().tobytes())
+            found.update(tree.detach().cpu().contiguous().numpy().tobytes())
         else:
-            checksum.update(repr(tree).encode())
+            found.update(repr(tree).encode())
 
-    add([model, optimizer, trainer.events.state_dict()["EMA"]])
-    checksum.update(repr(logged_losses(Path(trainer.args.output_dir))).encode())
-    return checksum.hexdigest()
+    add(trees)
+    return found.hexdigest()
+
+
+def digest(trainer: Trainer) -> str:
+    """A checksum of weights, buffers, optimizer, EMA and logged losses."""
+    assert trainer.run.optimizer is not None
+    model, optimizer = trainer.run.model.state_dict(), trainer.run.optimizer.state_dict()
+    ema, losses = trainer.events.state_dict()["EMA"], logged_losses(Path(trainer.args.output_dir))
+    return checksum(model, optimizer, ema, losses)
 
 
 def main() -> None:

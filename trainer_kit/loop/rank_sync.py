@@ -53,9 +53,8 @@ class RankSync:
         """
         run, pending = self.run, self.pending
         asked = run.requests
-        leaves = (
-            asked.exit_code is not None and pending.exit_code is None
-        )  # never cleared: a signal handler may set it at any moment
+        # asked.exit_code is never cleared: a signal handler may set it at any moment.
+        leaves = asked.exit_code is not None and pending.exit_code is None
         flags = [asked.log, asked.evaluate, asked.save, asked.stop, asked.written, leaves]
         for name, flag in zip(_FLAGS, flags, strict=False):
             if flag:

@@ -312,9 +312,8 @@ class TrainingLoop:
         run, by_metric = self.run, isinstance(self.run.lr_scheduler, ReduceLROnPlateau)
         if self.args.metric_for_best_model is None and not by_metric:
             return
-        value = run.strategy.collectives.broadcast(
-            metrics.get(name)
-        )  # a callback may have added it on the main process only
+        # A callback may have added it on the main process only.
+        value = run.strategy.collectives.broadcast(metrics.get(name))
         if not isinstance(value, (int, float)):
             raise ValueError(
                 f"metric_for_best_model={name!r} is not among the numbers that evaluation and callbacks give: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from trainer_kit.planning import render as text
+from trainer_kit.planning import render
 from trainer_kit.planning.sections import (
     Batch,
     Compute,
@@ -63,17 +63,17 @@ class TrainingPlan:
 
     def __str__(self) -> str:
         lines = [
-            *text.data_lines(self.data),
-            *text.batch_lines(self.batch),
-            *text.steps_lines(self.steps, self.start),
-            *text.model_lines(self.model),
-            *text.hardware_lines(self.hardware),
-            *(text.schedule_lines(self.schedule) if self.schedule is not None else []),
-            *text.event_lines(self.events, self.callbacks),
-            *(text.storage_lines(self.storage) if self.storage is not None else []),
-            *text.memory_lines(self.memory),
-            *(text.compute_lines(self.compute) if self.compute is not None else []),
-            *text.bullets("train() would fail", self.problems),
-            *text.bullets("warnings", self.warnings),
+            *render.data_lines(self.data),
+            *render.batch_lines(self.batch),
+            *render.steps_lines(self.steps, self.start),
+            *render.model_lines(self.model),
+            *render.hardware_lines(self.hardware),
+            *(render.schedule_lines(self.schedule) if self.schedule is not None else []),
+            *render.event_lines(self.events, self.callbacks),
+            *(render.storage_lines(self.storage) if self.storage is not None else []),
+            *render.memory_lines(self.memory),
+            *(render.compute_lines(self.compute) if self.compute is not None else []),
+            *render.bullets("train() would fail", self.problems),
+            *render.bullets("warnings", self.warnings),
         ]
         return "\n".join(lines)

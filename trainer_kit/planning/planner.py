@@ -22,8 +22,7 @@ from trainer_kit.loop.evaluation import EvalPrediction
 from trainer_kit.loop.metrics import Metric
 from trainer_kit.loss.loss import ComputeLoss
 from trainer_kit.optim import check_optimizer, make_optimizer
-from trainer_kit.planning import checks
-from trainer_kit.planning import sections as facts
+from trainer_kit.planning import checks, sections
 from trainer_kit.planning.batches import First, batch_warnings, look_at_first
 from trainer_kit.planning.cost import CostSection
 from trainer_kit.planning.dry_strategy import Stage, heard
@@ -194,7 +193,7 @@ class _Rehearsal:
             self.problems.append(str(error))
             return None
 
-    def _storage(self, cadence: Cadence, trial: Trial | None) -> facts.Storage | None:
+    def _storage(self, cadence: Cadence, trial: Trial | None) -> sections.Storage | None:
         if self.run.args.save_strategy == "no":
             return None
         idle = trial.without_gradient if trial is not None else None
@@ -204,18 +203,18 @@ class _Rehearsal:
             self.problems.append(str(error))
             return None
 
-    def _data(self) -> facts.Data:
+    def _data(self) -> sections.Data:
         datasets = self.run.eval_dataset
         if datasets is None:
             datasets = {}
         elif not isinstance(datasets, Mapping):
             datasets = {"": datasets}
         lengths = {str(name): dataset_length(each) for name, each in datasets.items()}
-        return facts.Data(dataset_length(self.run.train_dataset), self.loader.epoch_length or None, lengths)
+        return sections.Data(dataset_length(self.run.train_dataset), self.loader.epoch_length or None, lengths)
 
-    def _batch(self) -> facts.Batch:
+    def _batch(self) -> sections.Batch:
         args, stage = self.run.args, self.stage
-        return facts.Batch(
+        return sections.Batch(
             args.per_device_train_batch_size,
             stage.devices,
             args.gradient_accumulation_steps,
@@ -223,7 +222,7 @@ class _Rehearsal:
             self.loader.layout.global_batch_size,
         )
 
-    def _steps(self) -> facts.StepsSection:
+    def _steps(self) -> sections.StepsSection:
         loader, first, last = self.loader, self.run.state.step, self.steps.last_step
         per_epoch = loader.steps_left(self.run.state.epoch + 1, 0) if loader.epoch_length else None
         epochs = None
@@ -231,7 +230,7 @@ class _Rehearsal:
             epochs = last / per_epoch if self.run.args.max_steps > 0 else self.run.args.num_train_epochs
         rest = loader.epoch_length % loader.layout.global_batch_size
         samples = self._samples(last) if loader.epoch_length else None
-        return facts.StepsSection(first, last, max(0, last - first), samples, per_epoch, epochs, rest or None)
+        return sections.StepsSection(first, last, max(0, last - first), samples, per_epoch, epochs, rest or None)
 
     def _samples(self, last: int) -> int:
         """Return the samples of the remaining steps, without skipped ones."""
@@ -243,7 +242,7 @@ class _Rehearsal:
             left, epoch, position = left - steps, epoch + 1, 0
         return samples
 
-    def _hardware(self) -> facts.Hardware:
+    def _hardware(self) -> sections.Hardware:
         strategy, stage, args = self.strategy, self.stage, self.run.args
         assert strategy.precision is not None
         mode = strategy.precision.mode
@@ -255,7 +254,7 @@ class _Rehearsal:
         reason = strategy.reason
         if stage.world_size != strategy.world_size:
             reason += f"; planned as if {stage.world_size} processes were launched"
-        return facts.Hardware(
+        return sections.Hardware(
             type(strategy).__name__,
             str(strategy.device),
             reason,

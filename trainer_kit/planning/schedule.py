@@ -16,7 +16,7 @@ from trainer_kit.checkpoint import read_state
 from trainer_kit.checkpoint.compatibility import fitting_optimizer_state
 from trainer_kit.data.run_length import RunLength
 from trainer_kit.optim import Schedule, make_scheduler, own_scheduler
-from trainer_kit.planning import sections as facts
+from trainer_kit.planning import sections
 from trainer_kit.planning.dry_strategy import schedule_only
 from trainer_kit.run import Run
 from trainer_kit.utils.optimizer_state import described_groups
@@ -98,12 +98,12 @@ class Rates:
                     )
                     return
 
-    def facts(self) -> facts.ScheduleSection:
+    def facts(self) -> sections.ScheduleSection:
         """Return the plan's section on the learning rate."""
         count = len(self.rates)
         places = range(count) if count <= _POINTS else [round(i * (count - 1) / (_POINTS - 1)) for i in range(_POINTS)]
         points = tuple((self.first + place + 1, self.rates[place]) for place in places)
-        return facts.ScheduleSection(
+        return sections.ScheduleSection(
             optimizer=type(self.run.optimizer).__name__,
             name=self._name(),
             points=points,
