@@ -504,6 +504,7 @@ def test_two_launchers_restart_together_and_end_together(backend: str) -> None:
     finally:
         for machine in machines:
             machine.kill()
+            machine.communicate()
     for output in outputs:
         assert "restart" in output, output
         assert "ValueError: failure 1" in output, output

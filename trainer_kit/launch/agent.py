@@ -124,7 +124,8 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._serve_signals():
             return self._end(goes_on=False)
-        if any(map(self._is_failed, self._exit_codes())):
+        codes = self._exit_codes()  # read once: a rank may fail between two questions
+        if any(self._is_failed(*rank) for rank in codes.items()):
             return self._end_after(self._first_failure())
         news = self._machines.news()
         if news is not None:
@@ -134,7 +135,7 @@ class Agent(LocalElasticAgent):
             if goes_on:
                 self._say(f"{self._summary()}; restart with the other machines")
             return self._end(goes_on)
-        endings = [self._ending(local_rank) for local_rank in self._exit_codes()]
+        endings = [self._ending(*rank) for rank in codes.items()]
         if None in endings:
             return RunResult(state=WorkerState.HEALTHY)
         if any(endings):
@@ -181,15 +182,14 @@ class Agent(LocalElasticAgent):
         assert context._pc is not None
         return {rank: process.exitcode for rank, process in enumerate(context._pc.processes)}
 
-    def _ending(self, local_rank: int) -> int | None:
+    def _ending(self, local_rank: int, code: int | None) -> int | None:
         """Return 0 for a rank that is done, 143 or 130 for one that has left, None for one that still runs."""
-        code = self._exit_codes()[local_rank]
         if code is None and isinstance(self._context, MultiprocessContext):
             return 0 if value_file(self._context.error_files[local_rank]).exists() else None
         return 143 if code is not None and code < 0 else code
 
-    def _is_failed(self, local_rank: int) -> bool:
-        code, error_file = self._exit_codes()[local_rank], self._context.error_files[local_rank]
+    def _is_failed(self, local_rank: int, code: int | None) -> bool:
+        error_file = self._context.error_files[local_rank]
         if code is None:
             return os.path.exists(error_file) and time.time() - os.path.getmtime(error_file) > _HANGING_SECONDS
         if code == 0 and isinstance(self._context, MultiprocessContext):
@@ -211,7 +211,7 @@ class Agent(LocalElasticAgent):
         failures = [
             read_failure(worker.global_rank, code, context.error_files[rank], context.stderrs[rank])
             for worker, (rank, code) in zip(self._worker_group.workers, sorted(codes.items()), strict=True)
-            if self._is_failed(rank) or (code is None and os.path.exists(context.error_files[rank]))
+            if self._is_failed(rank, code) or (code is None and os.path.exists(context.error_files[rank]))
         ]
         self._close(signal.SIGTERM)
         if any(map(self._was_told, codes.values())):
