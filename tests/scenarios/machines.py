@@ -18,7 +18,7 @@ from typing import NamedTuple
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 HOSTS = ("machine-a", "machine-b")
 INTERFACE = "cable"
-LIMIT = 100  # seconds for a run
+LIMIT = 200  # seconds for a run
 _AS_A_MACHINE = """
 echo "$0" > /proc/sys/kernel/hostname && mount --bind "$1" "$2" && cd "$2" && shift 2 && exec "$@"
 """

@@ -24,7 +24,7 @@ from trainer_kit.launch.rendezvous import Machines
 # The first failed rank ends the job within 10 seconds: the others may fail or end too within this time, …
 _SETTLE_SECONDS = 1.0
 # … a process may stay alive this long after it has written its error, …
-_HANGING_SECONDS = 2.0
+_HANGING_SECONDS = 3.0
 # … and the others have this long to end after SIGTERM.
 _END_SECONDS = 5
 
@@ -191,10 +191,15 @@ class Agent(LocalElasticAgent):
     def _is_failed(self, local_rank: int, code: int | None) -> bool:
         error_file = self._context.error_files[local_rank]
         if code is None:
-            return os.path.exists(error_file) and time.time() - os.path.getmtime(error_file) > _HANGING_SECONDS
+            return os.path.exists(error_file) and not self._is_ending(local_rank)
         if code == 0 and isinstance(self._context, MultiprocessContext):
             return not value_file(error_file).exists()
         return code not in (0, *LEAVING) and not self._was_told(code)
+
+    def _is_ending(self, local_rank: int) -> bool:
+        """Return whether a rank has just written its error, so that it is about to exit."""
+        error_file = self._context.error_files[local_rank]
+        return os.path.exists(error_file) and time.time() - os.path.getmtime(error_file) <= _HANGING_SECONDS
 
     def _was_told(self, code: int | None) -> bool:
         """Return whether a rank with this exit code died of the signal that was forwarded to it."""
@@ -203,7 +208,10 @@ class Agent(LocalElasticAgent):
     def _first_failure(self) -> Failure | None:
         """End all ranks and return the first failure; None if a rank only obeyed the forwarded signal."""
         deadline = time.monotonic() + _SETTLE_SECONDS
-        while None in self._exit_codes().values() and time.monotonic() < deadline:
+        while any(
+            code is None and (time.monotonic() < deadline or self._is_ending(rank))
+            for rank, code in self._exit_codes().items()
+        ):
             time.sleep(0.05)
         if self._serve_signals():
             return None
