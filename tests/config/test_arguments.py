@@ -15,7 +15,8 @@ import pytest
 import transformers
 import yaml
 
-from trainer_kit.config.arguments import TrainingArguments, parse_size
+from trainer_kit.config.arguments import TrainingArguments
+from trainer_kit.utils.units import parse_size
 
 NAN, INF = float("nan"), float("inf")
 

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from trainer_kit.memory import Anatomy, Component
-from trainer_kit.memory.anatomy import KINDS, size_text
+from trainer_kit.memory.anatomy import KINDS
+from trainer_kit.utils.units import format_size
 
 
 def anatomy(**sizes: int) -> Anatomy:
@@ -39,4 +40,4 @@ def test_all_of_it_goes_into_json() -> None:
     ("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (3 * 2**30, "3.00 GiB"), (2**41, "2.00 TiB")]
 )
 def test_sizes(nbytes: int, text: str) -> None:
-    assert size_text(nbytes) == text
+    assert format_size(nbytes) == text

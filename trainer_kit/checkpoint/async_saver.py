@@ -23,11 +23,12 @@ from trainer_kit.checkpoint import (
     take_snapshot,
     write_checkpoint,
 )
-from trainer_kit.checkpoint.format.json_files import is_too_large, readable_size
+from trainer_kit.checkpoint.format.json_files import is_too_large
 from trainer_kit.checkpoint.staging import HostStaging
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.errors import SaveError
 from trainer_kit.run import Run
+from trainer_kit.utils.units import format_size
 
 logger = logging.getLogger("trainer_kit")
 
@@ -206,7 +207,7 @@ class AsyncSaver:
             logger.warning(
                 "%s may run out of space: %d more checkpoints of %s take %s, %s are free; set a smaller "
                 "save_total_limit, or another output_dir",
-                self.folder, count, readable_size(size), readable_size(size * count), readable_size(free),
+                self.folder, count, format_size(size), format_size(size * count), format_size(free),
             )  # fmt: skip
 
     def _begin(

@@ -19,6 +19,7 @@ from trainer_kit.launch.notebook_state import (
 )
 from trainer_kit.launch.payload import PlainStreams, Sent, name_of
 from trainer_kit.launch.processes import Logs, run_processes, set_variables, variables
+from trainer_kit.utils.units import format_count, pluralize
 
 
 def notebook_launcher(
@@ -153,7 +154,7 @@ def _where(config: LaunchConfig) -> str:
         count, thing = config.xla_devices() * config.num_nodes, f"{config.xla_device_type} device"
     else:
         count, thing = config.local_processes() * config.num_nodes, "GPU" if _gpus(config) else "CPU"
-    return f"{'one' if count == 1 else count or 'all'} {thing}{'s' if count != 1 else ''}"
+    return f"{'one' if count == 1 else count or 'all'} {pluralize(thing, count)}"
 
 
 def _gpus(config: LaunchConfig) -> int:
@@ -185,7 +186,7 @@ def _try_child(config: LaunchConfig, start_method: str) -> None:
     gpus = _gpus(config)
     devices = ["xla"] if config.tpu else [f"cuda:{number}" for number in range(gpus)] or ["cpu"]
     check_child(start_method, devices)
-    what = f"{config.xla_device_type} by XLA" if config.tpu else f"{gpus} GPUs" if gpus else "CPU"
+    what = f"{config.xla_device_type} by XLA" if config.tpu else format_count(gpus, "GPU") if gpus else "CPU"
     _say(f"A child process ({start_method}) can use the {what}.")
 
 

@@ -32,6 +32,7 @@ from trainer_kit.launch.function import Function
 from trainer_kit.launch.output import OutputFiles
 from trainer_kit.launch.rendezvous import Machines, make_rendezvous
 from trainer_kit.utils.streams import guard_standard_streams
+from trainer_kit.utils.units import pluralize
 
 __all__ = ["PREFIX", "Logs", "ProcessFailed", "ProcessesLeft", "planned", "run_processes"]
 
@@ -293,7 +294,7 @@ def _output(scratch: Path, logs: Logs, say: Callable[[str], None]) -> Iterator[O
         written = output.written()
         if written and logs.prefix is None:
             ranks = sorted({int(path.stem.removeprefix("rank-")) for path in written})
-            say(f"the output of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} is in {folder}")
+            say(f"the output of {pluralize('rank', len(ranks))} {', '.join(map(str, ranks))} is in {folder}")
         elif logs.folder is None:  # it is empty, or its content was shown
             shutil.rmtree(folder, ignore_errors=True)
 

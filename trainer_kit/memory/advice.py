@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from trainer_kit.config.arguments import TrainingArguments, parse_size
+from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.loss.batch import samples_of
 from trainer_kit.loss.loss import ComputeLoss
-from trainer_kit.memory.anatomy import Anatomy, size_text
+from trainer_kit.memory.anatomy import Anatomy
 from trainer_kit.memory.estimation import estimate
 from trainer_kit.memory.fakes import MOST_KNOWN, Fakes
 from trainer_kit.run import Run
 from trainer_kit.utils.pytree import map_tensors
+from trainer_kit.utils.units import format_count, format_size, parse_size
 
 LARGEST = 2**16
 """The largest batch size that is tried."""
@@ -74,22 +75,23 @@ class Estimate:
             lines += ["", f"{'options that need less':<{width}}{'peak':>12}{'saved':>12}"]
         for option in self.options:
             fits = {None: "", True: "  fits", False: "  does not fit"}[option.fits]
-            saved = size_text(self.anatomy.peak - option.peak)
-            lines.append(f"{option.name:<{width}}{size_text(option.peak):>12}{saved:>12}{fits}")
+            saved = format_size(self.anatomy.peak - option.peak)
+            lines.append(f"{option.name:<{width}}{format_size(option.peak):>12}{saved:>12}{fits}")
         return "\n".join(lines)
 
     def _verdict(self) -> str:
-        peak = size_text(self.anatomy.peak)
+        peak = format_size(self.anatomy.peak)
         if self.device_memory is None:
             return (
                 f"needs {peak}; whether it fits is not known without the device's memory: give --device-memory, such "
                 "as 24GiB, or device_memory in Python"
             )
-        fits = f"{peak} {'fits' if self.fits else 'does not fit'} into {size_text(self.device_memory)}"
+        fits = f"{peak} {'fits' if self.fits else 'does not fit'} into {format_size(self.device_memory)}"
         if self.largest_batch_size is None:
             return f"{fits}; the largest micro-batch is unknown: the batch's tensors do not begin with its samples"
         found = self.largest_batch_size
-        largest = "no micro-batch fits" if not found else f"the largest micro-batch that fits is {found} samples"
+        samples = format_count(found, "sample")
+        largest = f"the largest micro-batch that fits is {samples}" if found else "no micro-batch fits"
         return f"{fits}; {largest}{' or more' if found == LARGEST else ''}"
 
     def to_dict(self) -> dict[str, Any]:

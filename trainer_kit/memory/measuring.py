@@ -22,10 +22,10 @@ from trainer_kit.memory.estimation import make_anatomy
 from trainer_kit.memory.step import Inference, Step
 from trainer_kit.memory.tracker import Tracker
 from trainer_kit.optim import make_optimizer
-from trainer_kit.strategies.device_info import GIB
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.single import SingleDevice
 from trainer_kit.utils.rng import generators_kept
+from trainer_kit.utils.units import GIB
 
 # Messages that the profiler's libraries write to stderr, and that no setting disables.
 _NOTICE = re.compile(rb"USDT:|.*CPUAllocator\.cpp.*Memory block of unknown size")

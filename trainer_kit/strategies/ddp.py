@@ -22,6 +22,7 @@ from trainer_kit.strategies.process_collectives import ProcessCollectives
 from trainer_kit.strategies.process_group import Membership, ProcessGroup, check_own_gpus
 from trainer_kit.strategies.process_session import ProcessSession
 from trainer_kit.strategies.single import SingleDevice
+from trainer_kit.utils.units import pluralize
 
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters
 # `prepare` broadcasts weights, and each step the buffers. Some names are newer than the oldest supported torch.
@@ -286,7 +287,7 @@ def _listed(places: list[tuple[str, str]]) -> str:
     for rank, (host, _) in enumerate(places):
         hosts.setdefault(host, []).append(rank)
     return "; ".join(
-        f"{host}: rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} "
+        f"{host}: {pluralize('rank', len(ranks))} {', '.join(map(str, ranks))} "
         f"({', '.join(dict.fromkeys(places[rank][1] for rank in ranks))})"
         for host, ranks in hosts.items()
     )

@@ -13,6 +13,7 @@ import psutil
 
 from trainer_kit.strategies.ddp import DDP
 from trainer_kit.strategies.multinode_session import MultiNodeSession
+from trainer_kit.utils.units import pluralize
 
 logger = logging.getLogger("trainer_kit")
 
@@ -68,7 +69,7 @@ def _described(places: list[tuple[str, str]], ranks: list[int]) -> str:
             runs.append([rank])
     numbers = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
     on = ", ".join(f"{count} x {device}" if count > 1 else device for device, count in devices.items())
-    return f"rank{'s' * (len(ranks) > 1)} {numbers} on {on}"
+    return f"{pluralize('rank', len(ranks))} {numbers} on {on}"
 
 
 def route_to(address: str) -> str | None:

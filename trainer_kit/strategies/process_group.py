@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from trainer_kit.config.environment import Place
 from trainer_kit.errors import LostProcessError
 from trainer_kit.strategies.watchdog.heartbeat import Heartbeat
+from trainer_kit.utils.units import pluralize
 
 logger = logging.getLogger("trainer_kit")
 
@@ -228,7 +229,7 @@ def _wait_for_all(store: Store, place: Place, location: tuple[str, str]) -> None
     except dist.DistStoreError as error:
         missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         raise ValueError(
-            f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {place.world_size} did not come to "
+            f"{pluralize('rank', len(missing))} {', '.join(missing)} of {place.world_size} did not come to "
             f"{place.address}:{place.port} within {JOIN_SECONDS:.0f} s; start all of them, with the same MASTER_ADDR, "
             "MASTER_PORT and WORLD_SIZE"
         ) from error

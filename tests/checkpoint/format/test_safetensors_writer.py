@@ -17,7 +17,7 @@ from safetensors import safe_open
 from trainer_kit.checkpoint import CheckpointError, load_tensors, save_tensors
 from trainer_kit.checkpoint.format.json_files import checksum
 from trainer_kit.checkpoint.format.safetensors_reader import sources
-from trainer_kit.config.arguments import parse_size
+from trainer_kit.utils.units import parse_size
 
 DTYPES = [
     torch.float64,
