@@ -1,8 +1,9 @@
-"""Who imports whom: the layers of CONTRIBUTING.md, read from the sources with `ast`."""
+"""The rules of CONTRIBUTING.md on layers and lengths, checked on the sources with `ast`."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -30,6 +31,11 @@ LAYERS = (
     {"__main__"},
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS, start=1) for part in parts}
+parse = functools.cache(ast.parse)
+
+LINES_OF_A_FILE = 450
+LINES_OF_A_FUNCTION = 60
+
 SEEN_BY_CALLBACKS = LAYERS[0] | LAYERS[1] | LAYERS[2] | {"callback", "run", "report"}
 
 # What a module other than a strategy must not name, as a word of its own or as part of a snake_case name.
@@ -135,6 +141,19 @@ def test_the_checker_finds_a_circle_through_a_package() -> None:
     assert any(found.startswith("circle: ") for found in violations(circle))
 
 
+def test_files_and_functions_are_short() -> None:
+    found = too_long(own_sources())
+    assert not found, "\n".join(found)
+
+
+def test_the_checker_finds_what_is_too_long() -> None:
+    function = "def f():\n" + "    x = 1\n" * (LINES_OF_A_FUNCTION - 1)
+    method = "class A:\n    @property\n    async def f(self):\n" + "        x = 1\n" * LINES_OF_A_FUNCTION
+    sources = {"fits": function + "\n" * (LINES_OF_A_FILE - LINES_OF_A_FUNCTION), "function": method}
+    assert too_long(sources) == ["function.f has 61 lines"]
+    assert too_long({"file": "\n" * (LINES_OF_A_FILE + 1)}) == ["file has 451 lines"]
+
+
 def own_sources() -> dict[str, str]:
     """Module name to source of every module of the package."""
     return {
@@ -153,7 +172,7 @@ def modules_below(package: str, folder: Path) -> Iterator[tuple[str, Path]]:
 
 def violations(sources: dict[str, str]) -> list[str]:
     """What breaks the rules in `sources` (module name to source), one sentence each."""
-    trees = {name: ast.parse(source) for name, source in sources.items()}
+    trees = {name: parse(source) for name, source in sources.items()}
     packages = {name for name in trees if any(other.startswith(f"{name}.") for other in trees)}
     imports = {name: list(imported(name, name in packages, tree)) for name, tree in trees.items()}
     found = []
@@ -173,6 +192,20 @@ def violations(sources: dict[str, str]) -> list[str]:
         if name.removeprefix("trainer_kit.") in {"trainer", "loop.train_step", "loop.training_loop"}:
             found += hardware_names(name, tree)
     return found + circles(imports)
+
+
+def too_long(sources: dict[str, str]) -> list[str]:
+    """Files and functions in `sources` (module name to source) with too many lines, one sentence each."""
+    found = []
+    for module, source in sources.items():
+        if (lines := len(source.splitlines())) > LINES_OF_A_FILE:
+            found.append(f"{module} has {lines} lines")
+        for node in ast.walk(parse(source)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = int(node.end_lineno or 0) - node.lineno + 1
+                if lines > LINES_OF_A_FUNCTION:
+                    found.append(f"{module}.{node.name} has {lines} lines")
+    return found
 
 
 def part_of(module: str) -> str | None:

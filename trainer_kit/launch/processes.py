@@ -114,9 +114,7 @@ def run_processes(
             monitor_interval=config.monitor_interval,
         )
         agent = Agent(spec, output, start_method, Machines(config), signals, say)
-        # XLA crashes where it cannot allocate memory.
-        deaths = ("SIGKILL", "SIGSEGV") if config.tpu else ("SIGKILL",)
-        agent.remedies = {-getattr(signal, name): remedy for name in deaths if remedy and hasattr(signal, name)}
+        agent.remedies = _remedies(config, remedy)
         _run(agent)
         return agent.values() if is_function else {worker.global_rank: None for worker in agent.workers}
 
@@ -174,6 +172,12 @@ def planned(config: LaunchConfig, words: Sequence[str]) -> list[str]:
         settings = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in place.items())
         lines.append(f"{settings} {shlex.join(words)}")
     return lines
+
+
+def _remedies(config: LaunchConfig, remedy: str) -> dict[int, str]:
+    """Return the advice by the exit code of a process whose host ran out of memory."""
+    names = ("SIGKILL", "SIGSEGV") if config.tpu else ("SIGKILL",)  # XLA crashes where it cannot allocate memory
+    return {-getattr(signal, name): remedy for name in names if remedy and hasattr(signal, name)}
 
 
 def _run(agent: Agent) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -151,26 +152,8 @@ def advise(
     largest = None
     if limit is not None and by_samples:
         known = {anatomy.batch_size: anatomy.peak}
-
-        def peak(samples: int) -> int:
-            try:
-                return estimated(batch=resized(batch, samples)).peak
-            except ValueError:  # a batch norm needs two samples
-                if samples > 1:
-                    raise
-                return limit + 1
-
-        largest = largest_batch(peak, known, limit)
-
-    def tried(changes: dict[str, Any], text: str = "", **given: Any) -> Option | None:
-        """Estimate a change; return None if it is impossible."""
-        try:
-            nbytes = estimated(args=dataclasses.replace(args, **changes), **given).peak
-        except ValueError:  # the model has no activation checkpointing, or a batch norm needs two samples
-            return None
-        name = text or ", ".join(f"{name}={value!r}" for name, value in changes.items())
-        return Option(name, changes, nbytes, None if limit is None else nbytes <= limit)
-
+        largest = largest_batch(functools.partial(_peak_of, estimated, batch, limit), known, limit)
+    tried = functools.partial(_try, estimated, args, limit)
     found = [
         *_other_arguments(args, optimizer, tried, anatomy.peak),
         _smaller_batch(args, batch, largest, tried) if by_samples else None,
@@ -178,6 +161,33 @@ def advise(
     ]
     options = {option.name: option for option in found if option is not None and option.peak < anatomy.peak}
     return Estimate(anatomy, limit, largest, tuple(sorted(options.values(), key=lambda option: option.peak)))
+
+
+def _peak_of(estimated: Callable[..., Anatomy], batch: Any, limit: int, samples: int) -> int:
+    """Return the peak of a batch of this size, or more than the limit for a single sample that the model refuses."""
+    try:
+        return estimated(batch=resized(batch, samples)).peak
+    except ValueError:  # a batch norm needs two samples
+        if samples > 1:
+            raise
+        return limit + 1
+
+
+def _try(
+    estimated: Callable[..., Anatomy],
+    args: TrainingArguments,
+    limit: int | None,
+    changes: dict[str, Any],
+    text: str = "",
+    **given: Any,
+) -> Option | None:
+    """Estimate a change; return None if it is impossible."""
+    try:
+        nbytes = estimated(args=dataclasses.replace(args, **changes), **given).peak
+    except ValueError:  # the model has no activation checkpointing, or a batch norm needs two samples
+        return None
+    name = text or ", ".join(f"{name}={value!r}" for name, value in changes.items())
+    return Option(name, changes, nbytes, None if limit is None else nbytes <= limit)
 
 
 def advise_run(

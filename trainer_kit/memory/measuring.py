@@ -89,14 +89,17 @@ def measure(
         tracker.close()
     found = {**tracker.peak(), "runtime": sum(runtime)}
     found["temporary"] = peak - sum(nbytes for kind, nbytes in found.items() if kind != "temporary")
-    allocator = "torch.cuda.max_memory_allocated" if place.type == "cuda" else "torch.profiler"
+    return make_anatomy(_components(found, place.type), model, batch, place, inference)
+
+
+def _components(found: dict[str, int], device_type: str) -> list[Component]:
+    allocator = "torch.cuda.max_memory_allocated" if device_type == "cuda" else "torch.profiler"
     sources = {
         **dict.fromkeys(KINDS, "followed in a real step"),
         "temporary": f"peak by {allocator}, without what was followed in a real step",
         "runtime": "torch.cuda.memory_allocated between steps, without tensors; the context by NVML",
     }
-    components = [Component(kind, found[kind], f"{sources[kind]}: {KINDS[kind]}") for kind in KINDS if found.get(kind)]
-    return make_anatomy(components, model, batch, place, inference)
+    return [Component(kind, found[kind], f"{sources[kind]}: {KINDS[kind]}") for kind in KINDS if found.get(kind)]
 
 
 class Runtime(NamedTuple):
