@@ -22,7 +22,7 @@ import torch
 from trainer_kit.launch.processes import set_variables
 from trainer_kit.strategies.xla.model import renew_threads
 from trainer_kit.strategies.xla.strategy import import_torch_xla
-from trainer_kit.utils.units import join_names
+from trainer_kit.utils.units import format_duration, join_names
 
 # Calls of torch.cuda that do not touch the driver, and of torch_xla that do not start its runtime.
 _HARMLESS = {
@@ -211,7 +211,7 @@ def _trouble_of_child(start_method: str, devices: Sequence[str]) -> str:
     child.start()
     theirs.close()
     try:
-        trouble = ours.recv() if ours.poll(_TRIAL_SECONDS) else f"no answer within {_TRIAL_SECONDS:g} s"
+        trouble = ours.recv() if ours.poll(_TRIAL_SECONDS) else f"no answer within {format_duration(_TRIAL_SECONDS)}"
     except EOFError:
         child.join()
         trouble = f"it ended with exit code {child.exitcode}"
