@@ -209,16 +209,9 @@ def advise_run(
         device_memory: Bytes, or a string such as "24GiB"; None for that of the device, if it is present.
     """
     return advise(
-        run.model,
-        run.args,
-        batch,
-        device_memory=device_memory,
-        compute_loss=compute_loss,
-        optimizer=optimizer,
-        device=run.strategy.device,
-        world_size=run.strategy.world_size,
-        samples=samples,
-    )
+        run.model, run.args, batch, device_memory=device_memory, compute_loss=compute_loss, optimizer=optimizer,
+        device=run.strategy.device, world_size=run.strategy.world_size, samples=samples,
+    )  # fmt: skip
 
 
 def capacity(device: torch.device) -> int | None:

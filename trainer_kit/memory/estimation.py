@@ -117,7 +117,8 @@ def _simulate(
             made = fakes.copy(optimizer) if optimizer is not None else _optimizer(copied, args)
             if is_cuda:
                 cuda.use_foreach(made)
-            buckets = _buckets(copied) if has_buckets else {}
+            trained = [each for each in copied.parameters() if each.requires_grad] if has_buckets else []
+            buckets: dict[torch.Tensor, torch.Tensor] = {each: torch.empty_like(each) for each in trained}
             step = Step(copied, made, args, fakes.batch(batch), compute_loss, strategy, buckets)
         ahead = map_tensors(torch.clone, step.batch) if is_cuda else None  # the prefetched next batch
         tracker.mark("batch", tensors(ahead))
@@ -125,11 +126,6 @@ def _simulate(
             step.track(tracker)
         tracker.close()
     return tracker, counter
-
-
-def _buckets(model: torch.nn.Module) -> dict[torch.Tensor, torch.Tensor]:
-    """Return DistributedDataParallel's gradient buckets, by parameter."""
-    return {each: torch.empty_like(each) for each in model.parameters() if each.requires_grad}
 
 
 @contextlib.contextmanager
