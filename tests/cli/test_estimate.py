@@ -93,7 +93,7 @@ def test_a_step_is_estimated(config: str, capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_table_has_its_sources(config: str, asked: list[Asked], capsys: pytest.CaptureFixture[str]) -> None:
     shown = told(capsys, config).splitlines()
-    assert "4.497 GiB does not fit into 4 GiB; the largest micro-batch that fits is 6 samples" in shown
+    assert "4.5 GiB does not fit into 4 GiB; the largest micro-batch that fits is 6 samples" in shown
     assert shown[-3:] == [
         "how this was found",
         "weights, activations: counted on fake tensors",
