@@ -206,8 +206,8 @@ class AsyncSaver:
         if size * count > free:
             checkpoints = f"{format_count(count, 'more checkpoint')} of {format_size(size)}"
             logger.warning(
-                "%s may run out of space: %s take %s, %s are free; set a smaller save_total_limit, or another output_dir",
-                self.folder, checkpoints, format_size(size * count), format_size(free),
+                "%s may run out of space: %s take %s, %s are free; set a smaller save_total_limit, or another "
+                "output_dir", self.folder, checkpoints, format_size(size * count), format_size(free),
             )  # fmt: skip
 
     def _begin(
