@@ -28,7 +28,7 @@ PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e
 
 @pytest.mark.parametrize(
     ("size", "count"),
-    [(1, 1), (10**10, 10**10), ("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("200MiB", 200 * 2**20), ("3tb", 3 * 10**12)],
+    [(12, 12), ("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("1.5 kib", 1536), ("2GiB", 2**31), ("3tb", 3 * 10**12)],
 )
 def test_parse_size(size: int | str, count: int) -> None:
     assert parse_size(size) == count

@@ -49,7 +49,7 @@ def notebook_launcher(
 ) -> Any:
     """Run `function(*args)` in several processes, from a notebook's cell or a Python session.
 
-    A single process without restarts is the kernel itself. The notebook shows the output of the first process; the
+    A single process without restarts runs in the kernel. The notebook shows the output of the first process; the
     folder of the others' output is reported. Interrupting the kernel asks them to leave; a second interrupt kills them.
 
     Args:
