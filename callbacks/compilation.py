@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer_kit.callback import Callback
+from trainer_kit.utils.units import format_duration
 from trainer_kit.utils.user_warnings import warn
 
 if TYPE_CHECKING:
@@ -101,9 +102,9 @@ class Compilation(Callback):
             _cause_without_shape(run) if against is None else (f"a new shape came, {against[0]}", against[1])
         )
         if run.strategy.is_main:
-            seconds = now.seconds - self._mark.seconds
+            duration = format_duration(now.seconds - self._mark.seconds)
             warn(
-                f"{what} compiled again ({seconds:.1f} s) after the warm-up: {cause}. To change it, {change}. This is "
+                f"{what} compiled again ({duration}) after the warm-up: {cause}. To change it, {change}. This is "
                 "said once; records count what is compiled.",
             )
 

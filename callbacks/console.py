@@ -8,8 +8,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from trainer_kit.callback import Callback
+from trainer_kit.utils.units import format_duration
 
-from .formatting import HIDDEN, duration, metrics_line, pairs, summary_line
+from .formatting import HIDDEN, metrics_line, pairs, summary_line
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
@@ -75,7 +76,7 @@ class Console(Callback):
     def on_exception(self, run: Run, error: BaseException) -> None:
         if self._training:
             self.on_train_end(run, None)
-            passed = duration(time.monotonic() - self._began)
+            passed = format_duration(time.monotonic() - self._began)
             self._write(run, f"training ends by {type(error).__name__} after {passed}")
 
     def _write_waiting(self, run: Run) -> None:
@@ -98,4 +99,4 @@ class Console(Callback):
         if not self._training or steps == 0 or run.state.step >= run.total_steps:
             return ""
         per_step = (time.monotonic() - self._began) / steps
-        return f"  {duration(per_step * (run.total_steps - run.state.step))} left"
+        return f"  {format_duration(per_step * (run.total_steps - run.state.step))} left"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Collection, Mapping
 from typing import Any
+
+from trainer_kit.utils.units import format_number
 
 HIDDEN = frozenset(
     {
@@ -23,13 +24,6 @@ _LEAST_MFU = 0.001
 """MFU below this is not shown: it only means that the model is small."""
 
 _SHORT_NAMES = {"learning_rate": "lr", "samples_per_second": "samples/s", "tokens_per_second": "tokens/s"}
-
-
-def number(value: Any) -> str:
-    """Format a number with four significant digits and separated thousands: 0.4321, 5e-05, 1,234, nan."""
-    if not isinstance(value, float):
-        return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def pairs(record: Mapping[str, Any], hidden: Collection[str] = ()) -> str:
@@ -51,14 +45,9 @@ def _line(values: Mapping[str, Any]) -> str:
 
 
 def _text(name: str, value: Any) -> str:
-    return f"{value:.1%}" if name == "mfu" else number(value)
+    return f"{value:.1%}" if name == "mfu" else format_number(value)
 
 
 def summary_line(metrics: Mapping[str, Any]) -> str:
     """Format the main metrics of the whole run in one line."""
     return pairs(metrics, _HIDDEN_AT_THE_END)
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as hours, minutes and seconds: 0:01:23."""
-    return str(datetime.timedelta(seconds=round(seconds)))

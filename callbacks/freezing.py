@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer_kit.callback import Callback
+from trainer_kit.utils.units import join_names
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
@@ -65,8 +66,8 @@ class Freezing(Callback):
         for pattern in self.patterns:
             names = fnmatch.filter(named, pattern)
             if not names:
-                known = ", ".join(map(repr, list(named)[:8]))
-                raise ValueError(f"Freezing: {pattern!r} matches no parameter of the model; it has {known}, …")
+                known = join_names(map(repr, named))
+                raise ValueError(f"Freezing: {pattern!r} matches no parameter of the model; it has {known}")
             matched.update((name, named[name]) for name in names if named[name].requires_grad)
         self._parameters = list(matched.values())
         self._set(self._is_due(run))

@@ -11,11 +11,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainer_kit.callback import Callback
 from trainer_kit.utils.pytree import tensors
+from trainer_kit.utils.units import GIB
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
-
-GIB = 2**30
 
 
 class Memory(Callback):

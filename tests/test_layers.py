@@ -1,8 +1,9 @@
-"""Who imports whom: the layers of CONTRIBUTING.md, read from the sources with `ast`."""
+"""The rules of CONTRIBUTING.md on layers and lengths, checked on the sources with `ast`."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -14,8 +15,9 @@ import trainer_kit
 import trainer_kit.callbacks
 
 LAYERS = (
-    {"_version", "config", "errors", "profiling", "state"},
+    {"_version", "errors", "profiling", "state"},
     {"utils"},
+    {"config"},
     {"optim", "strategies", "checkpoint/format"},
     {"launch", "loss", "run"},
     {"callback", "data", "memory", "report"},
@@ -29,7 +31,12 @@ LAYERS = (
     {"__main__"},
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS, start=1) for part in parts}
-SEEN_BY_CALLBACKS = LAYERS[0] | LAYERS[1] | {"callback", "run", "report"}
+parse = functools.cache(ast.parse)
+
+LINES_OF_A_FILE = 450
+LINES_OF_A_FUNCTION = 60
+
+SEEN_BY_CALLBACKS = LAYERS[0] | LAYERS[1] | LAYERS[2] | {"callback", "run", "report"}
 
 # What a module other than a strategy must not name, as a word of its own or as part of a snake_case name.
 HARDWARE = re.compile(r"(?<![a-z])(cuda|mps|xla|tpu|nccl|gloo|world_?size)(?![a-z])", re.IGNORECASE)
@@ -49,22 +56,22 @@ def test_the_checker_reads_the_callbacks_too() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "complaint"),
     [
-        ("state", "from trainer_kit.run import Run", "trainer_kit.state (layer 1) imports trainer_kit.run (layer 4)"),
-        ("state", "import trainer_kit.run", "imports trainer_kit.run (layer 4)"),
-        ("state", "from trainer_kit import run", "imports trainer_kit.run (layer 4)"),
-        ("state", "from . import run", "imports trainer_kit.run (layer 4)"),
-        ("state", "from .run import Run", "imports trainer_kit.run (layer 4)"),
-        ("state", "def f():\n    from trainer_kit.run import Run", "imports trainer_kit.run (layer 4)"),
-        ("state", "import importlib\nimportlib.import_module('trainer_kit.run')", "imports trainer_kit.run (layer 4)"),
-        ("strategies.ddp", "from trainer_kit.optim import make", "(layer 3) imports trainer_kit.optim (layer 3)"),
-        ("data.loader", "from ..callback import Callback", "imports trainer_kit.callback (layer 5)"),
+        ("state", "from trainer_kit.run import Run", "trainer_kit.state (layer 1) imports trainer_kit.run (layer 5)"),
+        ("state", "import trainer_kit.run", "imports trainer_kit.run (layer 5)"),
+        ("state", "from trainer_kit import run", "imports trainer_kit.run (layer 5)"),
+        ("state", "from . import run", "imports trainer_kit.run (layer 5)"),
+        ("state", "from .run import Run", "imports trainer_kit.run (layer 5)"),
+        ("state", "def f():\n    from trainer_kit.run import Run", "imports trainer_kit.run (layer 5)"),
+        ("state", "import importlib\nimportlib.import_module('trainer_kit.run')", "imports trainer_kit.run (layer 5)"),
+        ("strategies.ddp", "from trainer_kit.optim import make", "(layer 4) imports trainer_kit.optim (layer 4)"),
+        ("data.loader", "from ..callback import Callback", "imports trainer_kit.callback (layer 6)"),
         ("run", "if TYPE_CHECKING:\n    from trainer_kit.trainer import Trainer", "imports trainer_kit.trainer"),
         ("run", "from trainer_kit import Trainer", "imports 'Trainer' from the package's front"),
         ("run", "from trainer_kit import *", "imports '*' from the package's front"),
         ("novelty", "", "trainer_kit.novelty has no layer"),
         ("callbacks.ema", "from trainer_kit.loss import Loss", "a callback imports trainer_kit.loss"),
-        ("checkpoint.format.commit", "from trainer_kit.run import Run", "(layer 3) imports trainer_kit.run (layer 4)"),
-        ("callbacks.ema", "from trainer_kit.trainer import Trainer", "imports trainer_kit.trainer (layer 10)"),
+        ("checkpoint.format.commit", "from trainer_kit.run import Run", "(layer 4) imports trainer_kit.run (layer 5)"),
+        ("callbacks.ema", "from trainer_kit.trainer import Trainer", "imports trainer_kit.trainer (layer 11)"),
         ("callbacks.ema", "from trainer_kit.callbacks.memory import Memory", "imports its sibling by the full name"),
         ("callbacks.ema", "from ..run import Run", "reaches out of callbacks/ by a relative import"),
         ("trainer", "import callbacks", "imports callbacks as a package of its own"),
@@ -134,6 +141,19 @@ def test_the_checker_finds_a_circle_through_a_package() -> None:
     assert any(found.startswith("circle: ") for found in violations(circle))
 
 
+def test_files_and_functions_are_short() -> None:
+    found = too_long(own_sources())
+    assert not found, "\n".join(found)
+
+
+def test_the_checker_finds_what_is_too_long() -> None:
+    function = "def f():\n" + "    x = 1\n" * (LINES_OF_A_FUNCTION - 1)
+    method = "class A:\n    @property\n    async def f(self):\n" + "        x = 1\n" * LINES_OF_A_FUNCTION
+    sources = {"fits": function + "\n" * (LINES_OF_A_FILE - LINES_OF_A_FUNCTION), "function": method}
+    assert too_long(sources) == ["function.f has 61 lines"]
+    assert too_long({"file": "\n" * (LINES_OF_A_FILE + 1)}) == ["file has 451 lines"]
+
+
 def own_sources() -> dict[str, str]:
     """Module name to source of every module of the package."""
     return {
@@ -152,7 +172,7 @@ def modules_below(package: str, folder: Path) -> Iterator[tuple[str, Path]]:
 
 def violations(sources: dict[str, str]) -> list[str]:
     """What breaks the rules in `sources` (module name to source), one sentence each."""
-    trees = {name: ast.parse(source) for name, source in sources.items()}
+    trees = {name: parse(source) for name, source in sources.items()}
     packages = {name for name in trees if any(other.startswith(f"{name}.") for other in trees)}
     imports = {name: list(imported(name, name in packages, tree)) for name, tree in trees.items()}
     found = []
@@ -172,6 +192,20 @@ def violations(sources: dict[str, str]) -> list[str]:
         if name.removeprefix("trainer_kit.") in {"trainer", "loop.train_step", "loop.training_loop"}:
             found += hardware_names(name, tree)
     return found + circles(imports)
+
+
+def too_long(sources: dict[str, str]) -> list[str]:
+    """Files and functions in `sources` (module name to source) with too many lines, one sentence each."""
+    found = []
+    for module, source in sources.items():
+        if (lines := len(source.splitlines())) > LINES_OF_A_FILE:
+            found.append(f"{module} has {lines} lines")
+        for node in ast.walk(parse(source)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = int(node.end_lineno or 0) - node.lineno + 1
+                if lines > LINES_OF_A_FUNCTION:
+                    found.append(f"{module}.{node.name} has {lines} lines")
+    return found
 
 
 def part_of(module: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from trainer_kit.profiling.time_ledger import Ledger
 from trainer_kit.state import Requests, Stateful, TrainState
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.grad_norms import GradientNorms
+from trainer_kit.utils.units import GIB, format_duration, format_size
 
 
 @dataclasses.dataclass
@@ -73,12 +75,12 @@ class TrainOutput(NamedTuple):
     def __repr__(self) -> str:
         known = {name: value for name, value in self.metrics.items() if isinstance(value, (int, float))}
         figures = [f"global_step={self.global_step}", f"training_loss={self.training_loss:.4g}"]
-        figures += [_FORMS[name].format(known[name]) for name in _FORMS if name in known]
+        figures += [_FORMS[name](known[name]) for name in _FORMS if name in known]
         return f"TrainOutput({', '.join(figures)}; {len(self.metrics)} values in .metrics)"
 
 
-_FORMS = {
-    "train_runtime": "{:,.1f} s",
-    "train_samples_per_second": "{:,.1f} samples/s",
-    "peak_memory_gib": "peak memory {:.2f} GiB",
+_FORMS: dict[str, Callable[[float], str]] = {
+    "train_runtime": format_duration,
+    "train_samples_per_second": "{:,.1f} samples/s".format,
+    "peak_memory_gib": lambda gib: f"peak memory {format_size(gib * GIB)}",
 }

@@ -123,7 +123,7 @@ def test_a_strategy_that_compiles_nothing_adds_nothing(make_run: Callable[..., R
 def test_a_recompile_after_the_first_epoch_is_warned_of_once(train: Train) -> None:
     (message,) = train(At(feed(6), 4), At(feed(5), 9), At(feed(7), 10), At(compile_one, 11))
     assert message == (
-        "step 9 compiled again (2.0 s) after the warm-up: a new shape came, x is [8, 5, 4] instead of [8, 3, 4]. To "
+        "step 9 compiled again (2 s) after the warm-up: a new shape came, x is [8, 5, 4] instead of [8, 3, 4]. To "
         "change it, pad to few sizes, with a tokenizer by pad_to_lengths=[32] or pad_to_multiple_of=32, else in the "
         "data_collator. This is said once; records count what is compiled."
     )
@@ -131,7 +131,7 @@ def test_a_recompile_after_the_first_epoch_is_warned_of_once(train: Train) -> No
 
 def test_without_a_new_shape_the_computation_changed(train: Train) -> None:
     (message,) = train(At(compile_one, 5))
-    assert "step 5 compiled again (2.0 s) after the warm-up: no shape was new" in message
+    assert "step 5 compiled again (2 s) after the warm-up: no shape was new" in message
     assert ".item()" in message
     assert "accumulation" not in message
 
@@ -176,7 +176,7 @@ def test_each_evaluation_may_compile_the_first_time(train: Train) -> None:
     assert train(Early(), eval_strategy="epoch") == []
     compiling = {6}
     (message,) = train(Early(), eval_strategy="epoch")
-    assert message.startswith("the evaluation at step 12 compiled again (2.0 s)")
+    assert message.startswith("the evaluation at step 12 compiled again (2 s)")
     assert "x is [8, 26, 4] instead of [8, 3, 4]" in message
 
 

@@ -53,7 +53,7 @@ def test_a_thousand_records_do_not_flood(make_run: Callable[..., Run], clock: Cl
     callback.on_train_end(run, None)
     shown = lines()
     assert len(shown) == 3  # at 0.01 s the first, at 5.01 s, and the last
-    assert shown[0] == "step 1/1000  epoch 0.5  loss 1  0:00:10 left"
+    assert shown[0] == "step 1/1000  epoch 0.5  loss 1  10 s left"
     assert shown[-1] == "step 1000/1000  epoch 0.5  loss 0.001"
 
 
@@ -81,9 +81,7 @@ def test_a_sign_of_life_where_records_are_rare(make_run: Callable[..., Run], clo
         clock.now += 4
         run.state.step += 1
         callback.on_step_end(run)
-    assert lines() == [
-        f"step {step}/10  epoch 0  {left} left" for step, left in [(3, "0:00:28"), (6, "0:00:16"), (9, "0:00:04")]
-    ]
+    assert lines() == [f"step {step}/10  epoch 0  {left} left" for step, left in [(3, "28 s"), (6, "16 s"), (9, "4 s")]]
 
 
 def test_the_figures_of_the_run_come_last_and_whole(make_run: Callable[..., Run], clock: Clock, lines: Lines) -> None:
@@ -111,7 +109,7 @@ def test_an_error_is_told_once(make_run: Callable[..., Run], clock: Clock, lines
     callback.on_exception(run, ValueError("x"))
     assert lines()[-2:] == [
         "step 2/10  epoch 0.5  loss 0.5",
-        "step 2/10  training ends by ValueError after 0:01:01",
+        "step 2/10  training ends by ValueError after 1 min 1 s",
     ]
 
 

@@ -1,31 +1,6 @@
 from __future__ import annotations
 
-import math
-from typing import Any
-
-import pytest
-
-from trainer_kit.callbacks.formatting import HIDDEN, duration, metrics_line, number, pairs, summary_line
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (0.43214, "0.4321"),
-        (5e-05, "5e-05"),
-        (1234.56, "1,235"),
-        (-1234.56, "-1,235"),
-        (1.5e12, "1.5e+12"),
-        (12.0, "12"),
-        (1234567, "1,234,567"),
-        (True, "True"),
-        ("abc", "abc"),
-        (math.nan, "nan"),
-        (-math.inf, "-inf"),
-    ],
-)
-def test_number(value: Any, shown: str) -> None:
-    assert number(value) == shown
+from trainer_kit.callbacks.formatting import HIDDEN, metrics_line, pairs, summary_line
 
 
 def test_pairs() -> None:
@@ -55,7 +30,3 @@ def test_an_mfu_that_says_nothing_is_not_shown() -> None:
     assert pairs({"loss": 0.5, "mfu": 1.627e-07}) == "loss 0.5"
     assert pairs({"mfu": 0.0012}) == "mfu 0.1%"
     assert pairs({"mfu": float("nan")}) == "mfu nan%"
-
-
-def test_duration() -> None:
-    assert duration(83.4) == "0:01:23"

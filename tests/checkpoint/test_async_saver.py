@@ -262,7 +262,7 @@ def test_too_little_space_is_told_at_the_start_with_figures(
     stems = {path.with_suffix("") for path in folder.rglob("*.safetensors")}
     tensors = [each for stem in stems for each in load_tensors(stem.parent, stem.name).values()]
     size = sum({each.data_ptr(): each.nbytes for each in tensors}.values())
-    assert f" of {size / 1000:.4g} kB take " in told[0]
+    assert f" of {size / 1024:.4g} KiB take " in told[0]
 
 
 class Judge:

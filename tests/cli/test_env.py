@@ -52,7 +52,7 @@ def test_env_shows_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     monkeypatch.setitem(sys.modules, "pynvml", pynvml)
     shown = dict(facts())
-    assert shown["gpu 0"] == shown["gpu 1"] == "Test GPU, 24.0 GiB, capability 9.0"
+    assert shown["gpu 0"] == shown["gpu 1"] == "Test GPU, 24 GiB, capability 9.0"
     assert shown["gpu driver"] == "580.65"
 
 

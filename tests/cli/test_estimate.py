@@ -84,7 +84,7 @@ def test_a_step_is_estimated(config: str, capsys: pytest.CaptureFixture[str]) ->
     for name in ("gradients", "optimizer", "activations", "runtime", "peak"):
         assert re.search(rf"^{name} +[\d.]+ .iB ", shown, re.MULTILINE)
     assert re.search(
-        r"^[\d.]+ MiB fits into 700.00 MiB; the largest micro-batch that fits is \d+ samples", shown, re.MULTILINE
+        r"^[\d.]+ MiB fits into 700 MiB; the largest micro-batch that fits is \d+ samples", shown, re.MULTILINE
     )
     for way in ("mixed_precision='bf16'", "optim='adamw_8bit'"):
         assert way in shown
@@ -93,7 +93,7 @@ def test_a_step_is_estimated(config: str, capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_table_has_its_sources(config: str, asked: list[Asked], capsys: pytest.CaptureFixture[str]) -> None:
     shown = told(capsys, config).splitlines()
-    assert "4.50 GiB does not fit into 4.00 GiB; the largest micro-batch that fits is 6 samples" in shown
+    assert "4.5 GiB does not fit into 4 GiB; the largest micro-batch that fits is 6 samples" in shown
     assert shown[-3:] == [
         "how this was found",
         "weights, activations: counted on fake tensors",
@@ -237,7 +237,7 @@ def test_a_command_line_that_makes_no_sense(
 def test_inference_is_estimated(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = told(capsys, config, "--inference", "--batch-size", "2", "--device-memory", "700MiB")
     assert "of a forward pass with batches of 2 on cuda" in shown
-    assert re.search(r"^[\d.]+ MiB fits into 700.00 MiB$", shown, re.MULTILINE)
+    assert re.search(r"^[\d.]+ MiB fits into 700 MiB$", shown, re.MULTILINE)
     assert not re.search(r"^(gradients|optimizer|activations) ", shown, re.MULTILINE)
     found = json.loads(told(capsys, config, "--inference", "--json"))["anatomy"]
     assert found["inference"]

@@ -15,7 +15,7 @@ import pytest
 import transformers
 import yaml
 
-from trainer_kit.config.arguments import TrainingArguments, parse_size
+from trainer_kit.config.arguments import TrainingArguments
 
 NAN, INF = float("nan"), float("inf")
 
@@ -441,20 +441,6 @@ def test_a_missing_file_and_an_unknown_format(tmp_path: Path) -> None:
         TrainingArguments.load(tmp_path / "missing.json")
     with pytest.raises(ValueError, match=r"a\.txt: cannot tell the format"):
         TrainingArguments().save(tmp_path / "a.txt")
-
-
-@pytest.mark.parametrize(
-    ("size", "count"),
-    [(1, 1), (10**10, 10**10), ("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("200MiB", 200 * 2**20), ("3tb", 3 * 10**12)],
-)
-def test_parse_size(size: int | str, count: int) -> None:
-    assert parse_size(size) == count
-
-
-@pytest.mark.parametrize("size", [0, -1, "0.0001KB", "7B", "5", "5G", "MB5", "1e3MB", ""])
-def test_parse_size_refuses(size: int | str) -> None:
-    with pytest.raises(ValueError, match="is not known; use a number of bytes or a string such as '5GB'"):
-        parse_size(size)
 
 
 def test_the_module_needs_neither_torch_nor_yaml() -> None:

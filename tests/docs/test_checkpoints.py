@@ -63,7 +63,7 @@ def same(text: str) -> list[str]:
     """Lines without what differs from run to run: times, sizes, and the spaces between columns."""
     text = re.sub(r"\d+ bytes instead of \d+", "LESS", text)
     text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "TIME", text)
-    text = re.sub(r"[\d.]+ ([kMG]B)", "SIZE", text)
+    text = re.sub(r"[\d.]+ ([KMG]iB)", "SIZE", text)
     return [" ".join(line.split()) for line in text.splitlines()]
 
 

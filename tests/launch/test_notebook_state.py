@@ -76,7 +76,7 @@ def test_what_lies_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(1, 1)
     model.weight = torch.nn.Parameter(torch.ones(1, 1).as_subclass(OnGPU), requires_grad=False)
     notebook(monkeypatch, [], model=model, x=torch.ones(1).as_subclass(OnGPU), y=torch.ones(1), _hidden=model)
-    assert kernel.user_of("cuda") == "on the GPU: model, x"
+    assert kernel.user_of("cuda") == "on the GPU: model and x"
 
 
 def test_an_import_may_be_it(monkeypatch: pytest.MonkeyPatch) -> None:

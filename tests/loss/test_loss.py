@@ -344,7 +344,7 @@ def test_a_column_that_the_model_does_not_take_is_named(tmp_path: Any) -> None:
 
     samples = [sample | {"id": 3, "extra": 1.0} for sample in points([0, 1])]
     message = failing(tmp_path, Own(), samples)
-    assert "columns id, extra, which Own.forward does not take (it takes x, labels)" in message
+    assert "columns id and extra, which Own.forward does not take (it takes x, labels)" in message
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_text_and_json() -> None:
     found = advise(model, ARGS, batch, device_memory="1MiB", device="cuda")
     table = found.table()
     assert "activations" in table
-    assert "does not fit into 1.00 MiB; no micro-batch fits" in table
+    assert "does not fit into 1 MiB; no micro-batch fits" in table
     assert "gradient_checkpointing=True" in table
     values = json.loads(json.dumps(found.to_dict()))
     assert values["fits"] is False

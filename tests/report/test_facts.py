@@ -73,7 +73,7 @@ def test_key_figures(tmp_path: Path) -> None:
     assert figures["Training loss"].note == "in the last record; mean 4.02"
     assert figures["Best eval_loss"] == ("Best eval_loss", "3.369", "at step 2,000")
     assert figures["Throughput"].value.endswith(" tokens/s")
-    assert figures["Peak memory"].value == "38.2 GiB"
+    assert figures["Peak memory"].value == "38.25 GiB"
     assert figures["Goodput"].note == "MFU 37 %"
     assert figures["Parameters"][1:] == ("124M", "all trained")
 

@@ -38,7 +38,7 @@ def test_the_lines(memory: dict[str, Any], lines: list[str], capsys: pytest.Capt
 def test_a_result_prints_as_one_line() -> None:
     metrics = {**TIMES, "peak_memory_gib": 0.51, "seconds/forward": 12.5}
     assert str(TrainOutput(1512, 0.123456, metrics)) == (
-        "TrainOutput(global_step=1512, training_loss=0.1235, 57.8 s, 8.9 samples/s, peak memory 0.51 GiB; "
+        "TrainOutput(global_step=1512, training_loss=0.1235, 58 s, 8.9 samples/s, peak memory 522.2 MiB; "
         "4 values in .metrics)"
     )
     unknown = TrainOutput(0, float("nan"), {"peak_memory_gib": "not reported by this device"})

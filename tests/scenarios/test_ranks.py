@@ -348,7 +348,7 @@ RAISED = r"failed (with exit code 1|and had to be ended)"
         ("stop", 1, PATIENCE, 1, r".*LostProcessError: rank 1 \(.*\) has not answered .* \(it is stopped\);.*", 20),
         (
             "sleep", 1, (*PATIENCE, "--ddp-timeout", 10), 1,
-            r".*LostProcessError: rank 1 \(.*\) has been for \d+ s in _fail \(scenarios/rank_task.py:\d+\);.*", 30,
+            r".*LostProcessError: rank 1 \(.*\) has been for [\d.]+ s in _fail \(scenarios/rank_task.py:\d+\);.*", 30,
         ),
     ],
     ids=lambda value: str(value) if value in (0, 1, "raise", "exit", "kill", "stop", "sleep") else "",
@@ -361,7 +361,9 @@ def test_a_rank_that_fails_ends_all_and_is_named(
     assert left == code, err
     assert re.fullmatch(last, err.rpartition("trainer-kit launch: ")[2].strip(), re.DOTALL), err
     assert job.seconds_since(place.events(rank, "trouble")[0]["time"]) < within
-    waited = re.search(rf"^rank {rank} \(.*\) has been for \d+ s in _fail .*, while rank \d \(.*\) has been", err, re.M)
+    waited = re.search(
+        rf"^rank {rank} \(.*\) has been for [\d.]+ s in _fail .*, while rank \d \(.*\) has been", err, re.M
+    )
     assert bool(waited) == (how == "sleep"), err
     assert place.checkpoints() == {5, 10}
     place.run(2, "--epochs", EPOCHS)

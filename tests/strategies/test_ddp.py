@@ -15,7 +15,7 @@ from torch import nn
 from trainer_kit import Callback, Run, SingleDevice, Strategy, Trainer, TrainingArguments
 from trainer_kit.callbacks import Freezing
 from trainer_kit.errors import LostProcessError
-from trainer_kit.strategies.ddp import DDP, Replica
+from trainer_kit.strategies.ddp import DDP, Replica, describe_ranks
 
 WORLDS = [2, 3]
 
@@ -236,7 +236,7 @@ def test_parameters_without_a_loss_are_named(tmp_path: Path) -> None:
     for result in try_on_ranks(2, train_branches, str(tmp_path), with_spare):
         assert isinstance(result, RankFailed)
         assert isinstance(result.error, ValueError)
-        assert "spare.weight, spare.bias took no part in the loss" in str(result.error)
+        assert "spare.weight and spare.bias took no part in the loss" in str(result.error)
         assert "find_unused_parameters=True" in str(result.error)
     on_ranks(2, train_branches, str(tmp_path), with_spare_allowed)
 
@@ -646,3 +646,15 @@ def test_a_replica_shows_what_the_module_has() -> None:
     assert [name for name, _ in replica.named_parameters()] == ["module.weight", "module.bias"]
     with pytest.raises(AttributeError, match="nowhere"):
         replica.nowhere  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("devices", "ranks", "text"),
+    [
+        (["cpu"], [0], "rank 0 on cpu"),
+        (["cpu"] * 4, [3, 1, 0], "ranks 0-1, 3 on 3 x cpu"),
+        (["H100 80GB a1", "H100 80GB b2", "A100 c3"], [0, 1, 2], "ranks 0-2 on 2 x H100 80GB, A100"),
+    ],
+)
+def test_ranks_aredescribe_ranks(devices: list[str], ranks: list[int], text: str) -> None:
+    assert describe_ranks([("node", device) for device in devices], ranks) == text

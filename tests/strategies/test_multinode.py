@@ -19,7 +19,7 @@ import torch
 from kit.ranks import RankFailed, on_ranks, try_on_ranks
 
 from trainer_kit.strategies import multinode, multinode_session
-from trainer_kit.strategies.multinode import MultiNode, _described, route_to
+from trainer_kit.strategies.multinode import MultiNode, route_to
 
 FILES = {"empty": 0, "one": 1, "state/below": 999, "state/exact": 1000, "state/above": 1001, "model": 2500}
 HOST = socket.gethostname()
@@ -95,7 +95,7 @@ def test_a_checkpoint_is_sent_to_a_machine_that_does_not_see_it(tmp_path: Path) 
     assert (main["is there"], first["is there"], second["is there"]) == (True, False, False)
     assert contents(other) == {"model": b"of another run"}
     assert list((tmp_path / "machine-1" / "tmp").iterdir()) == []
-    assert f"sending checkpoint-3 (0.0 MiB) to {HOST}, where it is not seen" in main["log"]
+    assert f"sending checkpoint-3 (5.372 KiB) to {HOST}, where it is not seen" in main["log"]
     assert first["log"] == []
 
 
@@ -224,7 +224,7 @@ def copy_and_fail(folder: Path, what: str) -> None:
     ("what", "sentence"),
     [
         ("reading", f"rank 0 ({HOST}): the disk is gone"),
-        ("room", f"rank 1 ({HOST}): {{tmp}} has 1.0 MiB left of the 3.0 MiB needed"),
+        ("room", f"rank 1 ({HOST}): {{tmp}} has 1 MiB left of the 3 MiB needed"),
         ("folder", f"rank 1 ({HOST}): the disk is gone"),
         ("writing", f"rank 1 ({HOST}): [Errno 27] File too large"),
         ("size", f"rank 0 ({HOST}): checkpoint-3/model has become shorter"),
@@ -293,18 +293,6 @@ def test_one_process_needs_no_other_machine(tmp_path: Path) -> None:
     strategy.teardown()
     assert list(tmp_path.iterdir()) == []
     assert "GLOO_SOCKET_IFNAME" not in os.environ
-
-
-@pytest.mark.parametrize(
-    ("devices", "ranks", "text"),
-    [
-        (["cpu"], [0], "rank 0 on cpu"),
-        (["cpu"] * 4, [3, 1, 0], "ranks 0-1, 3 on 3 x cpu"),
-        (["H100 80GB a1", "H100 80GB b2", "A100 c3"], [0, 1, 2], "ranks 0-2 on 2 x H100 80GB, A100"),
-    ],
-)
-def test_ranks_are_described(devices: list[str], ranks: list[int], text: str) -> None:
-    assert _described([("node", device) for device in devices], ranks) == text
 
 
 def late(look: int) -> Callable[[Path], list[str]]:

@@ -23,11 +23,12 @@ from trainer_kit.checkpoint import (
     take_snapshot,
     write_checkpoint,
 )
-from trainer_kit.checkpoint.format.json_files import is_too_large, readable_size
+from trainer_kit.checkpoint.format.json_files import is_too_large
 from trainer_kit.checkpoint.staging import HostStaging
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.errors import SaveError
 from trainer_kit.run import Run
+from trainer_kit.utils.units import format_count, format_size
 
 logger = logging.getLogger("trainer_kit")
 
@@ -203,10 +204,10 @@ class AsyncSaver:
         except OSError:
             return  # the first save reports it
         if size * count > free:
+            checkpoints = f"{format_count(count, 'more checkpoint')} of {format_size(size)}"
             logger.warning(
-                "%s may run out of space: %d more checkpoints of %s take %s, %s are free; set a smaller "
-                "save_total_limit, or another output_dir",
-                self.folder, count, readable_size(size), readable_size(size * count), readable_size(free),
+                "%s may run out of space: %s take %s, %s are free; set a smaller save_total_limit, or another "
+                "output_dir", self.folder, checkpoints, format_size(size * count), format_size(free),
             )  # fmt: skip
 
     def _begin(

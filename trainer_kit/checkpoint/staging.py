@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from trainer_kit.checkpoint.format.json_files import readable_size
 from trainer_kit.checkpoint.format.safetensors_writer import address
 from trainer_kit.run import Run
 from trainer_kit.utils.optimizer_state import state_tensors
+from trainer_kit.utils.units import format_size
 
 
 class HostStaging:
@@ -95,7 +95,7 @@ class HostStaging:
         try:
             return self.run.strategy.device_info.host_memory(tensors, self._places)
         except (MemoryError, RuntimeError) as error:
-            size = readable_size(sum(tensor.nbytes for tensor in tensors))
+            size = format_size(sum(tensor.nbytes for tensor in tensors))
             text = f"no host memory for a copy of the state ({size}); set async_save=False"
             raise OSError(errno.ENOMEM, text) from error
 

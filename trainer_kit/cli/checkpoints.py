@@ -12,6 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer_kit.utils.units import format_count, format_size
+
 if TYPE_CHECKING:
     from trainer_kit.checkpoint.format.compare import Comparison
     from trainer_kit.checkpoint.format.inventory import CheckpointEntry, CheckpointProgress
@@ -65,7 +67,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _list(options: argparse.Namespace) -> int:
     from trainer_kit.checkpoint.format.inventory import CRASH_PREFIX, checkpoints_at, inspect, newest_progress
-    from trainer_kit.checkpoint.format.json_files import readable_size
     from trainer_kit.utils.run_lock import holder_of
 
     found = checkpoints_at(options.folder)
@@ -78,14 +79,14 @@ def _list(options: argparse.Namespace) -> int:
         entries.append(entry)
         is_whole = "sizes right" if options.quick else "valid"
         state = f"invalid: {entry.problem}" if entry.problem else is_whole
-        row = f"{directory.name:{width}}  {_written(entry):16}  {readable_size(entry.size):>9}  "
+        row = f"{directory.name:{width}}  {_written(entry):16}  {format_size(entry.size):>9}  "
         _print_row(row, f"{state}{best.get(directory.name, '')}")
     whole = [entry.directory.name for entry in entries if entry.problem is None]
     resumable = [name for name in whole if not name.startswith(CRASH_PREFIX)]
-    total = readable_size(sum(entry.size for entry in entries))
+    total = format_size(sum(entry.size for entry in entries))
     goes_on = f"training would resume from {resumable[-1]}" if resumable else "none to resume from"
     crashed = found[0].name.startswith(CRASH_PREFIX)
-    count = _count(len(entries), "crash", "crashes") if crashed else _count(len(entries), "checkpoint")
+    count = format_count(len(entries), "crash" if crashed else "checkpoint")
     print(f"{count}, {len(whole)} valid, {total}; {goes_on}")
     if (holder := holder_of(options.folder)) is not None:
         print(f"in use: {holder} trains here")
@@ -96,14 +97,13 @@ def _list(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from trainer_kit.checkpoint.format.inventory import checkpoints_at, inspect
-    from trainer_kit.checkpoint.format.json_files import readable_size
 
     is_valid = True
     for directory in checkpoints_at(options.folder):
         entry = inspect(directory)
         is_valid = is_valid and entry.problem is None
         files = len(entry.manifest.files) if entry.manifest else 0
-        what = f"valid, {_count(files, 'file')}, {readable_size(entry.size)}"
+        what = f"valid, {format_count(files, 'file')}, {format_size(entry.size)}"
         _print_row(f"{directory.name}: ", f"invalid: {entry.problem}" if entry.problem else what)
     return 0 if is_valid else 1
 
@@ -118,11 +118,11 @@ def _diff(options: argparse.Namespace) -> int:
         print(f"trainer-kit checkpoints diff: {error}", file=sys.stderr)
         return 2
     for side, directory, manifest in zip("AB", (options.a, options.b), found.manifests, strict=True):
-        processes = _count(manifest.world_size, "process", "processes")
+        processes = format_count(manifest.world_size, "process")
         _print_row(f"{side}  ", f"{directory}: step {manifest.step}, {processes}, torch {manifest.torch_version}, "
                    f"{_local(manifest.time)}")  # fmt: skip
     if found.is_equal:
-        print(f"equal: {_count(found.tensors, 'tensor')} bit for bit, and all other values")
+        print(f"equal: {format_count(found.tensors, 'tensor')} bit for bit, and all other values")
         return 0
     _print_differences(found, None if options.all else _SHOWN)
     return 1
@@ -132,7 +132,6 @@ def _prune(options: argparse.Namespace) -> int:
     from trainer_kit.checkpoint import CheckpointError, Retention
     from trainer_kit.checkpoint.format.discovery import at_work
     from trainer_kit.checkpoint.format.inventory import checkpoints_at, excess, inspect, newest_progress
-    from trainer_kit.checkpoint.format.json_files import readable_size
     from trainer_kit.checkpoint.format.retention import delete_checkpoint
     from trainer_kit.utils.run_lock import holder_of
 
@@ -151,13 +150,13 @@ def _prune(options: argparse.Namespace) -> int:
     removed = [entry for entry in gone if options.dry_run or delete_checkpoint(entry.directory)]
     for entry in removed:
         what = "would be removed" if options.dry_run else "removed"
-        _print_row(f"{entry.directory.name}: ", f"{what}, {readable_size(entry.size)}")
+        _print_row(f"{entry.directory.name}: ", f"{what}, {format_size(entry.size)}")
     for entry in damaged:
         if entry not in removable:
             hint = " (--damaged removes it)" if entry.is_damaged else ""
             _print_row(f"{entry.directory.name}: ", f"left, invalid: {entry.problem}{hint}")
     stay = [entry.directory.name for entry in entries if entry not in removed]
-    freed = readable_size(sum(entry.size for entry in removed))
+    freed = format_size(sum(entry.size for entry in removed))
     print(f"{freed} {'would be ' if options.dry_run else ''}freed; {len(stay)} stay: {', '.join(stay)}")
     return 0 if removed == gone else 1
 
@@ -174,9 +173,9 @@ def _print_differences(found: Comparison, limit: int | None) -> None:
     ]
     if rows:
         header = f"{'largest':>9} {'relative':>9} {_ELEMENTS:>{width}}  tensor"
-        _print_section(f"{len(rows):,} of {_count(found.tensors, 'tensor')} differ", rows, limit, header)
+        _print_section(f"{len(rows):,} of {format_count(found.tensors, 'tensor')} differ", rows, limit, header)
     else:
-        print(f"\n{_count(found.tensors - len(changed), 'tensor')} equal bit for bit")
+        print(f"\n{format_count(found.tensors - len(changed), 'tensor')} equal bit for bit")
     _print_section("tensors of another shape or dtype", changed, limit)
     _print_section("other values that differ", values, limit)
     _print_section("other files that differ", found.files, limit)
@@ -213,7 +212,7 @@ def _beside(folder: Path, found: Sequence[Path]) -> list[str]:
 
     crashes = sorted(each.name for each in folder.glob("crash-*") if each.is_dir() and each not in found)
     aside = [(each.name, len(find_checkpoints(each))) for each in find_checkpoints(folder, "earlier-")]
-    return [*crashes, *(f"{name} ({_count(number, 'checkpoint')})" for name, number in aside)]
+    return [*crashes, *(f"{name} ({format_count(number, 'checkpoint')})" for name, number in aside)]
 
 
 def _written(entry: CheckpointEntry) -> str:
@@ -232,7 +231,3 @@ def _change(a: Any, b: Any) -> str:
         differing = sum(repr(one) != repr(other) for one, other in zip(a, b, strict=True))
         return f"{differing:,} of {len(a):,} items differ"
     return f"{short.repr(a)} -> {short.repr(b)}"
-
-
-def _count(number: int, one: str, many: str | None = None) -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"

@@ -10,9 +10,9 @@ import platform
 from trainer_kit._version import __version__
 from trainer_kit.config import environment
 from trainer_kit.launch.config import LaunchConfig, default_path
+from trainer_kit.utils.units import format_count, format_size
 
 _PACKAGES = ("transformers", "safetensors", "numpy", "tensorboard", "torch_xla")
-_GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def facts() -> list[tuple[str, str]]:
         *((name, _version(name)) for name in _PACKAGES),
         ("system", platform.platform()),
         ("processors", f"{os.cpu_count()} ({platform.machine()})"),
-        ("memory", f"{psutil.virtual_memory().total / _GIB:.1f} GiB"),
+        ("memory", format_size(psutil.virtual_memory().total)),
         *_devices(),
         ("xla", _xla()),
         *_saved_configuration(),
@@ -80,7 +80,7 @@ def _devices() -> list[tuple[str, str]]:
     if torch.cuda.is_available():
         properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         gpus = [
-            (f"gpu {index}", f"{gpu.name}, {gpu.total_memory / _GIB:.1f} GiB, capability {gpu.major}.{gpu.minor}")
+            (f"gpu {index}", f"{gpu.name}, {format_size(gpu.total_memory)}, capability {gpu.major}.{gpu.minor}")
             for index, gpu in enumerate(properties)
         ]
         return [*gpus, ("gpu driver", _driver())]
@@ -95,7 +95,7 @@ def _xla() -> str:
     if kind is None:
         return 'not taken by strategy "auto"'
     count = environment.xla_devices(kind)
-    return f"{kind}, {count or 'no'} device{'s' * (count != 1)}"
+    return f"{kind}, {format_count(count, 'device')}"
 
 
 def _driver() -> str:

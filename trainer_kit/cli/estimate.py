@@ -19,7 +19,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from trainer_kit.config.arguments import parse_size
+from trainer_kit.utils.units import format_size, parse_size
 
 if TYPE_CHECKING:
     from trainer_kit.config.arguments import TrainingArguments
@@ -101,7 +101,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _print_inference(options: argparse.Namespace, subject: ResolvedModel, args: TrainingArguments) -> int:
     from trainer_kit.memory import estimate
-    from trainer_kit.memory.anatomy import size_text
 
     found = estimate(
         subject.model, args, subject.batch, compute_loss=subject.compute_loss, device=options.device, inference=True
@@ -112,7 +111,7 @@ def _print_inference(options: argparse.Namespace, subject: ResolvedModel, args: 
     print(found.table())
     if options.device_memory is not None:
         fits = "fits" if found.peak <= options.device_memory else "does not fit"
-        print(f"\n{size_text(found.peak)} {fits} into {size_text(options.device_memory)}")
+        print(f"\n{format_size(found.peak)} {fits} into {format_size(options.device_memory)}")
     print("\nhow this was found", *_sources(found), sep="\n")
     return 0
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from trainer_kit.config import environment
 from trainer_kit.config.validation import Rule, check_names, check_values, load_fields, save_fields
+from trainer_kit.utils.units import parse_size
 
 T = TypeVar("T")
 Arguments = TypeVar("Arguments", bound="TrainingArguments")
@@ -33,27 +34,6 @@ _NAMED_OTHERWISE = {
     "ddp_backend": "strategy",
     "ddp_broadcast_buffers": "strategy",
 }
-
-
-def parse_size(size: int | str, name: str = "max_shard_size") -> int:
-    """Return a size in bytes.
-
-    Args:
-        size: A number of bytes, or a string such as "5GB" (10**9) or "200MiB" (2**20).
-        name: Name of the argument, for the error.
-
-    Raises:
-        ValueError: If `size` is less than one byte or not a size.
-    """
-    count: float = 0
-    if isinstance(size, int) and not isinstance(size, bool):
-        count = size
-    elif isinstance(size, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B", size, re.IGNORECASE)):
-        number, prefix, binary = match.groups()
-        count = float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix.upper()) + 1)
-    if count < 1:
-        raise ValueError(f"{name}={size!r} is not known; use a number of bytes or a string such as '5GB' or '200MiB'")
-    return int(count)
 
 
 def _is_size(value: int | str) -> bool:

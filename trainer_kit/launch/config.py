@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from trainer_kit.config import environment
 from trainer_kit.config.arguments import Interval
 from trainer_kit.config.validation import Rule, check_names, check_values, load_fields, save_fields
+from trainer_kit.utils.units import format_count
 
 logger = logging.getLogger("trainer_kit")
 
@@ -139,8 +140,8 @@ class LaunchConfig:
         if 0 < gpus < count:
             here = f" makes {count} on each machine" if self.num_nodes > 1 else ""
             raise ValueError(
-                f"num_processes={self.num_processes}{here}, but this machine has {gpus} "
-                f"GPU{'s' if gpus > 1 else ''}; use at most {gpus * self.num_nodes}, or cpu=True (--cpu, in a notebook "
+                f"num_processes={self.num_processes}{here}, but this machine has "
+                f"{format_count(gpus, 'GPU')}; use at most {gpus * self.num_nodes}, or cpu=True (--cpu, in a notebook "
                 f"{environment.USE_CPU}=1 in os.environ)"
             )
         return count

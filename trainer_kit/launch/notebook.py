@@ -1,4 +1,12 @@
-"""`notebook_launcher`: runs a function of a notebook in several processes."""
+"""`notebook_launcher`: runs a function of a notebook in several processes.
+
+The processes are forked from the kernel, so that they share all objects of the notebook. If the kernel already uses
+CUDA, a forked process could not use it: the processes then start afresh, and get the function and the objects that it
+uses in pickled form.
+
+On TPUs (and wherever strategy "auto" selects XLA) one forked process drives all devices, and the kernel never touches
+them. A model that the notebook created on the CPU and passes in `args` takes no additional memory.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +27,7 @@ from trainer_kit.launch.notebook_state import (
 )
 from trainer_kit.launch.payload import PlainStreams, Sent, name_of
 from trainer_kit.launch.processes import Logs, run_processes, set_variables, variables
+from trainer_kit.utils.units import format_count, pluralize
 
 
 def notebook_launcher(
@@ -40,19 +49,11 @@ def notebook_launcher(
 ) -> Any:
     """Run `function(*args)` in several processes, from a notebook's cell or a Python session.
 
-    The processes are forked from the kernel, so that they share all objects of the notebook. If the kernel already uses
-    CUDA, a forked process could not use it: the processes then start afresh, and get the function and the objects that
-    it uses in pickled form. A single process on one machine without restarts runs in the kernel itself.
-
-    On TPUs (and wherever strategy "auto" selects XLA) one forked process drives all devices, and the kernel never
-    touches them. A model that the notebook created on the CPU and passes in `args` takes no additional memory.
-
-    The notebook shows the output of the first process; the others write to files, whose folder is reported at the end.
-    Interrupting the kernel asks the processes to leave; a second interrupt kills them.
+    A single process without restarts runs in the kernel. The notebook shows the output of the first process; the
+    folder of the others' output is reported. Interrupting the kernel asks them to leave; a second interrupt kills them.
 
     Args:
-        function: Function to run in each process; a Trainer or Accelerator created in it finds the other processes by
-            itself.
+        function: Function to run in each process; a Trainer or Accelerator in it finds the other processes by itself.
         args: Arguments of the function.
         num_processes: Number of processes on this machine; None for one per GPU, or one on a machine without GPUs. On
             TPUs it counts devices: all (None) or 1.
@@ -68,8 +69,7 @@ def notebook_launcher(
         max_restarts: How often the processes are restarted after a failure, see `LaunchConfig`.
         monitor_interval: Seconds between two checks of the processes.
         log_line_prefix_template: Prefix of each line that a process prints; "${rank}", "${local_rank}" and
-            "${role_name}" stand for the process's own. All processes are then shown. None: only the first process is
-            shown, without prefix.
+            "${role_name}" stand for the process's own. All processes are then shown. None: only the first, without it.
 
     Returns:
         The function's value on rank 0; None on the other machines.
@@ -77,28 +77,19 @@ def notebook_launcher(
     Raises:
         ProcessFailed: If a process failed; it holds the process's own traceback.
         ProcessesLeft: If the processes left because of an interrupt or a signal.
-        TypeError: If `function` is not callable, or needs an object that cannot be pickled for fresh processes; the
-            message names the object.
-        ValueError: If an argument is invalid, if there are too few GPUs, or if this process is already one of several.
+        TypeError: If `function` is not callable, or needs an object that cannot be pickled; the message names it.
+        ValueError: If an argument is invalid, GPUs are too few, or this process is already one of several.
         OSError: If a port or an address cannot be used, or another machine does not come.
-        ImportError: If a package is missing.
-        RuntimeError: If the kernel already uses XLA, which then serves no other process, or if TRAINER_KIT_DEBUG is set
-            and a child process cannot use the devices.
+        RuntimeError: If the kernel already uses XLA, or TRAINER_KIT_DEBUG is set and a child cannot use the devices.
     """
     with _brief_errors():
         config = _config(
             function, args, num_processes, use_port, master_addr, rdzv_endpoint,
             num_nodes=num_nodes, node_rank=node_rank, mixed_precision=mixed_precision, rdzv_backend=rdzv_backend,
-            rdzv_id=rdzv_id, rdzv_conf=rdzv_conf or {}, max_restarts=max_restarts,
-            monitor_interval=monitor_interval,
+            rdzv_id=rdzv_id, rdzv_conf=rdzv_conf or {}, max_restarts=max_restarts, monitor_interval=monitor_interval,
         )  # fmt: skip
         where, logs = _where(config), _logs(log_line_prefix_template)
-    if config.local_processes() * num_nodes == 1 and not max_restarts and not config.tpu:
-        _say(f"Launching training on {where}.")
-        with set_variables({environment.MIXED_PRECISION: mixed_precision}):
-            return function(*args)  # its errors appear as a cell's own
-    with _brief_errors(), set_variables(variables(config)):
-        return _launch(config, function, args, where, logs)
+    return _run(config, function, args, where, logs)
 
 
 def _config(
@@ -153,11 +144,21 @@ def _where(config: LaunchConfig) -> str:
         count, thing = config.xla_devices() * config.num_nodes, f"{config.xla_device_type} device"
     else:
         count, thing = config.local_processes() * config.num_nodes, "GPU" if _gpus(config) else "CPU"
-    return f"{'one' if count == 1 else count or 'all'} {thing}{'s' if count != 1 else ''}"
+    return f"{'one' if count == 1 else count or 'all'} {pluralize(thing, count)}"
 
 
 def _gpus(config: LaunchConfig) -> int:
     return 0 if config.cpu else count_gpus()
+
+
+def _run(config: LaunchConfig, function: Callable[..., Any], args: Sequence[Any], where: str, logs: Logs) -> Any:
+    """Run the function in the kernel if one process without restarts suffices, else in processes of its own."""
+    if config.local_processes() * config.num_nodes == 1 and not config.max_restarts and not config.tpu:
+        _say(f"Launching training on {where}.")
+        with set_variables({environment.MIXED_PRECISION: config.mixed_precision}):
+            return function(*args)  # its errors appear as a cell's own
+    with _brief_errors(), set_variables(variables(config)):
+        return _launch(config, function, args, where, logs)
 
 
 def _launch(config: LaunchConfig, function: Callable[..., Any], args: Sequence[Any], where: str, logs: Logs) -> Any:
@@ -185,7 +186,7 @@ def _try_child(config: LaunchConfig, start_method: str) -> None:
     gpus = _gpus(config)
     devices = ["xla"] if config.tpu else [f"cuda:{number}" for number in range(gpus)] or ["cpu"]
     check_child(start_method, devices)
-    what = f"{config.xla_device_type} by XLA" if config.tpu else f"{gpus} GPUs" if gpus else "CPU"
+    what = f"{config.xla_device_type} by XLA" if config.tpu else format_count(gpus, "GPU") if gpus else "CPU"
     _say(f"A child process ({start_method}) can use the {what}.")
 
 

@@ -22,6 +22,7 @@ import torch
 from trainer_kit.launch.processes import set_variables
 from trainer_kit.strategies.xla.model import renew_threads
 from trainer_kit.strategies.xla.strategy import import_torch_xla
+from trainer_kit.utils.units import format_duration, join_names
 
 # Calls of torch.cuda that do not touch the driver, and of torch_xla that do not start its runtime.
 _HARMLESS = {
@@ -116,7 +117,7 @@ def user_of(kind: str) -> str:
             break
     there = [name for name, value in names.items() if not name.startswith("_") and _lies_on(kind, value)]
     if there:
-        found.append(f"on the {'GPU' if kind == 'cuda' else 'device'}: {', '.join(there[:5])}")
+        found.append(f"on the {'GPU' if kind == 'cuda' else 'device'}: {join_names(there)}")
     if not found:
         imported = [name for name in _TOUCH_AT_IMPORT if name in sys.modules and kind == "cuda"]
         found.append(f"perhaps by importing {' or '.join(imported)}" if imported else "no cell shows by what")
@@ -210,7 +211,7 @@ def _trouble_of_child(start_method: str, devices: Sequence[str]) -> str:
     child.start()
     theirs.close()
     try:
-        trouble = ours.recv() if ours.poll(_TRIAL_SECONDS) else f"no answer within {_TRIAL_SECONDS:g} s"
+        trouble = ours.recv() if ours.poll(_TRIAL_SECONDS) else f"no answer within {format_duration(_TRIAL_SECONDS)}"
     except EOFError:
         child.join()
         trouble = f"it ended with exit code {child.exitcode}"

@@ -32,6 +32,7 @@ from trainer_kit.launch.function import Function
 from trainer_kit.launch.output import OutputFiles
 from trainer_kit.launch.rendezvous import Machines, make_rendezvous
 from trainer_kit.utils.streams import guard_standard_streams
+from trainer_kit.utils.units import pluralize
 
 __all__ = ["PREFIX", "Logs", "ProcessFailed", "ProcessesLeft", "planned", "run_processes"]
 
@@ -113,9 +114,7 @@ def run_processes(
             monitor_interval=config.monitor_interval,
         )
         agent = Agent(spec, output, start_method, Machines(config), signals, say)
-        # XLA crashes where it cannot allocate memory.
-        deaths = ("SIGKILL", "SIGSEGV") if config.tpu else ("SIGKILL",)
-        agent.remedies = {-getattr(signal, name): remedy for name in deaths if remedy and hasattr(signal, name)}
+        agent.remedies = _remedies(config, remedy)
         _run(agent)
         return agent.values() if is_function else {worker.global_rank: None for worker in agent.workers}
 
@@ -173,6 +172,12 @@ def planned(config: LaunchConfig, words: Sequence[str]) -> list[str]:
         settings = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in place.items())
         lines.append(f"{settings} {shlex.join(words)}")
     return lines
+
+
+def _remedies(config: LaunchConfig, remedy: str) -> dict[int, str]:
+    """Return the advice by the exit code of a process whose host ran out of memory."""
+    names = ("SIGKILL", "SIGSEGV") if config.tpu else ("SIGKILL",)  # XLA crashes where it cannot allocate memory
+    return {-getattr(signal, name): remedy for name in names if remedy and hasattr(signal, name)}
 
 
 def _run(agent: Agent) -> None:
@@ -293,7 +298,7 @@ def _output(scratch: Path, logs: Logs, say: Callable[[str], None]) -> Iterator[O
         written = output.written()
         if written and logs.prefix is None:
             ranks = sorted({int(path.stem.removeprefix("rank-")) for path in written})
-            say(f"the output of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} is in {folder}")
+            say(f"the output of {pluralize('rank', len(ranks))} {', '.join(map(str, ranks))} is in {folder}")
         elif logs.folder is None:  # it is empty, or its content was shown
             shutil.rmtree(folder, ignore_errors=True)
 

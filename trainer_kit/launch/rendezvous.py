@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from trainer_kit.errors import ProcessFailed
 from trainer_kit.launch.config import LaunchConfig
+from trainer_kit.utils.units import format_duration
 
 _PATIENCE_SECONDS = 5.0  # until the user sees which machine is missing
 _ATTEMPT_SECONDS = 2.0
@@ -273,11 +274,11 @@ class Waiting:
                 raise InterruptedError(f"a signal came while waiting for {whom}")
             if waited > self._seconds:
                 raise TimeoutError(
-                    f"{whom} did not answer within {self._seconds:g} s; start it, check master_addr, master_port and "
-                    f"the firewall, or wait longer with {self._longer}"
+                    f"{whom} did not answer within {format_duration(self._seconds)}; start it, check master_addr, "
+                    f"master_port and the firewall, or wait longer with {self._longer}"
                 )
             if waited > _PATIENCE_SECONDS and not is_told:
-                self._say(f"waiting for {whom}, up to {self._seconds:g} s")
+                self._say(f"waiting for {whom}, up to {format_duration(self._seconds)}")
                 is_told = True
             time.sleep(0.1)
 

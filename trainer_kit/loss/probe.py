@@ -14,6 +14,7 @@ from trainer_kit.loss.batch import IGNORED, is_whole, labels_of, samples_of, sha
 from trainer_kit.loss.loss import Loss, columns_of
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.pytree import keys, map_tensors, tensors
+from trainer_kit.utils.units import join_names, pluralize
 from trainer_kit.utils.user_warnings import warn
 
 _TRIES = 10
@@ -208,7 +209,7 @@ def _check_columns(module: torch.nn.Module, batch: Any) -> None:
     unknown = [str(key) for key in keys(batch) if key not in known] if known and isinstance(batch, Mapping) else []
     if known and unknown:
         raise ValueError(
-            f"the batch has the column{'s' * (len(unknown) > 1)} {', '.join(unknown)}, which "
+            f"the batch has the {pluralize('column', len(unknown))} {join_names(unknown)}, which "
             f"{type(module).__name__}.forward does not take (it takes {', '.join(known)}); rename or remove "
             "them in the dataset or data_collator, or give compute_loss="
         )
@@ -232,7 +233,7 @@ def _warn_of_swallowed_columns(module: torch.nn.Module, batch: Mapping[Any, Any]
     unknown = [str(key) for key in keys(batch) if key not in parameters and key not in ("labels", "label")]
     if unknown and len(unknown) < len(keys(batch)):
         warn(
-            f"{type(module).__name__}.forward has no parameter for the column{'s' * (len(unknown) > 1)} "
-            f"{', '.join(unknown)} and takes other arguments as **kwargs; if that is a mistake, rename or "
+            f"{type(module).__name__}.forward has no parameter for the {pluralize('column', len(unknown))} "
+            f"{join_names(unknown)}, and takes other arguments as **kwargs; if that is a mistake, rename or "
             "remove them in the dataset or data_collator",
         )

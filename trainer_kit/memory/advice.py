@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -11,14 +12,15 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from trainer_kit.config.arguments import TrainingArguments, parse_size
+from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.loss.batch import samples_of
 from trainer_kit.loss.loss import ComputeLoss
-from trainer_kit.memory.anatomy import Anatomy, size_text
+from trainer_kit.memory.anatomy import Anatomy
 from trainer_kit.memory.estimation import estimate
 from trainer_kit.memory.fakes import MOST_KNOWN, Fakes
 from trainer_kit.run import Run
 from trainer_kit.utils.pytree import map_tensors
+from trainer_kit.utils.units import format_count, format_size, parse_size
 
 LARGEST = 2**16
 """The largest batch size that is tried."""
@@ -74,22 +76,23 @@ class Estimate:
             lines += ["", f"{'options that need less':<{width}}{'peak':>12}{'saved':>12}"]
         for option in self.options:
             fits = {None: "", True: "  fits", False: "  does not fit"}[option.fits]
-            saved = size_text(self.anatomy.peak - option.peak)
-            lines.append(f"{option.name:<{width}}{size_text(option.peak):>12}{saved:>12}{fits}")
+            saved = format_size(self.anatomy.peak - option.peak)
+            lines.append(f"{option.name:<{width}}{format_size(option.peak):>12}{saved:>12}{fits}")
         return "\n".join(lines)
 
     def _verdict(self) -> str:
-        peak = size_text(self.anatomy.peak)
+        peak = format_size(self.anatomy.peak)
         if self.device_memory is None:
             return (
                 f"needs {peak}; whether it fits is not known without the device's memory: give --device-memory, such "
                 "as 24GiB, or device_memory in Python"
             )
-        fits = f"{peak} {'fits' if self.fits else 'does not fit'} into {size_text(self.device_memory)}"
+        fits = f"{peak} {'fits' if self.fits else 'does not fit'} into {format_size(self.device_memory)}"
         if self.largest_batch_size is None:
             return f"{fits}; the largest micro-batch is unknown: the batch's tensors do not begin with its samples"
         found = self.largest_batch_size
-        largest = "no micro-batch fits" if not found else f"the largest micro-batch that fits is {found} samples"
+        samples = format_count(found, "sample")
+        largest = f"the largest micro-batch that fits is {samples}" if found else "no micro-batch fits"
         return f"{fits}; {largest}{' or more' if found == LARGEST else ''}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -149,26 +152,8 @@ def advise(
     largest = None
     if limit is not None and by_samples:
         known = {anatomy.batch_size: anatomy.peak}
-
-        def peak(samples: int) -> int:
-            try:
-                return estimated(batch=resized(batch, samples)).peak
-            except ValueError:  # a batch norm needs two samples
-                if samples > 1:
-                    raise
-                return limit + 1
-
-        largest = largest_batch(peak, known, limit)
-
-    def tried(changes: dict[str, Any], text: str = "", **given: Any) -> Option | None:
-        """Estimate a change; return None if it is impossible."""
-        try:
-            nbytes = estimated(args=dataclasses.replace(args, **changes), **given).peak
-        except ValueError:  # the model has no activation checkpointing, or a batch norm needs two samples
-            return None
-        name = text or ", ".join(f"{name}={value!r}" for name, value in changes.items())
-        return Option(name, changes, nbytes, None if limit is None else nbytes <= limit)
-
+        largest = largest_batch(functools.partial(_peak_of, estimated, batch, limit), known, limit)
+    tried = functools.partial(_try, estimated, args, limit)
     found = [
         *_other_arguments(args, optimizer, tried, anatomy.peak),
         _smaller_batch(args, batch, largest, tried) if by_samples else None,
@@ -176,6 +161,33 @@ def advise(
     ]
     options = {option.name: option for option in found if option is not None and option.peak < anatomy.peak}
     return Estimate(anatomy, limit, largest, tuple(sorted(options.values(), key=lambda option: option.peak)))
+
+
+def _peak_of(estimated: Callable[..., Anatomy], batch: Any, limit: int, samples: int) -> int:
+    """Return the peak of a batch of this size, or more than the limit for a single sample that the model refuses."""
+    try:
+        return estimated(batch=resized(batch, samples)).peak
+    except ValueError:  # a batch norm needs two samples
+        if samples > 1:
+            raise
+        return limit + 1
+
+
+def _try(
+    estimated: Callable[..., Anatomy],
+    args: TrainingArguments,
+    limit: int | None,
+    changes: dict[str, Any],
+    text: str = "",
+    **given: Any,
+) -> Option | None:
+    """Estimate a change; return None if it is impossible."""
+    try:
+        nbytes = estimated(args=dataclasses.replace(args, **changes), **given).peak
+    except ValueError:  # the model has no activation checkpointing, or a batch norm needs two samples
+        return None
+    name = text or ", ".join(f"{name}={value!r}" for name, value in changes.items())
+    return Option(name, changes, nbytes, None if limit is None else nbytes <= limit)
 
 
 def advise_run(
@@ -197,16 +209,9 @@ def advise_run(
         device_memory: Bytes, or a string such as "24GiB"; None for that of the device, if it is present.
     """
     return advise(
-        run.model,
-        run.args,
-        batch,
-        device_memory=device_memory,
-        compute_loss=compute_loss,
-        optimizer=optimizer,
-        device=run.strategy.device,
-        world_size=run.strategy.world_size,
-        samples=samples,
-    )
+        run.model, run.args, batch, device_memory=device_memory, compute_loss=compute_loss, optimizer=optimizer,
+        device=run.strategy.device, world_size=run.strategy.world_size, samples=samples,
+    )  # fmt: skip
 
 
 def capacity(device: torch.device) -> int | None:

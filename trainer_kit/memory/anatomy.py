@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from trainer_kit.utils.units import format_si, format_size
+
 KINDS = {
     "weights": "the model's parameters, tied ones once",
     "buffers": "tensors of the model that are not parameters",
@@ -91,24 +93,16 @@ class Anatomy:
 
     def _row(self, name: str, nbytes: int, other: int | None, what: str) -> str:
         each = f"{nbytes / self.parameters:.2f} B" if self.parameters else ""
-        return _line(name, size_text(nbytes), None if other is None else size_text(other), each, what)
+        return _line(name, format_size(nbytes), None if other is None else format_size(other), each, what)
 
     def _step(self) -> str:
-        flops = f", {self.model_flops:.3g} FLOPs of the model" if self.model_flops else ""
+        flops = f", {format_si(self.model_flops, 'FLOP')} of the model" if self.model_flops else ""
         work = "a forward pass with batches" if self.inference else "a step with micro-batches"
         return f"of {work} of {self.batch_size} on {self.device}{flops}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the anatomy as JSON-compatible values."""
         return {**dataclasses.asdict(self), "components": [*map(dataclasses.asdict, self.components)]}
-
-
-def size_text(nbytes: float) -> str:
-    """Format a number of bytes: "1.50 GiB", "12.00 MiB", "512 B"."""
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(nbytes) >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 def _line(name: str, memory: str, measured: str | None, each: str, what: str) -> str:

@@ -8,7 +8,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from trainer_kit.memory.anatomy import Component, size_text
+from trainer_kit.memory.anatomy import Component
+from trainer_kit.utils.units import format_size
 
 GRANULARITY = 512
 """Block size of torch's CUDA allocator in bytes (kMinBlockSize in c10/cuda/CUDACachingAllocator)."""
@@ -45,7 +46,7 @@ def runtime() -> Component:
         CONTEXT + 2 * WORKSPACE[has_large],
         "assumed: a CUDA context of 512 MiB (CUDA C++ Programming Guide, Lazy Loading) and, for the forward and for "
         "the backward pass, the workspace that the documentation of cublasSetWorkspace recommends, "
-        f"{size_text(WORKSPACE[has_large])}",
+        f"{format_size(WORKSPACE[has_large])}",
     )
 
 

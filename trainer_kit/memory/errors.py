@@ -20,3 +20,11 @@ def described(error: BaseException) -> str:
         if not frame.filename.startswith(_NOT_OF_USERS)
     ]
     return ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split())))) + "".join(places[-1:])
+
+
+def first_line(error: Exception) -> str:
+    """Return an error's type and first line; for an error in a data worker, its own last line."""
+    lines = str(error).strip().splitlines() or [""]
+    if lines[0].startswith("Caught ") and "in DataLoader worker" in lines[0]:  # the traceback follows
+        return lines[-1]
+    return f"{type(error).__name__}: {lines[0]}"

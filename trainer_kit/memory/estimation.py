@@ -74,12 +74,33 @@ def estimate(
             fake tensors.
     """
     place = torch.device(device)
-    is_cuda = place.type == "cuda"
-    micro_batches = min(args.gradient_accumulation_steps, _MICRO_BATCHES)
-    repeated = args.gradient_accumulation_steps / micro_batches
+    repeated = max(1.0, args.gradient_accumulation_steps / _MICRO_BATCHES)
     args = copy.copy(args)
-    args.gradient_accumulation_steps = micro_batches
+    args.gradient_accumulation_steps = min(args.gradient_accumulation_steps, _MICRO_BATCHES)
+    is_cuda = place.type == "cuda"
+    tracker, counter = _simulate(model, args, batch, compute_loss, optimizer, is_cuda, world_size > 1, inference)
+    found = tracker.peak()
+    components = [Component(kind, found[kind], f"{_COUNTED}: {KINDS[kind]}") for kind in KINDS if kind in found]
+    if is_cuda:
+        components.append(cuda.runtime())
+    flops = {"model_flops": counter.flops.model, "recomputed_flops": counter.flops.recomputed}
+    flops = {name: round(count * (1 if inference else repeated)) for name, count in flops.items()}
+    return make_anatomy(components, model, batch, place, inference, **flops)
+
+
+def _simulate(
+    model: torch.nn.Module,
+    args: TrainingArguments,
+    batch: Any,
+    compute_loss: ComputeLoss | None,
+    optimizer: torch.optim.Optimizer | None,
+    is_cuda: bool,
+    has_buckets: bool,
+    inference: bool,
+) -> tuple[Tracker, FlopCounter]:
+    """Take a step, or a forward pass, on fake tensors and return what followed it."""
     fakes, counter = Fakes(), FlopCounter()
+    tracker = Tracker(cuda.GRANULARITY) if is_cuda else Tracker(1, hidden_on_cpu)
     with generators_kept(torch.device("cpu")), _quiet(), _explained(), contextlib.ExitStack() as stack:
         strategy = _Pretended(is_cuda, Precision(args.mixed_precision))
         strategy.setup()
@@ -96,26 +117,15 @@ def estimate(
             made = fakes.copy(optimizer) if optimizer is not None else _optimizer(copied, args)
             if is_cuda:
                 cuda.use_foreach(made)
-            buckets = _buckets(copied) if world_size > 1 else {}
+            trained = [each for each in copied.parameters() if each.requires_grad] if has_buckets else []
+            buckets: dict[torch.Tensor, torch.Tensor] = {each: torch.empty_like(each) for each in trained}
             step = Step(copied, made, args, fakes.batch(batch), compute_loss, strategy, buckets)
-        tracker = Tracker(cuda.GRANULARITY) if is_cuda else Tracker(1, hidden_on_cpu)
         ahead = map_tensors(torch.clone, step.batch) if is_cuda else None  # the prefetched next batch
         tracker.mark("batch", tensors(ahead))
         with counter:
             step.track(tracker)
         tracker.close()
-    found = tracker.peak()
-    components = [Component(kind, found[kind], f"{_COUNTED}: {KINDS[kind]}") for kind in KINDS if kind in found]
-    if is_cuda:
-        components.append(cuda.runtime())
-    flops = {"model_flops": counter.flops.model, "recomputed_flops": counter.flops.recomputed}
-    flops = {name: round(count * (1 if inference else repeated)) for name, count in flops.items()}
-    return make_anatomy(components, model, batch, place, inference, **flops)
-
-
-def _buckets(model: torch.nn.Module) -> dict[torch.Tensor, torch.Tensor]:
-    """Return DistributedDataParallel's gradient buckets, by parameter."""
-    return {each: torch.empty_like(each) for each in model.parameters() if each.requires_grad}
+    return tracker, counter
 
 
 @contextlib.contextmanager

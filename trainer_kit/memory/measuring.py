@@ -22,10 +22,10 @@ from trainer_kit.memory.estimation import make_anatomy
 from trainer_kit.memory.step import Inference, Step
 from trainer_kit.memory.tracker import Tracker
 from trainer_kit.optim import make_optimizer
-from trainer_kit.strategies.device_info import GIB
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.single import SingleDevice
 from trainer_kit.utils.rng import generators_kept
+from trainer_kit.utils.units import GIB
 
 # Messages that the profiler's libraries write to stderr, and that no setting disables.
 _NOTICE = re.compile(rb"USDT:|.*CPUAllocator\.cpp.*Memory block of unknown size")
@@ -89,14 +89,17 @@ def measure(
         tracker.close()
     found = {**tracker.peak(), "runtime": sum(runtime)}
     found["temporary"] = peak - sum(nbytes for kind, nbytes in found.items() if kind != "temporary")
-    allocator = "torch.cuda.max_memory_allocated" if place.type == "cuda" else "torch.profiler"
+    return make_anatomy(_components(found, place.type), model, batch, place, inference)
+
+
+def _components(found: dict[str, int], device_type: str) -> list[Component]:
+    allocator = "torch.cuda.max_memory_allocated" if device_type == "cuda" else "torch.profiler"
     sources = {
         **dict.fromkeys(KINDS, "followed in a real step"),
         "temporary": f"peak by {allocator}, without what was followed in a real step",
         "runtime": "torch.cuda.memory_allocated between steps, without tensors; the context by NVML",
     }
-    components = [Component(kind, found[kind], f"{sources[kind]}: {KINDS[kind]}") for kind in KINDS if found.get(kind)]
-    return make_anatomy(components, model, batch, place, inference)
+    return [Component(kind, found[kind], f"{sources[kind]}: {KINDS[kind]}") for kind in KINDS if found.get(kind)]
 
 
 class Runtime(NamedTuple):

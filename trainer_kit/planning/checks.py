@@ -11,9 +11,9 @@ from trainer_kit.data.sampling import Layout
 from trainer_kit.planning.event_steps import Cadence
 from trainer_kit.planning.model import tied
 from trainer_kit.planning.sections import Data, Hardware, StartSection, StepsSection, Storage
-from trainer_kit.planning.words import listed
 from trainer_kit.run import Run
 from trainer_kit.utils.run_lock import holder_of
+from trainer_kit.utils.units import format_count, join_names
 
 
 def layout_warnings(data: Data, layout: Layout, run: Run) -> Iterator[str]:
@@ -108,7 +108,8 @@ def storage_warnings(storage: Storage) -> Iterator[str]:
     """Yield a warning if the disk has no room for the checkpoints."""
     more = max(1, (storage.at_once or 1) - storage.there)
     if storage.size * more > storage.free:
-        yield (f"the disk has no room for {more:,} checkpoints: set a smaller save_total_limit, or another output_dir")
+        checkpoints = format_count(more, "checkpoint")
+        yield f"the disk has no room for {checkpoints}: set a smaller save_total_limit, or another output_dir"
 
 
 def start_warnings(start: StartSection, run: Run) -> Iterator[str]:
@@ -117,7 +118,7 @@ def start_warnings(start: StartSection, run: Run) -> Iterator[str]:
         yield f"{start.folder} is in use: {holder} trains there, and train() would be refused until that ends"
     if not start.others:
         return
-    which = listed(start.others)
+    which = join_names(start.others)
     if start.checkpoint is None:
         yield (
             f"{run.args.output_dir} holds {which}, and this run does not resume from there: it would move them to "

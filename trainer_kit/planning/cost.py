@@ -12,12 +12,12 @@ from trainer_kit.data.map_loader import MicroBatch
 from trainer_kit.loss.loss import ComputeLoss
 from trainer_kit.memory import Anatomy, estimate
 from trainer_kit.memory.advice import advise, capacity
-from trainer_kit.memory.anatomy import size_text
+from trainer_kit.memory.errors import first_line
 from trainer_kit.planning.sections import Batch, Compute, MemorySection, StepsSection
-from trainer_kit.planning.words import said
 from trainer_kit.profiling.peak_flops import computing_dtype, peak_of
 from trainer_kit.run import Run
 from trainer_kit.utils.pytree import tensors
+from trainer_kit.utils.units import format_count, format_size
 
 
 class CostSection:
@@ -55,7 +55,7 @@ class CostSection:
             found = estimate(run.model, run.args, self.batch, **self.given)
             self.anatomy = dataclasses.replace(found, batch_size=micro_batch.samples)
         except Exception as error:  # the model is the user's own
-            self.note = said(error)
+            self.note = first_line(error)
 
     def memory(self) -> MemorySection:
         """Return the memory of a step at its peak."""
@@ -70,19 +70,18 @@ class CostSection:
         if memory.peak is None or memory.available is None or memory.peak <= memory.available:
             return
         advice = advise(self.run.model, self.run.args, self.batch, samples=self.samples, **self.given)
-        means = [f"{each.name} needs {size_text(each.peak)}" for each in advice.options if each.fits]
-        largest = advice.largest_batch_size or "no"
+        means = [f"{each.name} needs {format_size(each.peak)}" for each in advice.options if each.fits]
+        need, has = format_size(memory.peak), f"{self.device} has {format_size(memory.available)}"
+        largest = format_count(advice.largest_batch_size or 0, "sample")
         if advice.largest_batch_size and self.run.args.auto_find_batch_size:
             yield (
-                f"a step's micro-batches need {size_text(memory.peak)} of memory, but {self.device} has "
-                f"{size_text(memory.available)}: auto_find_batch_size cuts them into parts of at most {largest} samples"
+                f"a step's micro-batches need {need} of memory, but {has}: auto_find_batch_size cuts them into parts "
+                f"of at most {largest}"
             )
             return
-        most = "" if advice.largest_batch_size is None else f"at most {largest} samples fit at once; "
-        yield (
-            f"a step needs {size_text(memory.peak)} of memory, but {self.device} has {size_text(memory.available)}; "
-            f"{most}{'; '.join(means) or 'none of the usual means suffices'}"
-        )
+        most = "" if advice.largest_batch_size is None else f"at most {largest} fit at once; "
+        remedies = "; ".join(means) or "none of the usual means suffices"
+        yield f"a step needs {need} of memory, but {has}; {most}{remedies}"
 
     def compute(self, batch: Batch, steps: StepsSection) -> Compute | None:
         """Return the FLOPs of the remaining steps; None if they are unknown.

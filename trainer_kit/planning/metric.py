@@ -20,9 +20,9 @@ from trainer_kit.loop.metrics import Metric
 from trainer_kit.loss.batch import Counts
 from trainer_kit.loss.loss import ComputeLoss, Loss
 from trainer_kit.loss.probe import LossProbe
+from trainer_kit.memory.errors import first_line
 from trainer_kit.planning.dry_strategy import Stage
 from trainer_kit.planning.model import size_of
-from trainer_kit.planning.words import said
 from trainer_kit.run import Run
 
 _BATCHES, _SAMPLES = 2, 4
@@ -81,7 +81,7 @@ class Evaluation:
             except Exception as error:  # the model, the dataset and the metrics are the user's own
                 self.warnings.append(
                     f"an evaluation of the first {_BATCHES * _SAMPLES} samples, tried with a copy of the model, raised "
-                    f"{said(error)}"
+                    f"{first_line(error)}"
                 )
                 return []
         if wanted is None or wanted in found:

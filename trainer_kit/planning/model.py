@@ -15,8 +15,8 @@ from trainer_kit.loss.loss import ComputeLoss, Loss
 from trainer_kit.loss.probe import LossProbe
 from trainer_kit.memory.fakes import Fakes
 from trainer_kit.planning.sections import Model
-from trainer_kit.planning.words import listed
 from trainer_kit.run import Run
+from trainer_kit.utils.units import join_names
 
 _CHEAP = 20_000_000
 """Largest number of parameters for a trial with real values."""
@@ -127,4 +127,4 @@ def model_warnings(run_args: Any, model: nn.Module, optimizer: torch.optim.Optim
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     missing = [name for name, each in model.named_parameters() if each.requires_grad and each not in trained]
     if missing and trained:
-        yield f"the optimizer does not have {listed(missing)}: they require a gradient, and are never updated"
+        yield f"the optimizer does not have {join_names(missing)}: they require a gradient, and are never updated"

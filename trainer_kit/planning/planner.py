@@ -21,6 +21,7 @@ from trainer_kit.errors import ReadOnceError
 from trainer_kit.loop.evaluation import EvalPrediction
 from trainer_kit.loop.metrics import Metric
 from trainer_kit.loss.loss import ComputeLoss
+from trainer_kit.memory.errors import first_line
 from trainer_kit.optim import check_optimizer, make_optimizer
 from trainer_kit.planning import checks, sections
 from trainer_kit.planning.batches import First, batch_warnings, look_at_first
@@ -33,11 +34,11 @@ from trainer_kit.planning.plan import TrainingPlan
 from trainer_kit.planning.resume_point import Beginning
 from trainer_kit.planning.schedule import Rates
 from trainer_kit.planning.storage import storage_of
-from trainer_kit.planning.words import listed, said
 from trainer_kit.run import Run
 from trainer_kit.state import Requests, TrainState
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.rng import generators_kept
+from trainer_kit.utils.units import join_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,12 +179,12 @@ class _Rehearsal:
     def _trial(self, first: First) -> Trial | None:
         """Try a step of a copy of the model; None if there is nothing to try."""
         if first.error is not None and not isinstance(first.error, ReadOnceError):
-            self.problems.append(f"the first batches cannot be read: {said(first.error)}")
+            self.problems.append(f"the first batches cannot be read: {first_line(first.error)}")
         if first.largest is None or self.problems:
             return None
         trial = try_step(self.run, first.largest.batch, self.subject.compute_loss)
         if trial.error is not None and trial.is_real:
-            self.problems.append(f"a step of a copy of the model raised {said(trial.error)}")
+            self.problems.append(f"a step of a copy of the model raised {first_line(trial.error)}")
         return trial
 
     def _rates(self) -> Rates | None:
@@ -274,7 +275,7 @@ def _of_trial(trial: Trial | None, first: First, stage: Strategy) -> Iterator[st
     if trial is None:
         return
     if trial.error is not None and not trial.is_real:
-        yield f"the model could not be run on shapes alone: {said(trial.error)}"
+        yield f"the model could not be run on shapes alone: {first_line(trial.error)}"
     if trial.without_gradient:
-        sentence = f"the loss does not depend on {listed(trial.without_gradient)}: they get no gradient"
+        sentence = f"the loss does not depend on {join_names(trial.without_gradient)}: they get no gradient"
         yield sentence + ("; DDP needs find_unused_parameters=True" if stage.world_size > 1 else "")

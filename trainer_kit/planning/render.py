@@ -6,8 +6,6 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from trainer_kit.checkpoint.format.json_files import readable_size
-from trainer_kit.memory.anatomy import size_text
 from trainer_kit.planning.plot import curve
 from trainer_kit.planning.sections import (
     Batch,
@@ -22,6 +20,7 @@ from trainer_kit.planning.sections import (
     StepsSection,
     Storage,
 )
+from trainer_kit.utils.units import format_count, format_duration, format_si, format_size
 
 WIDTH = 79
 """Columns of a line: some terminals wrap lines of 80."""
@@ -42,7 +41,7 @@ def labelled(label: str, *paragraphs: str) -> list[str]:
 
 def data_lines(data: Data) -> list[str]:
     """Format the datasets."""
-    train = "train_dataset has no length" if data.train is None else f"{data.train:,} samples to train on"
+    train = "train_dataset has no length" if data.train is None else f"{format_count(data.train, 'sample')} to train on"
     if data.train is not None and data.epoch is not None and data.epoch != data.train:
         train += f", {data.epoch:,} of them in each epoch"
     others = []
@@ -55,17 +54,17 @@ def batch_lines(batch: Batch) -> list[str]:
     """Format the factors of a step's samples."""
     factors = [f"{batch.per_device:,} per device"]
     factors += [f"{batch.devices:,} devices"] * (batch.devices > 1)
-    factors += [f"{batch.accumulation:,} accumulated", f"{batch.processes:,} process{'es' * (batch.processes > 1)}"]
-    return labelled("a step", f"{batch.samples:,} samples = {' x '.join(factors)}")
+    factors += [f"{batch.accumulation:,} accumulated", format_count(batch.processes, "process")]
+    return labelled("a step", f"{format_count(batch.samples, 'sample')} = {' x '.join(factors)}")
 
 
 def steps_lines(steps: StepsSection, start: StartSection) -> list[str]:
     """Format the length and the start of the run."""
-    length = f"{steps.last:,} steps"
+    length = format_count(steps.last, "step")
     if steps.per_epoch is not None and steps.epochs is not None:
-        length += f" = {_number(steps.epochs)} epoch{'s' * (steps.epochs != 1)} of {steps.per_epoch:,}"
+        length += f" = {format_count(steps.epochs, 'epoch')} of {steps.per_epoch:,}"
     if steps.samples is not None and not steps.first:
-        length += f", {steps.samples:,} samples"
+        length += f", {format_count(steps.samples, 'sample')}"
     if start.checkpoint is None:
         begin = f"from the beginning, in {start.folder}"
     else:
@@ -128,34 +127,37 @@ def _when(event: EventSection) -> str:
 
 def storage_lines(storage: Storage) -> list[str]:
     """Format the checkpoints on the disk."""
-    parts = ", ".join(f"{name} {readable_size(size)}" for name, size in storage.parts.items())
+    parts = ", ".join(f"{name} {format_size(size)}" for name, size in storage.parts.items())
     unknown = f"and {storage.unknown}, whose size is not known" if storage.unknown else ""
     if storage.at_once is None:
         count = "how many will exist at the same time is unknown; save_total_limit limits it"
     else:
-        count = f"at most {storage.at_once:,} at once: {readable_size(storage.size * storage.at_once)}"
+        count = f"at most {storage.at_once:,} at once: {format_size(storage.size * storage.at_once)}"
         count += f" ({storage.there:,} exist already)" * (storage.there > 0)
-    free = f"{readable_size(storage.free)} are free"
-    return ["", *labelled("checkpoints", f"{readable_size(storage.size)} each: {parts}", unknown, f"{count}; {free}")]
+    free = f"{format_size(storage.free)} are free"
+    return ["", *labelled("checkpoints", f"{format_size(storage.size)} each: {parts}", unknown, f"{count}; {free}")]
 
 
 def memory_lines(memory: MemorySection) -> list[str]:
     """Format the memory of a step."""
     if memory.peak is None:
         return labelled("memory", f"not known: {memory.note}")
-    available = "" if memory.available is None else f" of {size_text(memory.available)}"
-    parts = ", ".join(f"{name} {size_text(size)}" for name, size in memory.parts.items() if size >= 0.005 * memory.peak)
-    return labelled("memory", f"{size_text(memory.peak)}{available}, at the peak of a step with {memory.batch}", parts)
+    available = "" if memory.available is None else f" of {format_size(memory.available)}"
+    large = {name: size for name, size in memory.parts.items() if size >= 0.005 * memory.peak}
+    parts = ", ".join(f"{name} {format_size(size)}" for name, size in large.items())
+    peak = f"{format_size(memory.peak)}{available}"
+    return labelled("memory", f"{peak}, at the peak of a step with {memory.batch}", parts)
 
 
 def compute_lines(compute: Compute) -> list[str]:
     """Format the FLOPs of the run."""
-    work = f"{flops(compute.step)} a step, {flops(compute.run)} in all, with batches like this"
+    work = f"{format_si(compute.step, 'FLOP')} a step, {format_si(compute.run, 'FLOP')} in all, with batches like this"
     if compute.seconds is None or compute.peak is None:
         return labelled("work", work, f"how long that takes at least is not known: {compute.peak_source}")
     is_bound = not compute.peak_source.startswith("measured")
     speed = "the peak of the device" if is_bound else "what the device reached just now"
-    bound = f"at {flops(compute.peak)}/s, {speed} ({compute.peak_source}), that takes {duration(compute.seconds)}"
+    rate = format_si(compute.peak, "FLOP/s")
+    bound = f"at {rate}, {speed} ({compute.peak_source}), that takes {format_duration(compute.seconds)}"
     bound += " at the very least" if is_bound else ", everything else aside"
     return labelled("work", work, bound)
 
@@ -171,25 +173,5 @@ def bullets(title: str, sentences: Iterable[str]) -> list[str]:
     return ["", title, *lines] if lines else []
 
 
-def flops(count: float) -> str:
-    """Format a number of operations."""
-    for prefix, factor in (("Z", 1e21), ("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
-        if count >= factor:
-            return f"{count / factor:,.3g} {prefix}FLOP"
-    return f"{count:,.0f} FLOP"
-
-
-def duration(seconds: float) -> str:
-    """Format a time span in seconds."""
-    for unit, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
-        if seconds >= 1.5 * length:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{seconds:.2g} seconds" if seconds >= 1 else "less than a second"
-
-
 def _rate(rate: float) -> str:
     return f"{rate:.3g}"
-
-
-def _number(value: float) -> str:
-    return f"{value:,.2f}".rstrip("0").rstrip(".")

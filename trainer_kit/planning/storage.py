@@ -13,10 +13,10 @@ from trainer_kit.callback import CallbackList
 from trainer_kit.checkpoint import pretrained_files, take_snapshot
 from trainer_kit.checkpoint.async_saver import checkpoints_at_once
 from trainer_kit.memory.costs import EightBitAdam
+from trainer_kit.memory.errors import first_line
 from trainer_kit.planning.dry_strategy import stand_in
 from trainer_kit.planning.event_steps import Cadence
 from trainer_kit.planning.sections import Storage
-from trainer_kit.planning.words import said
 from trainer_kit.run import Run
 from trainer_kit.utils.pytree import tensors
 from trainer_kit.utils.wrappers import without_wrappers
@@ -43,7 +43,7 @@ def storage_of(
     try:
         parts["optimizer"] = optimizer_bytes(run.optimizer, run.model, without_gradient)
     except Exception as error:  # the optimizer may be the user's own
-        unknown = f"the state of {type(run.optimizer).__name__} ({said(error)})"
+        unknown = f"the state of {type(run.optimizer).__name__} ({first_line(error)})"
     parts["callbacks"] = _callback_bytes(run, events)
     for name, entry in run.stateful.items():
         parts[name] = _size(run, {}, {name: entry.state_dict()})

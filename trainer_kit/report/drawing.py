@@ -18,6 +18,7 @@ from trainer_kit.report.history import RunHistory
 from trainer_kit.report.markup import printable, text
 from trainer_kit.report.panels import Panel, Series, names_of, panels, thin
 from trainer_kit.report.timeline import Timeline
+from trainer_kit.utils.units import GIB, format_si, join_names, size_unit
 
 try:
     import matplotlib
@@ -143,7 +144,7 @@ def _picture(histories: Sequence[RunHistory]) -> Figure:
     rows = -(-count // columns)
     figure = Figure(figsize=(4.6 * columns, 3.1 * rows + 0.4), layout="constrained", facecolor=LIGHT["page"])
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr,call-arg]
-    figure.suptitle(printable(wording.listed(names)), fontsize=14, color=LIGHT["text"], fontweight="bold")
+    figure.suptitle(printable(join_names(names)), fontsize=14, color=LIGHT["text"], fontweight="bold")
     grid = iter(figure.subplots(rows, columns, squeeze=False).ravel())
     for panel in found:
         axes = _plain(next(grid))
@@ -241,20 +242,20 @@ def _written(scale: _Scale, low: float, high: float) -> list[tuple[float, str]]:
 
 def _factor(panel: Panel) -> float:
     """Return the factor for values that makes the ticks of the vertical axis round: sizes are in GiB."""
-    return wording.size_unit(_greatest(panel))[0] if panel.word is wording.size else 1.0
+    return GIB / size_unit(_greatest(panel) * GIB)[0] if panel.word is wording.size else 1.0
 
 
 def _writer(panel: Panel) -> Callable[[float], str]:
     """Return the formatter of the vertical axis: sizes in one unit, shares in percent."""
     if panel.word is wording.size:
-        unit = wording.size_unit(_greatest(panel))[1]
+        _, unit = size_unit(_greatest(panel) * GIB)
         return lambda value: f"{value:,.4g} {unit}" if value else "0"
     return wording.percent if panel.word is wording.percent else _short
 
 
 def _short(value: float) -> str:
     """Format a tick with all its digits, which are few."""
-    return wording.short(value, digits=6)
+    return format_si(value, digits=6)
 
 
 def _greatest(panel: Panel) -> float:
@@ -306,7 +307,8 @@ def draw_bars(axes: Axes, rows: dict[str, dict[str, float]], colours: dict[str, 
     """
     names = list(dict.fromkeys(name for row in rows.values() for name in row))
     longest = max(sum(row.values()) for row in rows.values())
-    factor, unit = wording.size_unit(longest)
+    nbytes, unit = size_unit(longest * GIB)
+    factor = GIB / nbytes
     for number, (label, row) in enumerate(rows.items()):
         left = 0.0
         for name, gib in row.items():

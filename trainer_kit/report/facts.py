@@ -15,6 +15,7 @@ from trainer_kit.report import wording
 from trainer_kit.report.history import ANATOMY, LoggedEvent, RunHistory, is_finite
 from trainer_kit.report.panels import OWN_METRICS, Table, names_of, own_metrics
 from trainer_kit.report.timeline import DOWN, LOST, Timeline
+from trainer_kit.utils.units import format_count, format_duration, format_number, format_si, join_names, pluralize
 
 ANATOMY_TITLE = "Memory by component"
 ANATOMY_NOTE = "Activations: what is left of the peak of a step, temporary buffers included."
@@ -105,34 +106,34 @@ def _steps(history: RunHistory, timeline: Timeline | None) -> Figure:
     total = _whole(history.beginning.get("total_steps"))
     epochs = history.curve("epoch")[1]
     notes = [f"of {total:,}"] if total is not None and total != history.step else []
-    notes += [f"{epochs[-1]:.3g} epochs"] if len(epochs) and epochs[-1] else []
+    notes += [format_count(round(epochs[-1], 2), "epoch")] if len(epochs) and epochs[-1] else []
     return Figure("Steps", f"{history.step:,}", ", ".join(notes))
 
 
 def _time(history: RunHistory, timeline: Timeline | None) -> Figure | None:
     restarts = len(history.starts) - 1
-    notes = [wording.count(restarts, "restart")] if restarts > 0 else []
+    notes = [format_count(restarts, "restart")] if restarts > 0 else []
     if timeline is not None:
         lost = {name: timeline.totals.get(name, 0.0) for name in (LOST, DOWN)}
-        notes += [f"{wording.duration(seconds)} {name}" for name, seconds in lost.items() if seconds >= 1]
-        return Figure("Wall time", wording.duration(timeline.wall), ", ".join(notes))
+        notes += [f"{format_duration(seconds)} {name}" for name, seconds in lost.items() if seconds >= 1]
+        return Figure("Wall time", format_duration(timeline.wall), ", ".join(notes))
     if not history.starts or not math.isfinite(history.ends[-1] - history.starts[0].time):
         return None
-    return Figure("Wall time", wording.duration(history.ends[-1] - history.starts[0].time), ", ".join(notes))
+    return Figure("Wall time", format_duration(history.ends[-1] - history.starts[0].time), ", ".join(notes))
 
 
 def _loss(history: RunHistory, timeline: Timeline | None) -> Figure | None:
     values = history.curve("loss")[1]
     mean = history.summary.get("train_loss")
     if not len(values):
-        return None if mean is None else Figure("Training loss", wording.number(mean), "mean of the run")
-    note = f"in the last record; mean {wording.number(mean)}" if mean is not None else "in the last record"
-    return Figure("Training loss", wording.number(float(values[-1])), note)
+        return None if mean is None else Figure("Training loss", format_number(mean), "mean of the run")
+    note = f"in the last record; mean {format_number(mean)}" if mean is not None else "in the last record"
+    return Figure("Training loss", format_number(float(values[-1])), note)
 
 
 def _best(history: RunHistory, timeline: Timeline | None) -> Figure | None:
     best = history.best
-    return best and Figure(f"Best {best.name}", wording.number(best.value), f"at step {best.step:,}")
+    return best and Figure(f"Best {best.name}", format_number(best.value), f"at step {best.step:,}")
 
 
 def _throughput(history: RunHistory, timeline: Timeline | None) -> Figure | None:
@@ -141,9 +142,9 @@ def _throughput(history: RunHistory, timeline: Timeline | None) -> Figure | None
         values = history.curve(name)[1]
         values = values[np.isfinite(values)]
         if len(values):
-            return Figure("Throughput", f"{wording.number(float(np.median(values)))} {unit}/s", "median of the records")
+            return Figure("Throughput", f"{format_number(float(np.median(values)))} {unit}/s", "median of the records")
     rate = history.summary.get("train_samples_per_second")
-    return None if rate is None else Figure("Throughput", f"{wording.number(rate)} samples/s", "with all pauses")
+    return None if rate is None else Figure("Throughput", f"{format_number(rate)} samples/s", "with all pauses")
 
 
 def _memory(history: RunHistory, timeline: Timeline | None) -> Figure | None:
@@ -167,8 +168,8 @@ def _parameters(history: RunHistory, timeline: Timeline | None) -> Figure | None
     parameters, trainable = history.beginning.get("parameters"), history.beginning.get("trainable")
     if not isinstance(parameters, int):
         return None
-    note = "all trained" if trainable == parameters else f"{wording.number(trainable)} trained"
-    return Figure("Parameters", wording.short(parameters), note)
+    note = "all trained" if trainable == parameters else f"{format_number(trainable)} trained"
+    return Figure("Parameters", format_si(parameters), note)
 
 
 def anatomy(history: RunHistory) -> dict[str, float]:
@@ -229,7 +230,7 @@ def evaluations(history: RunHistory, rows: int = _SHOWN_EVALUATIONS) -> Table | 
 def _cell(name: str, value: Any) -> str:
     if value is None:
         return "-"
-    return wording.duration(value) if name.endswith("_runtime") and is_finite(value) else wording.number(value)
+    return format_duration(value) if name.endswith("_runtime") and is_finite(value) else format_number(value)
 
 
 class Warned(NamedTuple):
@@ -256,8 +257,8 @@ def notices(history: RunHistory) -> list[str]:
     """Return remarks about the log itself."""
     found = []
     if history.cut:
-        lines = wording.listed(map(str, history.cut[:5]))
-        noun = "Line" if len(history.cut) == 1 else "Lines"
+        lines = join_names(history.cut)
+        noun = pluralize("Line", len(history.cut))
         found.append(
             f"{noun} {lines} of {history.path.name} {'was' if len(history.cut) == 1 else 'were'} cut short when the "
             "process ended, and left out; all others are shown."
@@ -265,11 +266,11 @@ def notices(history: RunHistory) -> list[str]:
     gone = int((~history.kept).sum())
     if gone:
         found.append(
-            f"{wording.count(gone, 'record')} of steps that were taken again after a restart or rollback "
+            f"{format_count(gone, 'record')} of steps that were taken again after a restart or rollback "
             f"{'is' if gone == 1 else 'are'} not in the curves."
         )
     if left := own_metrics(history)[OWN_METRICS:]:
-        numbers = wording.count(len(left), "more number")
+        numbers = format_count(len(left), "more number")
         found.append(f"{numbers} of callbacks, from {left[0]} on, only in {history.path.name}.")
     return found
 
@@ -279,7 +280,7 @@ def environment(history: RunHistory) -> list[tuple[str, str]]:
     told = history.beginning.get("environment")
     facts = dict(told) if isinstance(told, dict) else {}
     facts.setdefault("trainer_kit", history.beginning.get("trainer_kit", "unknown"))
-    return [(str(name), wording.number(value)) for name, value in facts.items()]
+    return [(str(name), format_number(value)) for name, value in facts.items()]
 
 
 def arguments(history: RunHistory) -> list[tuple[str, str, bool]]:

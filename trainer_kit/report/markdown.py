@@ -11,6 +11,7 @@ from trainer_kit.report import facts, wording
 from trainer_kit.report.history import RunHistory
 from trainer_kit.report.panels import Panel, Series, Table, names_of, panels, thin
 from trainer_kit.report.timeline import Timeline
+from trainer_kit.utils.units import format_count, join_names
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 24
@@ -26,7 +27,7 @@ def markdown(histories: Sequence[RunHistory]) -> str:
     """
     names = names_of(histories)
     timelines = [Timeline(history) if Timeline.exists(history) else None for history in histories]
-    parts = [f"## Training report: {escaped(wording.listed(names))}", _summary(histories, names, timelines)]
+    parts = [f"## Training report: {escaped(join_names(names))}", _summary(histories, names, timelines)]
     parts += _curves(histories)
     parts.append(_time(names, timelines))
     if any(facts.anatomy(history) for history in histories):
@@ -123,7 +124,7 @@ def _arguments(histories: Sequence[RunHistory], names: Sequence[str]) -> str:
 
 def _warnings(histories: Sequence[RunHistory], names: Sequence[str]) -> list[str]:
     lines = [
-        f"- {escaped(_of(name, each.message, histories))} (step {each.step:,}, {wording.count(each.times, 'time')})"
+        f"- {escaped(_of(name, each.message, histories))} (step {each.step:,}, {format_count(each.times, 'time')})"
         for name, history in zip(names, histories, strict=True)
         for each in facts.warnings(history)
     ]

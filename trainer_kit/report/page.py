@@ -13,6 +13,7 @@ from trainer_kit.report.history import RunHistory
 from trainer_kit.report.markup import Markup, element, joined
 from trainer_kit.report.panels import Table, names_of, panels
 from trainer_kit.report.timeline import Timeline
+from trainer_kit.utils.units import format_count, join_names
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
@@ -57,7 +58,7 @@ def page(histories: Sequence[RunHistory]) -> str:
         element("main", *(_section(each) for each in sections), id="report", tabindex="-1"),
         _footer(runs),
     )
-    return "<!DOCTYPE html>\n" + element("html", _head(wording.listed(runs.names)), body, lang="en") + "\n"
+    return "<!DOCTYPE html>\n" + element("html", _head(join_names(runs.names)), body, lang="en") + "\n"
 
 
 def _head(title: str) -> Markup:
@@ -77,7 +78,7 @@ def _head(title: str) -> Markup:
 def _header(runs: _Runs) -> Markup:
     if not runs.is_one:
         kind = f"Training report of {len(runs.names)} runs"
-        return element("header", element("p", kind, class_="kind"), element("h1", wording.listed(runs.names)))
+        return element("header", element("p", kind, class_="kind"), element("h1", join_names(runs.names)))
     (history,) = runs.histories
     state = facts.status(history)
     return element(
@@ -94,7 +95,7 @@ def _badge(state: facts.Status) -> Markup:
 
 
 def _footer(runs: _Runs) -> Markup:
-    records = wording.count(sum(history.count for history in runs.histories), "record")
+    records = format_count(sum(history.count for history in runs.histories), "record")
     made = f"Made {wording.moment(time.time())} by trainer_kit {__version__} from {records} of "
     paths = [element("code", str(history.path)) for history in runs.histories]
     return element("footer", element("p", made, *(joined([path, " "]) for path in paths)))
@@ -176,7 +177,7 @@ def _warnings(runs: _Runs) -> Section | None:
     for name, history in zip(runs.names, runs.histories, strict=True):
         for each in facts.warnings(history):
             where = f"{each.source}, step {each.step:,}" if each.source else f"step {each.step:,}"
-            times = f", {each.times:,} times" if each.times > 1 else ""
+            times = f", {format_count(each.times, 'time')}" if each.times > 1 else ""
             run = "" if runs.is_one else f"{name}, "
             items.append(element("li", element("p", each.message), element("small", f"{run}{where}{times}")))
     return Section("warnings", "Warnings", element("ul", *items, class_="warnings")) if items else None
@@ -196,7 +197,7 @@ def _arguments(runs: _Runs) -> Section | None:
     head = ["Argument", "Value"]
     parts = [blocks.table(Table(head, rows, len(rows)), "Arguments that are not the default")] if rows else []
     if usual:
-        noun = wording.count(len(usual), "other argument" if rows else "argument")
+        noun = format_count(len(usual), "other argument" if rows else "argument")
         parts.append(
             blocks.details(f"{noun} with the default value", blocks.table(Table(head, usual, len(usual)), "Defaults"))
         )

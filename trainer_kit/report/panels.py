@@ -11,6 +11,7 @@ import numpy as np
 
 from trainer_kit.report import wording
 from trainer_kit.report.history import ANATOMY, SECONDS, Array, Places, RunHistory
+from trainer_kit.utils.units import format_count, format_number
 
 RUNS = 6
 """Largest number of distinguishable runs in one plot."""
@@ -78,7 +79,7 @@ class Panel:
     key: str
     title: str
     series: tuple[Series, ...]
-    word: Wording = wording.number
+    word: Wording = format_number
     from_zero: bool = False
     note: str = ""
 
@@ -115,7 +116,7 @@ class Panel:
     def _description_of(self, series: Series) -> str:
         drawn = series.finite()
         missing = len(series.values) - len(drawn.values)
-        told = f" {wording.count(missing, 'value')} not finite." if missing else ""
+        told = f" {format_count(missing, 'value')} not finite." if missing else ""
         label = "" if len(self.series) == 1 and series.label == self.title else f"{series.label}: "
         if not len(drawn.values):
             return f"{label}no finite value.{told}"

@@ -10,6 +10,7 @@ import numpy as np
 from trainer_kit.report import wording
 from trainer_kit.report.history import CALLBACK, SECONDS, Array, LoggedEvent, RunHistory
 from trainer_kit.report.panels import Table
+from trainer_kit.utils.units import format_duration, join_names
 
 USEFUL = ("forward", "backward", "optimizer")
 LOST, DOWN, UNKNOWN = "lost", "down", "not recorded"
@@ -141,17 +142,17 @@ class Timeline:
     def table(self) -> Table:
         """Return the totals as a table, longest first."""
         ordered = sorted(self.totals.items(), key=lambda item: -item[1])
-        rows = [[name, wording.duration(value), wording.percent(value / self.wall)] for name, value in ordered]
+        rows = [[name, format_duration(value), wording.percent(value / self.wall)] for name, value in ordered]
         return Table(["Activity", "Time", "Share"], rows, len(rows))
 
     def description(self) -> str:
         """Describe the plot in sentences, as its text alternative."""
         longest = sorted(self.totals.items(), key=lambda item: -item[1])[:4]
-        parts = wording.listed(f"{name} {wording.percent(value / self.wall)}" for name, value in longest)
-        told = [f"Wall time of {wording.duration(self.wall)}, most of it on {parts}."]
+        parts = join_names(f"{name} {wording.percent(value / self.wall)}" for name, value in longest)
+        told = [f"Wall time of {format_duration(self.wall)}, most of it on {parts}."]
         for mark in self.marks[:_TOLD]:
             told.append(
-                f"A {mark.kind} {wording.duration(mark.second)} after the beginning, resuming from step {mark.step:,}."
+                f"A {mark.kind} {format_duration(mark.second)} after the beginning, resuming from step {mark.step:,}."
             )
         if len(self.marks) > _TOLD:
             told.append(f"And {len(self.marks) - _TOLD:,} more of them.")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+
+from trainer_kit.utils.units import format_count, join_names
 
 TRAINING, EVALUATION = "training", "evaluation"
 
@@ -16,7 +18,7 @@ _MOST = 1000
 """Most shapes kept, which bounds the memory if each batch has a shape of its own."""
 
 _LISTED = 4
-"""Most sizes or columns that a sentence lists."""
+"""Most sizes that a sentence lists."""
 
 _SHORTEST = 32
 """Smallest length that texts are padded to, in tokens."""
@@ -154,8 +156,8 @@ class ShapeLedger:
         known = "" if self.complete else "more than "
         twice = ", and the first of training twice" if training else ""
         return (
-            f"batches came in {known}{_counted(training, 'shape')} in training and {evaluation} in evaluation, for "
-            f"which, as they are, a TPU would compile {known or 'about '}{_counted(self.graphs, 'graph')} (one for "
+            f"batches came in {known}{format_count(training, 'shape')} in training and {evaluation} in evaluation, for "
+            f"which, as they are, a TPU would compile {known or 'about '}{format_count(self.graphs, 'graph')} (one for "
             f"each{twice}; gradient accumulation adds to them)"
         )
 
@@ -165,9 +167,10 @@ def differences(shapes: list[BatchShape]) -> str:
     parts = []
     for (dimension, _), (columns, sizes) in _varying(shapes).items():
         what = "the number of rows" if dimension == 0 else f"dimension {dimension}"
-        parts.append(f"{what} of {_listed(columns)} varies ({_sizes(sizes)})")
+        parts.append(f"{what} of {join_names(columns)} varies ({_sizes(sizes)})")
     if changing := _changing(shapes):
-        parts.append(f"{_listed(changing)} {'is' if len(changing) == 1 else 'are'} not of the same kind in all batches")
+        verb = "is" if len(changing) == 1 else "are"
+        parts.append(f"{join_names(changing)} {verb} not of the same kind in all batches")
     return "; ".join(parts)
 
 
@@ -279,7 +282,9 @@ def _contrast(shape: BatchShape, usual: BatchShape) -> str:
             parts.setdefault(f"{dtype} instead of {dtype_before}", []).append(name)
     if missing := [name for name in usual.columns if name not in shape.columns]:
         parts["missing"] = missing
-    return ", ".join(f"{_listed(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in parts.items())
+    return ", ".join(
+        f"{join_names(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in parts.items()
+    )
 
 
 def _sizes(sizes: Counter[int]) -> str:
@@ -287,19 +292,7 @@ def _sizes(sizes: Counter[int]) -> str:
     if len(sizes) > _LISTED:
         return f"{len(sizes)} sizes from {min(sizes)} to {max(sizes)}"
     (first, count), *rest = sizes.most_common()
-    return ", ".join([f"{first} in {_counted(count, 'batch')}", *(f"{size} in {times}" for size, times in rest)])
-
-
-def _listed(names: Iterable[str]) -> str:
-    *most, last = names
-    if len(most) >= _LISTED:
-        most, last = most[: _LISTED - 1], f"{len(most) - _LISTED + 2} more"
-    return f"{', '.join(most)} and {last}" if most else last
-
-
-def _counted(number: int, noun: str) -> str:
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{plural if number != 1 else ''}"
+    return ", ".join([f"{first} in {format_count(count, 'batch')}", *(f"{size} in {times}" for size, times in rest)])
 
 
 def power_of_two(size: int) -> int:

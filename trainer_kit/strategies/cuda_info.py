@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from trainer_kit.strategies.device_info import GIB, DeviceInfo
+from trainer_kit.strategies.device_info import DeviceInfo
 from trainer_kit.strategies.nvml import card_memory
+from trainer_kit.utils.units import GIB
 
 
 class CudaInfo(DeviceInfo):

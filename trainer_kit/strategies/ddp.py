@@ -8,6 +8,7 @@ import logging
 import multiprocessing.util
 import socket
 import weakref
+from collections import Counter
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,7 @@ from trainer_kit.strategies.process_collectives import ProcessCollectives
 from trainer_kit.strategies.process_group import Membership, ProcessGroup, check_own_gpus
 from trainer_kit.strategies.process_session import ProcessSession
 from trainer_kit.strategies.single import SingleDevice
+from trainer_kit.utils.units import pluralize
 
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters
 # `prepare` broadcasts weights, and each step the buffers. Some names are newer than the oldest supported torch.
@@ -121,7 +123,8 @@ class DDP(SingleDevice):
     def _report(self, places: list[tuple[str, str]]) -> None:
         """Log the machine and the device of each process. Collective."""
         if self.is_main:
-            logger.info("%d processes: %s", self.world_size, _listed(places))
+            ranks = describe_ranks(places, [*range(self.world_size)])
+            logger.info("%d processes on %s: %s", self.world_size, places[0][0], ranks)
 
     def _location(self) -> tuple[str, str]:
         """Return the host name and the device of this process, with the UUID of a GPU."""
@@ -280,13 +283,15 @@ def _own_gpu(place: environment.Place) -> torch.device:
     return torch.device("cuda", min(place.local_rank, count - 1))
 
 
-def _listed(places: list[tuple[str, str]]) -> str:
-    """Describe the ranks and devices of each host: "node1: ranks 0, 1 (cpu); node2: …"."""
-    hosts: dict[str, list[int]] = {}
-    for rank, (host, _) in enumerate(places):
-        hosts.setdefault(host, []).append(rank)
-    return "; ".join(
-        f"{host}: rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} "
-        f"({', '.join(dict.fromkeys(places[rank][1] for rank in ranks))})"
-        for host, ranks in hosts.items()
-    )
+def describe_ranks(places: list[tuple[str, str]], ranks: list[int]) -> str:
+    """Describe ranks and devices as "ranks 0-7 on 8 x NVIDIA H100", without the UUIDs of GPUs."""
+    devices = Counter(places[rank][1].rpartition(" ")[0] or places[rank][1] for rank in ranks)
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    numbers = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    on = ", ".join(f"{count} x {device}" if count > 1 else device for device, count in devices.items())
+    return f"{pluralize('rank', len(ranks))} {numbers} on {on}"

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer_kit.utils.units import join_names
+
 _PIECE = 64 * 2**20
 """Bytes that one collective sends at most."""
 
@@ -160,7 +162,7 @@ class Replica(torch.nn.Module):
         trained = [name for name, parameter in self._named if parameter.requires_grad]
         names = [trained[int(number)] for number in found[1].split()] if found else ["some parameters"]
         return (
-            f"{', '.join(names)} took no part in the loss of the step before; freeze what is not used, or set "
+            f"{join_names(names)} took no part in the loss of the step before; freeze what is not used, or set "
             "strategy=DDP(find_unused_parameters=True) (for an Accelerator: kwargs_handlers="
             "[DistributedDataParallelKwargs(find_unused_parameters=True)])"
         )

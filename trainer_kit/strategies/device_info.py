@@ -14,8 +14,7 @@ import torch
 
 from trainer_kit.profiling.time_ledger import Clock, HostClock
 from trainer_kit.utils.pytree import strides_of_copy
-
-GIB = 2**30
+from trainer_kit.utils.units import GIB
 
 _NO_MEMORY = (
     "out of memory",

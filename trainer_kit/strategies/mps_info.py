@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from trainer_kit.strategies.device_info import GIB, DeviceInfo
+from trainer_kit.strategies.device_info import DeviceInfo
+from trainer_kit.utils.units import GIB
 
 
 class MpsInfo(DeviceInfo):

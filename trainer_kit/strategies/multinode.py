@@ -7,11 +7,10 @@ import ipaddress
 import logging
 import os
 import socket
-from collections import Counter
 
 import psutil
 
-from trainer_kit.strategies.ddp import DDP
+from trainer_kit.strategies.ddp import DDP, describe_ranks
 from trainer_kit.strategies.multinode_session import MultiNodeSession
 
 logger = logging.getLogger("trainer_kit")
@@ -51,24 +50,10 @@ class MultiNode(DDP):
         if self.is_main:
             at = f"{place.address}:{place.port}"
             title = f"{self.world_size} processes on {len(machines)} machines, which meet at {at}"
-            lines = [
-                f"  machine {node}, {hosts[ranks[0]]}: {_described(places, ranks)}" for node, ranks in machines.items()
-            ]
-            logger.info("\n".join([title, *lines]))
-
-
-def _described(places: list[tuple[str, str]], ranks: list[int]) -> str:
-    """Describe ranks and devices as "ranks 0-7 on 8 x NVIDIA H100", without the UUIDs of GPUs."""
-    devices = Counter(places[rank][1].rpartition(" ")[0] or places[rank][1] for rank in ranks)
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    numbers = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-    on = ", ".join(f"{count} x {device}" if count > 1 else device for device, count in devices.items())
-    return f"rank{'s' * (len(ranks) > 1)} {numbers} on {on}"
+            lines = [title]
+            for node, ranks in machines.items():
+                lines.append(f"  machine {node}, {hosts[ranks[0]]}: {describe_ranks(places, ranks)}")
+            logger.info("\n".join(lines))
 
 
 def route_to(address: str) -> str | None:

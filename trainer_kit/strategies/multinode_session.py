@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from trainer_kit.strategies.process_collectives import ProcessCollectives
 from trainer_kit.strategies.process_session import ProcessSession
+from trainer_kit.utils.units import format_size, join_names
 
 logger = logging.getLogger("trainer_kit")
 
@@ -76,7 +77,7 @@ class MultiNodeSession(ProcessSession):
         total = sum(sizes.values())
         if self.collectives.is_main:
             logger.info(
-                "sending %s (%s) to %s, where it is not seen", directory, _mib(total), self._hosts_of(blind)
+                "sending %s (%s) to %s, where it is not seen", directory, format_size(total), self._hosts_of(blind)
             )  # fmt: skip
         folder, problems = directory, list[str]()
         if self.collectives.rank in blind:
@@ -118,14 +119,14 @@ class MultiNodeSession(ProcessSession):
         return [ranks[0] for ranks in self.machines.values() if not any(sees[rank] for rank in ranks)]
 
     def _hosts_of(self, ranks: list[int]) -> str:
-        return ", ".join(self.collectives.hosts[rank] for rank in ranks)
+        return join_names(self.collectives.hosts[rank] for rank in ranks)
 
     def _new_folder(self, needed: int) -> Path:
         folder = Path(tempfile.mkdtemp(prefix="trainer_kit-"))
         self._remove_copy = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         free = shutil.disk_usage(folder).free
         if free < needed:
-            raise OSError(f"{folder.parent} has {_mib(free)} left of the {_mib(needed)} needed")
+            raise OSError(f"{folder.parent} has {format_size(free)} left of the {format_size(needed)} needed")
         return folder
 
     def _pass_on(self, path: Path, size: int, chain: list[int], problems: list[str]) -> None:
@@ -211,7 +212,3 @@ def _read_piece(path: Path, start: int, piece: torch.Tensor) -> None:
         file.seek(start)
         if file.readinto(piece.numpy().data) != len(piece):
             raise OSError(f"{path} has become shorter")
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB"

@@ -6,7 +6,7 @@ import functools
 import os
 from typing import Any
 
-from trainer_kit.strategies.device_info import GIB
+from trainer_kit.utils.units import GIB
 
 
 def card_memory(properties: Any) -> dict[str, float]:

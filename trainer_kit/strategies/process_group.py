@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from trainer_kit.config.environment import Place
 from trainer_kit.errors import LostProcessError
 from trainer_kit.strategies.watchdog.heartbeat import Heartbeat
+from trainer_kit.utils.units import format_duration, pluralize
 
 logger = logging.getLogger("trainer_kit")
 
@@ -228,9 +229,9 @@ def _wait_for_all(store: Store, place: Place, location: tuple[str, str]) -> None
     except dist.DistStoreError as error:
         missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         raise ValueError(
-            f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {place.world_size} did not come to "
-            f"{place.address}:{place.port} within {JOIN_SECONDS:.0f} s; start all of them, with the same MASTER_ADDR, "
-            "MASTER_PORT and WORLD_SIZE"
+            f"{pluralize('rank', len(missing))} {', '.join(missing)} of {place.world_size} did not come to "
+            f"{place.address}:{place.port} within {format_duration(JOIN_SECONDS)}; start all of them, with the "
+            "same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
         ) from error
     except dist.DistNetworkError as error:
         raise ValueError(f"rank 0 at {place.address}:{place.port} ended before all processes had come") from error
@@ -281,6 +282,6 @@ def _connect(place: Place, serves: bool) -> TCPStore:
                 "(launch --master-port) to a free one"
             ) from error
         raise ValueError(
-            f"rank {place.rank} found no process at {where} within {JOIN_SECONDS:.0f} s; start rank 0 first, and check "
-            "MASTER_ADDR and MASTER_PORT (launch --master-addr --master-port)"
+            f"rank {place.rank} found no process at {where} within {format_duration(JOIN_SECONDS)}; start rank 0 "
+            "first, and check MASTER_ADDR and MASTER_PORT (launch --master-addr --master-port)"
         ) from error

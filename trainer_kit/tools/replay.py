@@ -24,6 +24,7 @@ from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.single import SingleDevice
 from trainer_kit.tools.script_runner import Train, run_until_training
 from trainer_kit.trainer import Trainer
+from trainer_kit.utils.units import format_count, join_names
 
 _OWN = tuple(f"{Path(str(module.__file__)).parent}/" for module in (torch, trainer_kit))
 _FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)\n\s+(.+)')
@@ -86,7 +87,7 @@ class _Replay:
             return self._raised(error)
         self.say(
             f"run again on the CPU with precision {report['precision']!r} (the run: {report['device']}), "
-            f"{len(works)} micro-batch{'es' * (len(works) > 1)}"
+            f"{format_count(len(works), 'micro-batch')}"
         )
         return self._judge(diagnose(self.loss, works, self.strategy), works)
 
@@ -145,7 +146,7 @@ class _Replay:
         for line in self.report["found"].get("inputs", []):
             self.say(f"in the run: {line}")
         if found.weights:
-            self.say(f"weights that are not finite: {', '.join(found.weights[:5])} ({len(found.weights)} in all)")
+            self.say(f"weights that are not finite: {join_names(found.weights)} ({len(found.weights)} in all)")
         if found.loss is not None:
             self.say(f"loss: {found.loss}, norm of the gradients: {found.norm}")
         if found.module is not None:

@@ -15,6 +15,7 @@ from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.select import choose_strategy
 from trainer_kit.trainer import Trainer
+from trainer_kit.utils.units import format_count
 
 _STEPS = 4
 _DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -53,8 +54,8 @@ class SelfTest:
         _expect("what was gathered", gathered, [float(rank) for rank in range(count) for _ in range(rank + 1)])
         _expect("what the main process sent", strategy.collectives.broadcast(strategy.rank), 0)
         strategy.barrier()
-        devices = f", {strategy.devices} devices" if strategy.devices > 1 else ""
-        return f"{count} process{'es' * (count > 1)} on {strategy.device.type}{devices}"
+        devices = f", {format_count(strategy.devices, 'device')}" if strategy.devices > 1 else ""
+        return f"{format_count(count, 'process')} on {strategy.device.type}{devices}"
 
     def precision(self) -> str:
         """Train with the chosen precision."""

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from trainer_kit.errors import FolderInUseError
+from trainer_kit.utils.units import format_duration
 
 logger = logging.getLogger("trainer_kit")
 
@@ -136,7 +137,7 @@ class RunLock:
         if self._taken_by is not None:
             raise FolderInUseError(
                 f"{self.folder} was taken over by {self._taken_by}, since this process gave no sign of life for "
-                f"{DEAD_AFTER:.0f} s; nothing more is written there"
+                f"{format_duration(DEAD_AFTER)}; nothing more is written there"
             )
 
     def confirm(self) -> None:

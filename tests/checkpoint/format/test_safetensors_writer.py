@@ -17,7 +17,6 @@ from safetensors import safe_open
 from trainer_kit.checkpoint import CheckpointError, load_tensors, save_tensors
 from trainer_kit.checkpoint.format.json_files import checksum
 from trainer_kit.checkpoint.format.safetensors_reader import sources
-from trainer_kit.config.arguments import parse_size
 
 DTYPES = [
     torch.float64,
@@ -222,11 +221,6 @@ def test_what_cannot_be_stored_is_refused_before_anything_is_written(
 def test_the_formats_reserved_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'__metadata__'"):
         save_tensors({"__metadata__": torch.zeros(1)}, tmp_path)
-
-
-def test_sizes() -> None:
-    sizes: list[int | str] = ["5GB", "300MB", "2GiB", "1.5 kib", 12, "1TB"]
-    assert [parse_size(size) for size in sizes] == [5 * 10**9, 3 * 10**8, 2**31, 1536, 12, 10**12]
 
 
 @pytest.mark.parametrize("size", ["", "GB", "5 apples", "-1GB", "0", "7", 0, -5, True, 1.5, None, "nan", "1e3MB"])

@@ -316,7 +316,7 @@ def test_time_in_which_processes_are_stopped_makes_nobody_slow(
     assert caplog.text == ""
     pass_seconds(20, third, second, first)
     assert "rank 1 (" in caplog.text
-    assert " has been for 60 s in load (project/data.py:2), while rank " in caplog.text
+    assert " has been for 1 min in load (project/data.py:2), while rank " in caplog.text
 
 
 def seconds_until_found(frozen: int, phases: list[float]) -> list[float]:

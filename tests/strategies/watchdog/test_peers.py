@@ -122,7 +122,7 @@ def test_who_stands_and_who_waits(clock: Clock) -> None:
     busy = CALM._replace(waits=False, idle=70.0, place="load (project/data.py:2)")
     roster.take_in({0: raw(CALM._replace(idle=65.0)), 1: raw(busy), 2: raw(busy._replace(idle=3.0))}, b"")
     assert roster.standing(60.0) == ({0: 65.0, 1: 70.0}, [0])
-    assert roster.account(1) == "rank 1 (north, process 7) has been for 70 s in load (project/data.py:2)"
+    assert roster.account(1) == "rank 1 (north, process 7) has been for 1 min 10 s in load (project/data.py:2)"
     assert [problem.rank for problem in roster.suspects(10.0)] == [1, 2]
 
 

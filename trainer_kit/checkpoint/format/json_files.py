@@ -82,15 +82,6 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def readable_size(size: float) -> str:
-    """Format a number of bytes for people: "1.2 GB"."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.4g} {unit}"
-        size /= 1000
-    return f"{size:,.4g} TB"
-
-
 def inside(directory: Path, name: Any, follows_links: bool = False) -> Path:
     """Return the path of a file that a manifest or an index names, which must be inside `directory`.
 

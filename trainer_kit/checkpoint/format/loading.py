@@ -15,9 +15,8 @@ from trainer_kit.checkpoint.format.safetensors_reader import Source, load_source
 from trainer_kit.checkpoint.format.safetensors_writer import is_file_of, storage_key
 from trainer_kit.errors import CheckpointError
 from trainer_kit.utils.pytree import repeated_dimensions
+from trainer_kit.utils.units import join_names
 from trainer_kit.utils.wrappers import without_wrappers
-
-_SHOWN = 3
 
 Device = str | int | torch.device
 LoadState = Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], object]
@@ -219,7 +218,5 @@ def _compare(
 
 
 def _list(title: str, items: Any) -> str:
-    """List the first few items and the number of others; empty without items."""
-    items = list(items)
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return f"{title}{', '.join(items[:_SHOWN])}{more}" if items else ""
+    names = join_names(items)
+    return f"{title}{names}" if names else ""

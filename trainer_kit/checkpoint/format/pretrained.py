@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trainer_kit.utils.rng import generators_kept
+from trainer_kit.utils.units import join_names
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -58,11 +59,10 @@ def why_not_pretrained(model: torch.nn.Module) -> str | None:
     for what, names in (
         ("its configuration has {}, which the model lacks", missing),
         ("the model has {}, which its configuration lacks", foreign),
-        ("{} has another shape in its configuration", other),
+        ("its configuration has another shape of {}", other),
     ):
         if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            return f"{kind} was changed after it was made: {what.format(repr(names[0]) + more)}"
+            return f"{kind} was changed after it was made: {what.format(join_names(map(repr, names)))}"
     return None
 
 

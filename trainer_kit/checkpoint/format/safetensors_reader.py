@@ -19,6 +19,7 @@ import torch
 from trainer_kit.checkpoint.format.json_files import JSON_BYTES, inside, parse_json, read_json
 from trainer_kit.checkpoint.format.safetensors_writer import AS_REAL, COMPLEX, DTYPE_NAMES, RESERVED
 from trainer_kit.errors import CheckpointError, UnreadableError
+from trainer_kit.utils.units import join_names
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _AS_COMPLEX = {real: dtype for dtype, real in AS_REAL.items()}
@@ -90,7 +91,7 @@ def sources(directory: Path, stem: str, listed: Listed | None = None) -> list[So
         return [read_header(inside(directory, single, listed is None))]
     if not _is_there(directory, index, listed):
         there = sorted(path.name for path in directory.glob("*") if path.suffix in (".safetensors", ".bin", ".pt"))
-        hint = f"; it holds {', '.join(there[:3])}" if there else ""
+        hint = f"; it holds {join_names(there)}" if there else ""
         raise CheckpointError(f"{directory} has neither {single} nor {index}{hint}")
     return _sharded(directory, index, listed)
 

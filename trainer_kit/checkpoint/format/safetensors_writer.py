@@ -13,7 +13,7 @@ import torch
 
 from trainer_kit.checkpoint.format.disk import fsync_directory, make_folders, write_file, write_json
 from trainer_kit.checkpoint.format.manifest import FileEntry
-from trainer_kit.config.arguments import parse_size
+from trainer_kit.utils.units import parse_size
 
 ToHost = Callable[[torch.Tensor], torch.Tensor]
 

@@ -94,13 +94,7 @@ def take_snapshot(
     if tensors_of_arguments:
         place = next(iter(tensors_of_arguments))
         raise TypeError(f"the arguments hold a tensor or an array ({place}); give a number or a list")
-    for name in files or ():
-        if (
-            name in (MANIFEST_NAME, ARGUMENTS_NAME)
-            or name.partition("/")[0] == STATE_FOLDER
-            or _is_a_shard(name, stems)
-        ):
-            raise ValueError(f"the model or its processor writes a file {name!r}, which is a checkpoint's own")
+    _check_files(files or (), stems)
     groups = [model_state, *more_models.values(), *(tensors for _, tensors in taken.values())]
     model, *others = groups if copy is None else _copied(groups, copy)
     of_states = others[len(more_models) :]
@@ -115,8 +109,11 @@ def take_snapshot(
     )
 
 
-def _is_a_shard(name: str, stems: Iterable[str]) -> bool:
-    return any(is_file_of(name, stem) for stem in stems)
+def _check_files(names: Iterable[str], stems: Iterable[str]) -> None:
+    for name in names:
+        is_shard = any(is_file_of(name, stem) for stem in stems)
+        if is_shard or name in (MANIFEST_NAME, ARGUMENTS_NAME) or name.partition("/")[0] == STATE_FOLDER:
+            raise ValueError(f"the model or its processor writes a file {name!r}, which is a checkpoint's own")
 
 
 def _check_names(what: str, names: Iterable[str]) -> None:

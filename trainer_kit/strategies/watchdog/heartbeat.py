@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from trainer_kit.errors import LostProcessError
 from trainer_kit.strategies.watchdog.peers import Beat, PeerTable, Problem, machine, read_beat, state_of
 from trainer_kit.strategies.watchdog.stack import StackLocation, locate
+from trainer_kit.utils.units import format_duration
 
 logger = logging.getLogger("trainer_kit")
 
@@ -330,7 +331,9 @@ class Heartbeat:
         where = f"{store.host}:{store.port}" if hasattr(store, "host") and hasattr(store, "port") else "of this run"
         seconds = time.monotonic() - self._roster.answered
         server = "" if _agent_serves() else f"; it is served by {self._roster.first()}"
-        return Problem(0, "lost", f"the rendezvous store at {where} has not answered for {seconds:.0f} s{server}")
+        return Problem(
+            0, "lost", f"the rendezvous store at {where} has not answered for {format_duration(seconds)}{server}"
+        )
 
     def _sentence(self, problems: list[Problem], error: BaseException | None = None) -> str:
         roots = [problem for problem in problems if problem.kind not in ("follows", "left")]

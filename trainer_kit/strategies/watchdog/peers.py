@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import psutil
 
+from trainer_kit.utils.units import format_duration
+
 _KINDS = ("failed", "gone", "lost", "slow", "follows", "left")
 
 
@@ -174,7 +176,7 @@ class PeerTable:
         """Describe where a process is, and for how long."""
         beat = self._beats()[rank]
         aside = "; it runs, but does not answer" if self._is_mute(rank) else ""
-        return f"{_who(rank, beat)} has been for {self._stood(rank):.0f} s in {beat.place}{aside}"
+        return f"{_who(rank, beat)} has been for {format_duration(self._stood(rank))} in {beat.place}{aside}"
 
     def first(self) -> str:
         """Describe rank 0, and whether it is stopped or gone."""
@@ -218,7 +220,9 @@ class PeerTable:
 
     def _lost(self, rank: int, beat: Beat) -> Problem:
         seconds = self.answered - self.seen[rank].changed
-        return Problem(rank, "lost", f"{_who(rank, beat)} has not answered for {seconds:.0f} s{_aside(beat)}")
+        return Problem(
+            rank, "lost", f"{_who(rank, beat)} has not answered for {format_duration(seconds)}{_aside(beat)}"
+        )
 
 
 def read_beat(raw: bytes) -> Beat | None:

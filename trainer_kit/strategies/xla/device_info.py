@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from trainer_kit.strategies.device_info import GIB, DeviceInfo
+from trainer_kit.strategies.device_info import DeviceInfo
 from trainer_kit.strategies.xla.mesh import Division
+from trainer_kit.utils.units import GIB
 
 NOT_REPORTED = "not reported by this device"
 

@@ -31,6 +31,7 @@ from trainer_kit.strategies.xla.model import (
 from trainer_kit.strategies.xla.optimizer import computes_on_device, varying_rates
 from trainer_kit.strategies.xla.session import XLASession
 from trainer_kit.utils.pytree import map_tensors, move, tensors
+from trainer_kit.utils.units import format_count
 from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.wrappers import without_wrappers
 
@@ -138,7 +139,7 @@ class XLA(Strategy):
                 "mixed_precision='fp16' on XLA: 'bf16' is recommended, which TPUs compute in and whose gradients need "
                 "no scaling",
             )
-        logger.info("%d XLA device%s (%s)", count, "s" * (count > 1), runtime.device_type())
+        logger.info("%s (%s)", format_count(count, "XLA device"), runtime.device_type())
 
     def _count_devices(self, runtime: Any) -> int:
         """Return the number of devices of all hosts."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from trainer_kit.tools.verify.compare import Difference, Line
 from trainer_kit.tools.verify.fingerprints import GENERATOR
+from trainer_kit.utils.units import join_names
 
-_MOST_NAMES = 3
 _DATA = ("train_dataset", "data_collator", "the script", "run.stateful")
 _MODEL = ("model", "compute_loss", "the script", "run.stateful")
 _LISTENERS = ("callback", "run.stateful", "the script", "compute_loss", "model")
@@ -269,7 +269,4 @@ def _are_generators(names: list[str]) -> str:
 
 def _listed(names: list[str]) -> str:
     """Join names as a user writes them: train_dataset.noise, the script's rng."""
-    shown = [name.replace("the script: ", "the script's ").replace(": ", ".", 1) for name in names[:_MOST_NAMES]]
-    if len(names) > _MOST_NAMES:
-        shown.append(f"{len(names) - _MOST_NAMES} more")
-    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+    return join_names(name.replace("the script: ", "the script's ").replace(": ", ".", 1) for name in names)

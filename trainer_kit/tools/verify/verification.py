@@ -20,6 +20,7 @@ from trainer_kit.tools.verify.cause import Cause, Evidence, find_cause
 from trainer_kit.tools.verify.compare import Difference, Line, first_difference, read_lines, records_file
 from trainer_kit.tools.verify.kill_plan import MOMENTS, Kill, choose_kill
 from trainer_kit.tools.verify.recorder import RecordedStart
+from trainer_kit.utils.units import format_duration
 
 _START = "trainer_kit.tools.verify.child"
 _TAIL_LINES = 20
@@ -170,14 +171,14 @@ class Verification:
         try:
             code = self._execute(start, log)
         except subprocess.TimeoutExpired:
-            raise ScriptFailed(f"the {title} took longer than {self.timeout:g} s{_tail(log)}") from None
+            raise ScriptFailed(f"the {title} took longer than {format_duration(self.timeout)}{_tail(log)}") from None
         if code and not self._was_killed(start):
             raise ScriptFailed(f"the {title} failed with exit code {code}{_tail(log)}")
         records = self._read(start)
         if not all(records.lines):
             raise ScriptFailed(f"the script ended without a training by Trainer.train(){_tail(log)}")
         steps, seconds = max(records.lines[0]), time.monotonic() - begin
-        self.say(f"{title}: to step {steps} of {records.header['total_steps']} in {seconds:.0f} s")
+        self.say(f"{title}: to step {steps} of {records.header['total_steps']} in {format_duration(seconds)}")
         return records
 
     def _execute(self, start: RecordedStart, log: Path) -> int:
