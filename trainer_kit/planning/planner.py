@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from trainer_kit.callback import Callback, CallbackList
+from trainer_kit.checkpoint import find_checkpoints
 from trainer_kit.checkpoint.compatibility import dataset_length
 from trainer_kit.checkpoint.format.loading import check_weights
+from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.config import environment
 from trainer_kit.data.build import make_reading, make_train_loader
 from trainer_kit.data.collate import Collator
@@ -30,7 +32,6 @@ from trainer_kit.planning.event_steps import Cadence
 from trainer_kit.planning.metric import Evaluation
 from trainer_kit.planning.model import Trial, model_facts, model_warnings, try_step, weights_dtype
 from trainer_kit.planning.plan import TrainingPlan
-from trainer_kit.planning.resume_point import Beginning
 from trainer_kit.planning.schedule import Rates
 from trainer_kit.planning.storage import storage_of
 from trainer_kit.planning.words import listed, said
@@ -99,11 +100,12 @@ class _Rehearsal:
         self.loader: TrainLoader | StreamLoader = make_train_loader(run, self.reading)
         if resume is None:
             resume = self.strategy.session.restarts > 0
-        self.beginning = Beginning(run, resume)
-        self.steps = self.beginning.lay_out(self.loader)
-        if self.beginning.directory is not None:
+        self.checkpoints = CheckpointManager(run, subject.events)  # without a lock: it writes nothing
+        self.checkpoints.find(resume)
+        self.checkpoints.lay_out(self.loader)
+        if self.checkpoints.resumed_from is not None:
             try:
-                check_weights(run.model, self.beginning.directory)
+                check_weights(run.model, self.checkpoints.resumed_from)
             except ValueError as error:
                 self.problems.append(str(error))
 
@@ -126,8 +128,8 @@ class _Rehearsal:
         trial = self._trial(first)
         rates = self._rates()
         cadence = Cadence(run, self.loader)
-        data, steps = self._data(), self._steps()
-        start, hardware = self.beginning.facts(), self._hardware()
+        data, steps = self._data(), self._steps(cadence)
+        start, hardware = self._start(), self._hardware()
         storage = self._storage(cadence, trial)
         cost = CostSection(
             run, first.largest, subject.compute_loss, subject.optimizer, self.strategy.device, self.stage.world_size
@@ -188,7 +190,7 @@ class _Rehearsal:
 
     def _rates(self) -> Rates | None:
         try:
-            return Rates(self.run, self.subject.lr_scheduler, self.steps, self.beginning.directory)
+            return Rates(self.run, self.subject.lr_scheduler, self.checkpoints.plan, self.checkpoints.resumed_from)
         except (TypeError, ValueError) as error:
             self.problems.append(str(error))
             return None
@@ -198,7 +200,7 @@ class _Rehearsal:
             return None
         idle = trial.without_gradient if trial is not None else None
         try:
-            return storage_of(self.run, self.subject.events, cadence, self.beginning.committed, idle or ())
+            return storage_of(self.run, self.subject.events, cadence, len(self.checkpoints.saver.committed), idle or ())
         except (TypeError, ValueError) as error:
             self.problems.append(str(error))
             return None
@@ -222,25 +224,21 @@ class _Rehearsal:
             self.loader.layout.global_batch_size,
         )
 
-    def _steps(self) -> sections.StepsSection:
-        loader, first, last = self.loader, self.run.state.step, self.steps.last_step
+    def _steps(self, cadence: Cadence) -> sections.StepsSection:
+        loader, first, last = self.loader, self.run.state.step, self.run.total_steps
         per_epoch = loader.steps_left(self.run.state.epoch + 1, 0) if loader.epoch_length else None
         epochs = None
         if per_epoch is not None:
             epochs = last / per_epoch if self.run.args.max_steps > 0 else self.run.args.num_train_epochs
         rest = loader.epoch_length % loader.layout.global_batch_size
-        samples = self._samples(last) if loader.epoch_length else None
-        return sections.StepsSection(first, last, max(0, last - first), samples, per_epoch, epochs, rest or None)
+        left, samples = max(0, last - first), cadence.samples
+        return sections.StepsSection(first, last, left, samples, per_epoch, epochs, rest or None)
 
-    def _samples(self, last: int) -> int:
-        """Return the samples of the remaining steps, without skipped ones."""
-        loader, state = self.loader, self.run.state
-        samples, left, epoch, position = 0, last - state.step, state.epoch, state.position
-        while left > 0:
-            steps = min(left, loader.steps_left(epoch, position))
-            samples += min(steps * loader.layout.global_batch_size, loader.epoch_length - position)
-            left, epoch, position = left - steps, epoch + 1, 0
-        return samples
+    def _start(self) -> sections.StartSection:
+        folder, source = self.checkpoints.folder, self.checkpoints.resumed_from
+        own = {each.name for each in self.checkpoints.saver.committed}
+        others = tuple(path.name for path in find_checkpoints(folder) if path.name not in own)
+        return sections.StartSection(str(folder), None if source is None else str(source), others)
 
     def _hardware(self) -> sections.Hardware:
         strategy, stage, args = self.strategy, self.stage, self.run.args
