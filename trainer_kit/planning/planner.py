@@ -3,67 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from trainer_kit.callback import Callback, CallbackList
+from trainer_kit.callback import Callback
 from trainer_kit.checkpoint import find_checkpoints
 from trainer_kit.checkpoint.compatibility import dataset_length
 from trainer_kit.checkpoint.format.loading import check_weights
 from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.config import environment
 from trainer_kit.data.build import make_reading, make_train_loader
-from trainer_kit.data.collate import Collator
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import LoaderConfig, TrainLoader
 from trainer_kit.errors import ReadOnceError
-from trainer_kit.loop.evaluation import EvalPrediction
-from trainer_kit.loop.metrics import Metric
-from trainer_kit.loss.loss import ComputeLoss
 from trainer_kit.optim import check_optimizer, make_optimizer
 from trainer_kit.planning import checks, sections
 from trainer_kit.planning.batches import First, batch_warnings, look_at_first
 from trainer_kit.planning.cost import CostSection
 from trainer_kit.planning.dry_strategy import Stage, heard
 from trainer_kit.planning.event_steps import Cadence
-from trainer_kit.planning.metric import Evaluation
+from trainer_kit.planning.metric import MetricCheck, check_metrics
 from trainer_kit.planning.model import Trial, model_facts, model_warnings, try_step, weights_dtype
 from trainer_kit.planning.plan import TrainingPlan
+from trainer_kit.planning.planned_training import PlannedTraining
 from trainer_kit.planning.schedule import Rates
 from trainer_kit.planning.storage import storage_of
 from trainer_kit.planning.words import listed, said
-from trainer_kit.run import Run
 from trainer_kit.state import Requests, TrainState
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.rng import generators_kept
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannedTraining:
-    """Objects of a Trainer that a plan is made from, as the user gave them.
-
-    Attributes:
-        run: Model, datasets and arguments.
-        events: Callbacks.
-        collate: Collator of the batches.
-        compute_loss: The user's loss function; None for the model's own loss.
-        compute_metrics: The user's metrics function; None for none.
-        metrics: Streaming metrics by name.
-        optimizer: The user's optimizer; None for the one that `args.optim` selects.
-        lr_scheduler: The user's scheduler, or a function that creates one; None for the one that the arguments select.
-    """
-
-    run: Run
-    events: CallbackList
-    collate: Collator
-    compute_loss: ComputeLoss | None
-    compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None
-    metrics: Mapping[str, Metric]
-    optimizer: torch.optim.Optimizer | None
-    lr_scheduler: Any
 
 
 def make_training_plan(
@@ -88,12 +58,12 @@ class _Rehearsal:
     """A training up to its first step, on a `Stage`."""
 
     def __init__(self, subject: PlannedTraining, stage: Stage, resume: bool | str | Path | None) -> None:
-        self.subject = subject
         self.strategy: Strategy = subject.run.strategy
         self.stage = stage
         self.run = run = dataclasses.replace(
             subject.run, strategy=stage, state=TrainState(), requests=Requests(), stateful=subject.run.stateful
         )
+        self.subject = subject = dataclasses.replace(subject, run=run)
         self.problems: list[str] = []
         run.optimizer = self._optimizer()
         self.reading: LoaderConfig = make_reading(run.args, self.stage, subject.collate)
@@ -131,19 +101,11 @@ class _Rehearsal:
         data, steps = self._data(), self._steps(cadence)
         start, hardware = self._start(), self._hardware()
         storage = self._storage(cadence, trial)
-        cost = CostSection(
-            run, first.largest, subject.compute_loss, subject.optimizer, self.strategy.device, self.stage.world_size
-        )
-        evaluation = Evaluation(
-            run,
-            subject.metrics,
-            subject.compute_metrics,
-            subject.compute_loss,
-            rates.scheduler if rates else None,
-            subject.events.may_add_metrics,
-        )
+        cost = CostSection(subject, first.largest, self.strategy.device, self.stage.world_size)
+        metrics = MetricCheck()
         if cadence.evaluations:
-            self.problems += evaluation.problems(self.reading)
+            metrics = check_metrics(subject, rates.scheduler if rates else None, self.reading)
+        self.problems += filter(None, [metrics.problem])
         warnings = [
             *checks.start_warnings(start, run),
             *checks.layout_warnings(data, self.loader.layout, run),
@@ -153,7 +115,7 @@ class _Rehearsal:
             *checks.tied_note(model),
             *(rates.warnings() if rates else ()),
             *checks.cadence_warnings(cadence, steps),
-            *evaluation.warnings,
+            *filter(None, [metrics.warning]),
             *(checks.storage_warnings(storage) if storage else ()),
             *cost.warnings(),
             *checks.hardware_warnings(hardware),
