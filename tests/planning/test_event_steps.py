@@ -198,6 +198,16 @@ def test_a_resume(tmp_path: Path, batch: int, accumulation: int) -> None:
     assert len(watcher.rates) == plan.steps.left
 
 
+def test_a_resume_from_another_folder_leaves_checkpoints_of_other_runs_out(tmp_path: Path) -> None:
+    for name in ("source", "other"):
+        make_trainer(tmp_path / name, max_steps=8).train()
+    plan = make_trainer(tmp_path / "other", max_steps=12).plan(tmp_path / "source")
+    assert plan.start.checkpoint == str(tmp_path / "source" / "checkpoint-8")
+    assert plan.start.others == ("checkpoint-4", "checkpoint-8")
+    assert plan.storage is not None
+    assert plan.storage.there == 0
+
+
 @pytest.mark.parametrize("kind", ["exponential", "cosine"])
 def test_a_resume_with_a_scheduler_of_the_user(tmp_path: Path, kind: str) -> None:
     def make(optimizer: torch.optim.Optimizer) -> Any:
