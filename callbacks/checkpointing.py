@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_kit.callback import JUDGED, Callback
+from trainer_kit.config.event_schedule import EventSchedule
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
@@ -33,28 +34,27 @@ class Checkpointing(Callback):
     def on_train_begin(self, run: Run) -> None:
         self._saved_step = run.state.step
         self._wind_up(run)
-        if run.args.nonfinite == "rollback" and run.state.step == 0:
-            run.requests.save = True  # a rollback needs a checkpoint before the first one is due
+        if run.state.step == 0 and EventSchedule(run.args).saves_before_first_step:
+            run.requests.save = True
 
     def on_step_end(self, run: Run) -> None:
-        if run.args.saves_after(run.state.step) or time.monotonic() >= self._due:
+        if EventSchedule(run.args).is_due_after_step("save", run.state.step) or time.monotonic() >= self._due:
             run.requests.save = True
             self._wind_up(run)
 
     def on_epoch_end(self, run: Run) -> None:
-        if run.args.save_strategy == "epoch":
+        if EventSchedule(run.args).is_due_after_epoch("save"):
             run.requests.save = True
 
     def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
-        keeps_best = run.args.save_strategy == "best" or run.args.load_best_model_at_end
-        if keeps_best and run.args.save_strategy != "no" and run.state.best_step == run.state.step:
+        if EventSchedule(run.args).saves_best and run.state.best_step == run.state.step:
             run.requests.save = True
 
     def on_save(self, run: Run, directory: Path) -> None:
         self._saved_step = int(directory.name.rpartition("-")[2])
 
     def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
-        if run.args.save_strategy != "no" and self._saved_step != run.state.step:
+        if EventSchedule(run.args).is_due_at_end("save") and self._saved_step != run.state.step:
             run.requests.save = True
 
     def _wind_up(self, run: Run) -> None:

@@ -262,6 +262,10 @@ PROBLEMS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "metric_for_best_model='eval_loss' is not among what an evaluation gives: eval_a_loss, eval_a_runtime",
     ),
     "no scheduler": (lambda: {"lr_scheduler": lambda optimizer: 3}, "lr_scheduler gave 3"),
+    "no evaluation": (
+        lambda: {"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau, "eval_strategy": "no"},
+        "ReduceLROnPlateau steps at evaluations",
+    ),
     "schedule": (lambda: {"lr_scheduler_kwargs": {"power": 2}}, "lr_scheduler_kwargs has 'power'"),
     "columns": (lambda: {"data_collator": short_of_columns}, "the batch has the column y, which Net.forward does not"),
     "no checkpointing": (lambda: {"gradient_checkpointing": True}, "Net has no gradient_checkpointing_enable()"),

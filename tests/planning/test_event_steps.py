@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from scenarios.task import Net, Noisy, Stream, make_trainer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scenarios.task import Net, Noisy, StopAt, Stream, make_trainer
 from torch.optim import lr_scheduler
 
-from trainer_kit import Callback, Run, Trainer
+from trainer_kit import Callback, Run, Trainer, TrainingArguments
 from trainer_kit.callback import CallbackList
 from trainer_kit.planning import TrainingPlan
+from trainer_kit.planning.batches import First
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
@@ -93,6 +97,68 @@ def test_a_training_does_what_was_planned(tmp_path: Path, changes: dict[str, Any
         assert plan.storage.at_once == len([*tmp_path.glob("checkpoint-*")])
 
 
+@st.composite
+def schedules(draw: st.DrawFn) -> dict[str, Any]:
+    """Arguments of a run of a few steps."""
+    how, few = st.sampled_from(("steps", "epoch", "no")), st.integers(1, 5)
+    evaluates = draw(how)
+    saves = draw(st.sampled_from(("steps", "epoch", "no") + ("best",) * (evaluates != "no")))
+    length = draw(st.sampled_from(({"num_train_epochs": 0.4}, {"num_train_epochs": 1.7}, {"num_train_epochs": 3.0})))
+    return {
+        "logging_strategy": draw(how), "logging_steps": draw(few), "logging_first_step": draw(st.booleans()),
+        "eval_strategy": evaluates, "eval_steps": draw(few), "save_strategy": saves, "save_steps": draw(few),
+        "load_best_model_at_end": evaluates != "no" and saves != "no" and draw(st.booleans()),
+        "nonfinite": draw(st.sampled_from(("stop", "rollback"))) if saves != "no" else "stop",
+        "dataloader_drop_last": draw(st.booleans()),
+    } | draw(st.one_of(st.just(length), st.builds(lambda steps: {"max_steps": steps}, st.integers(1, 9))))  # fmt: skip
+
+
+LAYOUTS = st.tuples(st.integers(1, 3), st.integers(1, 3))  # samples of a micro-batch, micro-batches of a step
+
+
+class Mean(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.weight * x).mean()}
+
+
+def small(folder: str, layout: tuple[int, int], changes: dict[str, Any], *callbacks: Callback) -> Trainer:
+    samples = [{"x": torch.tensor(float(number))} for number in range(11)]
+    args = TrainingArguments(
+        output_dir=folder, per_device_train_batch_size=layout[0], gradient_accumulation_steps=layout[1], use_cpu=True,
+        report_to="none", disable_tqdm=True, log_level="error", async_save=False, save_total_limit=None, **changes,
+    )  # fmt: skip
+    return Trainer(Mean(), args, samples, samples[:2], callbacks=callbacks)
+
+
+@pytest.mark.filterwarnings("ignore:load_best_model_at_end=True, but no evaluation:UserWarning")
+@given(changes=schedules(), layout=LAYOUTS, later=st.none() | LAYOUTS, stop=st.integers(1, 6))
+@settings(max_examples=10)
+def test_each_event_comes_when_it_was_planned(
+    changes: dict[str, Any], layout: tuple[int, int], later: tuple[int, int] | None, stop: int
+) -> None:
+    """In a run from its first step, and in one that resumes with another layout in the middle of an epoch."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer_kit.planning.event_steps._SHOWN", 100)
+        patch.setattr("trainer_kit.planning.planner.look_at_first", lambda run, loader: First([]))  # for speed
+        trainer, taken = small(folder, layout, changes), 0
+        if later is not None:
+            earlier = small(folder, layout, changes, StopAt(stop))
+            earlier.train()
+            trainer, taken = small(folder, later, changes), earlier.run.state.samples
+        plan = trainer.plan(later is not None)
+        happened = watched(trainer, later is not None).steps
+        planned = {event.name: [*event.first] for event in plan.events}
+        keeps_best = changes["save_strategy"] == "best" or changes["load_best_model_at_end"]
+        may_save = planned["evaluate"] if keeps_best else []
+        assert {*planned["save"]} <= {*happened["save"]} <= {*planned["save"], *may_save}
+        assert happened | {"save": planned["save"]} == planned
+        assert plan.steps.samples == trainer.run.state.samples - (taken if plan.steps.first else 0)
+
+
 def test_best_checkpoints_are_bounded(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, save_strategy="best", eval_steps=4, async_save=False, save_total_limit=None)
     plan = trainer.plan()
@@ -130,6 +196,16 @@ def test_a_resume(tmp_path: Path, batch: int, accumulation: int) -> None:
     assert plan.storage.at_once == len([*tmp_path.glob("checkpoint-*")])
     assert (plan.steps.first, plan.steps.last) == (20, trainer.run.state.step)
     assert len(watcher.rates) == plan.steps.left
+
+
+def test_a_resume_from_another_folder_leaves_checkpoints_of_other_runs_out(tmp_path: Path) -> None:
+    for name in ("source", "other"):
+        make_trainer(tmp_path / name, max_steps=8).train()
+    plan = make_trainer(tmp_path / "other", max_steps=12).plan(tmp_path / "source")
+    assert plan.start.checkpoint == str(tmp_path / "source" / "checkpoint-8")
+    assert plan.start.others == ("checkpoint-4", "checkpoint-8")
+    assert plan.storage is not None
+    assert plan.storage.there == 0
 
 
 @pytest.mark.parametrize("kind", ["exponential", "cosine"])

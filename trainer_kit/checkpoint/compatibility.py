@@ -193,20 +193,18 @@ def _check_state_shapes(parameter: torch.Tensor, state: Mapping[str, Any], numbe
             )
 
 
-def load_optimizer(run: Run, saved: dict[str, Any], directory: Path) -> None:
-    """Load the optimizer's and the scheduler's state.
+def load_scheduler(run: Run, directory: Path) -> None:
+    """Load the scheduler's state.
 
     Args:
-        run: The run, with its optimizer and scheduler.
-        saved: The optimizer's state, from `fitting_optimizer_state`.
-        directory: Folder of the checkpoint, with the scheduler's state.
+        run: The run, with its scheduler, and the scheduler's optimizer with its state.
+        directory: Folder of the checkpoint.
 
     Raises:
-        ValueError: If the optimizer or the scheduler rejects its state.
+        ValueError: If the scheduler rejects its state.
     """
     optimizer, scheduler = run.optimizer, run.lr_scheduler
     assert optimizer is not None
-    run.strategy.load_optimizer_state(optimizer, saved)
     try:
         scheduler.load_state_dict(read_state(directory, "lr_scheduler"))
     except Exception as error:

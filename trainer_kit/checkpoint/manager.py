@@ -29,7 +29,7 @@ from trainer_kit.checkpoint.compatibility import (
     dataset_length,
     find_checkpoint,
     fitting_optimizer_state,
-    load_optimizer,
+    load_scheduler,
     report_changes,
 )
 from trainer_kit.checkpoint.earlier_runs import records_of, set_aside
@@ -112,24 +112,32 @@ class CheckpointManager:
             return here
         return self.resumed_from.with_name(here.name)
 
-    def find(self, request: bool | str | Path | None) -> None:
-        """Lock the folder, find the requested checkpoint and restore its counters. Collective.
+    def lock_folder(self) -> None:
+        """Create and lock the folder, before any other write there. Collective.
 
-        Called before the schedule is created, whose length depends on the counters.
+        Raises:
+            FolderInUseError: If another training holds the folder.
+            ValueError: If the folder cannot be written.
+        """
+        self.run.strategy.collectives.on_main(self._lock_folder)
+
+    def find(self, request: bool | str | Path | None) -> None:
+        """Find the requested checkpoint and restore its counters. Collective.
+
+        Called before the schedule is created, whose length depends on the counters. Unless the folder is locked, no
+        file changes.
 
         Args:
             request: True for the newest checkpoint, or the folder of a checkpoint or run; None or False: no resume.
 
         Raises:
-            FolderInUseError: If another training holds the folder.
             ValueError: If there is no such checkpoint, or it has another dataset, seed or optimizer.
         """
         run = self.run
-        run.strategy.collectives.on_main(self._lock_folder)
         self._starts_again = bool(request)
         if request:
             self.resumed_from = run.strategy.collectives.on_main(
-                lambda: find_checkpoint(self.folder, request, check=self._check)
+                lambda: find_checkpoint(self.folder, request, repair=self.lock.is_held, check=self._check)
             )
         if self.resumed_from is None:
             return
@@ -145,6 +153,7 @@ class CheckpointManager:
         run.requests.evaluate = trainer["evaluate"]
         self.run_id = trainer["run_id"]
         self.shifts_labels = trainer["shifts_labels"]
+        self.saver.committed = run.strategy.collectives.on_main(lambda: self._of_earlier_starts(trainer))
 
     def lay_out(self, loader: TrainLoader | StreamLoader) -> None:
         """Adapt the loader and the run's counters to each other, and compute `plan`, on which the schedule depends."""
@@ -177,7 +186,6 @@ class CheckpointManager:
             run.ledger.go_on(ledger, run.strategy.collectives.on_main(lambda: self._logged_after(ledger["time"])))
             if isinstance(run.lr_scheduler, Schedule):
                 run.lr_scheduler.go_on_at(self.plan.schedule_step)
-            self.saver.committed = run.strategy.collectives.on_main(self._of_earlier_starts)
             logger.info("resumed from %s at step %d of %d", self.resumed_from, run.state.step, run.total_steps)
             assert self._earlier is not None
             report_changes(run, self.plan, self._earlier)
@@ -196,7 +204,6 @@ class CheckpointManager:
         return seconds
 
     def _lock_folder(self) -> None:
-        """Create and lock the folder, before any other write there."""
         self._made = [each for each in (self.folder, *self.folder.parents) if not each.exists()]
         make_writable_folder(self.folder)
         try:
@@ -246,10 +253,12 @@ class CheckpointManager:
 
     def _load(self, directory: Path) -> None:
         run = self.run
+        assert run.optimizer is not None
         check_weights(run.model, directory)  # before anything is written
         optimizer = fitting_optimizer_state(run, directory)
         load_weights(run.model, directory, is_verified=True, load_state=run.strategy.load_model_state)
-        load_optimizer(run, optimizer, directory)
+        run.strategy.load_optimizer_state(run.optimizer, optimizer)
+        load_scheduler(run, directory)
         if run.strategy.precision is not None:
             run.strategy.precision.load_state_dict(read_state(directory, "precision") or {})
         self.events.load_state_dict(read_state(directory, "callbacks") or {})
@@ -350,12 +359,9 @@ class CheckpointManager:
             states["precision"] = run.strategy.precision.state_dict()
         return states | {name: entry.state_dict() for name, entry in run.stateful.items()}
 
-    def _of_earlier_starts(self) -> list[Committed]:
+    def _of_earlier_starts(self, trainer: Mapping[str, Any]) -> list[Committed]:
         """Return the existing checkpoints of this training, up to the step at which it resumes."""
-        assert self._source is not None
         assert self.resumed_from is not None
-        trainer = read_trainer(self._source)
-        assert trainer is not None
         known = [each for each in read_committed(trainer) if (self.folder / each.name).is_dir()]
         if self.resumed_from.parent.resolve() == self.folder.resolve():
             return known

@@ -365,19 +365,6 @@ class TrainingArguments:
         """Folder of TensorBoard's files."""
         return Path(self.logging_dir) if self.logging_dir is not None else Path(self.output_dir) / "logs"
 
-    def logs_after(self, step: int) -> bool:
-        """Return whether a record is due after a step, by its number."""
-        by_number = step % self.logging_steps == 0 or (step == 1 and self.logging_first_step)
-        return self.logging_strategy == "steps" and by_number
-
-    def evaluates_after(self, step: int) -> bool:
-        """Return whether an evaluation is due after a step, by its number."""
-        return self.eval_strategy == "steps" and step % (self.eval_steps or self.logging_steps) == 0
-
-    def saves_after(self, step: int) -> bool:
-        """Return whether a checkpoint is due after a step, by its number."""
-        return self.save_strategy == "steps" and step % self.save_steps == 0
-
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by name, as strings, numbers, booleans, None, and lists and dicts of these."""
         return dataclasses.asdict(self)

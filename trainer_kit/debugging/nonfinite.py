@@ -13,8 +13,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from trainer_kit.loss.batch import count
-from trainer_kit.loss.loss import Loss, weighed
+from trainer_kit.loss.loss import Loss
 from trainer_kit.loss.probe import buffers_aside
+from trainer_kit.loss.replay import ReplayBatch, replay
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.pytree import tensors
 
@@ -35,6 +36,11 @@ class Work(NamedTuple):
     seed: int
     samples: int
     counted: bool = True
+
+    def replayed(self) -> ReplayBatch:
+        """Return the micro-batch with its counts."""
+        counts = count(self.batch, self.samples)
+        return ReplayBatch(self.batch, counts if self.counted else counts.as_nothing(), self.seed)
 
 
 class NonFiniteOrigin(NamedTuple):
@@ -124,7 +130,7 @@ def diagnose(loss: Loss, works: Sequence[Work], strategy: Strategy) -> Diagnosis
     births: list[NonFiniteOrigin] = []
     try:
         with buffers_aside(module), _uncompiled(), _modules_watched(module, births), _gradients_watched(module, found):
-            found.loss = sum(_pass(alone, works, strategy, births, found))
+            found.loss = sum(_shares(alone, works, strategy, births, found))
             found.norm = _norm(module)
     except Exception as error:
         found.error = error
@@ -176,32 +182,19 @@ def kind_of(tree: Any) -> Kind | None:
     return found
 
 
-def _pass(
+def _shares(
     loss: Loss, works: Sequence[Work], strategy: Strategy, births: list[NonFiniteOrigin], found: Diagnosis
 ) -> Iterator[float]:
-    """Run the passes of each micro-batch as the loop does; yield their shares in the step's loss."""
-    counts = [count(work.batch, work.samples) for work in works]
-    counts = [each if work.counted else each.as_nothing() for each, work in zip(counts, works, strict=True)]
-    items = [loss.items(each) for each in counts]
-    total, samples = sum(items), max(1, sum(each.samples for each in counts))
-    for number, (work, own) in enumerate(zip(works, items, strict=True)):
-        batch = strategy.to_device(work.batch)
-        if not (isinstance(own, int) and own):
-            batch = loss.with_valid_labels(batch, own, strategy.autocast)
-        strategy.seed(work.seed)
-        before = len(births)
-        with strategy.autocast():
-            value, pair_count = loss(batch)
-        if pair_count is not None:
-            share = value / samples if work.counted else value * 0
-        else:
-            share = weighed(value, own, total)
+    """Run the passes of each micro-batch; yield their shares of the step's loss."""
+    before = 0
+    for number, share in enumerate(replay(loss, [work.replayed() for work in works], strategy)):
         figure = float(share.detach())
         if math.isfinite(figure):
             del births[before:]  # the nonfinite values had no effect, such as those of a mask
         elif found.micro_batch is None:
             found.micro_batch = number
         share.backward()
+        before = len(births)
         yield figure
 
 

@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainer_kit.checkpoint.manager import CheckpointManager, check_stateful, check_storable
 from trainer_kit.data.build import make_train_loader
 from trainer_kit.debugging.crash_dump import CrashDump
 from trainer_kit.loop.batch_size_finder import BatchSizeFinder
 from trainer_kit.loop.evaluation_loop import EvaluationLoop
+from trainer_kit.loop.lr_schedule import make_run_scheduler
 from trainer_kit.loop.rank_sync import RankSync
 from trainer_kit.loop.retrying_train_step import RetryingTrainStep
 from trainer_kit.loop.train_step import TrainStep
-from trainer_kit.loop.training_loop import TrainingLoop, default_scheduler
-from trainer_kit.optim import check_optimizer, make_optimizer, own_scheduler
-from trainer_kit.run import Run
+from trainer_kit.loop.training_loop import TrainingLoop
+from trainer_kit.optim import check_optimizer, make_optimizer
 
 logger = logging.getLogger("trainer_kit")
 
@@ -57,13 +56,15 @@ def set_up_training(
     run.optimizer = run.strategy.prepare_optimizer(optimizer or make_optimizer(run.model, args))
     check_optimizer(run.optimizer, run.model)
     loader = make_train_loader(run, evaluation.loader_config)
-    checkpoints.find(run.strategy.collectives.broadcast(resume))
+    resume = run.strategy.collectives.broadcast(resume)
+    checkpoints.lock_folder()
+    checkpoints.find(resume)
     finder = None
     if args.auto_find_batch_size:
         finder = BatchSizeFinder(run, loader)
         finder.begin(loss.compute_loss, optimizer)
     checkpoints.lay_out(loader)
-    run.lr_scheduler = _scheduler(run, checkpoints, lr_scheduler)
+    run.lr_scheduler = make_run_scheduler(run, checkpoints.plan, lr_scheduler)
     check_stateful(run)
     check_storable(run)
     checkpoints.restore()
@@ -77,13 +78,3 @@ def set_up_training(
     step = TrainStep(*parts) if finder is None else RetryingTrainStep(*parts, finder)
     crash_dump = CrashDump(run, loss, loader)
     return TrainingLoop(evaluation, loader, step, checkpoints, sync, crash_dump, lr_scheduler is not None)
-
-
-def _scheduler(run: Run, checkpoints: CheckpointManager, own: Any) -> Any:
-    if own is None:
-        return default_scheduler(run, checkpoints.plan)
-    assert run.optimizer is not None
-    scheduler = own_scheduler(own, run.optimizer)
-    if isinstance(scheduler, ReduceLROnPlateau) and (run.args.eval_strategy == "no" or run.eval_dataset is None):
-        raise ValueError("ReduceLROnPlateau steps at evaluations; set eval_strategy and give eval_dataset")
-    return scheduler

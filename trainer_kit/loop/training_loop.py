@@ -5,24 +5,24 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainer_kit.checkpoint.manager import CheckpointManager
+from trainer_kit.config.event_schedule import Event, EventSchedule
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import GlobalBatch, TrainLoader
-from trainer_kit.data.run_length import RunLength
 from trainer_kit.debugging.crash_dump import CrashDump
 from trainer_kit.errors import EvaluationInterrupted, NonFiniteError
 from trainer_kit.loop.evaluation_loop import EvaluationLoop
+from trainer_kit.loop.lr_schedule import make_run_scheduler
 from trainer_kit.loop.rank_sync import RankSync
 from trainer_kit.loop.step_metrics import StepMetrics, StepSpan
 from trainer_kit.loop.train_step import TrainStep
-from trainer_kit.optim import make_scheduler
-from trainer_kit.run import Run, TrainOutput
+from trainer_kit.run import TrainOutput
 from trainer_kit.utils.streams import warn_of_failed_streams
 
 logger = logging.getLogger("trainer_kit")
@@ -67,6 +67,7 @@ class TrainingLoop:
         self._step = step
         self._sync = sync
         self._has_own_scheduler = has_own_scheduler
+        self._schedule = EventSchedule(self.args)
         self._metrics = StepMetrics(self.run)
         self._first_step, self._first_sample, self._begin = 0, 0, 0.0
         self._is_stopping = False
@@ -173,14 +174,13 @@ class TrainingLoop:
         if not self._has_checked_space and args.save_strategy != "no":  # the optimizer's state exists now
             self._has_checked_space = True
             self.checkpoints.check_space(run.strategy.model_state(self.loss.model))
-        self._request_by_step()
+        self._request(lambda event: self._schedule.is_due_after_step(event, run.state.step))
         if global_batch.closes_epoch:
             call("on_epoch_end", run)
-        is_last = run.state.step == run.total_steps  # may be in the middle of an epoch or of a logging interval
-        if global_batch.closes_epoch or is_last:
-            self._request_by_epoch()
-        if is_last and args.logging_strategy != "no":
-            run.requests.log = True
+            self._request(self._schedule.is_due_after_epoch)
+        is_last = run.state.step == run.total_steps
+        if is_last:
+            self._request(self._schedule.is_due_at_end)
         # An epoch's first batch is fetched after on_epoch_begin, which may change the dataset.
         prefetches = not (global_batch.closes_epoch or is_last)
         if self._step.prefetch() if prefetches else self._sync.sync():
@@ -196,15 +196,11 @@ class TrainingLoop:
         span = StepSpan(self.run.state.step, global_batch.epoch, global_batch.start, global_batch.stop)
         self._metrics.append(span, has_items)
 
-    def _request_by_step(self) -> None:
-        args, requests, step = self.args, self.run.requests, self.run.state.step
-        requests.log = requests.log or args.logs_after(step)
-        requests.evaluate = requests.evaluate or args.evaluates_after(step)
-
-    def _request_by_epoch(self) -> None:
+    def _request(self, is_due: Callable[[Event], bool]) -> None:
+        """Request the events that the arguments schedule; `Checkpointing` requests the saves."""
         requests = self.run.requests
-        requests.log = requests.log or self.args.logging_strategy == "epoch"
-        requests.evaluate = requests.evaluate or self.args.eval_strategy == "epoch"
+        requests.log = requests.log or is_due("log")
+        requests.evaluate = requests.evaluate or is_due("evaluate")
 
     def _roll_back(self, error: NonFiniteError) -> None:
         """Restore the newest checkpoint, and skip the samples of the non-finite step from now on."""
@@ -221,7 +217,7 @@ class TrainingLoop:
         run.state.passed_over = [*passed_over, bad[1:]]
         self.checkpoints.lay_out(self.loader)
         if not self._has_own_scheduler:  # skipping samples changes the number of steps
-            run.lr_scheduler = default_scheduler(run, self.checkpoints.plan)
+            run.lr_scheduler = make_run_scheduler(run, self.checkpoints.plan)
         self._metrics.forget()
         pending = self._sync.pending
         pending.log = pending.evaluate = pending.save = False
@@ -234,7 +230,7 @@ class TrainingLoop:
         if position and self.loader.epoch_length and not self.loader.steps_left(epoch, position):
             self._step.leave_epoch()
             self.events.call("on_epoch_end", run)
-            self._request_by_epoch()
+            self._request(self._schedule.is_due_after_epoch)
 
     # Between steps
 
@@ -353,9 +349,3 @@ class TrainingLoop:
                 self.events.call("on_save", self.run, directory)
             else:
                 self._saved_step = None
-
-
-def default_scheduler(run: Run, plan: RunLength) -> Any:
-    """Make the learning rate schedule that the arguments name, at its step under the present layout."""
-    assert run.optimizer is not None
-    return make_scheduler(run.optimizer, plan.scheduled(run.args), plan.schedule_length, plan.schedule_step)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from trainer_kit.config.arguments import TrainingArguments
-from trainer_kit.loss.batch import samples_of
-from trainer_kit.loss.loss import ComputeLoss, Loss, call, weighed
+from trainer_kit.loss.batch import Counts, samples_of
+from trainer_kit.loss.loss import ComputeLoss, Loss, call
+from trainer_kit.loss.replay import ReplayBatch, replay
 from trainer_kit.memory.tracker import Tracker
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.pytree import tensors
@@ -43,19 +44,18 @@ class Step:
         self.model, self.optimizer, self.args, self.batch, self.strategy = model, optimizer, args, batch, strategy
         self._loss = Loss(model, model, compute_loss)
         self._loss.shifts = False
-        self._samples = samples_of(batch)
+        samples = samples_of(batch)
+        self._counts = Counts(samples, 0, samples, samples)
         self._buckets = buckets or {}
         self._is_last = False
 
     def __call__(self) -> None:
         args, strategy = self.args, self.strategy
-        micro_batches = args.gradient_accumulation_steps
-        for number in range(1, micro_batches + 1):
-            self._is_last = number == micro_batches
-            with strategy.autocast():
-                value, items = self._loss(self.batch)
-            total = self._samples * micro_batches
-            share = weighed(value, self._samples, total) if items is None else value / total
+        micro_batches = [ReplayBatch(self.batch, self._counts)] * args.gradient_accumulation_steps
+        shares = replay(self._loss, micro_batches, strategy)
+        for number in range(1, len(micro_batches) + 1):
+            self._is_last = number == len(micro_batches)
+            share = next(shares)
             strategy.backward(share)
         strategy.step(self.optimizer, args.max_grad_norm, args.max_grad_value, args.nonfinite)
         strategy.zero_grad(self.optimizer)

@@ -96,8 +96,7 @@ def _of_saves(cadence: Cadence, steps: StepsSection) -> Iterator[str]:
             f"save_steps={args.save_steps:,}, but training ends after {steps.last:,} steps: the only checkpoint comes "
             "at the end"
         )
-    needs_best = args.save_strategy == "best" or args.load_best_model_at_end
-    if needs_best and not cadence.evaluations:
+    if cadence.schedule.saves_best and not cadence.evaluations:
         named = "save_strategy='best'" if args.save_strategy == "best" else "load_best_model_at_end=True"
         yield f"{named}, but no evaluation decides which checkpoint is the best"
     elif args.save_strategy == "best" and cadence.evaluations[0] == steps.last:

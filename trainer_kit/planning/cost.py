@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from trainer_kit.data.map_loader import MicroBatch
-from trainer_kit.loss.loss import ComputeLoss
 from trainer_kit.memory import Anatomy, estimate
 from trainer_kit.memory.advice import advise, capacity
 from trainer_kit.memory.errors import first_line
+from trainer_kit.planning.planned_training import PlannedTraining
 from trainer_kit.planning.sections import Batch, Compute, MemorySection, StepsSection
 from trainer_kit.profiling.peak_flops import computing_dtype, peak_of
-from trainer_kit.run import Run
 from trainer_kit.utils.pytree import tensors
 from trainer_kit.utils.units import format_count, format_size
 
@@ -24,27 +23,20 @@ class CostSection:
     """Cost of a step.
 
     Args:
-        run: Run whose optimizer has the planned type.
+        subject: The training; its run's optimizer has the planned type.
         micro_batch: A micro-batch of the run; None if none could be read.
-        compute_loss: The user's loss function; None for the model's own loss.
-        optimizer: The user's optimizer; None for the one that `args.optim` selects.
         device: Device of the run.
         processes: Number of processes of the run.
     """
 
     def __init__(
-        self,
-        run: Run,
-        micro_batch: MicroBatch | None,
-        compute_loss: ComputeLoss | None,
-        optimizer: torch.optim.Optimizer | None,
-        device: torch.device,
-        processes: int,
+        self, subject: PlannedTraining, micro_batch: MicroBatch | None, device: torch.device, processes: int
     ) -> None:
-        self.run = run
+        self.run = run = subject.run
         self.device = device
         self.given: dict[str, Any] = {
-            "compute_loss": compute_loss, "optimizer": optimizer, "device": device, "world_size": processes,
+            "compute_loss": subject.compute_loss, "optimizer": subject.optimizer, "device": device,
+            "world_size": processes,
         }  # fmt: skip
         self.anatomy: Anatomy | None = None
         self.note = "no batch could be read"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from trainer_kit.config.arguments import TrainingArguments
+from trainer_kit.config.event_schedule import Event, EventSchedule
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import TrainLoader
 from trainer_kit.planning.sections import EventSection
@@ -22,6 +23,8 @@ class Cadence:
         loader: Loader of its training batches.
 
     Attributes:
+        schedule: Schedule of the events.
+        samples: Samples of the remaining steps; None if the dataset has no length.
         epoch_ends: Steps at which an epoch ends; None if the dataset has no length.
         logs: Steps after which a record is written.
         evaluations: Steps after which the model is evaluated.
@@ -30,32 +33,19 @@ class Cadence:
     """
 
     def __init__(self, run: Run, loader: TrainLoader | StreamLoader) -> None:
-        self.run = run
-        args, first, end = run.args, run.state.step, run.total_steps
-        self.epoch_ends = _epoch_ends(run, loader) if loader.epoch_length else None
-        closing = {*(self.epoch_ends or ()), end}
-        steps = range(first + 1, end + 1)
-        self.logs = [step for step in steps if args.logs_after(step) or (args.logging_strategy != "no" and step == end)]
-        if args.logging_strategy == "epoch":
-            self.logs = sorted(closing & {*steps})
-        self.evaluations = [step for step in steps if args.evaluates_after(step)]
-        if args.eval_strategy == "epoch":
-            self.evaluations = sorted(closing & {*steps})
-        if run.eval_dataset is None:
-            self.evaluations = []
-        self.saves = self._saves(args, steps)
-        keeps_best = args.save_strategy == "best" or (args.load_best_model_at_end and args.save_strategy != "no")
-        self.may_save = sorted({*self.evaluations} - {*self.saves}) if keeps_best else []
+        self.run, self.schedule = run, EventSchedule(run.args)
+        self.samples: int | None = None
+        self.epoch_ends: list[int] | None = None
+        if loader.epoch_length:
+            epochs = [*_epochs(run, loader)]
+            self.samples = sum(epoch.samples for epoch in epochs)
+            self.epoch_ends = [epoch.last_step for epoch in epochs if epoch.is_whole]
+        self.logs, self.saves = self._steps("log"), self._steps("save")
+        self.evaluations = self._steps("evaluate") if run.eval_dataset is not None else []
+        self.may_save = sorted({*self.evaluations} - {*self.saves}) if self.schedule.saves_best else []
 
-    def _saves(self, args: TrainingArguments, steps: range) -> list[int]:
-        if args.save_strategy == "no" or not steps:
-            return []
-        saves = {step for step in steps if args.saves_after(step)} | {steps[-1]}
-        if args.save_strategy == "epoch":
-            saves |= {*(self.epoch_ends or ())}
-        if args.nonfinite == "rollback" and self.run.state.step == 0:
-            saves.add(0)
-        return sorted(saves)
+    def _steps(self, event: Event) -> list[int]:
+        return self.schedule.steps(event, self.run.state.step, self.run.total_steps, self.epoch_ends or ())
 
     @property
     def planned_saves(self) -> int | None:
@@ -107,13 +97,27 @@ def _event(name: str, rule: str, steps: Sequence[int]) -> EventSection:
     return EventSection(name, rule, tuple(steps[:_SHOWN]), len(steps), steps[-1] if steps else None)
 
 
-def _epoch_ends(run: Run, loader: TrainLoader | StreamLoader) -> list[int]:
-    """Return the steps at which an epoch ends, up to the run's last."""
-    state, ends = run.state, []
-    step, epoch = state.step + loader.steps_left(state.epoch, state.position), state.epoch
-    while step <= run.total_steps:
-        if step > state.step:
-            ends.append(step)
-        epoch += 1
-        step += loader.steps_left(epoch, 0)
-    return ends
+class _Epoch(NamedTuple):
+    """The remaining part of an epoch.
+
+    Attributes:
+        last_step: Its last step.
+        samples: Samples of its steps.
+        is_whole: Whether the run reaches the end of the epoch.
+    """
+
+    last_step: int
+    samples: int
+    is_whole: bool
+
+
+def _epochs(run: Run, loader: TrainLoader | StreamLoader) -> Iterator[_Epoch]:
+    """Yield the epochs in which the run takes a step."""
+    step, epoch, position = run.state.step, run.state.epoch, run.state.position
+    while step < run.total_steps:
+        left = loader.steps_left(epoch, position)
+        steps = min(left, run.total_steps - step)
+        samples = min(steps * loader.layout.global_batch_size, loader.epoch_length - position)
+        step, epoch, position = step + steps, epoch + 1, 0
+        if steps:
+            yield _Epoch(step, samples, steps == left)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from trainer_kit.loss.batch import Counts
 from trainer_kit.loss.loss import ComputeLoss, Loss
 from trainer_kit.loss.probe import LossProbe
+from trainer_kit.loss.replay import ReplayBatch, replay
 from trainer_kit.memory.fakes import Fakes
+from trainer_kit.planning.dry_strategy import Stage
 from trainer_kit.planning.sections import Model
 from trainer_kit.run import Run
+from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.units import join_names
 
 _CHEAP = 20_000_000
@@ -45,14 +48,13 @@ def try_step(run: Run, batch: Any, compute_loss: ComputeLoss | None) -> Trial:
         compute_loss: The user's loss function; None for the model's own loss.
     """
     fakes, strategy = Fakes(), run.strategy
-    assert strategy.precision is not None
     try:
         model = fakes.copy(run.model)
         if run.args.gradient_checkpointing:
             strategy.enable_activation_checkpointing(model)
         loss, shapes = Loss(model, model, compute_loss), fakes.batch(batch)
         with fakes.computing():
-            missed = _without_gradient(loss, shapes, strategy.precision.autocast(torch.device("cpu")))
+            missed = _without_gradient(loss, shapes, Stage(strategy, None, torch.device("cpu")))
             return Trial(missed, None, is_real=False)
     except Exception as error:  # the model is the user's own
         if size_of(run.model) > _CHEAP:
@@ -63,18 +65,17 @@ def try_step(run: Run, batch: Any, compute_loss: ComputeLoss | None) -> Trial:
             strategy.enable_activation_checkpointing(model)
         loss, batch = Loss(model, model, compute_loss), strategy.to_device(batch)
         LossProbe(loss, strategy).detect_label_shift(batch)  # reports errors in the batch's columns
-        return Trial(_without_gradient(loss, batch, strategy.autocast()), None, is_real=True)
+        return Trial(_without_gradient(loss, batch, strategy), None, is_real=True)
     except Exception as error:
         return Trial(None, error, is_real=True)
 
 
-def _without_gradient(loss: Loss, batch: Any, autocast: AbstractContextManager[Any]) -> tuple[str, ...]:
+def _without_gradient(loss: Loss, batch: Any, strategy: Strategy) -> tuple[str, ...]:
     model = loss.module
     model.train()
     model.zero_grad()
-    with autocast:
-        value, _ = loss(batch)
-    value.backward()
+    for share in replay(loss, [ReplayBatch(batch, Counts(1, 0, 1, 1))], strategy):
+        share.backward()
     return tuple(name for name, each in model.named_parameters() if each.requires_grad and each.grad is None)
 
 

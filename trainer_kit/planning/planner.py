@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from trainer_kit.callback import Callback, CallbackList
+from trainer_kit.callback import Callback
+from trainer_kit.checkpoint import find_checkpoints
 from trainer_kit.checkpoint.compatibility import dataset_length
 from trainer_kit.checkpoint.format.loading import check_weights
+from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.config import environment
 from trainer_kit.data.build import make_reading, make_train_loader
-from trainer_kit.data.collate import Collator
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import LoaderConfig, TrainLoader
 from trainer_kit.errors import ReadOnceError
-from trainer_kit.loop.evaluation import EvalPrediction
-from trainer_kit.loop.metrics import Metric
-from trainer_kit.loss.loss import ComputeLoss
 from trainer_kit.memory.errors import first_line
 from trainer_kit.optim import check_optimizer, make_optimizer
 from trainer_kit.planning import checks, sections
@@ -28,42 +25,16 @@ from trainer_kit.planning.batches import First, batch_warnings, look_at_first
 from trainer_kit.planning.cost import CostSection
 from trainer_kit.planning.dry_strategy import Stage, heard
 from trainer_kit.planning.event_steps import Cadence
-from trainer_kit.planning.metric import Evaluation
+from trainer_kit.planning.metric import MetricCheck, check_metrics
 from trainer_kit.planning.model import Trial, model_facts, model_warnings, try_step, weights_dtype
 from trainer_kit.planning.plan import TrainingPlan
-from trainer_kit.planning.resume_point import Beginning
+from trainer_kit.planning.planned_training import PlannedTraining
 from trainer_kit.planning.schedule import Rates
 from trainer_kit.planning.storage import storage_of
-from trainer_kit.run import Run
 from trainer_kit.state import Requests, TrainState
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.rng import generators_kept
 from trainer_kit.utils.units import join_names
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannedTraining:
-    """Objects of a Trainer that a plan is made from, as the user gave them.
-
-    Attributes:
-        run: Model, datasets and arguments.
-        events: Callbacks.
-        collate: Collator of the batches.
-        compute_loss: The user's loss function; None for the model's own loss.
-        compute_metrics: The user's metrics function; None for none.
-        metrics: Streaming metrics by name.
-        optimizer: The user's optimizer; None for the one that `args.optim` selects.
-        lr_scheduler: The user's scheduler, or a function that creates one; None for the one that the arguments select.
-    """
-
-    run: Run
-    events: CallbackList
-    collate: Collator
-    compute_loss: ComputeLoss | None
-    compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None
-    metrics: Mapping[str, Metric]
-    optimizer: torch.optim.Optimizer | None
-    lr_scheduler: Any
 
 
 def make_training_plan(
@@ -88,23 +59,24 @@ class _Rehearsal:
     """A training up to its first step, on a `Stage`."""
 
     def __init__(self, subject: PlannedTraining, stage: Stage, resume: bool | str | Path | None) -> None:
-        self.subject = subject
         self.strategy: Strategy = subject.run.strategy
         self.stage = stage
         self.run = run = dataclasses.replace(
             subject.run, strategy=stage, state=TrainState(), requests=Requests(), stateful=subject.run.stateful
         )
+        self.subject = subject = dataclasses.replace(subject, run=run)
         self.problems: list[str] = []
         run.optimizer = self._optimizer()
         self.reading: LoaderConfig = make_reading(run.args, self.stage, subject.collate)
         self.loader: TrainLoader | StreamLoader = make_train_loader(run, self.reading)
         if resume is None:
             resume = self.strategy.session.restarts > 0
-        self.beginning = Beginning(run, resume)
-        self.steps = self.beginning.lay_out(self.loader)
-        if self.beginning.directory is not None:
+        self.checkpoints = CheckpointManager(run, subject.events)  # without a lock: it writes nothing
+        self.checkpoints.find(resume)
+        self.checkpoints.lay_out(self.loader)
+        if self.checkpoints.resumed_from is not None:
             try:
-                check_weights(run.model, self.beginning.directory)
+                check_weights(run.model, self.checkpoints.resumed_from)
             except ValueError as error:
                 self.problems.append(str(error))
 
@@ -127,22 +99,14 @@ class _Rehearsal:
         trial = self._trial(first)
         rates = self._rates()
         cadence = Cadence(run, self.loader)
-        data, steps = self._data(), self._steps()
-        start, hardware = self.beginning.facts(), self._hardware()
+        data, steps = self._data(), self._steps(cadence)
+        start, hardware = self._start(), self._hardware()
         storage = self._storage(cadence, trial)
-        cost = CostSection(
-            run, first.largest, subject.compute_loss, subject.optimizer, self.strategy.device, self.stage.world_size
-        )
-        evaluation = Evaluation(
-            run,
-            subject.metrics,
-            subject.compute_metrics,
-            subject.compute_loss,
-            rates.scheduler if rates else None,
-            subject.events.may_add_metrics,
-        )
+        cost = CostSection(subject, first.largest, self.strategy.device, self.stage.world_size)
+        metrics = MetricCheck()
         if cadence.evaluations:
-            self.problems += evaluation.problems(self.reading)
+            metrics = check_metrics(subject, rates.scheduler if rates else None, self.reading)
+        self.problems += filter(None, [metrics.problem])
         warnings = [
             *checks.start_warnings(start, run),
             *checks.layout_warnings(data, self.loader.layout, run),
@@ -152,7 +116,7 @@ class _Rehearsal:
             *checks.tied_note(model),
             *(rates.warnings() if rates else ()),
             *checks.cadence_warnings(cadence, steps),
-            *evaluation.warnings,
+            *filter(None, [metrics.warning]),
             *(checks.storage_warnings(storage) if storage else ()),
             *cost.warnings(),
             *checks.hardware_warnings(hardware),
@@ -189,7 +153,7 @@ class _Rehearsal:
 
     def _rates(self) -> Rates | None:
         try:
-            return Rates(self.run, self.subject.lr_scheduler, self.steps, self.beginning.directory)
+            return Rates(self.run, self.subject.lr_scheduler, self.checkpoints.plan, self.checkpoints.resumed_from)
         except (TypeError, ValueError) as error:
             self.problems.append(str(error))
             return None
@@ -199,7 +163,7 @@ class _Rehearsal:
             return None
         idle = trial.without_gradient if trial is not None else None
         try:
-            return storage_of(self.run, self.subject.events, cadence, self.beginning.committed, idle or ())
+            return storage_of(self.run, self.subject.events, cadence, len(self.checkpoints.saver.committed), idle or ())
         except (TypeError, ValueError) as error:
             self.problems.append(str(error))
             return None
@@ -223,25 +187,21 @@ class _Rehearsal:
             self.loader.layout.global_batch_size,
         )
 
-    def _steps(self) -> sections.StepsSection:
-        loader, first, last = self.loader, self.run.state.step, self.steps.last_step
+    def _steps(self, cadence: Cadence) -> sections.StepsSection:
+        loader, first, last = self.loader, self.run.state.step, self.run.total_steps
         per_epoch = loader.steps_left(self.run.state.epoch + 1, 0) if loader.epoch_length else None
         epochs = None
         if per_epoch is not None:
             epochs = last / per_epoch if self.run.args.max_steps > 0 else self.run.args.num_train_epochs
         rest = loader.epoch_length % loader.layout.global_batch_size
-        samples = self._samples(last) if loader.epoch_length else None
-        return sections.StepsSection(first, last, max(0, last - first), samples, per_epoch, epochs, rest or None)
+        left, samples = max(0, last - first), cadence.samples
+        return sections.StepsSection(first, last, left, samples, per_epoch, epochs, rest or None)
 
-    def _samples(self, last: int) -> int:
-        """Return the samples of the remaining steps, without skipped ones."""
-        loader, state = self.loader, self.run.state
-        samples, left, epoch, position = 0, last - state.step, state.epoch, state.position
-        while left > 0:
-            steps = min(left, loader.steps_left(epoch, position))
-            samples += min(steps * loader.layout.global_batch_size, loader.epoch_length - position)
-            left, epoch, position = left - steps, epoch + 1, 0
-        return samples
+    def _start(self) -> sections.StartSection:
+        folder, source = self.checkpoints.folder, self.checkpoints.resumed_from
+        own = {each.name for each in self.checkpoints.saver.committed}
+        others = tuple(path.name for path in find_checkpoints(folder) if path.name not in own)
+        return sections.StartSection(str(folder), None if source is None else str(source), others)
 
     def _hardware(self) -> sections.Hardware:
         strategy, stage, args = self.strategy, self.stage, self.run.args

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from trainer_kit.checkpoint import read_state
-from trainer_kit.checkpoint.compatibility import fitting_optimizer_state
+from trainer_kit.checkpoint.compatibility import fitting_optimizer_state, load_scheduler
 from trainer_kit.data.run_length import RunLength
-from trainer_kit.optim import Schedule, make_scheduler, own_scheduler
+from trainer_kit.loop.lr_schedule import make_run_scheduler
+from trainer_kit.optim import Schedule
 from trainer_kit.planning import sections
 from trainer_kit.planning.dry_strategy import schedule_only
 from trainer_kit.run import Run
@@ -45,7 +45,7 @@ class Rates:
 
     Raises:
         TypeError: If `given` is no scheduler.
-        ValueError: If an argument of the schedule is invalid, or the checkpoint belongs to another optimizer.
+        ValueError: If an argument of the schedule is invalid, or the checkpoint belongs to another schedule.
     """
 
     def __init__(self, run: Run, given: Any, plan: RunLength, directory: Path | None) -> None:
@@ -54,28 +54,17 @@ class Rates:
         self.first = run.state.step
         self.error: str | None = None
         self.optimizer = schedule_only(run.optimizer)
-        self.scheduler = self._make(given, plan, run.optimizer)
+        if hasattr(given, "state_dict"):
+            given = copy.deepcopy(given, {id(getattr(given, "optimizer", run.optimizer)): self.optimizer})
+        dry_run = dataclasses.replace(run, optimizer=self.optimizer)
+        self.scheduler = dry_run.lr_scheduler = run.lr_scheduler = make_run_scheduler(dry_run, plan, given)
         if directory is not None:
-            self._take_up(directory)
+            saved = described_groups(fitting_optimizer_state(run, directory))
+            for group, other in zip(self.optimizer.param_groups, saved, strict=True):
+                group.update(other["rates"])
+            load_scheduler(dry_run, directory)
         self.groups = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.rates = list(self._stepped(plan, plan.last_step - self.first))
-
-    def _take_up(self, directory: Path) -> None:
-        """Restore the schedule from a checkpoint."""
-        self.run.lr_scheduler = self.scheduler
-        saved = described_groups(fitting_optimizer_state(self.run, directory))
-        for group, other in zip(self.optimizer.param_groups, saved, strict=True):
-            group.update(other["rates"])
-        self.scheduler.load_state_dict(read_state(directory, "lr_scheduler"))
-
-    def _make(self, given: Any, plan: RunLength, real: torch.optim.Optimizer) -> Any:
-        if given is None:
-            return make_scheduler(
-                self.optimizer, plan.scheduled(self.run.args), plan.schedule_length, plan.schedule_step
-            )
-        if hasattr(given, "state_dict"):
-            given = copy.deepcopy(given, {id(getattr(given, "optimizer", real)): self.optimizer})
-        return own_scheduler(given, self.optimizer)
 
     def _stepped(self, plan: RunLength, steps: int) -> Iterator[float]:
         scheduler, group = self.scheduler, self.optimizer.param_groups[0]

@@ -23,7 +23,7 @@ from trainer_kit.utils.wrappers import without_wrappers
 
 
 def storage_of(
-    run: Run, events: CallbackList, cadence: Cadence, committed: Collection[str], without_gradient: Collection[str]
+    run: Run, events: CallbackList, cadence: Cadence, committed: int, without_gradient: Collection[str]
 ) -> Storage:
     """Return the sizes of a run's checkpoints: every tensor and the model's own files, without some kB of text.
 
@@ -31,7 +31,7 @@ def storage_of(
         run: Run at its starting point; its model has its weights.
         events: Callbacks, whose states are saved too.
         cadence: Steps of the saves.
-        committed: Checkpoints of the run that exist already.
+        committed: Number of the run's checkpoints that exist already.
         without_gradient: Names of parameters for which the optimizer keeps no state.
 
     Raises:
@@ -54,8 +54,8 @@ def storage_of(
         parts=parts,
         unknown=unknown,
         size=sum(parts.values()),
-        at_once=_at_once(run, cadence, len(committed)),
-        there=len(committed),
+        at_once=_at_once(run, cadence, committed),
+        there=committed,
         free=shutil.disk_usage(_existing(folder)).free,
     )
 

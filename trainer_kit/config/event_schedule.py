@@ -1,0 +1,71 @@
+"""`EventSchedule`: the steps after which a run logs, evaluates and saves."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal
+
+from trainer_kit.config.arguments import TrainingArguments
+
+Event = Literal["log", "evaluate", "save"]
+
+_ARGUMENTS: dict[Event, tuple[str, str]] = {
+    "log": ("logging_strategy", "logging_steps"),
+    "evaluate": ("eval_strategy", "eval_steps"),
+    "save": ("save_strategy", "save_steps"),
+}
+"""Names of the arguments that schedule an event."""
+
+
+class EventSchedule:
+    """The records, evaluations and checkpoints that the arguments schedule, without those of `save_minutes`.
+
+    Args:
+        args: Arguments of the run. Each call reads them again, since a callback may change them.
+    """
+
+    def __init__(self, args: TrainingArguments) -> None:
+        self._args = args
+
+    def is_due_after_step(self, event: Event, step: int) -> bool:
+        """Return whether an event is due after a step because of the step's number."""
+        args, (strategy, interval) = self._args, _ARGUMENTS[event]
+        if getattr(args, strategy) != "steps":
+            return False
+        is_first_record = event == "log" and step == 1 and args.logging_first_step
+        return is_first_record or step % (getattr(args, interval) or args.logging_steps) == 0
+
+    def is_due_after_epoch(self, event: Event) -> bool:
+        """Return whether an event is due at the end of each epoch."""
+        return bool(getattr(self._args, _ARGUMENTS[event][0]) == "epoch")
+
+    def is_due_at_end(self, event: Event) -> bool:
+        """Return whether an event is due after the last step, which may be in the middle of an epoch."""
+        if event == "evaluate":
+            return self.is_due_after_epoch(event)
+        return bool(getattr(self._args, _ARGUMENTS[event][0]) != "no")
+
+    @property
+    def saves_best(self) -> bool:
+        """Whether a checkpoint is due after each evaluation that is the best so far."""
+        args = self._args
+        return args.save_strategy == "best" or (args.load_best_model_at_end and args.save_strategy != "no")
+
+    @property
+    def saves_before_first_step(self) -> bool:
+        """Whether a checkpoint is due before the first step, so that a rollback always has one."""
+        return self._args.nonfinite == "rollback"
+
+    def steps(self, event: Event, taken: int, last: int, epoch_ends: Collection[int]) -> list[int]:
+        """Return the steps after which an event is certainly due.
+
+        Args:
+            event: The event.
+            taken: Steps that the run has taken already.
+            last: The run's last step.
+            epoch_ends: Steps at which an epoch ends.
+        """
+        closing = {*epoch_ends} if self.is_due_after_epoch(event) else set()
+        closing |= {last} if self.is_due_at_end(event) else set()
+        due = [step for step in range(taken + 1, last + 1) if step in closing or self.is_due_after_step(event, step)]
+        return [0, *due] if event == "save" and taken == 0 and self.saves_before_first_step else due
