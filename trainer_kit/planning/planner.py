@@ -37,6 +37,7 @@ from trainer_kit.planning.words import listed, said
 from trainer_kit.run import Run
 from trainer_kit.state import Requests, TrainState
 from trainer_kit.strategies.base import Strategy
+from trainer_kit.utils.optimizer_state import check_optimizer_state
 from trainer_kit.utils.rng import generators_kept
 
 
@@ -113,6 +114,8 @@ class _Rehearsal:
         try:
             optimizer = self.subject.optimizer or make_optimizer(run.model, run.args)
             check_optimizer(optimizer, run.model)
+            if run.args.save_strategy != "no":
+                check_optimizer_state(optimizer)
         except (ImportError, TypeError, ValueError) as error:
             self.problems.append(str(error))
             return torch.optim.SGD([torch.zeros(())], lr=run.args.learning_rate)
