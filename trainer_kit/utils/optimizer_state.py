@@ -46,13 +46,14 @@ def step_methods_kept(optimizer: Any) -> Iterator[None]:
     Args:
         optimizer: Optimizer that is copied in the context; anything else has no effect.
     """
-    before = {kind: vars(kind).get("step") for kind in map(type, optimizers_in(optimizer))}
+    kinds: list[Any] = [type(part) for part in optimizers_in(optimizer)]
+    before = {kind: vars(kind).get("step") for kind in kinds}
     try:
         yield
     finally:
         for kind, step in before.items():
             if step is not None:
-                kind.step = step  # type: ignore[method-assign]
+                kind.step = step
             elif "step" in vars(kind):
                 del kind.step
 
