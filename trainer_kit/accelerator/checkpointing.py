@@ -6,8 +6,10 @@ import dataclasses
 import logging
 import os
 import uuid
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 
 from trainer_kit.accelerator.loader import PreparedLoader
 from trainer_kit.accelerator.options import ProjectConfiguration
+from trainer_kit.accelerator.project_lock import ProjectLock, lock_project
 from trainer_kit.accelerator.trackers import Tracking
 from trainer_kit.accelerator.validation import (
     KINDS,
@@ -84,6 +87,7 @@ class Checkpointing(Tracking):
     def __init__(self, strategy: Strategy, log_with: Any, project: ProjectConfiguration) -> None:
         super().__init__(strategy, log_with, project)
         self._prepared = Prepared()
+        self._lock: ProjectLock | None = None  # on the main process, after the first save to a numbered folder
         self._settings: dict[str, Any] = {}  # written to each checkpoint for the user; not restored
         self._run_id = uuid.uuid4().hex  # shared by all starts that resume one another; only its checkpoints are pruned
 
@@ -175,7 +179,10 @@ class Checkpointing(Tracking):
             The checkpoint's folder.
 
         Raises:
-            ValueError: If there is no folder to write to, or it holds other files.
+            ValueError: If there is no folder to write to, or it holds other files; or an optimizer's state cannot be
+                saved and loaded.
+            FolderInUseError: If another process saves to numbered folders of `project_dir`, until it ends or calls
+                `end_training`.
         """
         refuse_pickles(safe_serialization)
         project = self.project_configuration
@@ -234,6 +241,13 @@ class Checkpointing(Tracking):
         """
         check_stateful(objects)
         self._prepared.registered.extend(objects)
+
+    def end_training(self) -> None:
+        try:
+            super().end_training()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
 
     def _folder(self, given: Path | None, call: str) -> Path:
         """Return the folder that contains the checkpoints."""
@@ -297,15 +311,16 @@ class Checkpointing(Tracking):
 
     def _commit(self, folder: Path, output_dir: Path | None, models: list[Any], states: dict[str, Any]) -> Path:
         """Write the checkpoint and prune old ones, on the main process only."""
+        confirm: Callable[[], object]
         if output_dir is None:
+            confirm = self._lock_project(folder.parent).confirm
             remove_stale_staging(folder)
             there = find_checkpoints(folder, PREFIX)
             number = max([self.project_configuration.iteration, *(_number(path) + 1 for path in there[-1:])])
             output_dir = folder / f"{PREFIX}{number}"
         else:
-            there = []
-            check_replaceable(output_dir)
-
+            there, confirm = [], partial(check_replaceable, output_dir)
+            confirm()
         named = dict(_numbered("model", models))
         snapshot = take_snapshot(
             self.flow.steps,
@@ -316,12 +331,21 @@ class Checkpointing(Tracking):
             files=pretrained_files(self.strategy.unwrap(self._prepared.models[0]), None) if models else {},
             more_models=named,
         )
-        directory = write_checkpoint(folder, snapshot, name=output_dir.name, to_host=self.strategy.device_info.to_host)
+        to_host = self.strategy.device_info.to_host
+        directory = write_checkpoint(folder, snapshot, name=output_dir.name, to_host=to_host, confirm=confirm)
         if there and self.project_configuration.total_limit is not None:
             own = [*(path for path in there if is_of_run(path, "accelerator", self._run_id)), directory]
             committed = [Committed(path.name, _number(path)) for path in own]
             prune(folder, committed, Retention(self.project_configuration.total_limit))
         return directory
+
+    def _lock_project(self, folder: Path) -> ProjectLock:
+        """Lock the folder until `end_training`, or until this object or the process ends."""
+        lock = lock_project(folder)
+        if lock is not self._lock:
+            self._lock = lock
+            weakref.finalize(self, lock.release)
+        return lock
 
     def _found(self, input_dir: Path | None) -> Path:
         """Return the checkpoint to load, verified; on the main process only."""

@@ -86,6 +86,11 @@ class RunLock:
         self._ended = threading.Event()
         self._beating = threading.Lock()
 
+    @property
+    def is_held(self) -> bool:
+        """Whether this process, or the one that it was forked from, has acquired the lock and not released it."""
+        return self._holder is not None
+
     def acquire(self) -> None:
         """Acquire the lock; wait if a holder on another machine may be dead.
 
