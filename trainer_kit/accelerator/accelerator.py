@@ -176,11 +176,10 @@ class Accelerator(Checkpointing):
             ValueError: If a model or loader cannot be prepared; the message says why.
         """
         placement = device_placement if device_placement is not None else [self.device_placement] * len(args)
-        made: dict[int, Any] = {}
+        results = [*args]
         for number in sorted(range(len(args)), key=lambda number: _order(args[number])):
-            made[number] = self._prepare_one(args[number], placement[number])
-        results = tuple(made[number] for number in range(len(args)))
-        return results[0] if len(results) == 1 else results
+            results[number] = self._prepare_one(args[number], placement[number])
+        return results[0] if len(results) == 1 else tuple(results)
 
     def _prepare_one(self, thing: Any, placement: bool) -> Any:
         if isinstance(thing, (PreparedOptimizer, PreparedScheduler, PreparedLoader, SkippedLoader)):

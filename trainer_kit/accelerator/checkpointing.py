@@ -24,7 +24,7 @@ from trainer_kit.accelerator.validation import (
     check_counts,
     check_replaceable,
     check_state,
-    check_stateful,
+    is_stateful,
     refuse_pickles,
 )
 from trainer_kit.accelerator.wrappers import PreparedOptimizer, PreparedScheduler
@@ -228,7 +228,8 @@ class Checkpointing(Tracking):
         if (generators := read_state(source, f"rng-{self.strategy.rank:05d}")) is None:
             logger.warning("%s was made by fewer processes: this one's generators stay as they are", directory)
         else:
-            _set_generators(generators, self.strategy)
+            set_generator_states(generators)
+            self.strategy.device_info.set_rng_state(generators.get("device"))
         self.strategy.session.release_checkpoint_copies()
         self.flow.dispatch()
         logger.info("loaded %s, saved after %d optimizer steps", directory, self.flow.steps)
@@ -239,7 +240,12 @@ class Checkpointing(Tracking):
         Raises:
             TypeError: If an object lacks one of them.
         """
-        check_stateful(objects)
+        for each in objects:
+            if not is_stateful(each):
+                raise TypeError(
+                    f"register_for_checkpointing() got {each!r}, which has no state_dict() or load_state_dict(); only "
+                    "objects that have both can be kept"
+                )
         self._prepared.registered.extend(objects)
 
     def end_training(self) -> None:
@@ -278,7 +284,8 @@ class Checkpointing(Tracking):
             states[name] = each.state_dict()
         for name, each in self._registered():
             states[name] = each.state_dict()
-        for rank, state in enumerate(self.strategy.collectives.gather_object(_generators(self.strategy))):
+        generators = generator_states() | {"device": self.strategy.device_info.rng_state()}
+        for rank, state in enumerate(self.strategy.collectives.gather_object(generators)):
             states[f"rng-{rank:05d}"] = state
         return states
 
@@ -413,12 +420,3 @@ def _number(path: Path) -> int:
 
 def _absolute(directory: str | os.PathLike[str] | None) -> Path | None:
     return None if directory is None else Path(directory).expanduser().absolute()
-
-
-def _generators(strategy: Strategy) -> dict[str, Any]:
-    return generator_states() | {"device": strategy.device_info.rng_state()}
-
-
-def _set_generators(states: dict[str, Any], strategy: Strategy) -> None:
-    set_generator_states(states)
-    strategy.device_info.set_rng_state(states.get("device"))

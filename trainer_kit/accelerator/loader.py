@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from trainer_kit.accelerator.concat import joined, rows_of
+from trainer_kit.accelerator.concat import joined, row_count
 from trainer_kit.accelerator.reader import BatchRequest, CountingCollator, Dealt, Reader, WorkerReader
 from trainer_kit.accelerator.wrappers import AccumulationState
 from trainer_kit.data.fetcher import set_epoch
@@ -339,7 +339,7 @@ class PreparedLoader:
             batches = iter(self._counting)
         counted = self._counting is not self.loader
         for item in self._apart(self._seeded(batches, epoch)):
-            yield item if counted else (rows_of(item), item)
+            yield item if counted else (row_count(item), item)
 
     def _seeded(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
         number = 0

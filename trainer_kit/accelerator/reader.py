@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from trainer_kit.accelerator.concat import joined, rows_of
+from trainer_kit.accelerator.concat import joined, row_count
 from trainer_kit.data.fetcher import set_epoch
 from trainer_kit.data.workers import worker_items
 from trainer_kit.utils.rng import seed_generators
@@ -60,7 +60,7 @@ class Reader(Dataset[Any]):
         if self.in_batches:
             return len(job.indices), job.real, job.last, self.collate(self._samples(job.indices))
         batches = [self.collate(self.dataset[index]) for index in job.indices]
-        rows = [rows_of(batch) for batch in batches]
+        rows = [row_count(batch) for batch in batches]
         return sum(rows), sum(rows[: job.real]), job.last, joined(batches)
 
     def _samples(self, indices: list[Any]) -> Any:

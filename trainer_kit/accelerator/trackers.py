@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -129,15 +129,7 @@ KNOWN = {"tensorboard": TensorBoardTracker, "jsonl": JsonLinesTracker}
 
 
 def chosen_trackers(log_with: Any) -> list[Any]:
-    """Return the names and objects that `log_with` selects.
-
-    Args:
-        log_with: A name, an object with `log(values, step)`, or a list of them; None for no tracker.
-
-    Raises:
-        ValueError: If a name is unknown.
-        TypeError: If an object has no method `log`.
-    """
+    """Return the names and objects that `log_with` selects, a list even of one."""
     if log_with is None:
         return []
     chosen: list[Any] = []
@@ -155,37 +147,6 @@ def chosen_trackers(log_with: Any) -> list[Any]:
         else:
             chosen.append(name)
     return chosen
-
-
-def make_trackers(
-    chosen: Iterable[Any], folder: Path | None, settings: Mapping[str, Any] | None, options: Mapping[str, Any]
-) -> list[Any]:
-    """Create the trackers and write the run's settings to them.
-
-    Args:
-        chosen: Names and objects from `chosen_trackers`.
-        folder: Folder of the trackers' files; None if there is none.
-        settings: Settings of the run; None writes none.
-        options: More arguments of a tracker, by its name.
-
-    Returns:
-        The trackers.
-
-    Raises:
-        ValueError: If a tracker writes files and `folder` is None.
-    """
-    trackers = []
-    for entry in chosen:
-        if isinstance(entry, str):
-            if folder is None:
-                raise ValueError(f"log_with={entry!r} writes files; give Accelerator project_dir= or logging_dir=")
-            entry = KNOWN[entry](folder, **options.get(entry, {}))
-        elif hasattr(entry, "start"):
-            entry.start()
-        if settings is not None and hasattr(entry, "store_init_configuration"):
-            entry.store_init_configuration(dict(settings))
-        trackers.append(entry)
-    return trackers
 
 
 class Tracking(ProcessInfo):
@@ -238,9 +199,21 @@ class Tracking(ProcessInfo):
         Raises:
             ValueError: If a tracker writes files, but there is no folder.
         """
-        if self.is_main_process:
-            folder = None if self.logging_dir is None else Path(self.logging_dir) / project_name
-            self.trackers = make_trackers(self._chosen_trackers, folder, config, init_kwargs or {})
+        trackers = []
+        for tracker in self._chosen_trackers if self.is_main_process else ():
+            if isinstance(tracker, str):
+                if self.logging_dir is None:
+                    raise ValueError(
+                        f"log_with={tracker!r} writes files; give Accelerator project_dir= or logging_dir="
+                    )
+                options = (init_kwargs or {}).get(tracker, {})
+                tracker = KNOWN[tracker](Path(self.logging_dir) / project_name, **options)
+            elif hasattr(tracker, "start"):
+                tracker.start()
+            if config is not None and hasattr(tracker, "store_init_configuration"):
+                tracker.store_init_configuration(dict(config))
+            trackers.append(tracker)
+        self.trackers = trackers
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker by name; on processes other than the main one, a tracker without effect.

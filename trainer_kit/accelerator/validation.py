@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +15,6 @@ logger = logging.getLogger("trainer_kit")
 
 KINDS = ("models", "optimizers", "schedulers", "loaders")
 """Kinds of prepared objects that a checkpoint counts."""
-
-
-def check_stateful(objects: Iterable[Any]) -> None:
-    """Raise an error for objects that cannot be saved.
-
-    Args:
-        objects: Objects to check.
-
-    Raises:
-        TypeError: If an object lacks `state_dict` or `load_state_dict`.
-    """
-    for each in objects:
-        if not is_stateful(each):
-            raise TypeError(
-                f"register_for_checkpointing() got {each!r}, which has no state_dict() or load_state_dict(); only "
-                "objects that have both can be kept"
-            )
 
 
 def is_stateful(thing: Any) -> bool:

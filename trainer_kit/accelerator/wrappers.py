@@ -114,13 +114,7 @@ class StepRule(NamedTuple):
 
 
 def step_rule(with_optimizer: bool | Literal["once"], split_batches: bool, strategy: Strategy) -> StepRule:
-    """Return the rule that an Accelerator's arguments set for its schedulers.
-
-    Args:
-        with_optimizer: Value of `step_scheduler_with_optimizer`.
-        split_batches: Whether a loader's batch size is that of all processes together.
-        strategy: Strategy that is set up.
-    """
+    """Return the rule that `step_scheduler_with_optimizer` and `split_batches` set for schedulers."""
     if with_optimizer is not True or split_batches:
         return StepRule(with_optimizer is not False)
     repeats = strategy.world_size * strategy.devices
