@@ -380,6 +380,28 @@ class OneWay(torch.optim.SGD):
         return {"sgd": super().state_dict()}
 
 
+class Sharded(torch.optim.SGD):
+    """Has a state only after a call, as torch's ZeroRedundancyOptimizer."""
+
+    is_gathered = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.is_gathered:
+            raise RuntimeError("the state is not gathered")
+        return super().state_dict()
+
+
+def test_an_optimizer_may_have_its_state_only_at_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, Sharded(model.parameters(), lr=0.1))
+    assert caplog.messages == ["save_state() will raise: the state is not gathered"]
+    with pytest.raises(RuntimeError, match="the state is not gathered"):
+        accelerator.save_state(tmp_path / "state")
+    optimizer.optimizer.is_gathered = True
+    accelerator.save_state(tmp_path / "state")
+    accelerator.load_state(tmp_path / "state")
+
+
 def test_an_optimizer_that_cannot_be_loaded_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     accelerator, model = Accelerator(cpu=True), nn.Linear(2, 1)
     reason = r"OneWay.state_dict() returns 'sgd', which torch's load_state_dict() does not take"

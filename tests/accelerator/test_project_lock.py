@@ -129,7 +129,11 @@ def test_a_folder_that_was_removed_stays_away() -> None:
     lock._beat()
     assert not folder.exists()
     assert not lock.is_held
-    lock_project(folder).release()
+    first = lock_project(folder)
+    shutil.rmtree(folder)
+    second = lock_project(folder)
+    assert (first.is_held, second.is_held) == (False, True)
+    second.release()
     shutil.rmtree(folder)
 
 

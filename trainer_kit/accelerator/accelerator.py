@@ -231,7 +231,7 @@ class Accelerator(Checkpointing):
         check_fused(prepared.optimizer)
         try:
             check_optimizer_state(prepared.optimizer)
-        except (TypeError, ValueError) as error:  # a loop need not save
+        except Exception as error:  # of the user's own code; a loop need not save
             logger.warning("save_state() will raise: %s", error)
         self._prepared.optimizers.append(prepared)
         return prepared

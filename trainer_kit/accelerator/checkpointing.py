@@ -189,8 +189,7 @@ class Checkpointing(Tracking):
         given = _absolute(None if project.automatic_checkpoint_naming else output_dir)
         folder = self._folder(given, "save_state()")
         self.flow.dispatch()  # computes all tensors in one graph, not one by one as they are read
-        for each in self._prepared.optimizers:
-            check_optimizer_state(each.optimizer)
+        self.strategy.collectives.on_main(self._check_optimizers)
         models = [self.strategy.model_state(model) for model in self._prepared.models]
         states = self._states()
         directory = self.strategy.collectives.on_main(lambda: self._commit(folder, given, models, states))
@@ -262,6 +261,10 @@ class Checkpointing(Tracking):
         if self.project_configuration.project_dir is None:
             raise ValueError(f"{call} needs a folder; give it one, or give Accelerator project_dir=")
         return Path(self.project_configuration.project_dir).expanduser().absolute() / "checkpoints"
+
+    def _check_optimizers(self) -> None:
+        for each in self._prepared.optimizers:
+            check_optimizer_state(each.optimizer)
 
     def _states(self) -> dict[str, Any]:
         """Return all state but the models' weights, by name. Collective."""

@@ -30,7 +30,9 @@ def lock_project(folder: Path) -> ProjectLock:
     """
     folder = folder.resolve()
     lock = _locks.get(folder)
-    if lock is None or not lock.is_held or not folder.exists():
+    if lock is not None and not folder.exists():
+        lock.release()
+    if lock is None or not lock.is_held:
         make_run_folder(folder)
         lock = ProjectLock(folder)
         lock.acquire()
