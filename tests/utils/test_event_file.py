@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event
 from torch.utils.tensorboard.summary import scalar
 
 from trainer_kit.utils.event_file import EventFile, summary_writer
@@ -45,3 +46,13 @@ def test_torch_s_writer_writes_without_a_thread(tmp_path: Path) -> None:
     writer.add_scalar("loss", 0.25, 4)
     writer.close()
     assert len([*tmp_path.glob("*.own")]) == 2
+
+
+def test_a_file_of_a_graph_alone_stays(tmp_path: Path) -> None:
+    writer = summary_writer(str(tmp_path))
+    writer.file_writer.add_event(Event(graph_def=b""))
+    writer.close()
+    (path,) = tmp_path.iterdir()
+    assert [event.WhichOneof("what") for event in LegacyEventFileLoader(str(path)).Load()][1] == "graph_def"
+    EventFile(str(tmp_path / "empty"), purge_step=1).close()
+    assert not [*(tmp_path / "empty").iterdir()]

@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 _FLUSH_SECONDS = 10.0
+_HEADERS = ("file_version", "session_log")
 _numbers = itertools.count()
 
 
@@ -38,7 +39,7 @@ class EventFile:
         name += suffix
         self._folder, self._path = folder, os.path.join(folder, name)
         self._file = RecordWriter(_opened(folder, name))
-        self._has_summary = False
+        self._has_content = False
         self._flushed = 0.0
         try:
             self._write(file_version="brain.Event:2")
@@ -55,7 +56,7 @@ class EventFile:
     def add_event(self, event: Any) -> None:
         """Write an `Event`, as torch's `FileWriter` does."""
         self._file.write(event.SerializeToString())
-        self._has_summary = self._has_summary or event.HasField("summary")
+        self._has_content = self._has_content or event.WhichOneof("what") not in _HEADERS
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self.flush()
 
@@ -69,9 +70,9 @@ class EventFile:
         self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Close the file, and remove it if it has no summary."""
+        """Close the file, and remove it if it has only a header."""
         self._file.close()
-        if not self._has_summary:
+        if not self._has_content:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
 
