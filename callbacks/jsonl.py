@@ -7,7 +7,6 @@ import os
 import platform
 import socket
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from trainer_kit.callback import Callback
 from trainer_kit.errors import FolderInUseError
 from trainer_kit.utils.run_lock import holder_of
 from trainer_kit.utils.run_log import FORMAT, NAME, append_record, read_log
+from trainer_kit.utils.write_errors import WriteErrors
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
@@ -60,8 +60,7 @@ class JsonLines(Callback):
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self._path = path
         self._state: TrainState | None = None  # state of the training being logged
-        self._wrote = False
-        self._failed = False
+        self._errors = WriteErrors("")
         self._listener: _WarningListener | None = None
 
     def on_train_begin(self, run: Run) -> None:
@@ -120,27 +119,16 @@ class JsonLines(Callback):
     def _warn(self, run: Run, source: str, message: str) -> None:
         self._write(run, "warning", source=source, message=message[:_LONGEST_WARNING])
 
-    def _write(self, run: Run, event: str, /, **values: Any) -> None:
+    def _write(self, run: Run, event: str, /, step: int | None = None, **values: Any) -> None:
         if not run.strategy.is_main:
             return
         path = Path(self._path) if self._path is not None else Path(run.args.output_dir) / NAME
         if event in ("evaluate", "predict") and (other := holder_of(path.parent)) is not None:
             _logger.warning("%s is not written to: %s trains there", path, other)
             return
-        record = {"event": event, "time": time.time(), "step": run.state.step, **values}
-        try:
-            self._append(path, record, begins=event == "start")
-        except OSError as error:
-            failed_before, self._failed = self._failed, True  # set before the warning, which is written to the file too
-            if not failed_before:
-                _logger.warning("%s could not be written to: %s; training continues", path, error.strerror)
-
-    def _append(self, path: Path, record: dict[str, Any], begins: bool) -> None:
-        if begins or not self._wrote:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._wrote = True
-        append_record(path, record, on_new_line=begins and _is_cut(path))
-        self._failed = False
+        self._errors.sentence = f"{path} could not be written to"
+        with self._errors.warned():
+            append_record(path, event, run.state.step if step is None else step, values)
 
 
 class _WarningListener(logging.Handler):
@@ -218,12 +206,3 @@ def _device_name(device: torch.device) -> str:
     lines = facts.read_text(encoding="utf-8", errors="replace").splitlines() if facts.exists() else []
     named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return named or platform.processor() or platform.machine()
-
-
-def _is_cut(path: Path) -> bool:
-    """Return whether the file ends in the middle of a line."""
-    if not path.exists() or path.stat().st_size == 0:
-        return False
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import numbers
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_kit.callback import Callback
-
-from .event_file import EventFile
+from trainer_kit.utils.event_file import EventFile
+from trainer_kit.utils.write_errors import WriteErrors
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
@@ -43,12 +41,12 @@ class TensorBoard(Callback):
         self._file: EventFile | None = None
         self._purge_step: int | None = None  # for the next file
         self._is_training = self._has_begun = False
-        self._failed = False
+        self._errors = WriteErrors("TensorBoard's files cannot be written", self._drop)
         self._session_end: Any = None  # the summary that marks the end of the run
 
     def on_train_begin(self, run: Run) -> None:
         self._close()
-        self._is_training, self._has_begun, self._failed = True, False, False
+        self._is_training, self._has_begun, self._errors.is_failing = True, False, False
         self._purge_step = run.state.step + 1
         self._write(run, {}, "train")
 
@@ -67,8 +65,8 @@ class TensorBoard(Callback):
         self._write(run, metrics, "test")
 
     def on_save(self, run: Run, directory: Path) -> None:
-        with self._failures_told():
-            if self._file is not None:
+        if self._file is not None:
+            with self._errors.warned():
                 self._file.flush()
 
     def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
@@ -76,8 +74,8 @@ class TensorBoard(Callback):
             its_own = {name for name in metrics if name.startswith("train_") or name in ("step", "epoch")}
             self._write(run, {name: metrics[name] for name in metrics if name in its_own}, "train")
             self._write(run, {name: metrics[name] for name in metrics if name not in its_own}, "run")
-        with self._failures_told():
-            if self._file is not None and self._session_end is not None:
+        if self._file is not None and self._session_end is not None:
+            with self._errors.warned():
                 self._file.add(self._session_end)
         self._is_training = False
         self._close()
@@ -128,37 +126,24 @@ class TensorBoard(Callback):
                 prefix, _, rest = name.partition("_")
                 tag = f"{prefix}/{rest}" if rest and prefix in _GROUPS else f"{group}/{name}"
                 scalars.value.add(tag=tag, simple_value=float(value))
-        with self._failures_told():
+        with self._errors.warned():
             file = self._opened(run)
             if values:
                 file.add(scalars, run.state.step)  # one event for all
-            if self._failed:
-                self._failed = False
+            if self._errors.is_failing:
                 _logger.info("TensorBoard's files are written again from step %d on", run.state.step)
         if not self._is_training:  # an evaluation before or after training has a file of its own
             self._close()
 
     def _close(self) -> None:
-        with self._failures_told():
-            if self._file is not None:
-                self._file.close()
-        self._file = None
+        if self._file is not None:
+            with self._errors.warned():
+                self._drop()
 
-    @contextlib.contextmanager
-    def _failures_told(self) -> Iterator[None]:
-        """Log one warning for an error of the file, such as a full disk, instead of ending the run."""
-        try:
-            yield
-        except OSError as error:
-            if not self._failed:
-                _logger.warning(
-                    "TensorBoard's files cannot be written: %s; training continues without the records",
-                    error,
-                )
-            file, self._file, self._failed = self._file, None, True
-            if file is not None:
-                with contextlib.suppress(OSError):
-                    file.close()
+    def _drop(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
 
 def _encodable(text: str) -> str:

@@ -82,6 +82,15 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             f"optimizer holds no parameter of this {type(model).__name__}, so that nothing would be trained; make it "
             "from model.parameters()"
         )
+    check_fused(optimizer)
+
+
+def check_fused(optimizer: torch.optim.Optimizer) -> None:
+    """Check that fused kernels can update an optimizer's parameters.
+
+    Raises:
+        ValueError: If the optimizer is fused and has a parameter with gaps in memory.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("fused") else ():
             if not _fills_its_memory(parameter):

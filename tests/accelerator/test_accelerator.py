@@ -603,6 +603,24 @@ def test_tensorboard(tmp_path: Path) -> None:
     accelerator.end_training()
     events = EventAccumulator(str(tmp_path / "demo")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(4, 2.5)]
+    assert {"config/text_summary", "note/text_summary"} <= set(events.Tags()["tensors"])
+    pair = [EventAccumulator(str(tmp_path / "demo" / f"pair_{name}")).Reload().Scalars("pair")[0] for name in "ab"]
+    assert [(event.step, event.value) for event in pair] == [(4, 1.0), (4, 2.0)]
+
+
+def test_a_log_whose_last_line_is_cut_goes_on(tmp_path: Path) -> None:
+    for step in (1, 2):
+        accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
+        accelerator.init_trackers("demo", {"lr": 0.1})
+        accelerator.log({"loss": 0.5}, step=step)
+        path = accelerator.get_tracker("jsonl", unwrap=True)
+        if step == 1:
+            path.write_bytes(path.read_bytes()[:-5])
+    assert [(record["event"], record["step"]) for record in read_log(path)] == [
+        ("config", 0),
+        ("config", 0),
+        ("log", 2),
+    ]
 
 
 def test_what_tensorboard_cannot_show_is_named(tmp_path: Path) -> None:
@@ -629,24 +647,24 @@ def test_every_tracker_gets_plain_numbers(tmp_path: Path) -> None:
     assert [type(found[0][name]) for name in "ab"] == [float, float]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_ends_no_loop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with small_disk(tmp_path / "disk") as disk:
         accelerator = Accelerator(cpu=True, log_with="all", project_dir=disk)
         accelerator.init_trackers("demo")
-        accelerator.log({"loss": 1.0}, step=1)
+        accelerator.log({"loss": 1.0, "pair": {"a": 1.0}}, step=1)
         filler = fill(disk)
         with caplog.at_level("WARNING", logger="trainer_kit"):
             for step in range(2, 200):
-                accelerator.log({"loss": 1.0}, step=step)
+                accelerator.log({"loss": 1.0, "pair": {"a": 1.0}}, step=step)
         filler.unlink()
-        accelerator.log({"loss": 1.0}, step=200)
+        accelerator.log({"loss": 1.0, "pair": {"a": 1.0}}, step=200)
         accelerator.end_training()
         events = [event.step for event in EventAccumulator(str(disk / "demo")).Reload().Scalars("loss")]
+        pairs = [event.step for event in EventAccumulator(str(disk / "demo" / "pair_a")).Reload().Scalars("pair")]
         lines = [record["step"] for record in read_log(disk / "demo" / "log.jsonl")]
-    for steps in (events, lines):
+    for steps in (events, pairs, lines):
         assert (steps[0], steps[-1]) == (1, 200)
         assert 199 not in steps
     assert sorted(message.partition(" could")[0] for message in caplog.messages) == [

@@ -6,6 +6,7 @@ import json
 import logging
 import random
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainer_kit import load_checkpoint_in_model
 from trainer_kit.accelerator import Accelerator, ProjectConfiguration, set_seed
-from trainer_kit.checkpoint import verify
+from trainer_kit.checkpoint import CheckpointError, verify
 from trainer_kit.checkpoint.format.json_files import checksum
 from trainer_kit.checkpoint.format.manifest import FileEntry, Manifest
 from trainer_kit.strategies.single import SingleDevice
@@ -370,3 +371,66 @@ def test_a_state_that_makes_no_sense_is_skipped(
     assert reason in caplog.text
     with pytest.raises(ValueError, match=re.escape(reason)):
         Loop(project_dir=tmp_path / "other").accelerator.load_state(saved[1])
+
+
+class OneWay(torch.optim.SGD):
+    """Gives a state that torch's `load_state_dict` does not take."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sgd": super().state_dict()}
+
+
+class Sharded(torch.optim.SGD):
+    """Has a state only after a call, as torch's ZeroRedundancyOptimizer."""
+
+    is_gathered = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.is_gathered:
+            raise RuntimeError("the state is not gathered")
+        return super().state_dict()
+
+
+def test_an_optimizer_may_have_its_state_only_at_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, Sharded(model.parameters(), lr=0.1))
+    assert caplog.messages == ["save_state() will raise: the state is not gathered"]
+    with pytest.raises(RuntimeError, match="the state is not gathered"):
+        accelerator.save_state(tmp_path / "state")
+    optimizer.optimizer.is_gathered = True
+    accelerator.save_state(tmp_path / "state")
+    accelerator.load_state(tmp_path / "state")
+
+
+def test_an_optimizer_that_cannot_be_loaded_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 1)
+    reason = r"OneWay.state_dict() returns 'sgd', which torch's load_state_dict() does not take"
+    model, optimizer = accelerator.prepare(model, OneWay(model.parameters(), lr=0.1))
+    assert [message.partition(", so that")[0] for message in caplog.messages] == [f"save_state() will raise: {reason}"]
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        accelerator.save_state(tmp_path / "state")
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_fused_optimizer_of_parameters_with_gaps_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(torch.randn(4, 4)[::2, ::2])
+    with pytest.raises(ValueError, match=r"optimizer=AdamW is fused, but a parameter of shape .* has gaps in memory"):
+        Accelerator(cpu=True).prepare(torch.optim.AdamW(model.parameters(), fused=True))
+
+
+def test_copies_from_another_machine_are_verified_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Loop(), Loop()
+    first.accelerator.save_state(tmp_path / "state")
+    shutil.copytree(tmp_path / "state", tmp_path / "copy")
+    session = second.accelerator.strategy.session
+    monkeypatch.setattr(session, "fetch_checkpoint", lambda directory: tmp_path / "copy")
+    monkeypatch.setattr(session, "release_checkpoint_copies", lambda: shutil.rmtree(tmp_path / "copy"))
+    second.accelerator.load_state(tmp_path / "state")
+    assert not (tmp_path / "copy").exists()
+    shutil.copytree(tmp_path / "state", tmp_path / "copy")
+    (tmp_path / "copy" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        second.accelerator.load_state(tmp_path / "state")

@@ -508,9 +508,25 @@ def load_damaged(folder: str) -> None:
     accelerator.load_state(folder)
 
 
+class Hollow(torch.optim.SGD):
+    def state_dict(self) -> Any:
+        return []
+
+
+def save_no_optimizer(folder: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = make_model()
+    accelerator.prepare(model, Hollow(model.parameters(), lr=0.1))
+    accelerator.save_state(str(Path(folder) / "state"))
+
+
 @pytest.mark.parametrize(
     ("function", "kind", "message"),
-    [(save_where_nobody_can, OSError, "file"), (load_damaged, ValueError, "accelerator.json is truncated")],
+    [
+        (save_where_nobody_can, OSError, "file"),
+        (load_damaged, ValueError, "accelerator.json is truncated"),
+        (save_no_optimizer, TypeError, "Hollow.state_dict() returned a list; return a dict"),
+    ],
 )
 def test_an_error_of_the_main_process_reaches_all(function: Any, kind: type, message: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import random
 import shutil
@@ -57,6 +58,21 @@ class Remembering(Net):
         return super().forward(x + self.calls / 100, labels)
 
 
+class Bare(torch.optim.Optimizer):
+    """Does not call torch's `__init__()`, so that it lacks the hooks that torch's own optimizers call."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.defaults = {"lr": 0.1}
+        self.state = collections.defaultdict(dict)
+        self.param_groups = [{"params": [*model.parameters()], "lr": 0.1}]
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter -= self.param_groups[0]["lr"] * parameter.grad
+
+
 CASES: list[dict[str, Any]] = [
     {"nonfinite": "rollback"},
     {"dataset": Drawing(), "model": Remembering()},
@@ -92,6 +108,32 @@ def made(folder: Path, changes: dict[str, Any]) -> Trainer:
     if "metric_for_best_model" in changes:
         trainer.compute_metrics = lambda prediction: {"accuracy": float(np.mean(prediction.label_ids == 0))}
     return trainer
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_an_optimizer_without_hooks_steps_after_a_plan(tmp_path: Path) -> None:
+    weights = []
+    for name in ("planned", "plain"):
+        trainer = make_trainer(tmp_path / name, save_strategy="no", max_steps=3)
+        model = trainer.run.model
+        trainer.optimizer = Bare(model)
+        step = Bare.step
+        if name == "planned":
+            plan = trainer.plan()
+            assert plan.problems == ()
+            assert plan.memory.parts["weights"] > 0
+            assert Bare.step is step
+        trainer.train()
+        weights.append(torch.cat([each.detach().flatten() for each in model.parameters()]))
+    assert torch.equal(*weights)
+
+
+def test_an_optimizer_that_cannot_be_saved_is_a_problem_of_the_plan(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.optimizer = Bare(trainer.run.model)
+    with pytest.raises(ValueError, match=r"Bare.state_dict\(\) failed") as refusal:
+        trainer.train()
+    assert trainer.plan().problems == (str(refusal.value),)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

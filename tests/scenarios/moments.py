@@ -142,7 +142,7 @@ class Watch(Callback):
         _before(jsonl, "append_record", self._log_record)
         _Calls(self).install()
 
-    def _log_record(self, path: Path, record: dict[str, Any], **__: Any) -> None:
+    def _log_record(self, path: Path, *record: Any) -> None:
         self.passes("a line of the log", lambda: _write_half(path, json.dumps(record, default=str).encode()))
 
 

@@ -7,16 +7,14 @@ import dataclasses
 import gc
 import logging
 import os
-import types
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from trainer_kit.accelerator.checkpointing import Prepared, States, check_stateful, is_stateful
+from trainer_kit.accelerator.checkpointing import Checkpointing
 from trainer_kit.accelerator.loader import PreparedLoader
 from trainer_kit.accelerator.options import (
     DataLoaderConfiguration,
@@ -25,22 +23,21 @@ from trainer_kit.accelerator.options import (
     ddp_options,
 )
 from trainer_kit.accelerator.skip import SkippedLoader, skip_first_batches
-from trainer_kit.accelerator.trackers import Tracking
-from trainer_kit.accelerator.wrappers import PreparedOptimizer, PreparedScheduler, step_rule
-from trainer_kit.checkpoint import save_tensors
-from trainer_kit.checkpoint.format.export import save_model_folder
+from trainer_kit.accelerator.validation import is_stateful
+from trainer_kit.accelerator.wrappers import PreparedOptimizer, PreparedScheduler, compute_in_precision, step_rule
 from trainer_kit.config import environment
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.sampling import mix
+from trainer_kit.optim import check_fused
 from trainer_kit.strategies.batch_shapes import ShapeLedger
 from trainer_kit.strategies.grad_norms import gradient_norms, gradient_values
 from trainer_kit.strategies.select import choose_strategy
-from trainer_kit.utils.pytree import map_tensors
+from trainer_kit.utils.optimizer_state import check_optimizer_state
 
 logger = logging.getLogger("trainer_kit")
 
 
-class Accelerator(Tracking):
+class Accelerator(Checkpointing):
     """Runs a hand-written loop on any hardware and any number of processes.
 
     It uses accelerate's names: a loop written for accelerate runs after a change of the import::
@@ -129,15 +126,13 @@ class Accelerator(Tracking):
         self.device_placement = device_placement
         self.split_batches = split_batches or (dataloader_config is not None and dataloader_config.split_batches)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self._prepared = Prepared()
-        settings = {
+        self._settings = {
             "mixed_precision": self.mixed_precision,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "split_batches": self.split_batches,
             "step_scheduler_with_optimizer": step_scheduler_with_optimizer,
             "downcast_bf16": downcast_bf16,
         }
-        self._states = States(self.strategy, self.flow, self._prepared, project, settings)
 
     @property
     def mixed_precision(self) -> str:
@@ -164,11 +159,6 @@ class Accelerator(Tracking):
         """Whether an optimizer skipped its last step because fp16 gradients overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
-    @property
-    def save_iteration(self) -> int:
-        """Number of the next checkpoint that is saved without a folder."""
-        return self.project_configuration.iteration
-
     # Preparing
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -186,11 +176,10 @@ class Accelerator(Tracking):
             ValueError: If a model or loader cannot be prepared; the message says why.
         """
         placement = device_placement if device_placement is not None else [self.device_placement] * len(args)
-        made: dict[int, Any] = {}
+        results = [*args]
         for number in sorted(range(len(args)), key=lambda number: _order(args[number])):
-            made[number] = self._prepare_one(args[number], placement[number])
-        results = tuple(made[number] for number in range(len(args)))
-        return results[0] if len(results) == 1 else results
+            results[number] = self._prepare_one(args[number], placement[number])
+        return results[0] if len(results) == 1 else tuple(results)
 
     def _prepare_one(self, thing: Any, placement: bool) -> Any:
         if isinstance(thing, (PreparedOptimizer, PreparedScheduler, PreparedLoader, SkippedLoader)):
@@ -222,7 +211,7 @@ class Accelerator(Tracking):
         if any(each is model for each in self._prepared.models):
             return model
         if self.mixed_precision != "no" or getattr(self.strategy, "downcast_bf16", False):
-            _compute_in_precision(model, self.autocast)
+            compute_in_precision(model, self.autocast)
         prepared = self.strategy.prepare(model)
         self._prepared.models.append(prepared)
         for optimizer in self._prepared.optimizers:  # prepared by an earlier call
@@ -233,9 +222,17 @@ class Accelerator(Tracking):
         """Return an optimizer that steps only at the end of an optimizer step.
 
         Args:
-            optimizer: The user's optimizer.
+            optimizer: The user's optimizer. A warning is logged if `save_state` cannot save it.
+
+        Raises:
+            ValueError: If the optimizer is fused and has a parameter with gaps in memory.
         """
         prepared = PreparedOptimizer(self.strategy.prepare_optimizer(optimizer), self.strategy, self.flow)
+        check_fused(prepared.optimizer)
+        try:
+            check_optimizer_state(prepared.optimizer)
+        except Exception as error:  # of the user's own code; a loop need not save
+            logger.warning("save_state() will raise: %s", error)
         self._prepared.optimizers.append(prepared)
         return prepared
 
@@ -402,118 +399,6 @@ class Accelerator(Tracking):
                 self.strategy.unscale(optimizer.optimizer)
         return chosen
 
-    # Saving and loading
-
-    def get_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the model's tensors under the user's own names. Collective.
-
-        Args:
-            model: Prepared or not.
-        """
-        self.flow.dispatch()
-        detached: dict[int, torch.Tensor] = {}  # XLA recognizes tied tensors only by object identity
-        state = self.strategy.model_state(model)
-        return {name: detached.setdefault(id(value), value.detach()) for name, value in state.items()}
-
-    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Save an object with `torch.save` on the main process, atomically and readable without XLA.
-
-        Args:
-            obj: Any object, or with `safe_serialization` a dict of tensors.
-            f: Path of the file.
-            safe_serialization: Whether to write safetensors; the file's name must then end with `.safetensors`.
-
-        Raises:
-            ValueError: If the name has another ending.
-        """
-        path = Path(f)
-        if safe_serialization and path.suffix != ".safetensors":
-            raise ValueError(f"safe_serialization=True writes safetensors, but the file is {str(path)!r}; name it so")
-        if not self.is_main_process:
-            return
-        if safe_serialization:
-            save_tensors(obj, path.parent, path.stem, to_host=self.strategy.device_info.to_host)
-            return
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            torch.save(map_tensors(self._readable_anywhere, obj), temporary)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-    def _readable_anywhere(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy an XLA tensor to the host: it could otherwise be loaded only where torch_xla is installed."""
-        return self.strategy.device_info.to_host(tensor.detach()) if tensor.device.type == "xla" else tensor
-
-    def save_model(
-        self,
-        model: torch.nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Write the model for inference: safetensors, and `config.json` where the model has one. Collective.
-
-        Args:
-            model: Prepared or not.
-            save_directory: Folder, created if missing.
-            max_shard_size: Bytes, or text such as "2GB".
-            safe_serialization: Must be True: pickles are not written.
-
-        Raises:
-            ValueError: If `safe_serialization` is False or the size is invalid.
-        """
-        _refuse_pickles(safe_serialization)
-        state, module = self.get_state_dict(model), self.strategy.unwrap(model)
-        folder, to_host = Path(save_directory), self.strategy.device_info.to_host
-        self.strategy.collectives.on_main(
-            lambda: save_model_folder(folder, state, module, None, max_shard_size, to_host)
-        )
-
-    def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
-        """Commit a checkpoint of everything that was prepared or registered. Collective.
-
-        It holds models, optimizers, schedulers, loader positions, fp16's scale, the gradients of an unfinished
-        optimizer step, and the generators of every process. A resumed run is bitwise equal to an uninterrupted one. It
-        is equal up to rounding where several processes save within an optimizer step, since the checkpoint keeps the
-        sum of their gradients.
-
-        Args:
-            output_dir: Folder of the checkpoint, replaced as a whole if it exists; None for
-                `project_dir/checkpoints/checkpoint_N` with ascending numbers, of which `total_limit` are kept.
-            safe_serialization: Must be True: pickles are not written.
-
-        Returns:
-            The checkpoint's folder.
-
-        Raises:
-            ValueError: If there is no folder to write to, or it holds other files.
-        """
-        _refuse_pickles(safe_serialization)
-        given = None if self.project_configuration.automatic_checkpoint_naming else output_dir
-        return str(self._states.save(_absolute(given)))
-
-    def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> None:
-        """Restore a checkpoint of `save_state`, after the same objects are prepared. Collective.
-
-        Args:
-            input_dir: Folder of the checkpoint; None for the newest valid one of the project.
-
-        Raises:
-            ValueError: If there is no checkpoint, it is damaged, or it holds other objects; the message names the
-                difference.
-        """
-        self._states.load(_absolute(input_dir))
-
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Add objects with `state_dict` and `load_state_dict` to every checkpoint.
-
-        Raises:
-            TypeError: If an object lacks one of them.
-        """
-        check_stateful(objects)
-        self._prepared.registered.extend(objects)
-
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkippedLoader:
         """See `trainer_kit.accelerator.skip_first_batches`."""
         return skip_first_batches(dataloader, num_batches)
@@ -522,38 +407,3 @@ class Accelerator(Tracking):
 def _order(thing: Any) -> int:
     """Sort models first, since moving one may replace the parameters that an optimizer holds; schedulers last."""
     return 0 if isinstance(thing, torch.nn.Module) else 2 if isinstance(thing, LRScheduler) else 1
-
-
-def _compute_in_precision(model: torch.nn.Module, autocast: Callable[[], Any]) -> None:
-    """Make the model's own forward pass compute in mixed precision, with outputs in float32.
-
-    Set a method on the instance, so that the model's class, attributes and copies work as before.
-    """
-    if getattr(model.__dict__.get("forward"), "in_precision", False):
-        return
-    inner = model.forward
-    function: Any = inner.__func__ if isinstance(inner, types.MethodType) else lambda _, *args, **kw: inner(*args, **kw)
-
-    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with autocast():
-            output = function(self, *args, **kwargs)
-        return map_tensors(_to_float32, output)
-
-    for name in ("__doc__", "__name__", "__qualname__"):
-        setattr(forward, name, getattr(function, name))
-    forward.__wrapped__ = function  # type: ignore[attr-defined]  # keeps the signature inspectable
-    forward.in_precision = True  # type: ignore[attr-defined]
-    model.forward = types.MethodType(forward, model)
-
-
-def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def _refuse_pickles(safe_serialization: bool) -> None:
-    if not safe_serialization:
-        raise ValueError("safe_serialization=False would write a pickle; only safetensors are written")
-
-
-def _absolute(directory: str | os.PathLike[str] | None) -> Path | None:
-    return None if directory is None else Path(directory).expanduser().absolute()

@@ -1,12 +1,15 @@
-"""State that `Accelerator.save_state` writes in the format of the Trainer's checkpoints, and its restoration."""
+"""Checkpoints of an `Accelerator`, in the format of the Trainer's."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import uuid
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,18 @@ import torch
 
 from trainer_kit.accelerator.loader import PreparedLoader
 from trainer_kit.accelerator.options import ProjectConfiguration
-from trainer_kit.accelerator.wrappers import AccumulationState, PreparedOptimizer, PreparedScheduler
+from trainer_kit.accelerator.project_lock import ProjectLock, lock_project
+from trainer_kit.accelerator.trackers import Tracking
+from trainer_kit.accelerator.validation import (
+    KINDS,
+    check_counts,
+    check_replaceable,
+    check_state,
+    is_stateful,
+    refuse_pickles,
+)
+from trainer_kit.accelerator.wrappers import PreparedOptimizer, PreparedScheduler
 from trainer_kit.checkpoint import (
-    CheckpointError,
     Committed,
     Retention,
     find_checkpoints,
@@ -25,15 +37,17 @@ from trainer_kit.checkpoint import (
     prune,
     read_state,
     remove_stale_staging,
+    save_tensors,
     take_snapshot,
-    verify,
     write_checkpoint,
 )
 from trainer_kit.checkpoint.format.discovery import is_of_run, recover_replaced
+from trainer_kit.checkpoint.format.export import save_model_folder
 from trainer_kit.checkpoint.format.loading import load_weights
-from trainer_kit.checkpoint.format.manifest import STATE_FOLDER, Manifest, list_files
-from trainer_kit.checkpoint.format.trainer_state import BOOL, COUNT, OBJECT, TEXT, WHOLE, CheckedFile, or_none
+from trainer_kit.checkpoint.integrity import fetch_verified
 from trainer_kit.strategies.base import Strategy
+from trainer_kit.utils.optimizer_state import check_optimizer_state
+from trainer_kit.utils.pytree import map_tensors
 from trainer_kit.utils.rng import generator_states, set_generator_states
 
 logger = logging.getLogger("trainer_kit")
@@ -53,8 +67,7 @@ class Prepared:
 
     def counts(self) -> dict[str, int]:
         """Return the number of objects of each kind."""
-        kinds = ("models", "optimizers", "schedulers", "loaders")
-        return {kind: len(getattr(self, kind)) for kind in kinds}
+        return {kind: len(getattr(self, kind)) for kind in KINDS}
 
     def clear(self) -> None:
         """Drop all references."""
@@ -62,75 +75,204 @@ class Prepared:
             getattr(self, field.name).clear()
 
 
-class States:
-    """Saves and loads the state of a hand-written loop.
+class Checkpointing(Tracking):
+    """The part of an `Accelerator` that saves and loads.
 
     Args:
-        strategy: Strategy that is set up.
-        flow: Accumulation state of the loop.
-        prepared: Objects to save.
-        project: Where checkpoints without an explicit folder go.
-        settings: Settings written to each checkpoint for the user; not restored.
-
-    Attributes:
-        run_id: Identifier shared by all starts that resume one another; only checkpoints with it are pruned.
+        strategy: Strategy that is set up before the first save.
+        log_with: See `Accelerator`.
+        project: Where files go.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        flow: AccumulationState,
-        prepared: Prepared,
-        project: ProjectConfiguration,
-        settings: dict[str, Any],
-    ) -> None:
-        self.strategy = strategy
-        self.flow = flow
-        self.prepared = prepared
-        self.project = project
-        self.settings = settings
-        self.run_id = uuid.uuid4().hex
+    def __init__(self, strategy: Strategy, log_with: Any, project: ProjectConfiguration) -> None:
+        super().__init__(strategy, log_with, project)
+        self._prepared = Prepared()
+        self._lock: ProjectLock | None = None  # on the main process, after the first save to a numbered folder
+        self._settings: dict[str, Any] = {}  # written to each checkpoint for the user; not restored
+        self._run_id = uuid.uuid4().hex  # shared by all starts that resume one another; only its checkpoints are pruned
 
-    # Saving
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next checkpoint that is saved without a folder."""
+        return self.project_configuration.iteration
 
-    def save(self, output_dir: Path | None) -> Path:
-        """Commit a checkpoint. Collective.
+    def get_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the model's tensors under the user's own names. Collective.
 
         Args:
-            output_dir: Folder of the checkpoint; None for the next numbered folder of the project.
+            model: Prepared or not.
+        """
+        self.flow.dispatch()
+        detached: dict[int, torch.Tensor] = {}  # XLA recognizes tied tensors only by object identity
+        state = self.strategy.model_state(model)
+        return {name: detached.setdefault(id(value), value.detach()) for name, value in state.items()}
 
-        Returns:
-            Folder of the checkpoint.
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """Save an object with `torch.save` on the main process, atomically and readable without XLA.
+
+        Args:
+            obj: Any object, or with `safe_serialization` a dict of tensors.
+            f: Path of the file.
+            safe_serialization: Whether to write safetensors; the file's name must then end with `.safetensors`.
 
         Raises:
-            ValueError: If there is no folder to write to, or it holds other files.
+            ValueError: If the name has another ending.
         """
-        folder = self._folder(output_dir, "save_state()")
+        path = Path(f)
+        if safe_serialization and path.suffix != ".safetensors":
+            raise ValueError(f"safe_serialization=True writes safetensors, but the file is {str(path)!r}; name it so")
+        if not self.is_main_process:
+            return
+        if safe_serialization:
+            save_tensors(obj, path.parent, path.stem, to_host=self.strategy.device_info.to_host)
+            return
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            torch.save(map_tensors(self._readable_anywhere, obj), temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _readable_anywhere(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy an XLA tensor to the host: it could otherwise be loaded only where torch_xla is installed."""
+        return self.strategy.device_info.to_host(tensor.detach()) if tensor.device.type == "xla" else tensor
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the model for inference: safetensors, and `config.json` where the model has one. Collective.
+
+        Args:
+            model: Prepared or not.
+            save_directory: Folder, created if missing.
+            max_shard_size: Bytes, or text such as "2GB".
+            safe_serialization: Must be True: pickles are not written.
+
+        Raises:
+            ValueError: If `safe_serialization` is False or the size is invalid.
+        """
+        refuse_pickles(safe_serialization)
+        state, module = self.get_state_dict(model), self.strategy.unwrap(model)
+        folder, to_host = Path(save_directory), self.strategy.device_info.to_host
+        self.strategy.collectives.on_main(
+            lambda: save_model_folder(folder, state, module, None, max_shard_size, to_host)
+        )
+
+    def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
+        """Commit a checkpoint of everything that was prepared or registered. Collective.
+
+        It holds models, optimizers, schedulers, loader positions, fp16's scale, the gradients of an unfinished
+        optimizer step, and the generators of every process. A resumed run is bitwise equal to an uninterrupted one. It
+        is equal up to rounding where several processes save within an optimizer step, since the checkpoint keeps the
+        sum of their gradients.
+
+        Args:
+            output_dir: Folder of the checkpoint, replaced as a whole if it exists; None for
+                `project_dir/checkpoints/checkpoint_N` with ascending numbers, of which `total_limit` are kept.
+            safe_serialization: Must be True: pickles are not written.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            ValueError: If there is no folder to write to, or it holds other files; or an optimizer's state cannot be
+                saved and loaded.
+            FolderInUseError: If another process saves to numbered folders of `project_dir`, until it ends or calls
+                `end_training`.
+        """
+        refuse_pickles(safe_serialization)
+        project = self.project_configuration
+        given = _absolute(None if project.automatic_checkpoint_naming else output_dir)
+        folder = self._folder(given, "save_state()")
         self.flow.dispatch()  # computes all tensors in one graph, not one by one as they are read
-        models = [self.strategy.model_state(model) for model in self.prepared.models]
+        self.strategy.collectives.on_main(self._check_optimizers)
+        models = [self.strategy.model_state(model) for model in self._prepared.models]
         states = self._states()
-        directory = self.strategy.collectives.on_main(lambda: self._commit(folder, output_dir, models, states))
-        if output_dir is None:
-            self.project.iteration = int(directory.name.removeprefix(PREFIX)) + 1
+        directory = self.strategy.collectives.on_main(lambda: self._commit(folder, given, models, states))
+        if given is None:
+            project.iteration = int(directory.name.removeprefix(PREFIX)) + 1
         self.strategy.session.report_saved_step(self.flow.steps)
         logger.info("saved %s", directory)
-        return directory
+        return str(directory)
+
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> None:
+        """Restore a checkpoint of `save_state`, after the same objects are prepared. Collective.
+
+        Args:
+            input_dir: Folder of the checkpoint; None for the newest valid one of the project.
+
+        Raises:
+            ValueError: If there is no checkpoint, it is damaged, or it holds other objects; the message names the
+                difference.
+        """
+        given, prepared = _absolute(input_dir), self._prepared
+        directory = self.strategy.collectives.on_main(lambda: self._found(given))
+        source = fetch_verified(self.strategy, directory)
+        state = read_state(source, "accelerator")
+        if state is None:
+            raise ValueError(f"{directory} holds no state of save_state(); a Trainer's is resumed by the Trainer")
+        check_counts(state["counts"], prepared.counts(), directory)
+        self._restore_objects(source, directory)
+        if self.strategy.precision is not None:
+            self.strategy.precision.load_state_dict(read_state(source, "precision") or {})
+        for loader, saved in zip(prepared.loaders, read_state(source, "loaders") or [], strict=False):
+            loader.load_state_dict(saved)
+        self._run_id, self.flow.steps, self.flow.batches = state["run_id"], state["steps"], state["batches"]
+        self._check_schedules(state.get("schedule_steps", []))
+        self._restore_gradients(read_state(source, "gradients") or {})
+        if (generators := read_state(source, f"rng-{self.strategy.rank:05d}")) is None:
+            logger.warning("%s was made by fewer processes: this one's generators stay as they are", directory)
+        else:
+            set_generator_states(generators)
+            self.strategy.device_info.set_rng_state(generators.get("device"))
+        self.strategy.session.release_checkpoint_copies()
+        self.flow.dispatch()
+        logger.info("loaded %s, saved after %d optimizer steps", directory, self.flow.steps)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Add objects with `state_dict` and `load_state_dict` to every checkpoint.
+
+        Raises:
+            TypeError: If an object lacks one of them.
+        """
+        for each in objects:
+            if not is_stateful(each):
+                raise TypeError(
+                    f"register_for_checkpointing() got {each!r}, which has no state_dict() or load_state_dict(); only "
+                    "objects that have both can be kept"
+                )
+        self._prepared.registered.extend(objects)
+
+    def end_training(self) -> None:
+        try:
+            super().end_training()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
 
     def _folder(self, given: Path | None, call: str) -> Path:
         """Return the folder that contains the checkpoints."""
         if given is not None:
             return given.parent
-        if self.project.project_dir is None:
+        if self.project_configuration.project_dir is None:
             raise ValueError(f"{call} needs a folder; give it one, or give Accelerator project_dir=")
-        return Path(self.project.project_dir).expanduser().absolute() / "checkpoints"
+        return Path(self.project_configuration.project_dir).expanduser().absolute() / "checkpoints"
+
+    def _check_optimizers(self) -> None:
+        for each in self._prepared.optimizers:
+            check_optimizer_state(each.optimizer)
 
     def _states(self) -> dict[str, Any]:
         """Return all state but the models' weights, by name. Collective."""
-        prepared, precision = self.prepared, self.strategy.precision
+        prepared, precision = self._prepared, self.strategy.precision
         states: dict[str, Any] = {
             "accelerator": {
                 "counts": prepared.counts(),
-                "run_id": self.run_id,
+                "run_id": self._run_id,
                 "steps": self.flow.steps,
                 "batches": self.flow.batches,
                 "schedule_steps": [each.rule.repeats for each in prepared.schedulers],
@@ -145,7 +287,8 @@ class States:
             states[name] = each.state_dict()
         for name, each in self._registered():
             states[name] = each.state_dict()
-        for rank, state in enumerate(self.strategy.collectives.gather_object(_generators(self.strategy))):
+        generators = generator_states() | {"device": self.strategy.device_info.rng_state()}
+        for rank, state in enumerate(self.strategy.collectives.gather_object(generators)):
             states[f"rng-{rank:05d}"] = state
         return states
 
@@ -163,7 +306,7 @@ class States:
     def _trained(self) -> list[tuple[str, torch.Tensor]]:
         return [
             (f"{number}.{name}", parameter)
-            for number, model in enumerate(self.prepared.models)
+            for number, model in enumerate(self._prepared.models)
             for name, parameter in self.strategy.unwrap(model).named_parameters()
             if parameter.requires_grad
         ]
@@ -171,61 +314,69 @@ class States:
     def _registered(self) -> Iterator[tuple[str, Any]]:
         """Yield the registered objects by class name: `custom_EMA`, the second `custom_EMA_1`."""
         seen: Counter[str] = Counter()
-        for each in self.prepared.registered:
+        for each in self._prepared.registered:
             name = type(each).__name__
             yield f"custom_{name}" + (f"_{seen[name]}" if seen[name] else ""), each
             seen[name] += 1
 
     def _commit(self, folder: Path, output_dir: Path | None, models: list[Any], states: dict[str, Any]) -> Path:
         """Write the checkpoint and prune old ones, on the main process only."""
+        confirm: Callable[[], object]
         if output_dir is None:
+            confirm = self._lock_project(folder.parent).confirm
             remove_stale_staging(folder)
             there = find_checkpoints(folder, PREFIX)
-            number = max([self.project.iteration, *(_number(path) + 1 for path in there[-1:])])
+            number = max([self.project_configuration.iteration, *(_number(path) + 1 for path in there[-1:])])
             output_dir = folder / f"{PREFIX}{number}"
         else:
-            there = []
-            _refuse_to_replace(output_dir)
-
+            there, confirm = [], partial(check_replaceable, output_dir)
+            confirm()
         named = dict(_numbered("model", models))
         snapshot = take_snapshot(
             self.flow.steps,
             named.pop("model", {}),
             states,
-            arguments=self.settings,
+            arguments=self._settings,
             world_size=self.strategy.world_size,
-            files=pretrained_files(self.strategy.unwrap(self.prepared.models[0]), None) if models else {},
+            files=pretrained_files(self.strategy.unwrap(self._prepared.models[0]), None) if models else {},
             more_models=named,
         )
-        directory = write_checkpoint(folder, snapshot, name=output_dir.name, to_host=self.strategy.device_info.to_host)
-        if there and self.project.total_limit is not None:
-            own = [*(path for path in there if is_of_run(path, "accelerator", self.run_id)), directory]
+        to_host = self.strategy.device_info.to_host
+        directory = write_checkpoint(folder, snapshot, name=output_dir.name, to_host=to_host, confirm=confirm)
+        if there and self.project_configuration.total_limit is not None:
+            own = [*(path for path in there if is_of_run(path, "accelerator", self._run_id)), directory]
             committed = [Committed(path.name, _number(path)) for path in own]
-            prune(folder, committed, Retention(self.project.total_limit))
+            prune(folder, committed, Retention(self.project_configuration.total_limit))
         return directory
 
-    # Loading
+    def _lock_project(self, folder: Path) -> ProjectLock:
+        """Lock the folder until `end_training`, or until this object or the process ends."""
+        lock = lock_project(folder)
+        if lock is not self._lock:
+            self._lock = lock
+            weakref.finalize(self, lock.release)
+        return lock
 
-    def load(self, input_dir: Path | None) -> Path:
-        """Restore a checkpoint. Collective.
+    def _found(self, input_dir: Path | None) -> Path:
+        """Return the checkpoint to load, verified; on the main process only."""
+        folder = self._folder(input_dir, "load_state()")
+        if input_dir is None:
+            found = newest_valid(folder, logger.warning, PREFIX, check=check_state)
+            if found is None:
+                raise ValueError(f"load_state() found no valid checkpoint in {folder}; save_state() writes them there")
+            return found
+        recover_replaced(folder)
+        if not input_dir.is_dir():
+            raise ValueError(
+                f"load_state({str(input_dir)!r}) names no folder; give one that save_state() returned, or none for the "
+                "project's newest"
+            )
+        check_state(input_dir)
+        return input_dir
 
-        Args:
-            input_dir: Folder of the checkpoint; None for the newest valid one of the project.
-
-        Returns:
-            Folder of the checkpoint.
-
-        Raises:
-            ValueError: If there is no checkpoint, it is damaged, or it holds other objects than those prepared.
-        """
-        directory = self.strategy.collectives.on_main(lambda: self._found(input_dir))
-        source, prepared = self.strategy.session.fetch_checkpoint(directory), self.prepared
-        if source != directory and self.strategy.collectives.is_local_main:
-            verify(source)
-        state = read_state(source, "accelerator")
-        if state is None:
-            raise ValueError(f"{directory} holds no state of save_state(); a Trainer's is resumed by the Trainer")
-        _check_counts(state["counts"], prepared.counts(), directory)
+    def _restore_objects(self, source: Path, directory: Path) -> None:
+        """Restore models, optimizers, schedulers and registered objects from `source`, which holds `directory`."""
+        prepared = self._prepared
         for name, model in _numbered("model", prepared.models):
             module, load_state = self.strategy.unwrap(model), self.strategy.load_model_state
             load_weights(module, source, stem=name, is_verified=True, load_state=load_state)
@@ -240,41 +391,10 @@ class States:
                 self.strategy.load_optimizer_state(each.optimizer, saved)
             else:
                 each.load_state_dict(saved)
-        if self.strategy.precision is not None:
-            self.strategy.precision.load_state_dict(read_state(source, "precision") or {})
-        for loader, saved in zip(prepared.loaders, read_state(source, "loaders") or [], strict=False):
-            loader.load_state_dict(saved)
-        self.run_id, self.flow.steps, self.flow.batches = state["run_id"], state["steps"], state["batches"]
-        self._check_schedules(state.get("schedule_steps", []))
-        self._restore_gradients(read_state(source, "gradients") or {})
-        if (generators := read_state(source, f"rng-{self.strategy.rank:05d}")) is None:
-            logger.warning("%s was made by fewer processes: this one's generators stay as they are", directory)
-        else:
-            _set_generators(generators, self.strategy)
-        self.flow.dispatch()
-        logger.info("loaded %s, saved after %d optimizer steps", directory, self.flow.steps)
-        return directory
-
-    def _found(self, input_dir: Path | None) -> Path:
-        """Return the checkpoint to load, verified; on the main process only."""
-        folder = self._folder(input_dir, "load_state()")
-        if input_dir is None:
-            found = newest_valid(folder, logger.warning, PREFIX, check=_check_state)
-            if found is None:
-                raise ValueError(f"load_state() found no valid checkpoint in {folder}; save_state() writes them there")
-            return found
-        recover_replaced(folder)
-        if not input_dir.is_dir():
-            raise ValueError(
-                f"load_state({str(input_dir)!r}) names no folder; give one that save_state() returned, or none for the "
-                "project's newest"
-            )
-        _check_state(input_dir)
-        return input_dir
 
     def _check_schedules(self, saved: list[int]) -> None:
         """Warn if a schedule steps at another rate than before, because the number of processes changed."""
-        for then, scheduler in zip(saved, self.prepared.schedulers, strict=False):
+        for then, scheduler in zip(saved, self._prepared.schedulers, strict=False):
             if then != scheduler.rule.repeats:
                 logger.warning(
                     "the checkpoint was saved where a schedule steps %d times with each optimizer step, here %d: one "
@@ -292,28 +412,6 @@ class States:
                 parameter.grad = torch.empty_like(parameter).copy_(gradients[name])
 
 
-def check_stateful(objects: Iterable[Any]) -> None:
-    """Raise an error for objects that cannot be saved.
-
-    Args:
-        objects: Objects to check.
-
-    Raises:
-        TypeError: If an object lacks `state_dict` or `load_state_dict`.
-    """
-    for each in objects:
-        if not is_stateful(each):
-            raise TypeError(
-                f"register_for_checkpointing() got {each!r}, which has no state_dict() or load_state_dict(); only "
-                "objects that have both can be kept"
-            )
-
-
-def is_stateful(thing: Any) -> bool:
-    """Return whether an object, not a class, has `state_dict` and `load_state_dict`."""
-    return not isinstance(thing, type) and hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
-
-
 def _numbered(name: str, objects: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """Yield the objects with names: model, model_1, model_2 and so on."""
     return ((f"{name}_{number}" if number else name, each) for number, each in enumerate(objects))
@@ -323,67 +421,5 @@ def _number(path: Path) -> int:
     return int(path.name.removeprefix(PREFIX))
 
 
-def _check_state(directory: Path) -> None:
-    """Verify a checkpoint and the saved state of the loop; leave a checkpoint of another program to `load`.
-
-    Raises:
-        CheckpointError: If a file is damaged, or a value is invalid for a loop.
-    """
-    verify(directory)
-    if (state := read_state(directory, "accelerator")) is None:
-        return
-    file = CheckedFile(directory / STATE_FOLDER / "accelerator.json")
-    file.check(state, {"counts": OBJECT, "run_id": TEXT, "steps": COUNT, "batches": COUNT})
-    file.check(state["counts"], dict.fromkeys(Prepared().counts(), COUNT), "counts.")
-    file = CheckedFile(directory / STATE_FOLDER / "loaders.json")
-    loaders = read_state(directory, "loaders")
-    count = state["counts"]["loaders"]
-    holds = isinstance(loaders, list) and len(loaders) == count
-    file.require(holds, "the list", loaders, f"of the {count} loaders")
-    for number, loader in enumerate(loaders or []):
-        file.check(loader, {"epoch": COUNT, "position": COUNT, "open": BOOL, "complete": BOOL, "seed": WHOLE,
-                            "total_batch_size": or_none(COUNT)}, f"[{number}].")  # fmt: skip
-
-
-def _check_counts(saved: dict[str, int], now: dict[str, int], directory: Path) -> None:
-    for kind, count in saved.items():
-        if kind == "loaders" and count < now[kind]:
-            logger.info(
-                "%s holds the state of %d loaders: those prepared after them start from the beginning", directory, count
-            )
-        elif kind != "models" and count and not now[kind]:
-            logger.info("the state of %d %s in %s is left out, since none is prepared", count, kind, directory)
-        elif count != now[kind]:
-            raise ValueError(
-                f"{directory} holds the state of {count} {kind}, but {now[kind]} are prepared; prepare() the same "
-                "objects in the same order before load_state()"
-            )
-
-
-def _refuse_to_replace(directory: Path) -> None:
-    """Check that the folder holds only a checkpoint, since saving replaces the whole folder.
-
-    Raises:
-        ValueError: If the folder holds other files.
-    """
-    if not directory.exists():
-        return
-    try:
-        known = Manifest.read(directory).files
-        others = [path.name for path in list_files(directory) if path.relative_to(directory).as_posix() not in known]
-    except CheckpointError:
-        others = [path.name for path in directory.iterdir()] + ["manifest.json"]
-    if others := [name for name in others if name != "manifest.json"]:
-        raise ValueError(
-            f"save_state() would replace {directory}, which holds {others[0]!r}; give a folder that holds nothing but "
-            "a checkpoint"
-        )
-
-
-def _generators(strategy: Strategy) -> dict[str, Any]:
-    return generator_states() | {"device": strategy.device_info.rng_state()}
-
-
-def _set_generators(states: dict[str, Any], strategy: Strategy) -> None:
-    set_generator_states(states)
-    strategy.device_info.set_rng_state(states.get("device"))
+def _absolute(directory: str | os.PathLike[str] | None) -> Path | None:
+    return None if directory is None else Path(directory).expanduser().absolute()

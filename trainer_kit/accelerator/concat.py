@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from trainer_kit.loss.batch import rows_of
 from trainer_kit.utils.pytree import keys, tensors
 
 
-def rows_of(batch: Any) -> int:
+def row_count(batch: Any) -> int:
     """Return the size of a batch's first dimension; 1 if it holds no tensor with dimensions."""
-    first = next((tensor for tensor in tensors(batch) if tensor.ndim), None)
-    return 1 if first is None else first.shape[0]
+    rows = rows_of(batch)
+    return 1 if rows is None else rows
 
 
 def joined(batches: Sequence[Any]) -> Any:

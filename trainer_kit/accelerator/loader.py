@@ -3,80 +3,25 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from trainer_kit.accelerator.concat import joined, rows_of
+from trainer_kit.accelerator.concat import joined, row_count
+from trainer_kit.accelerator.reader import BatchRequest, CountingCollator, Dealt, Reader, WorkerReader
 from trainer_kit.accelerator.wrappers import AccumulationState
 from trainer_kit.data.fetcher import set_epoch
 from trainer_kit.data.sampling import mix
-from trainer_kit.data.workers import worker_items
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.rng import generators_kept, seed_generators
 
 logger = logging.getLogger("trainer_kit")
 
 _END = object()
-
-
-class BatchRequest(NamedTuple):
-    """A batch that this process must read.
-
-    Attributes:
-        epoch: Number of the pass.
-        seed: Seed of the randomness in reading.
-        indices: Indices from the sampler.
-        real: How many of `indices` are not repeats.
-        last: Whether the batch is the last of its pass.
-    """
-
-    epoch: int
-    seed: int
-    indices: list[Any]
-    real: int
-    last: bool
-
-
-@dataclasses.dataclass(slots=True)
-class Dealt:
-    """A batch after reading: its rows, how many of them are not repeats, and `BatchRequest.last`."""
-
-    rows: int
-    real: int
-    last: bool
-    batch: Any
-
-
-class Reader(Dataset[Any]):
-    """Dataset that reads and collates batch requests, each with its own randomness, in any process."""
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self.dataset: Any = loader.dataset
-        self.collate = loader.collate_fn
-        self.in_batches = loader.batch_sampler is not None
-        self.epoch: int | None = None
-
-    def __getitem__(self, job: BatchRequest) -> tuple[int, int, bool, Any]:
-        if job.epoch != self.epoch:
-            self.epoch = job.epoch
-            set_epoch(self.dataset, job.epoch)
-        seed_generators(job.seed)
-        if self.in_batches:
-            return len(job.indices), job.real, job.last, self.collate(self._samples(job.indices))
-        batches = [self.collate(self.dataset[index]) for index in job.indices]
-        rows = [rows_of(batch) for batch in batches]
-        return sum(rows), sum(rows[: job.real]), job.last, joined(batches)
-
-    def _samples(self, indices: list[Any]) -> Any:
-        if getattr(self.dataset, "__getitems__", None):
-            return self.dataset.__getitems__(indices)
-        return [self.dataset[index] for index in indices]
 
 
 class LoaderPosition(NamedTuple):
@@ -156,11 +101,11 @@ class PreparedLoader:
         self._samplers = [sampler for sampler in samplers if sampler is not None]
         self._position, self._open = 0, False
         self._stand: LoaderPosition | None = None
-        self._workers: DataLoader[Any] | None = None
+        self._workers: WorkerReader | None = None
         self._counting = loader
         if self._streams and not _iterates_itself(loader) and loader.batch_size is not None:
             self._counting = copy.copy(loader)
-            self._counting.collate_fn = _Counted(loader.collate_fn)
+            self._counting.collate_fn = CountingCollator(loader.collate_fn)
         self._check(loader)
 
     def _check(self, loader: DataLoader[Any]) -> None:
@@ -309,7 +254,9 @@ class PreparedLoader:
     def _read(self, epoch: int, position: int) -> Iterator[Dealt]:
         jobs = self._jobs(epoch, position)
         if self.loader.num_workers:
-            return (Dealt(*each) for each in self._by_workers(jobs))
+            if self._workers is None:
+                self._workers = WorkerReader(self.loader, self._strategy.device_info.pins_memory)
+            return (Dealt(*each) for each in self._workers.read(jobs))
         return (Dealt(*each) for each in self._apart(map(Reader(self.loader).__getitem__, jobs)))
 
     def _apart(self, items: Iterator[Any]) -> Iterator[Any]:
@@ -320,27 +267,6 @@ class PreparedLoader:
             if item is _END:
                 return
             yield item
-
-    def _by_workers(self, jobs: Iterator[BatchRequest]) -> Iterator[Any]:
-        loader = self.loader
-        if self._workers is None:
-            self._workers = DataLoader(
-                Reader(loader),
-                batch_size=None,
-                sampler=_Jobs(jobs),
-                collate_fn=_as_is,
-                num_workers=loader.num_workers,
-                pin_memory=loader.pin_memory and self._strategy.device_info.pins_memory,
-                timeout=loader.timeout,
-                worker_init_fn=loader.worker_init_fn,
-                multiprocessing_context=loader.multiprocessing_context,
-                generator=torch.Generator(),  # otherwise the DataLoader draws from the global one
-                prefetch_factor=loader.prefetch_factor,
-                persistent_workers=loader.persistent_workers,
-            )
-        assert isinstance(self._workers.sampler, _Jobs)
-        self._workers.sampler.jobs = jobs
-        return worker_items(self._workers)
 
     def _jobs(self, epoch: int, position: int) -> Iterator[BatchRequest]:
         first: list[Any] = []
@@ -413,7 +339,7 @@ class PreparedLoader:
             batches = iter(self._counting)
         counted = self._counting is not self.loader
         for item in self._apart(self._seeded(batches, epoch)):
-            yield item if counted else (rows_of(item), item)
+            yield item if counted else (row_count(item), item)
 
     def _seeded(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
         number = 0
@@ -432,33 +358,9 @@ def _iterates_itself(loader: DataLoader[Any]) -> bool:
     return own.__iter__ is not plain.__iter__ or own._get_iterator is not plain._get_iterator
 
 
-class _Counted:
-    """A collator that also returns the number of samples: a batch's first dimension may be nodes or channels."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: list[Any]) -> tuple[int, Any]:
-        return len(samples), self._collate(samples)
-
-
-class _Jobs:
-    """Sampler of the workers' requests, replaced for each pass."""
-
-    def __init__(self, jobs: Iterator[BatchRequest]) -> None:
-        self.jobs = jobs
-
-    def __iter__(self) -> Iterator[BatchRequest]:
-        return self.jobs
-
-
 def _rounds(batches: Iterator[Any], size: int, drops_last: bool) -> Iterator[tuple[list[Any], bool]]:
     """Yield batches in rounds of `size`, each with a flag for the last round."""
     ahead = list(islice(batches, size))
     while ahead and not (drops_last and len(ahead) < size):
         current, ahead = ahead, list(islice(batches, size))
         yield current, not ahead or (drops_last and len(ahead) < size)
-
-
-def _as_is(item: Any) -> Any:
-    return item

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 import os
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -17,10 +14,10 @@ from trainer_kit.accelerator.options import ProjectConfiguration
 from trainer_kit.accelerator.process_info import ProcessInfo
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.scalars import as_scalar, read_scalars
-from trainer_kit.utils.run_log import append_record
+from trainer_kit.utils.event_file import summary_writer
+from trainer_kit.utils.run_log import NAME, append_record
 from trainer_kit.utils.streams import guard_standard_streams, warn_of_failed_streams
-
-logger = logging.getLogger("trainer_kit")
+from trainer_kit.utils.write_errors import WriteErrors
 
 
 class TensorBoardTracker:
@@ -34,10 +31,8 @@ class TensorBoardTracker:
     name = "tensorboard"
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.tracker = SummaryWriter(str(folder), **options)
-        self._failed = False
+        self.tracker = summary_writer(str(folder), **options)
+        self._errors = WriteErrors("the tracker 'tensorboard' could not write", self._reopen)
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Write the settings of the run as text.
@@ -58,27 +53,30 @@ class TensorBoardTracker:
 
         Raises:
             TypeError: If a value is neither a number, text nor a mapping of numbers; the message names it.
-            OSError: If the record cannot be written; the next call tries again.
         """
-        if self._failed:
-            _check_room(Path(self.tracker.log_dir))
-            self.tracker.file_writer = None  # its thread has ended; SummaryWriter creates another
-        self._failed = True
-        for name, value in values.items():
-            if isinstance(value, str):
-                self.tracker.add_text(name, value, step)
-            elif isinstance(value, Real):
-                self.tracker.add_scalar(name, value, step)
-            elif isinstance(value, Mapping):
-                self.tracker.add_scalars(name, value, step)
-            else:
-                as_scalar(name, value)  # raises the error
-        self.tracker.flush()
-        self._failed = False
+        with self._errors.warned():
+            for name, value in values.items():
+                if isinstance(value, str):
+                    self.tracker.add_text(name, value, step)
+                elif isinstance(value, Real):
+                    self.tracker.add_scalar(name, value, step)
+                elif isinstance(value, Mapping):
+                    self.tracker.add_scalars(name, value, step)
+                else:
+                    as_scalar(name, value)  # raises the error
+            self.tracker.flush()
 
     def finish(self) -> None:
         """Close the files."""
-        self.tracker.close()
+        with self._errors.warned():
+            self.tracker.close()
+
+    def _reopen(self) -> None:
+        """Let the next record begin another file."""
+        try:
+            self.tracker.close()
+        finally:
+            self.tracker.file_writer = None
 
 
 class JsonLinesTracker:
@@ -92,7 +90,8 @@ class JsonLinesTracker:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.tracker = folder / "log.jsonl"
+        self.tracker = folder / NAME
+        self._errors = WriteErrors("the tracker 'jsonl' could not write")
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Write the settings of the run.
@@ -100,7 +99,7 @@ class JsonLinesTracker:
         Args:
             values: Settings by name.
         """
-        self._write("config", 0, {"trainer_kit": __version__, "arguments": values})
+        append_record(self.tracker, "config", 0, {"trainer_kit": __version__, "arguments": values})
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Write one record.
@@ -109,26 +108,11 @@ class JsonLinesTracker:
             values: Values by name.
             step: Step of the record; None is written as 0.
         """
-        self._write("log", step or 0, values)
+        with self._errors.warned():
+            append_record(self.tracker, "log", step or 0, values)
 
     def finish(self) -> None:
         """Do nothing: each record is flushed as it is written."""
-
-    def _write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
-        append_record(self.tracker, {"event": event, "time": time.time(), "step": step, **values})
-
-
-def _check_room(folder: Path) -> None:
-    """Write and remove a small file.
-
-    Raises:
-        OSError: If the disk has no room.
-    """
-    probe = folder / ".room"
-    try:
-        probe.write_bytes(bytes(4096))
-    finally:
-        probe.unlink(missing_ok=True)
 
 
 class NoTracker:
@@ -145,15 +129,7 @@ KNOWN = {"tensorboard": TensorBoardTracker, "jsonl": JsonLinesTracker}
 
 
 def chosen_trackers(log_with: Any) -> list[Any]:
-    """Return the names and objects that `log_with` selects.
-
-    Args:
-        log_with: A name, an object with `log(values, step)`, or a list of them; None for no tracker.
-
-    Raises:
-        ValueError: If a name is unknown.
-        TypeError: If an object has no method `log`.
-    """
+    """Return the names and objects that `log_with` selects, a list even of one."""
     if log_with is None:
         return []
     chosen: list[Any] = []
@@ -171,37 +147,6 @@ def chosen_trackers(log_with: Any) -> list[Any]:
         else:
             chosen.append(name)
     return chosen
-
-
-def make_trackers(
-    chosen: Iterable[Any], folder: Path | None, settings: Mapping[str, Any] | None, options: Mapping[str, Any]
-) -> list[Any]:
-    """Create the trackers and write the run's settings to them.
-
-    Args:
-        chosen: Names and objects from `chosen_trackers`.
-        folder: Folder of the trackers' files; None if there is none.
-        settings: Settings of the run; None writes none.
-        options: More arguments of a tracker, by its name.
-
-    Returns:
-        The trackers.
-
-    Raises:
-        ValueError: If a tracker writes files and `folder` is None.
-    """
-    trackers = []
-    for entry in chosen:
-        if isinstance(entry, str):
-            if folder is None:
-                raise ValueError(f"log_with={entry!r} writes files; give Accelerator project_dir= or logging_dir=")
-            entry = KNOWN[entry](folder, **options.get(entry, {}))
-        elif hasattr(entry, "start"):
-            entry.start()
-        if settings is not None and hasattr(entry, "store_init_configuration"):
-            entry.store_init_configuration(dict(settings))
-        trackers.append(entry)
-    return trackers
 
 
 class Tracking(ProcessInfo):
@@ -227,7 +172,6 @@ class Tracking(ProcessInfo):
         self.trackers: list[Any] = []
         self.project_configuration = project
         self._chosen_trackers = chosen_trackers(log_with)
-        self._failing: set[Any] = set()
 
     @property
     def project_dir(self) -> str | os.PathLike[str] | None:
@@ -255,9 +199,21 @@ class Tracking(ProcessInfo):
         Raises:
             ValueError: If a tracker writes files, but there is no folder.
         """
-        if self.is_main_process:
-            folder = None if self.logging_dir is None else Path(self.logging_dir) / project_name
-            self.trackers = make_trackers(self._chosen_trackers, folder, config, init_kwargs or {})
+        trackers = []
+        for tracker in self._chosen_trackers if self.is_main_process else ():
+            if isinstance(tracker, str):
+                if self.logging_dir is None:
+                    raise ValueError(
+                        f"log_with={tracker!r} writes files; give Accelerator project_dir= or logging_dir="
+                    )
+                options = (init_kwargs or {}).get(tracker, {})
+                tracker = KNOWN[tracker](Path(self.logging_dir) / project_name, **options)
+            elif hasattr(tracker, "start"):
+                tracker.start()
+            if config is not None and hasattr(tracker, "store_init_configuration"):
+                tracker.store_init_configuration(dict(config))
+            trackers.append(tracker)
+        self.trackers = trackers
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker by name; on processes other than the main one, a tracker without effect.
@@ -298,30 +254,15 @@ class Tracking(ProcessInfo):
         warn_of_failed_streams()
         record = _plain_record(values, self.strategy)
         for tracker in self.trackers:
-            with self._failures_warned(tracker):
-                tracker.log(dict(record), step=step, **(log_kwargs or {}).get(getattr(tracker, "name", ""), {}))
+            tracker.log(dict(record), step=step, **(log_kwargs or {}).get(getattr(tracker, "name", ""), {}))
 
     def end_training(self) -> None:
         """Close the trackers and tear down the strategy; call it at the end of the run, on all processes."""
         for tracker in self.trackers:
             if hasattr(tracker, "finish"):
-                with self._failures_warned(tracker):
-                    tracker.finish()
+                tracker.finish()
         self.trackers = []
         self.strategy.teardown()
-
-    @contextlib.contextmanager
-    def _failures_warned(self, tracker: Any) -> Iterator[None]:
-        """Warn once of a write error of a built-in tracker, until it can write again."""
-        try:
-            yield
-            self._failing.discard(tracker)
-        except OSError as error:
-            if not isinstance(tracker, (TensorBoardTracker, JsonLinesTracker)):
-                raise
-            if tracker not in self._failing:
-                self._failing.add(tracker)
-                logger.warning("the tracker %r could not write: %s; training continues", tracker.name, error)
 
 
 def _plain_record(values: Mapping[str, Any], strategy: Strategy) -> dict[str, Any]:

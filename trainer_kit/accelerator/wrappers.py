@@ -1,14 +1,16 @@
-"""Prepared optimizers and schedulers, and the state that all prepared objects of an Accelerator share."""
+"""Prepared models, optimizers and schedulers, and the state that all prepared objects of an Accelerator share."""
 
 from __future__ import annotations
 
 import logging
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
 from trainer_kit.strategies.base import Strategy
+from trainer_kit.utils.pytree import map_tensors
 
 logger = logging.getLogger("trainer_kit")
 
@@ -112,13 +114,7 @@ class StepRule(NamedTuple):
 
 
 def step_rule(with_optimizer: bool | Literal["once"], split_batches: bool, strategy: Strategy) -> StepRule:
-    """Return the rule that an Accelerator's arguments set for its schedulers.
-
-    Args:
-        with_optimizer: Value of `step_scheduler_with_optimizer`.
-        split_batches: Whether a loader's batch size is that of all processes together.
-        strategy: Strategy that is set up.
-    """
+    """Return the rule that `step_scheduler_with_optimizer` and `split_batches` set for schedulers."""
     if with_optimizer is not True or split_batches:
         return StepRule(with_optimizer is not False)
     repeats = strategy.world_size * strategy.devices
@@ -274,3 +270,29 @@ class PreparedScheduler:
         """Return whether a schedule of known length is over: OneCycleLR would raise an error at its next step."""
         length = getattr(self.scheduler, "total_steps", None)
         return length is not None and self.scheduler.last_epoch >= length
+
+
+def compute_in_precision(model: torch.nn.Module, autocast: Callable[[], Any]) -> None:
+    """Make the model's own forward pass compute in mixed precision, with outputs in float32.
+
+    Set a method on the instance, so that the model's class, attributes and copies work as before.
+    """
+    if getattr(model.__dict__.get("forward"), "in_precision", False):
+        return
+    inner = model.forward
+    function: Any = inner.__func__ if isinstance(inner, types.MethodType) else lambda _, *args, **kw: inner(*args, **kw)
+
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with autocast():
+            output = function(self, *args, **kwargs)
+        return map_tensors(_to_float32, output)
+
+    for name in ("__doc__", "__name__", "__qualname__"):
+        setattr(forward, name, getattr(function, name))
+    forward.__wrapped__ = function  # type: ignore[attr-defined]  # keeps the signature inspectable
+    forward.in_precision = True  # type: ignore[attr-defined]
+    model.forward = types.MethodType(forward, model)
+
+
+def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

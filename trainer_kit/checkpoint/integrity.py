@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trainer_kit.checkpoint.format.discovery import read_outline
+from trainer_kit.checkpoint.format.discovery import read_outline, verify
 from trainer_kit.checkpoint.format.manifest import STATE_FOLDER
 from trainer_kit.checkpoint.format.trainer_state import (
     COUNT,
@@ -30,6 +30,7 @@ from trainer_kit.data.map_loader import is_iterable
 from trainer_kit.data.sampling import parts, ranges
 from trainer_kit.errors import CheckpointError
 from trainer_kit.run import Run
+from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.optimizer_state import described_groups
 
 _NUMBERS = ("eps", "weight_decay", "momentum", "dampening", "alpha", "rho", "lr_decay", "momentum_decay")
@@ -43,6 +44,22 @@ _SCALER: Mapping[str, Rule] = {
     **dict.fromkeys(("scale", "growth_factor", "backoff_factor", "growth_interval"), _POSITIVE),
     "_growth_tracker": COUNT,
 }
+
+
+def fetch_verified(strategy: Strategy, directory: Path) -> Path:
+    """Return the main process's checkpoint, or a verified copy of it if this process cannot read it. Collective.
+
+    Args:
+        strategy: Strategy that is set up.
+        directory: Folder of a checkpoint that the main process has verified.
+
+    Raises:
+        CheckpointError: If the copy is damaged.
+    """
+    source = strategy.session.fetch_checkpoint(directory)
+    if source != directory and strategy.collectives.is_local_main:
+        verify(source)
+    return source
 
 
 def check_resumable(run: Run, directory: Path) -> None:

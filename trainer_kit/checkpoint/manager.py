@@ -21,7 +21,6 @@ from trainer_kit.checkpoint import (
     read_arguments,
     read_state,
     remove_stale_staging,
-    verify,
 )
 from trainer_kit.checkpoint.async_saver import AsyncSaver, States
 from trainer_kit.checkpoint.compatibility import (
@@ -38,7 +37,7 @@ from trainer_kit.checkpoint.format.disk import make_writable_folder
 from trainer_kit.checkpoint.format.loading import check_weights, load_weights
 from trainer_kit.checkpoint.format.safetensors_writer import refuse_unstorable
 from trainer_kit.checkpoint.format.trainer_state import read_committed, read_data_state, read_ledger, read_trainer
-from trainer_kit.checkpoint.integrity import check_resumable
+from trainer_kit.checkpoint.integrity import check_resumable, fetch_verified
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import TrainLoader
 from trainer_kit.data.run_length import RunLength, make_plan
@@ -141,9 +140,7 @@ class CheckpointManager:
             )
         if self.resumed_from is None:
             return
-        self._source = run.strategy.session.fetch_checkpoint(self.resumed_from)
-        if self._source != self.resumed_from and run.strategy.collectives.is_local_main:
-            verify(self._source)
+        self._source = fetch_verified(run.strategy, self.resumed_from)
         trainer = read_trainer(self._source)
         assert trainer is not None
         self.data_state = read_data_state(self._source)
@@ -238,9 +235,7 @@ class CheckpointManager:
         directory = run.strategy.collectives.on_main(self._newest_valid)
         if directory is None:
             return None
-        source = run.strategy.session.fetch_checkpoint(directory)
-        if source != directory and run.strategy.collectives.is_local_main:
-            verify(source)
+        source = fetch_verified(run.strategy, directory)
         self.metric = None
         trainer = read_trainer(source)
         assert trainer is not None

@@ -24,6 +24,7 @@ from trainer_kit.memory.tracker import Tracker
 from trainer_kit.optim import make_optimizer
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.single import SingleDevice
+from trainer_kit.utils.optimizer_state import step_methods_kept
 from trainer_kit.utils.rng import generators_kept
 from trainer_kit.utils.units import GIB
 
@@ -68,7 +69,8 @@ def measure(
     if place.type not in ("cpu", "cuda"):
         raise ValueError(f"device={str(device)!r} cannot be measured; use 'cpu' or 'cuda'")
     before = torch.cuda.memory_allocated(place) if place.type == "cuda" else 0
-    copied, made = copy.deepcopy((model, optimizer))
+    with step_methods_kept(optimizer):
+        copied, made = copy.deepcopy((model, optimizer))
     strategy = SingleDevice(place, Precision(args.mixed_precision))
     with generators_kept(strategy.device):
         strategy.setup()

@@ -62,7 +62,7 @@ def stand_in(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[torch.T
         for group, parameters in zip(optimizer.param_groups, groups, strict=True)
     ]
     other.state = collections.defaultdict(dict)
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+    for name in {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"} & vars(optimizer).keys():
         setattr(other, name, type(getattr(optimizer, name))())
     return other
 

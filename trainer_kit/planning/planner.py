@@ -33,6 +33,7 @@ from trainer_kit.planning.schedule import Rates
 from trainer_kit.planning.storage import storage_of
 from trainer_kit.state import Requests, TrainState
 from trainer_kit.strategies.base import Strategy
+from trainer_kit.utils.optimizer_state import check_optimizer_state
 from trainer_kit.utils.rng import generators_kept
 from trainer_kit.utils.units import join_names
 
@@ -86,6 +87,8 @@ class _Rehearsal:
         try:
             optimizer = self.subject.optimizer or make_optimizer(run.model, run.args)
             check_optimizer(optimizer, run.model)
+            if run.args.save_strategy != "no":
+                check_optimizer_state(optimizer)
         except (ImportError, TypeError, ValueError) as error:
             self.problems.append(str(error))
             return torch.optim.SGD([torch.zeros(())], lr=run.args.learning_rate)

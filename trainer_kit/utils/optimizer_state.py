@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -33,6 +34,28 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
             several = value.values() if isinstance(value, dict) else value
             waiting += several if isinstance(value, (dict, list, tuple)) else [value]
     return found
+
+
+@contextlib.contextmanager
+def step_methods_kept(optimizer: Any) -> Iterator[None]:
+    """Undo torch's changes to the classes of an optimizer and its inner optimizers at the end of the context.
+
+    Unpickling or deep copying an optimizer patches its class: `step` then calls hooks, which an original whose class
+    does not call torch's `__init__()` lacks.
+
+    Args:
+        optimizer: Optimizer that is copied in the context; anything else has no effect.
+    """
+    kinds: list[Any] = [type(part) for part in optimizers_in(optimizer)]
+    before = {kind: vars(kind).get("step") for kind in kinds}
+    try:
+        yield
+    finally:
+        for kind, step in before.items():
+            if step is not None:
+                kind.step = step
+            elif "step" in vars(kind):
+                del kind.step
 
 
 def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -89,7 +89,7 @@ class RunLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this object has acquired the lock and not released it."""
+        """Whether this process, or the one that it was forked from, has acquired the lock and not released it."""
         return self._holder is not None
 
     def acquire(self) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ NAME = "log.jsonl"
 
 FORMAT = 1
 """Version of the format in "start" records; records of older logs have no version."""
+
+FIRST = ("start", "config")
+"""Events that a process writes before all others, of a training and of a hand-written loop."""
 
 BEGINNINGS = ("start", "rollback")
 """Events after which the run continues from their step; earlier records of later steps are obsolete."""
@@ -71,7 +76,7 @@ class LogFile:
             if not line.strip():
                 continue
             record = _parsed(line)
-            if self._cut_before and (record is None or record["event"] != "start"):
+            if self._cut_before and (record is None or record["event"] not in FIRST):
                 raise ValueError(
                     f"{self.path}: line {self._cut_before} is no record of a run; repair or remove that line"
                 )
@@ -92,23 +97,44 @@ class LogFile:
                 )
 
 
-def append_record(path: str | os.PathLike[str], record: Record, on_new_line: bool = False) -> None:
-    """Append a record to a log as one line, completely or not at all.
+def append_record(path: Path, event: str, step: int, values: Mapping[str, Any]) -> None:
+    """Append a record to a log as one line, completely or not at all; create the log's folder if it is missing.
 
     Args:
-        path: The file.
-        record: The record; numbers of torch and numpy are written as numbers, other objects as text.
-        on_new_line: Whether to begin a new line, after a truncated one.
+        path: The file. The first event of a process is written on a new line if the last one is truncated.
+        event: The event.
+        step: Step of the record.
+        values: The record; numbers of torch and numpy are written as numbers, other objects as text.
 
     Raises:
         OSError: If the record cannot be written.
     """
-    line = b"\n" * on_new_line + json.dumps(_plain(record), allow_nan=False).encode() + b"\n"
-    with open(path, "ab", buffering=0) as file:
+    record = {"event": event, "time": time.time(), "step": step, **values}
+    line = json.dumps(_plain(record), allow_nan=False).encode() + b"\n"
+    if event in FIRST and _is_cut(path):
+        line = b"\n" + line
+    with _opened(path) as file:
         before = file.seek(0, os.SEEK_END)
         if file.write(line) < len(line):
             file.truncate(before)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _is_cut(path: Path) -> bool:
+    """Return whether the file ends in the middle of a line."""
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+def _opened(path: Path) -> io.FileIO:
+    try:
+        return open(path, "ab", buffering=0)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "ab", buffering=0)
 
 
 def _plain(value: Any) -> Any:

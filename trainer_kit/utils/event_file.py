@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 _FLUSH_SECONDS = 10.0
+_HEADERS = ("file_version", "session_log")
 _numbers = itertools.count()
 
 
@@ -23,20 +24,22 @@ class EventFile:
     Args:
         folder: A folder or bucket that TensorBoard can read; made if it is missing.
         purge_step: Hides earlier events from this step on; None hides none.
+        suffix: End of the file's name.
 
     Raises:
         OSError: If the file cannot be written.
     """
 
-    def __init__(self, folder: str, purge_step: int | None = None) -> None:
+    def __init__(self, folder: str, purge_step: int | None = None, suffix: str = "") -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         # TensorBoard reads the files of a folder in the order of their names.
         name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.{next(_numbers):04}"
-        self._path = os.path.join(folder, name)
+        name += suffix
+        self._folder, self._path = folder, os.path.join(folder, name)
         self._file = RecordWriter(_opened(folder, name))
-        self._has_summary = False
+        self._has_content = False
         self._flushed = 0.0
         try:
             self._write(file_version="brain.Event:2")
@@ -50,25 +53,67 @@ class EventFile:
         """Write a `Summary`; a `step` of None is for the whole run."""
         self._write(step=step, summary=summary)
 
+    def add_event(self, event: Any) -> None:
+        """Write an `Event`, as torch's `FileWriter` does."""
+        self._file.write(event.SerializeToString())
+        self._has_content = self._has_content or event.WhichOneof("what") not in _HEADERS
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self.flush()
+
+    def get_logdir(self) -> str:
+        """Return the folder."""
+        return self._folder
+
     def flush(self) -> None:
         """Flush all events to the file; a bucket does not get each event by itself."""
         self._file.flush()
         self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Close the file, and remove it if it has no summary."""
+        """Close the file, and remove it if it has only a header."""
         self._file.close()
-        if not self._has_summary:
+        if not self._has_content:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
 
     def _write(self, **parts: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
-        self._file.write(Event(wall_time=time.time(), **parts).SerializeToString())
-        self._has_summary = self._has_summary or "summary" in parts
-        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
-            self.flush()
+        self.add_event(Event(wall_time=time.time(), **parts))
+
+
+def summary_writer(folder: str, **options: Any) -> Any:
+    """Return a `SummaryWriter` of torch that writes through `EventFile`.
+
+    Args:
+        folder: See `EventFile`.
+        options: Arguments of `SummaryWriter`; `max_queue` and `flush_secs` have no effect.
+    """
+    from torch.utils.tensorboard import FileWriter, SummaryWriter
+
+    class DirectFile(FileWriter):
+        def __init__(self, folder: str, purge_step: int | None, suffix: str) -> None:
+            self.event_writer = EventFile(folder, purge_step, suffix)
+
+    class DirectWriter(SummaryWriter):
+        file_writer: Any  # None before the first event and after `close`
+        all_writers: Any  # by folder
+
+        def _get_file_writer(self) -> Any:
+            if self.file_writer is None:
+                self.file_writer = DirectFile(self.log_dir, self.purge_step, self.filename_suffix)
+                self.all_writers, self.purge_step = {self.log_dir: self.file_writer}, None
+            return self.file_writer
+
+        def add_scalars(self, main_tag: str, tag_scalar_dict: Any, *more: Any, **options: Any) -> None:
+            self._get_file_writer()
+            for tag in tag_scalar_dict:  # each has a folder of its own, for which torch would start a thread
+                place = f"{self.log_dir}/{main_tag.replace('/', '_')}_{tag}"
+                if place not in self.all_writers:
+                    self.all_writers[place] = DirectFile(place, None, self.filename_suffix)
+            super().add_scalars(main_tag, tag_scalar_dict, *more, **options)
+
+    return DirectWriter(folder, **options)
 
 
 class _WholeRecords(io.FileIO):

@@ -1,0 +1,90 @@
+"""Checks of the objects that an `Accelerator` saves, and of the checkpoints that it loads or replaces."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from trainer_kit.checkpoint import CheckpointError, read_state, verify
+from trainer_kit.checkpoint.format.manifest import STATE_FOLDER, Manifest, list_files
+from trainer_kit.checkpoint.format.trainer_state import BOOL, COUNT, OBJECT, TEXT, WHOLE, CheckedFile, or_none
+from trainer_kit.state import Stateful
+
+logger = logging.getLogger("trainer_kit")
+
+KINDS = ("models", "optimizers", "schedulers", "loaders")
+"""Kinds of prepared objects that a checkpoint counts."""
+
+
+def is_stateful(thing: Any) -> bool:
+    """Return whether an object, not a class, has `state_dict` and `load_state_dict`."""
+    return not isinstance(thing, type) and isinstance(thing, Stateful)
+
+
+def check_state(directory: Path) -> None:
+    """Verify a checkpoint and the saved state of the loop; leave a checkpoint of another program to `load_state`.
+
+    Raises:
+        CheckpointError: If a file is damaged, or a value is invalid for a loop.
+    """
+    verify(directory)
+    if (state := read_state(directory, "accelerator")) is None:
+        return
+    file = CheckedFile(directory / STATE_FOLDER / "accelerator.json")
+    file.check(state, {"counts": OBJECT, "run_id": TEXT, "steps": COUNT, "batches": COUNT})
+    file.check(state["counts"], dict.fromkeys(KINDS, COUNT), "counts.")
+    file = CheckedFile(directory / STATE_FOLDER / "loaders.json")
+    loaders = read_state(directory, "loaders")
+    count = state["counts"]["loaders"]
+    holds = isinstance(loaders, list) and len(loaders) == count
+    file.require(holds, "the list", loaders, f"of the {count} loaders")
+    for number, loader in enumerate(loaders or []):
+        file.check(loader, {"epoch": COUNT, "position": COUNT, "open": BOOL, "complete": BOOL, "seed": WHOLE,
+                            "total_batch_size": or_none(COUNT)}, f"[{number}].")  # fmt: skip
+
+
+def check_counts(saved: dict[str, int], now: dict[str, int], directory: Path) -> None:
+    """Check that a checkpoint holds the state of as many objects as are prepared; log what is left out.
+
+    Raises:
+        ValueError: If it holds the state of other objects.
+    """
+    for kind, count in saved.items():
+        if kind == "loaders" and count < now[kind]:
+            logger.info(
+                "%s holds the state of %d loaders: those prepared after them start from the beginning", directory, count
+            )
+        elif kind != "models" and count and not now[kind]:
+            logger.info("the state of %d %s in %s is left out, since none is prepared", count, kind, directory)
+        elif count != now[kind]:
+            raise ValueError(
+                f"{directory} holds the state of {count} {kind}, but {now[kind]} are prepared; prepare() the same "
+                "objects in the same order before load_state()"
+            )
+
+
+def check_replaceable(directory: Path) -> None:
+    """Check that the folder holds only a checkpoint, since saving replaces the whole folder.
+
+    Raises:
+        ValueError: If the folder holds other files.
+    """
+    if not directory.exists():
+        return
+    try:
+        known = Manifest.read(directory).files
+        others = [path.name for path in list_files(directory) if path.relative_to(directory).as_posix() not in known]
+    except CheckpointError:
+        others = [path.name for path in directory.iterdir()] + ["manifest.json"]
+    if others := [name for name in others if name != "manifest.json"]:
+        raise ValueError(
+            f"save_state() would replace {directory}, which holds {others[0]!r}; give a folder that holds nothing but "
+            "a checkpoint"
+        )
+
+
+def refuse_pickles(safe_serialization: bool) -> None:
+    """Raise a ValueError unless safetensors are to be written."""
+    if not safe_serialization:
+        raise ValueError("safe_serialization=False would write a pickle; only safetensors are written")
