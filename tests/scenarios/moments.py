@@ -196,7 +196,9 @@ class _Calls:
         self.open: dict[int, Path] = {}  # files and folders by their descriptor
 
     def install(self) -> None:
-        self._during(saving, "write_checkpoint", "write")
+        self._during(saving, "open_staging", "open")
+        self._during(saving, "commit_part", "write")
+        self._during(saving, "write_part", "part")
         self._during(saving, "prune", "prune")
         self._during(resume.CheckpointManager, "_take_folder", "clear")
         for module_call in ("mkdir", "write", "fsync", "rename", "replace", "unlink", "rmdir"):

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # its stub names fewer
 
 from trainer_kit.strategies.process_collectives import ProcessCollectives
 from trainer_kit.strategies.session import Session
+
+_LOOK_SECONDS = 0.02
 
 
 class ProcessSession(Session):
@@ -17,7 +25,9 @@ class ProcessSession(Session):
 
     def __init__(self, collectives: ProcessCollectives) -> None:
         super().__init__(collectives)
+        self.collectives: ProcessCollectives = collectives
         self.group = collectives.group
+        self._store: Store | None = None
 
     @property
     def is_preempted(self) -> bool:
@@ -35,3 +45,24 @@ class ProcessSession(Session):
     def end_training(self, error: BaseException | None) -> None:
         super().end_training(error)
         self.group.end_training(error)
+
+    def find_writers(self, directory: Path) -> list[int]:
+        return [*range(self.collectives.world_size)]
+
+    def send_to_main(self, key: str, value: Any) -> None:
+        self._values().set(key, json.dumps(value))
+
+    def receive(self, key: str, rank: int) -> Any:
+        store, heartbeat = self._values(), self.group.heartbeat
+        while not store.check([key]):
+            if heartbeat is not None and heartbeat.is_missing(rank) and not store.check([key]):
+                raise OSError(f"{self.collectives.describe_rank(rank)} ended before it had written its part")
+            time.sleep(_LOOK_SECONDS)
+        value = json.loads(store.get(key))
+        store.delete_key(key)
+        return value
+
+    def _values(self) -> Store:
+        if self._store is None:
+            self._store = self.group.open_store()
+        return self._store
