@@ -37,6 +37,7 @@ IN_A_SAVE = (
     "hiding an old one", "flushing the hiding", "deleting an old one", "after the save",
 )  # fmt: skip
 IN_A_REPLACEMENT = ("moving the replaced aside", "committing a replacement", "deleting the replaced")
+ON_ANOTHER_RANK = ("writing another part",)
 ON_THE_MAIN_RANK = ("a line of the log", "clearing the folder", *IN_A_SAVE, *IN_A_REPLACEMENT)
 
 
@@ -235,7 +236,8 @@ class _Calls:
         return getattr(self.work, "name", None) is not None
 
     def _passes(self, moment: str, last_words: Callable[[], object] = lambda: None) -> None:
-        self.watch.passes("clearing the folder" if self.work.name == "clear" else moment, last_words)
+        names = {"clear": "clearing the folder", "part": "writing another part"}
+        self.watch.passes(names.get(self.work.name, moment), last_words)
 
     def _mkdir(self, path: Any, *_: Any, **__: Any) -> None:
         self._passes("making a folder")

@@ -72,11 +72,14 @@ class Session:
         return [0]
 
     def send_to_main(self, key: str, value: Any) -> None:
-        """Send a small value to the main process. Not collective; any thread may call it.
+        """Send a small value to the main process. Not collective; one thread at a time may call it.
 
         Args:
             key: Name of the value, used once in a run.
             value: Any value of JSON.
+
+        Raises:
+            OSError: If the main process cannot be reached.
         """
         raise NotImplementedError("a single process has no other to send to")
 
