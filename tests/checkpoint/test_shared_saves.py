@@ -20,6 +20,7 @@ from trainer_kit.checkpoint import async_saver, find_checkpoints, load_tensors, 
 from trainer_kit.checkpoint.format import ownership
 from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.strategies.ddp import DDP
+from trainer_kit.strategies.process_session import ProcessSession
 
 STEPS = 6
 Damage = Callable[[pytest.MonkeyPatch, int], None]
@@ -203,7 +204,8 @@ def writers_where_one_does_not_see_the_folder(folder: str) -> list[int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointManager, "restore", seen)
-        patch.setattr("trainer_kit.strategies.process_session.ProcessSession.find_writers", lambda self, _: [0, 2])
+        find = ProcessSession.find_writers
+        patch.setattr(ProcessSession, "find_writers", lambda self, folder: [find(self, folder)[0], 2])
         train(folder)
     return found
 
