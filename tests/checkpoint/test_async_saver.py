@@ -66,13 +66,13 @@ def names(folder: Path) -> list[str]:
 
 def held_back(monkeypatch: pytest.MonkeyPatch, wait: Callable[[], Any]) -> None:
     """Lets each write of a checkpoint begin with `wait()`."""
-    write = saving.write_checkpoint
+    write = saving.commit_part
 
     def patched(*args: Any, **kwargs: Any) -> Any:
         wait()
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(saving, "write_checkpoint", patched)
+    monkeypatch.setattr(saving, "commit_part", patched)
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, *numbers: int, error: Exception | None = None) -> list[int]:
@@ -107,7 +107,7 @@ def test_one_save_at_a_time_and_none_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_save: bool
 ) -> None:
     at_work, most = [0], [0]
-    write = saving.write_checkpoint
+    write = saving.commit_part
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         at_work[0] += 1
@@ -117,7 +117,7 @@ def test_one_save_at_a_time_and_none_at_the_end(
         at_work[0] -= 1
         return path
 
-    monkeypatch.setattr(saving, "write_checkpoint", counted)
+    monkeypatch.setattr(saving, "commit_part", counted)
     watch = Watch()
     make_trainer(tmp_path, watch, save_steps=1, max_steps=6, async_save=async_save, eval_strategy="no").train()
     assert most == [1]

@@ -69,13 +69,13 @@ class Slow(Callback):
 
 @pytest.fixture(autouse=True)
 def _slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    write: Callable[..., Any] = saving.write_checkpoint
+    write: Callable[..., Any] = saving.commit_part
 
     def slowly(*args: Any, **kwargs: Any) -> Any:
         time.sleep(5 * NAP)
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(saving, "write_checkpoint", slowly)
+    monkeypatch.setattr(saving, "commit_part", slowly)
 
 
 def arguments(folder: Path) -> TrainingArguments:

@@ -37,6 +37,7 @@ IN_A_SAVE = (
     "hiding an old one", "flushing the hiding", "deleting an old one", "after the save",
 )  # fmt: skip
 IN_A_REPLACEMENT = ("moving the replaced aside", "committing a replacement", "deleting the replaced")
+ON_ANOTHER_RANK = ("writing another part",)
 ON_THE_MAIN_RANK = ("a line of the log", "clearing the folder", *IN_A_SAVE, *IN_A_REPLACEMENT)
 
 
@@ -196,7 +197,9 @@ class _Calls:
         self.open: dict[int, Path] = {}  # files and folders by their descriptor
 
     def install(self) -> None:
-        self._during(saving, "write_checkpoint", "write")
+        self._during(saving, "open_staging", "open")
+        self._during(saving, "commit_part", "write")
+        self._during(saving, "write_part", "part")
         self._during(saving, "prune", "prune")
         self._during(resume.CheckpointManager, "_take_folder", "clear")
         for module_call in ("mkdir", "write", "fsync", "rename", "replace", "unlink", "rmdir"):
@@ -233,7 +236,8 @@ class _Calls:
         return getattr(self.work, "name", None) is not None
 
     def _passes(self, moment: str, last_words: Callable[[], object] = lambda: None) -> None:
-        self.watch.passes("clearing the folder" if self.work.name == "clear" else moment, last_words)
+        names = {"clear": "clearing the folder", "part": "writing another part"}
+        self.watch.passes(names.get(self.work.name, moment), last_words)
 
     def _mkdir(self, path: Any, *_: Any, **__: Any) -> None:
         self._passes("making a folder")
