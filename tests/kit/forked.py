@@ -14,7 +14,11 @@ from trainer_kit.tools.verify.verification import Verification
 
 # For all tests, since there is one server. Python before 3.13 looks for them without what pytest adds to sys.path, and
 # says nothing where it finds none: no module of the tests can be among them.
-_IMPORTED = ["torch._dynamo", "trainer_kit.strategies.watchdog.heartbeat", "trainer_kit.tools.verify.child"]
+_IMPORTED = [
+    "torch._dynamo", "trainer_kit.strategies.watchdog.heartbeat", "trainer_kit.tools.verify.child",
+    "trainer_kit.trainer", "trainer_kit.accelerator", "trainer_kit.callbacks", "trainer_kit.strategies.multinode",
+    "trainer_kit.cli.launch", "trainer_kit.launch.processes", "trainer_kit.launch.script",
+]  # fmt: skip
 
 
 def fork_server() -> ForkServerContext:

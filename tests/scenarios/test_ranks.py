@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import torch
+from kit.preloaded import PreloadedPython
 from kit.ranks import free_port, on_ranks, try_on_ranks
 from scenarios import rank_task, task
 
@@ -35,7 +36,7 @@ pytestmark = [
 ]
 
 TASK = Path(rank_task.__file__)
-LAUNCHER = ("-c", "import sys; from trainer_kit.cli.main import main; sys.exit(main())", "launch", "--cpu")
+LAUNCHER = ("-m", "trainer_kit", "launch", "--cpu")
 LIMIT = 100
 EPOCHS, STEPS = 40, 160  # on two ranks
 SAVE_STEPS = 5
@@ -43,16 +44,24 @@ PAUSE = 0.02  # seconds
 
 
 class Job:
-    """A command of this Python with all its processes, which carry a mark by which they are found."""
+    """A command of this Python with all its processes, which carry a mark by which they are found.
 
-    def __init__(self, folder: Path, *words: str | Path, **environment: str) -> None:
+    A `preloaded` one is a process that has imported torch before.
+    """
+
+    def __init__(self, folder: Path, *words: str | Path, preloaded: bool, **environment: str) -> None:
         self.mark = f"TEST_{uuid.uuid4().hex}"
         self.out, self.err = (folder / f"{self.mark}.{kind}" for kind in ("out", "err"))
         settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), self.mark: "", **environment}
+        command, env = [*map(str, words)], os.environ | settings
+        self.process: PreloadedPython | subprocess.Popen[bytes]
+        if preloaded:
+            self.process = PreloadedPython(command, self.out, self.err, env, _open, (folder / self.mark,))
+            return
         with open(self.out, "wb") as out, open(self.err, "wb") as err:  # not pipes, which fill up
             self.process = subprocess.Popen(
-                [sys.executable, *map(str, words)],
-                stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=os.environ | settings, start_new_session=True,
+                [sys.executable, *command],
+                stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=env, start_new_session=True,
             )  # fmt: skip
 
     def wait_until(self, ready: Callable[[], bool], what: str) -> None:
@@ -82,8 +91,8 @@ class Job:
         return [process for process in psutil.process_iter() if self._is_own(process)]
 
     def _is_own(self, process: psutil.Process) -> bool:
-        try:
-            return self.mark in process.environ()
+        try:  # what is forked has the files of the first one, but no environment that others can read
+            return self.mark in process.environ() or any(self.mark in file.path for file in process.open_files())
         except psutil.Error:
             return False
 
@@ -92,6 +101,11 @@ class Job:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
+
+
+def _open(mark: Path) -> None:
+    """Keep a file open, which the processes that are forked from this one have open too."""
+    os.open(mark, os.O_WRONLY | os.O_CREAT)
 
 
 def wait_until(ready: Callable[[], bool], what: str) -> None:
@@ -122,14 +136,14 @@ class Place:
         self.starts += 1
         return [str(self.output_dir), str(self.journal), *map(str, options)]
 
-    def start(self, *words: str | Path, **environment: str) -> Job:
-        self.jobs.append(Job(self.folder, *words, **environment))
+    def start(self, *words: str | Path, preloaded: bool = False, **environment: str) -> Job:
+        self.jobs.append(Job(self.folder, *words, preloaded=preloaded, **environment))
         return self.jobs[-1]
 
-    def launch(self, ranks: int, *options: object, restarts: int = 0) -> Job:
+    def launch(self, ranks: int, *options: object, restarts: int = 0, preloaded: bool = True) -> Job:
         """Starts the script with `trainer-kit launch`."""
         settings = ["--num-processes", str(ranks), "--max-restarts", str(restarts), "--log-dir", self.folder / "logs"]
-        return self.start(*LAUNCHER, *settings, TASK, *self.words(*options))
+        return self.start(*LAUNCHER, *settings, TASK, *self.words(*options), preloaded=preloaded)
 
     def run(self, ranks: int, *options: object) -> list[dict[str, Any]]:
         """The same on processes that stand ready, to the end; what each rank ended with."""

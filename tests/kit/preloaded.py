@@ -1,0 +1,155 @@
+"""Python scripts and the launcher in processes that need not import torch: they are forked from a server that has.
+
+    process = PreloadedPython(["-m", "trainer_kit", "launch", "--cpu", SCRIPT], stdout=file, stderr=file)
+    process.send_signal(signal.SIGTERM)
+    code = process.wait(60)
+
+What the launcher starts is forked from it instead of executed; all else is as in a process of a command: its own
+session, environment, arguments, output and exit code. Tests that ask how a process starts take a real one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kit.forked import fork_server
+
+from trainer_kit.launch.script import run_as_main
+from trainer_kit.launch.script import main as run_as_rank
+
+_RANK = ["-m", "trainer_kit.launch.script"]
+
+
+class PreloadedPython:
+    """A process that runs Python with these words, as `subprocess.Popen` would.
+
+    Args:
+        words: A script, or "-m" and a module, and the arguments.
+        stdout: File that the output goes to.
+        stderr: File that the errors go to.
+        env: Environment.
+        setup: Called first in the process, with `setup_args`.
+
+    Attributes:
+        pid: Of the process, which leads a session and a process group.
+    """
+
+    def __init__(
+        self,
+        words: list[str],
+        stdout: Path,
+        stderr: Path,
+        env: dict[str, str],
+        setup: Callable[..., None] | None = None,
+        setup_args: tuple[Any, ...] = (),
+    ) -> None:
+        given = (words, str(stdout), str(stderr), env, setup, setup_args)
+        self._process = fork_server().Process(target=_run_command, args=given)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("Python", timeout or 0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class _ForkingPopen(subprocess.Popen[bytes]):
+    """Forks where `subprocess.Popen` forks and executes this Python with `_RANK`."""
+
+    def _execute_child(self, args: Any, *given: Any) -> None:
+        words, env, stdout, stderr = list(args), given[5], given[12], given[14]
+        assert words[:3] == [sys.executable, *_RANK], words
+        ready, done = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(ready)
+            _run(lambda: _run_rank(words[3:], env, stdout, stderr, done))
+        os.close(done)
+        os.read(ready, 1)  # it leads its process group from here on
+        os.close(ready)
+        self.pid = pid
+        self._child_created = True
+
+
+def _run_command(
+    words: list[str], stdout: str, stderr: str, env: dict[str, str], setup: Callable[..., None] | None, setup_args: Any
+) -> NoReturn:
+    def command() -> None:
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+        subprocess_handler.Popen = _ForkingPopen  # type: ignore[misc, assignment]
+        out, err = (os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for path in (stdout, stderr))
+        _become(env, out, err)
+        if setup is not None:
+            setup(*setup_args)
+        run_as_main(words)
+
+    _run(command)
+
+
+def _run_rank(words: list[str], env: dict[str, str], stdout: int, stderr: int, done: int) -> None:
+    _become(env, stdout, stderr)
+    os.close(done)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    sys.argv = ["script", *words]
+    run_as_rank()
+
+
+def _become(env: dict[str, str], stdout: int, stderr: int) -> None:
+    """Give this process what a new one has of its own; -1 stands for the output of the process that starts it."""
+    os.setsid()
+    for number, file in ((1, stdout), (2, stderr)):
+        if file != -1:
+            os.dup2(file, number)
+    sys.stdin = open(os.devnull)
+    sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path.insert(0, "")
+    atexit._clear()  # it is for the process that started this one to do
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+
+
+def _run(function: Callable[[], None]) -> NoReturn:
+    """Run a function as Python runs a program: to the end of its threads and exit handlers."""
+    code: Any = 0
+    try:
+        function()
+    except SystemExit as error:
+        code = error.code
+        if code is not None and not isinstance(code, int):
+            sys.stderr.write(f"{code}\n")
+            code = 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        code = 130
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code or 0)
