@@ -21,7 +21,7 @@ from scenarios.task import digest, make_trainer
 
 from trainer_kit import DDP, Callback, Run, SaveError, SingleDevice
 from trainer_kit.callbacks import read_log
-from trainer_kit.checkpoint import async_saver as saving
+from trainer_kit.checkpoint import async_saver
 from trainer_kit.checkpoint import find_checkpoints, load_tensors, newest_valid, read_state, verify
 from trainer_kit.strategies.device_info import DeviceInfo
 from trainer_kit.strategies.session import Session
@@ -66,13 +66,13 @@ def names(folder: Path) -> list[str]:
 
 def held_back(monkeypatch: pytest.MonkeyPatch, wait: Callable[[], Any]) -> None:
     """Lets each write of a checkpoint begin with `wait()`."""
-    write = saving.write_checkpoint
+    write = async_saver.write_checkpoint
 
     def patched(*args: Any, **kwargs: Any) -> Any:
         wait()
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(saving, "write_checkpoint", patched)
+    monkeypatch.setattr(async_saver, "write_checkpoint", patched)
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, *numbers: int, error: Exception | None = None) -> list[int]:
@@ -107,7 +107,7 @@ def test_one_save_at_a_time_and_none_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_save: bool
 ) -> None:
     at_work, most = [0], [0]
-    write = saving.write_checkpoint
+    write = async_saver.write_checkpoint
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         at_work[0] += 1
@@ -117,7 +117,7 @@ def test_one_save_at_a_time_and_none_at_the_end(
         at_work[0] -= 1
         return path
 
-    monkeypatch.setattr(saving, "write_checkpoint", counted)
+    monkeypatch.setattr(async_saver, "write_checkpoint", counted)
     watch = Watch()
     make_trainer(tmp_path, watch, save_steps=1, max_steps=6, async_save=async_save, eval_strategy="no").train()
     assert most == [1]
@@ -250,7 +250,7 @@ def test_too_little_space_is_told_at_the_start_with_figures(
     count: int,
 ) -> None:
     sizes: list[int] = []
-    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: Usage(0, 0, sizes[0]))
+    monkeypatch.setattr(async_saver.shutil, "disk_usage", lambda path: Usage(0, 0, sizes[0]))
     for free, warned in ((10**9, False), (1000, True)):
         sizes[:] = [free]
         caplog.clear()

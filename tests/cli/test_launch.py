@@ -18,7 +18,7 @@ import pytest
 from kit import launched
 from kit.launched import wait_for
 
-from trainer_kit.cli import main as cli
+from trainer_kit.cli import main
 from trainer_kit.cli.launch import read_config
 from trainer_kit.config.environment import Place
 from trainer_kit.launch.config import LaunchConfig
@@ -38,12 +38,12 @@ def no_configuration_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def configured(*words: str) -> LaunchConfig:
     """What a command line asks for."""
-    return read_config(cli._parser().parse_args(["launch", *words, "train.py"]))
+    return read_config(main._parser().parse_args(["launch", *words, "train.py"]))
 
 
 def launch(*words: str) -> int:
     """The exit code of the command in this process."""
-    return cli.main(["launch", *words])
+    return main.main(["launch", *words])
 
 
 # Options

@@ -21,7 +21,7 @@ from scenarios.moments import Death, Read, ReadStateless, ReadStream, Watch
 from trainer_kit import Callback, Run
 from trainer_kit.callbacks import read_log
 from trainer_kit.strategies import ddp
-from trainer_kit.strategies import process_group as session
+from trainer_kit.strategies import process_group
 
 STEPS, SAVE_STEPS = 50, 4
 ARGUMENTS = {
@@ -79,7 +79,7 @@ def train(start: Start, rank: int, port: int) -> None:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": start.ranks, "LOCAL_WORLD_SIZE": start.ranks}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    session.JOIN_SECONDS = 30
+    process_group.JOIN_SECONDS = 30
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork", DeprecationWarning)

@@ -19,7 +19,7 @@ from scenarios.task import make_trainer
 
 from trainer_kit import Callback, Run
 from trainer_kit.callbacks import read_log
-from trainer_kit.checkpoint.format import commit as writer
+from trainer_kit.checkpoint.format import commit
 from trainer_kit.errors import FolderInUseError
 from trainer_kit.utils import run_lock
 from trainer_kit.utils.run_lock import NAME, RunLock, holder_of
@@ -373,12 +373,12 @@ def test_a_fork_sees_that_its_parent_trains(tmp_path: Path) -> None:
 def test_a_run_that_lost_its_folder_while_it_saved_commits_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_save: bool
 ) -> None:
-    def lose(*arguments: Any, real: Any = writer._seal) -> None:
+    def lose(*arguments: Any, real: Any = commit._seal) -> None:
         real(*arguments)
         (tmp_path / NAME).unlink()
         lock_of_another_machine(tmp_path)
 
-    monkeypatch.setattr(writer, "_seal", lose)
+    monkeypatch.setattr(commit, "_seal", lose)
     with pytest.raises(FolderInUseError, match="was taken over by"):
         make_trainer(tmp_path, eval_strategy="no", async_save=async_save).train()
     assert not list(tmp_path.glob("*checkpoint-*"))
