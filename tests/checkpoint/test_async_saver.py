@@ -21,8 +21,7 @@ from scenarios.task import digest, make_trainer
 
 from trainer_kit import DDP, Callback, Run, SaveError, SingleDevice
 from trainer_kit.callbacks import read_log
-from trainer_kit.checkpoint import async_saver
-from trainer_kit.checkpoint import find_checkpoints, load_tensors, newest_valid, read_state, verify
+from trainer_kit.checkpoint import async_saver, find_checkpoints, load_tensors, newest_valid, read_state, verify
 from trainer_kit.strategies.device_info import DeviceInfo
 from trainer_kit.strategies.session import Session
 

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kit.forked import fork_server
-
-from trainer_kit.launch.script import run_as_main
 from trainer_kit.launch.script import main as run_as_rank
+from trainer_kit.launch.script import run_as_main
 
 _RANK = ["-m", "trainer_kit.launch.script"]
 
@@ -122,7 +121,7 @@ def _become(env: dict[str, str], stdout: int, stderr: int) -> None:
     for number, file in ((1, stdout), (2, stderr)):
         if file != -1:
             os.dup2(file, number)
-    sys.stdin = open(os.devnull)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
     os.environ.clear()

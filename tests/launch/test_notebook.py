@@ -21,8 +21,7 @@ from kit.ranks import free_port
 
 from trainer_kit.config import environment
 from trainer_kit.errors import ProcessesLeft, ProcessFailed
-from trainer_kit.launch import config
-from trainer_kit.launch import notebook_state
+from trainer_kit.launch import config, notebook_state
 from trainer_kit.launch.notebook import notebook_launcher
 
 SETTINGS = ("TRAINER_KIT_MIXED_PRECISION", "RANK", "WORLD_SIZE", "OMP_NUM_THREADS")

@@ -22,8 +22,7 @@ from torch.utils.data import get_worker_info
 
 from trainer_kit import Callback, Run
 from trainer_kit.callbacks import jsonl
-from trainer_kit.checkpoint import async_saver
-from trainer_kit.checkpoint import manager
+from trainer_kit.checkpoint import async_saver, manager
 from trainer_kit.checkpoint.format.manifest import REPLACED_PREFIX, STAGING_PREFIX
 from trainer_kit.checkpoint.staging import HostStaging
 from trainer_kit.loop.train_step import TrainStep

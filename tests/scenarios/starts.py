@@ -20,8 +20,7 @@ from scenarios.moments import Death, Read, ReadStateless, ReadStream, Watch
 
 from trainer_kit import Callback, Run
 from trainer_kit.callbacks import read_log
-from trainer_kit.strategies import ddp
-from trainer_kit.strategies import process_group
+from trainer_kit.strategies import ddp, process_group
 
 STEPS, SAVE_STEPS = 50, 4
 ARGUMENTS = {

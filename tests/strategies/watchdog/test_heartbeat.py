@@ -25,8 +25,7 @@ from kit.forked import fork_server
 from kit.ranks import free_port
 
 from trainer_kit.strategies.ddp import DDP
-from trainer_kit.strategies.watchdog import heartbeat
-from trainer_kit.strategies.watchdog import peers
+from trainer_kit.strategies.watchdog import heartbeat, peers
 from trainer_kit.strategies.watchdog.stack import StackLocation
 
 pytestmark = [
