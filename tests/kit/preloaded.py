@@ -1,8 +1,8 @@
 """Python scripts and the launcher in processes that need not import torch: they are forked from a server that has.
 
-    process = PreloadedPython(["-m", "trainer_kit", "launch", "--cpu", SCRIPT], stdout=file, stderr=file)
+    process = PreloadedPython(["-m", "trainer_kit", "launch", "--cpu", SCRIPT], tmp_path / "out", tmp_path / "err")
     process.send_signal(signal.SIGTERM)
-    code = process.wait(60)
+    out, err = process.communicate(60)
 
 What the launcher starts is forked from it instead of executed; all else is as in a process of a command: its own
 session, environment, arguments, output and exit code. Tests that ask how a process starts take a real one.
@@ -18,9 +18,11 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from kit.forked import fork_server
 from trainer_kit.launch.script import main as run_as_rank
@@ -30,46 +32,57 @@ _RANK = ["-m", "trainer_kit.launch.script"]
 
 
 class PreloadedPython:
-    """A process that runs Python with these words, as `subprocess.Popen` would.
+    """A process that runs Python with these words, as `subprocess.Popen` would in a session of its own.
 
     Args:
         words: A script, or "-m" and a module, and the arguments.
-        stdout: File that the output goes to.
-        stderr: File that the errors go to.
-        env: Environment.
+        out: File that the standard output is appended to.
+        err: File that the errors are appended to.
+        env: Environment; None for the same as here.
         setup: Called first in the process, with `setup_args`.
-
-    Attributes:
-        pid: Of the process, which leads a session and a process group.
     """
 
     def __init__(
         self,
         words: list[str],
-        stdout: Path,
-        stderr: Path,
-        env: dict[str, str],
+        out: Path,
+        err: Path,
+        env: Mapping[str, str] | None = None,
         setup: Callable[..., None] | None = None,
         setup_args: tuple[Any, ...] = (),
     ) -> None:
-        given = (words, str(stdout), str(stderr), env, setup, setup_args)
-        self._process = fork_server().Process(target=_run_command, args=given)
+        self.out, self.err = out, err
+        env = dict(os.environ if env is None else env)
+        for path in (out, err):
+            path.touch()
+        self._process = fork_server().Process(target=_run_command, args=(words, out, err, env, setup, setup_args))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
-    def poll(self) -> int | None:
+    @property
+    def returncode(self) -> int | None:
         return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
-        if self._process.exitcode is None:
+        if self.returncode is None:
             raise subprocess.TimeoutExpired("Python", timeout or 0)
-        return self._process.exitcode
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self.wait(timeout)
+        return self.out.read_text(), self.err.read_text()
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:
+        if self.returncode is None:
             os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class _ForkingPopen(subprocess.Popen[bytes]):
@@ -91,14 +104,11 @@ class _ForkingPopen(subprocess.Popen[bytes]):
 
 
 def _run_command(
-    words: list[str], stdout: str, stderr: str, env: dict[str, str], setup: Callable[..., None] | None, setup_args: Any
+    words: list[str], out: Path, err: Path, env: dict[str, str], setup: Callable[..., None] | None, setup_args: Any
 ) -> NoReturn:
     def command() -> None:
-        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-
         subprocess_handler.Popen = _ForkingPopen  # type: ignore[misc, assignment]
-        out, err = (os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for path in (stdout, stderr))
-        _become(env, out, err)
+        _become(env, *(os.open(path, os.O_WRONLY | os.O_APPEND) for path in (out, err)))
         if setup is not None:
             setup(*setup_args)
         run_as_main(words)
@@ -143,7 +153,8 @@ def _run(function: Callable[[], None]) -> NoReturn:
             code = 1
     except KeyboardInterrupt:
         traceback.print_exc()
-        code = 130
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
