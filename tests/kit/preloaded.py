@@ -11,6 +11,7 @@ session, environment, arguments, output and exit code. Tests that ask how a proc
 from __future__ import annotations
 
 import atexit
+import multiprocessing.process
 import os
 import signal
 import subprocess
@@ -137,8 +138,11 @@ def _become(env: dict[str, str], stdout: int, stderr: int) -> None:
     os.environ.clear()
     os.environ.update(env)
     sys.path.insert(0, "")
-    atexit._clear()  # it is for the process that started this one to do
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # what the starting process has to clean up
+    multiprocessing.set_start_method(None, force=True)
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+    multiprocessing.process._current_process = multiprocessing.process._MainProcess()  # type: ignore[attr-defined]
+    multiprocessing.process._children.clear()  # type: ignore[attr-defined]
 
 
 def _run(function: Callable[[], None]) -> NoReturn:
