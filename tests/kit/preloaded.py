@@ -141,7 +141,7 @@ def _become(env: dict[str, str], stdout: int, stderr: int) -> None:
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # what the starting process has to clean up
     multiprocessing.set_start_method(None, force=True)
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
-    multiprocessing.process._current_process = multiprocessing.process._MainProcess()  # type: ignore[attr-defined]
+    multiprocessing.current_process().name = "MainProcess"
     multiprocessing.process._children.clear()  # type: ignore[attr-defined]
 
 
