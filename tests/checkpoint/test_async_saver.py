@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from kit.ranks import on_ranks
-from kit.saves import Watch, names
+from kit.saves import SaveFirst, Watch, names
 from scenarios.task import digest, make_trainer
 
 from trainer_kit import DDP, Callback, Run, SaveError
@@ -279,13 +279,6 @@ def test_the_newest_the_best_and_every_third_stay_over_restarts(tmp_path: Path) 
     assert names(tmp_path / "twice") == [f"checkpoint-{step}" for step in (4, 12)]
     judged(tmp_path / "twice").train(resume_from_checkpoint=True)
     assert names(tmp_path / "twice") == names(tmp_path / "straight")
-
-
-class SaveFirst(Callback):
-    """Asks for a checkpoint before the first step."""
-
-    def on_train_begin(self, run: Run) -> None:
-        run.requests.save = True
 
 
 def test_a_checkpoint_written_again_after_a_resume_is_still_the_best(tmp_path: Path) -> None:

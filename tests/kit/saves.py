@@ -29,3 +29,10 @@ class Watch(Callback):
 
 def names(folder: Path) -> list[str]:
     return [path.name for path in find_checkpoints(folder)]
+
+
+class SaveFirst(Callback):
+    """Asks for a checkpoint at the start."""
+
+    def on_train_begin(self, run: Run) -> None:
+        run.requests.save = True

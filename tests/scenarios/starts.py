@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 import torch._dynamo  # optimizers import it, which takes a second
 from kit.ranks import free_port
+from kit.saves import SaveFirst
 from scenarios import task
 from scenarios.moments import Death, Read, ReadStateless, ReadStream, Watch
 
-from trainer_kit import Callback, Run
 from trainer_kit.callbacks import read_log
 from trainer_kit.strategies import ddp, process_group
 
@@ -61,13 +61,6 @@ class Start(NamedTuple):
     @property
     def output_dir(self) -> Path:
         return self.folder / "run"
-
-
-class SaveFirst(Callback):
-    """Asks for a checkpoint at the start."""
-
-    def on_train_begin(self, run: Run) -> None:
-        run.requests.save = True
 
 
 def train(start: Start, rank: int, port: int) -> None:

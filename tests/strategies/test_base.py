@@ -8,20 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.far_info import FarInfo
 from torch import nn
 from transformers import BatchEncoding
 
 from trainer_kit.strategies.base import Strategy
-from trainer_kit.strategies.device_info import DeviceInfo
 from trainer_kit.strategies.precision import Precision
-
-
-class FarInfo(DeviceInfo):
-    """A CPU on which reading counts as waiting."""
-
-    @property
-    def reads_without_sync(self) -> bool:
-        return False
 
 
 def make_strategy(mode: str = "no", reads_freely: bool = True) -> Strategy:

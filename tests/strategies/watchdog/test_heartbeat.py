@@ -21,6 +21,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit import watched
+from kit.clock import Clock
 from kit.forked import fork_server
 from kit.ranks import free_port
 
@@ -264,14 +265,6 @@ def test_a_run_that_is_stopped_and_continued_goes_on(run: Run) -> None:
     for rank in range(2):
         assert run.exit_code(rank) == 0
         assert run.errors(rank) == ""
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.mark.parametrize("watches_first", [False, True])

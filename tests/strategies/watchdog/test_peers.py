@@ -6,6 +6,7 @@ import json
 import os
 
 import pytest
+from kit.clock import Clock
 
 from trainer_kit.strategies.watchdog import peers
 from trainer_kit.strategies.watchdog.peers import Beat, PeerTable
@@ -14,14 +15,6 @@ PATIENCE = 30.0
 CALM = Beat(
     1, "north", 1, 7, "backward, called in _pass (trainer_kit/loop/train_step.py:2)", True, 0.0, False, "", False, False
 )
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture
