@@ -125,7 +125,8 @@ def test_two_starts_at_the_same_time_leave_one_run(runs: Runs) -> None:
 def test_a_killed_holder_is_followed_at_once(runs: Runs) -> None:
     first = runs.start(pause=0.3, preloaded=False)
     runs.wait_for(6)
-    first.kill()  # and not waited for: a zombie
+    first.kill()
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)  # it has ended, but is a zombie
     begin = time.monotonic()
     second = runs.start(resume=True)
     assert told(second).startswith("0: ended at 24")
