@@ -41,6 +41,40 @@ SEEN_BY_CALLBACKS = LAYERS[0] | LAYERS[1] | LAYERS[2] | {"callback", "run", "rep
 # What a module other than a strategy must not name, as a word of its own or as part of a snake_case name.
 HARDWARE = re.compile(r"(?<![a-z])(cuda|mps|xla|tpu|nccl|gloo|world_?size)(?![a-z])", re.IGNORECASE)
 
+# Modules without a test file of their name, or folders of them, and why.
+TESTED_ELSEWHERE = {
+    "_version": "one constant",
+    "run": "data alone; tests/report/test_summary.py prints a TrainOutput",
+    "accelerator": "its modules are tested through the Accelerator",
+    "memory": "its modules are tested through an estimate",
+    "planning": "its modules are tested through the plan that they make",
+    "report": "its modules are tested through the page that they make",
+    "strategies/xla": "tests/xla runs them, in an environment of its own",
+    "tools/self_test": "tests/cli/test_test.py runs it, as the command does",
+    "tools/verify/child": "the start of the processes that tests/tools/verify/test_verification.py compares",
+    "tools/verify/recorder": "records what tests/tools/verify/test_verification.py and test_cause.py compare",
+}
+
+
+def test_each_module_has_a_test_file_of_its_name() -> None:
+    tests, package = Path(__file__).parent, Path(trainer_kit.__file__).parent
+    folders = [package, *trainer_kit.callbacks.__path__]
+    modules = {
+        "/".join(["callbacks"] * (folder != package) + [*path.relative_to(folder).with_suffix("").parts])
+        for folder in map(Path, folders)
+        for path in folder.rglob("*.py")
+        if not path.name.startswith("__")
+    }
+    without = {name for name in modules if not _test_file(tests, name).exists()}
+    exempt = {name: {each for each in without if f"{each}/".startswith(f"{name}/")} for name in TESTED_ELSEWHERE}
+    assert without == set().union(*exempt.values()), "write tests/X/test_Y.py for trainer_kit/X/Y.py"
+    assert all(exempt.values()), "these have their test files now: take them from TESTED_ELSEWHERE"
+
+
+def _test_file(tests: Path, module: str) -> Path:
+    folder, _, name = module.rpartition("/")
+    return tests / folder / f"test_{name.lstrip('_')}.py"
+
 
 def test_the_package_keeps_to_its_layers() -> None:
     found = violations(own_sources())

@@ -16,7 +16,7 @@ import torch
 import trainer_kit
 from trainer_kit.callbacks import JsonLines, read_log
 from trainer_kit.run import Run
-from trainer_kit.utils import run_log as log_module
+from trainer_kit.utils import run_log
 from trainer_kit.utils.run_log import FORMAT
 
 
@@ -170,7 +170,7 @@ def test_one_write_a_line(make_run: Callable[..., Run], monkeypatch: pytest.Monk
         assert buffering == 0
         return Raw(path, mode)
 
-    monkeypatch.setattr(log_module, "open", spy, raising=False)
+    monkeypatch.setattr(run_log, "open", spy, raising=False)
     log(run, callback, 1, 2)
     assert [json.loads(line)["step"] for line in written] == [1, 2]
     assert all(line.endswith(b"}\n") for line in written)
@@ -213,7 +213,7 @@ def test_a_line_that_found_half_its_room_is_taken_back(
         def write(self, line: Any) -> int:
             return super().write(line[:10]) or 0
 
-    monkeypatch.setattr(log_module, "open", lambda path, mode, buffering: Half(path, "a+"), raising=False)
+    monkeypatch.setattr(run_log, "open", lambda path, mode, buffering: Half(path, "a+"), raising=False)
     log(run, callback, 2)
     monkeypatch.undo()
     log(run, callback, 3)

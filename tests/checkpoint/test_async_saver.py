@@ -17,33 +17,15 @@ from typing import Any
 import pytest
 import torch
 from kit.ranks import on_ranks
+from kit.saves import SaveFirst, Watch, names
 from scenarios.task import digest, make_trainer
 
-from trainer_kit import DDP, Callback, Run, SaveError, SingleDevice
+from trainer_kit import DDP, Callback, Run, SaveError
 from trainer_kit.callbacks import read_log
-from trainer_kit.checkpoint import async_saver as saving
-from trainer_kit.checkpoint import find_checkpoints, load_tensors, newest_valid, read_state, verify
-from trainer_kit.strategies.device_info import DeviceInfo
+from trainer_kit.checkpoint import async_saver, load_tensors, newest_valid, read_state
 from trainer_kit.strategies.session import Session
 
 Usage = namedtuple("Usage", "total used free")
-
-
-class Watch(Callback):
-    """Keeps the weights of every step, and at which step which checkpoint was announced."""
-
-    priority = 1000
-
-    def __init__(self) -> None:
-        self.weights: dict[int, dict[str, torch.Tensor]] = {}
-        self.saved: list[tuple[str, int]] = []
-
-    def on_step_end(self, run: Run) -> None:
-        self.weights[run.state.step] = {name: value.clone() for name, value in run.model.state_dict().items()}
-
-    def on_save(self, run: Run, directory: Path) -> None:
-        verify(directory)
-        self.saved.append((directory.name, run.state.step))
 
 
 class Release(Callback):
@@ -60,19 +42,15 @@ class Release(Callback):
             self.event.set()
 
 
-def names(folder: Path) -> list[str]:
-    return [path.name for path in find_checkpoints(folder)]
-
-
 def held_back(monkeypatch: pytest.MonkeyPatch, wait: Callable[[], Any]) -> None:
     """Lets each write of a checkpoint begin with `wait()`."""
-    write = saving.commit_part
+    write = async_saver.commit_part
 
     def patched(*args: Any, **kwargs: Any) -> Any:
         wait()
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(saving, "commit_part", patched)
+    monkeypatch.setattr(async_saver, "commit_part", patched)
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, *numbers: int, error: Exception | None = None) -> list[int]:
@@ -107,7 +85,7 @@ def test_one_save_at_a_time_and_none_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_save: bool
 ) -> None:
     at_work, most = [0], [0]
-    write = saving.commit_part
+    write = async_saver.commit_part
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         at_work[0] += 1
@@ -117,7 +95,7 @@ def test_one_save_at_a_time_and_none_at_the_end(
         at_work[0] -= 1
         return path
 
-    monkeypatch.setattr(saving, "commit_part", counted)
+    monkeypatch.setattr(async_saver, "commit_part", counted)
     watch = Watch()
     make_trainer(tmp_path, watch, save_steps=1, max_steps=6, async_save=async_save, eval_strategy="no").train()
     assert most == [1]
@@ -250,7 +228,7 @@ def test_too_little_space_is_told_at_the_start_with_figures(
     count: int,
 ) -> None:
     sizes: list[int] = []
-    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: Usage(0, 0, sizes[0]))
+    monkeypatch.setattr(async_saver.shutil, "disk_usage", lambda path: Usage(0, 0, sizes[0]))
     for free, warned in ((10**9, False), (1000, True)):
         sizes[:] = [free]
         caplog.clear()
@@ -301,13 +279,6 @@ def test_the_newest_the_best_and_every_third_stay_over_restarts(tmp_path: Path) 
     assert names(tmp_path / "twice") == [f"checkpoint-{step}" for step in (4, 12)]
     judged(tmp_path / "twice").train(resume_from_checkpoint=True)
     assert names(tmp_path / "twice") == names(tmp_path / "straight")
-
-
-class SaveFirst(Callback):
-    """Asks for a checkpoint before the first step."""
-
-    def on_train_begin(self, run: Run) -> None:
-        run.requests.save = True
 
 
 def test_a_checkpoint_written_again_after_a_resume_is_still_the_best(tmp_path: Path) -> None:
@@ -394,21 +365,6 @@ def test_all_processes_hear_of_each_checkpoint_at_the_same_step(tmp_path: Path) 
     assert "the checkpoint of step 8 could not be written" in one
 
 
-def test_the_copy_of_the_state_is_made_in_the_same_memory_again(tmp_path: Path) -> None:
-    places: list[set[int]] = []
-
-    class Look(Callback):
-        def on_save(self, run: Run, directory: Path) -> None:
-            places.append({buffer.data_ptr() for buffer in trainer._loop.checkpoints.saver.copies._places})
-
-    trainer = make_trainer(tmp_path, Look())
-    trainer.train()
-    assert len(places) == 6
-    assert all(each == places[0] for each in places)
-    live = {value.data_ptr() for value in trainer.run.model.state_dict().values()}
-    assert not live & places[0]
-
-
 def test_minutes_between_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
@@ -432,117 +388,6 @@ def test_warnings_of_one_run_count_from_one(tmp_path: Path, caplog: pytest.LogCa
     assert caplog.text.count("could not be written") == 1
     assert "(1 failed so far)" in caplog.text
     assert "there is no other checkpoint" in caplog.text
-
-
-class Slow(SingleDevice):
-    """Copies are under way until they are let go."""
-
-    def __init__(self) -> None:
-        super().__init__("cpu")
-        self.device_info: SlowCopies = SlowCopies(self.device)
-
-
-class SlowCopies(DeviceInfo):
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.go = threading.Event()
-        self.sizes: list[tuple[bool, int]] = []
-
-    def copy_to_host(self, tensors: Any, places: Any, moment: Any = None) -> None:
-        beside = threading.current_thread() is not threading.main_thread()
-        self.sizes.append((beside, sum(tensor.nbytes for tensor in tensors)))
-        if beside:
-            assert self.go.wait(60)
-        super().copy_to_host(tensors, places, moment)
-
-
-class LetGo(Callback):
-    """Lets copies go on a while after the begin of the step after the save."""
-
-    def __init__(self, strategy: Slow) -> None:
-        self.strategy = strategy
-
-    def on_step_begin(self, run: Run) -> None:
-        if run.state.step == 4:
-            threading.Timer(0.3, self.strategy.device_info.go.set).start()
-
-
-def test_what_the_optimizer_keeps_is_copied_during_the_next_forward_and_backward(tmp_path: Path) -> None:
-    states: dict[int, dict[str, torch.Tensor]] = {}
-
-    class State(Callback):
-        def on_step_end(self, run: Run) -> None:
-            assert run.optimizer is not None
-            kept = run.optimizer.state_dict()["state"]
-            states[run.state.step] = {
-                f"state.{number}.{name}": value.clone() for number in kept for name, value in kept[number].items()
-            }
-
-    strategy, watch = Slow(), Watch()
-    trainer = make_trainer(tmp_path, watch, State(), LetGo(strategy), strategy=strategy, save_total_limit=None)
-    trainer.train()
-    for step in (4, 8):
-        saved = load_tensors(tmp_path / f"checkpoint-{step}")
-        assert all(torch.equal(saved[name], value) for name, value in watch.weights[step].items()), step
-        saved = load_tensors(tmp_path / f"checkpoint-{step}" / "state", "optimizer")
-        assert saved.keys() == states[step].keys()
-        assert all(torch.equal(saved[name], value) for name, value in states[step].items()), step
-    beside = [size for is_beside, size in strategy.device_info.sizes if is_beside]
-    assert beside == [sum(value.nbytes for value in states[4].values())] * 6
-    assert trainer.run.ledger.seconds()["saving"] > 0.2  # it did wait before the optimizer's step
-
-
-class Renormed(torch.nn.Module):
-    """Its forward pass writes to a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(3, 4, max_norm=0.1)
-        self.head = torch.nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        self.head.bias.data.clamp_(-0.01, 0.01)
-        return {"loss": (self.head(x) - self.embedding(labels)).square().mean()}
-
-
-def test_a_forward_pass_may_write_to_weights(tmp_path: Path) -> None:
-    strategy, watch = Slow(), Watch()
-    trainer = make_trainer(
-        tmp_path, watch, LetGo(strategy), model=Renormed(), strategy=strategy, save_total_limit=None, eval_strategy="no"
-    )
-    trainer.train()
-    assert names(tmp_path) == [f"checkpoint-{step}" for step in range(4, 25, 4)]
-    for step in range(4, 25, 4):
-        saved = load_tensors(tmp_path / f"checkpoint-{step}")
-        assert all(torch.equal(saved[name], value) for name, value in watch.weights[step].items()), step
-
-
-def test_a_copy_of_an_optimizer_that_was_written_to_is_no_checkpoint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Changes(Callback):
-        def on_step_begin(self, run: Run) -> None:
-            if run.state.step == 4:
-                assert run.optimizer is not None
-                for state in run.optimizer.state.values():
-                    state["exp_avg"].mul_(0.5)
-                strategy.device_info.go.set()
-
-    strategy = Slow()
-    make_trainer(tmp_path, Changes(), strategy=strategy, save_total_limit=None).train()
-    assert names(tmp_path) == [f"checkpoint-{step}" for step in (8, 12, 16, 20, 24)]
-    assert "the optimizer's state was written to while it was copied" in caplog.text
-
-
-def test_no_memory_for_the_copy_is_a_failed_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*args: Any) -> Any:
-        raise RuntimeError("can't allocate memory")
-
-    monkeypatch.setattr(DeviceInfo, "host_memory", refuse)
-    with pytest.raises(SaveError, match=r"no host memory for a copy of the state \(.*\); set async_save=False"):
-        make_trainer(tmp_path, max_steps=4).train()
 
 
 def test_a_folder_that_is_gone_when_its_space_is_looked_at(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainer_kit.cli import config as command
+from trainer_kit.cli import config
 from trainer_kit.cli.main import main
 from trainer_kit.launch.config import LaunchConfig
 
@@ -94,7 +94,7 @@ def test_a_wrong_answer_is_asked_again(
 
 def test_a_question_shows_what_an_empty_answer_means(monkeypatch: pytest.MonkeyPatch) -> None:
     questions = answer(monkeypatch, "", "", "", "", "", gpus=2)
-    command.ask()
+    config.ask()
     assert questions == [
         "How many machines [1]: ",
         "Train on the CPU though there are GPUs (yes or no) [no]: ",

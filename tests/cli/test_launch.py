@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 from kit import launched
 from kit.launched import wait_for
+from kit.preloaded import PreloadedPython
 
-from trainer_kit.cli import main as cli
+from trainer_kit.cli import main
 from trainer_kit.cli.launch import read_config
 from trainer_kit.config.environment import Place
 from trainer_kit.launch.config import LaunchConfig
@@ -38,12 +39,12 @@ def no_configuration_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def configured(*words: str) -> LaunchConfig:
     """What a command line asks for."""
-    return read_config(cli._parser().parse_args(["launch", *words, "train.py"]))
+    return read_config(main._parser().parse_args(["launch", *words, "train.py"]))
 
 
 def launch(*words: str) -> int:
     """The exit code of the command in this process."""
-    return cli.main(["launch", *words])
+    return main.main(["launch", *words])
 
 
 # Options
@@ -309,12 +310,15 @@ def test_sigterm_to_the_launcher_ten_times(tmp_path: Path) -> None:
     for number in range(10):
         for path in tmp_path.glob("*-*"):
             path.unlink()
-        words = [*LAUNCH, "--cpu", "--num-processes", "2", "--log-dir", str(tmp_path / "logs"), *LEAVE, str(tmp_path)]
-        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        words = ["--cpu", "--num-processes", "2", "--log-dir", str(tmp_path / "logs"), *LEAVE, str(tmp_path)]
+        process = PreloadedPython([*LAUNCH[1:], *words], tmp_path / f"out{number}", tmp_path / f"err{number}")
+        try:
             wait_for(tmp_path / "ready-0", tmp_path / "ready-1")
             time.sleep(0.03 * number)
             process.send_signal(signal.SIGTERM)
             _, error = process.communicate(timeout=60)
+        finally:
+            process.kill()
         assert process.returncode == 143
         assert error == ""
         assert [(tmp_path / f"signals-{rank}").read_text() for rank in range(2)] == ["SIGTERM\n"] * 2

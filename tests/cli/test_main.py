@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import trainer_kit
-from trainer_kit.cli import main as cli
+from trainer_kit.cli import main
 
 
 class Failing:
@@ -28,14 +28,14 @@ class Failing:
 def ended(words: list[str]) -> int | str | None:
     """The code with which the command line `words` leaves the process."""
     with pytest.raises(SystemExit) as left:
-        cli.main(words)
+        main.main(words)
     return left.value.code
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended(["--help"]) == 0
     shown = capsys.readouterr().out
-    for name, command in cli.COMMANDS.items():
+    for name, command in main.COMMANDS.items():
         assert name in shown
         assert (command.__doc__ or "").partition("\n")[0].split()[0] in shown
 
@@ -76,15 +76,15 @@ def test_an_error_of_a_command_is_a_sentence(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setitem(cli.COMMANDS, "fail", Failing(error))
-    assert cli.main(["fail"]) == code
+    monkeypatch.setitem(main.COMMANDS, "fail", Failing(error))
+    assert main.main(["fail"]) == code
     assert capsys.readouterr().err == sentence
 
 
 def test_an_error_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cli.COMMANDS, "fail", Failing(AssertionError("a bug")))
+    monkeypatch.setitem(main.COMMANDS, "fail", Failing(AssertionError("a bug")))
     with pytest.raises(AssertionError, match="a bug"):
-        cli.main(["fail"])
+        main.main(["fail"])
 
 
 @pytest.mark.slow

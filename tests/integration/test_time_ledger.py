@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from trainer_kit import Callback, CallbackError, Run, Trainer, TrainingArguments
 from trainer_kit.callbacks import read_log
-from trainer_kit.checkpoint import async_saver as saving
+from trainer_kit.checkpoint import async_saver
 
 NAP = 0.02
 
@@ -69,13 +69,13 @@ class Slow(Callback):
 
 @pytest.fixture(autouse=True)
 def _slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    write: Callable[..., Any] = saving.commit_part
+    write: Callable[..., Any] = async_saver.commit_part
 
     def slowly(*args: Any, **kwargs: Any) -> Any:
         time.sleep(5 * NAP)
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(saving, "commit_part", slowly)
+    monkeypatch.setattr(async_saver, "commit_part", slowly)
 
 
 def arguments(folder: Path) -> TrainingArguments:

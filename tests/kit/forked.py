@@ -10,11 +10,19 @@ from pathlib import Path
 
 from trainer_kit.tools.verify.child import main
 from trainer_kit.tools.verify.recorder import RecordedStart
-from trainer_kit.tools.verify.verification import Verification
+from trainer_kit.tools.verify.verification import Result, Verification
 
 # For all tests, since there is one server. Python before 3.13 looks for them without what pytest adds to sys.path, and
 # says nothing where it finds none: no module of the tests can be among them.
-_IMPORTED = ["torch._dynamo", "trainer_kit.strategies.watchdog.heartbeat", "trainer_kit.tools.verify.child"]
+_IMPORTED = [
+    "torch._dynamo", "trainer_kit.strategies.watchdog.heartbeat", "trainer_kit.tools.verify.child",
+    "trainer_kit.trainer", "trainer_kit.accelerator", "trainer_kit.callbacks", "trainer_kit.strategies.multinode",
+    "trainer_kit.cli.launch", "trainer_kit.launch.processes", "trainer_kit.launch.script",
+    "trainer_kit.callbacks.tensorboard", "trainer_kit.callbacks.event_file", "trainer_kit.report.page",
+    "trainer_kit.callbacks.checkpointing", "trainer_kit.callbacks.console", "trainer_kit.callbacks.preemption",
+    "torch.utils.tensorboard.summary", "tensorboard.summary.writer.record_writer",
+]  # fmt: skip
+_TASK = Path(__file__).parents[1] / "tools" / "task.py"
 
 
 def fork_server() -> ForkServerContext:
@@ -37,6 +45,11 @@ class ForkedVerification(Verification):
             process.join()
         assert process.exitcode is not None
         return process.exitcode
+
+
+def verified(way: str, seed: int = 1, steps: int = 6) -> Result:
+    """Verifies the script `tools/task.py` in this working directory."""
+    return ForkedVerification([str(_TASK), way], steps, seed, processes=1, timeout=60, say=lambda sentence: None).run()
 
 
 def _run(start: str, words: list[str], log: str) -> None:

@@ -21,8 +21,7 @@ from kit.ranks import free_port
 
 from trainer_kit.config import environment
 from trainer_kit.errors import ProcessesLeft, ProcessFailed
-from trainer_kit.launch import config
-from trainer_kit.launch import notebook_state as kernel
+from trainer_kit.launch import config, notebook_state
 from trainer_kit.launch.notebook import notebook_launcher
 
 SETTINGS = ("TRAINER_KIT_MIXED_PRECISION", "RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
@@ -250,8 +249,8 @@ def test_a_child_process_that_cannot_compute(
     child: Callable[..., None], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRAINER_KIT_DEBUG", "1")
-    monkeypatch.setattr(kernel, "_try_devices", child)
-    monkeypatch.setattr(kernel, "_TRIAL_SECONDS", 0.5)
+    monkeypatch.setattr(notebook_state, "_try_devices", child)
+    monkeypatch.setattr(notebook_state, "_TRIAL_SECONDS", 0.5)
     with pytest.raises(RuntimeError, match=rf"a child process \(fork\) cannot compute here: {words}"):
         notebook_launcher(_nothing, num_processes=2)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_kit.launch import notebook_state as kernel
+from trainer_kit.launch import notebook_state
 
 
 class OnGPU(torch.Tensor):
@@ -22,7 +22,7 @@ class OnGPU(torch.Tensor):
 
 def notebook(monkeypatch: pytest.MonkeyPatch, cells: list[str], **names: Any) -> None:
     shell = SimpleNamespace(user_ns={"In": ["", *cells], **names})
-    monkeypatch.setattr(kernel, "_shell", lambda: shell)
+    monkeypatch.setattr(notebook_state, "_shell", lambda: shell)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch, cells: list[str], **names: Any) ->
 def test_the_line_that_uses_cuda(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = ["import torch", f"%matplotlib inline\ny = 1\n{line}\nz = 2", "w = v.cuda()"]
     notebook(monkeypatch, cells, device=torch.device("cuda", 0))
-    assert kernel.user_of("cuda") == f"cell [2]: `{line}`"
+    assert notebook_state.user_of("cuda") == f"cell [2]: `{line}`"
 
 
 @pytest.mark.parametrize(
@@ -62,27 +62,27 @@ def test_the_line_that_uses_cuda(line: str, monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_what_does_not_use_cuda(cell: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "_TOUCH_AT_IMPORT", ())
+    monkeypatch.setattr(notebook_state, "_TOUCH_AT_IMPORT", ())
     notebook(monkeypatch, [cell], device="cpu")
-    assert kernel.user_of("cuda") == "no cell shows by what"
+    assert notebook_state.user_of("cuda") == "no cell shows by what"
 
 
 def test_a_long_line_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     notebook(monkeypatch, [f"model = make({'1, ' * 60}2).cuda()"])
-    assert len(kernel.user_of("cuda")) < 100
+    assert len(notebook_state.user_of("cuda")) < 100
 
 
 def test_what_lies_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(1, 1)
     model.weight = torch.nn.Parameter(torch.ones(1, 1).as_subclass(OnGPU), requires_grad=False)
     notebook(monkeypatch, [], model=model, x=torch.ones(1).as_subclass(OnGPU), y=torch.ones(1), _hidden=model)
-    assert kernel.user_of("cuda") == "on the GPU: model and x"
+    assert notebook_state.user_of("cuda") == "on the GPU: model and x"
 
 
 def test_an_import_may_be_it(monkeypatch: pytest.MonkeyPatch) -> None:
     notebook(monkeypatch, ["import torch"])
-    monkeypatch.setattr(kernel, "_TOUCH_AT_IMPORT", ("no_such_package", "ctypes", "torch"))
-    assert kernel.user_of("cuda") == "perhaps by importing ctypes or torch"
+    monkeypatch.setattr(notebook_state, "_TOUCH_AT_IMPORT", ("no_such_package", "ctypes", "torch"))
+    assert notebook_state.user_of("cuda") == "perhaps by importing ctypes or torch"
 
 
 @pytest.mark.parametrize(("answer", "in_use"), [(0, True), (3, False), (100, True)])
@@ -94,7 +94,7 @@ def test_the_driver_is_asked(answer: int, in_use: bool, monkeypatch: pytest.Monk
         return SimpleNamespace(cuDeviceGetCount=lambda _: answer)
 
     monkeypatch.setattr(ctypes, "CDLL", driver)
-    assert kernel.cuda_in_use() is in_use
+    assert notebook_state.cuda_in_use() is in_use
     assert asked == ["libcuda.so.1"]
 
 
@@ -103,7 +103,7 @@ def test_no_driver_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert not kernel.cuda_in_use()
+    assert not notebook_state.cuda_in_use()
 
 
 # XLA
@@ -144,20 +144,20 @@ def test_the_line_that_uses_xla(line: str, torch_xla: SimpleNamespace, monkeypat
     }
     cells = ["import torch_xla\nxr.use_spmd()\nmodel.cuda()\nprint(xr.is_spmd())", line]
     notebook(monkeypatch, cells, **names)
-    assert kernel.user_of("xla") == f"cell [2]: `{line}`"
+    assert notebook_state.user_of("xla") == f"cell [2]: `{line}`"
 
 
 def test_a_runtime_that_runs_is_found(torch_xla: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel.check_xla_is_free()
+    notebook_state.check_xla_is_free()
     torch_xla.running = True
     notebook(monkeypatch, ["import torch_xla", "n = torch_xla.device_count()"], torch_xla=torch_xla.module)
     sentence = (
         r"XLA is already in use in this kernel \(cell \[2\]: `n = .*`\), and .*; restart the kernel, make the model on"
     )
     with pytest.raises(RuntimeError, match=sentence):
-        kernel.check_xla_is_free()
+        notebook_state.check_xla_is_free()
     monkeypatch.delitem(sys.modules, "torch_xla")
-    kernel.check_xla_is_free()
+    notebook_state.check_xla_is_free()
 
 
 @pytest.mark.usefixtures("torch_xla")
@@ -175,10 +175,10 @@ def test_a_copy_tries_xla(trouble: str, sentence: str | None, monkeypatch: pytes
         return trouble
 
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
-    monkeypatch.setattr(kernel, "_trouble_of_child", tried)
+    monkeypatch.setattr(notebook_state, "_trouble_of_child", tried)
     monkeypatch.setattr("sys.platform", "linux")
-    monkeypatch.setattr(kernel, "cuda_in_use", lambda: True)  # which does not matter
-    found = kernel.obstacle_to_fork(by_xla=True)
+    monkeypatch.setattr(notebook_state, "cuda_in_use", lambda: True)  # which does not matter
+    found = notebook_state.obstacle_to_fork(by_xla=True)
     assert found is None if sentence is None else re.fullmatch(rf".*{sentence}.*", str(found))
     assert os.environ["PJRT_DEVICE"] == "TPU"
 
@@ -188,21 +188,21 @@ def test_torch_xla_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ImportError, match=r"XLA needs torch_xla .* of the same version as torch, .*pip install 'torch~=2.9.0'"
     ):
-        kernel.obstacle_to_fork(by_xla=True)
+        notebook_state.obstacle_to_fork(by_xla=True)
 
 
 def test_fork_only_where_it_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "cuda_in_use", lambda: False)
+    monkeypatch.setattr(notebook_state, "cuda_in_use", lambda: False)
     monkeypatch.setattr("sys.platform", "linux")
-    assert kernel.obstacle_to_fork() is None
+    assert notebook_state.obstacle_to_fork() is None
     monkeypatch.setattr("sys.platform", "darwin")
-    assert "darwin" in str(kernel.obstacle_to_fork())
+    assert "darwin" in str(notebook_state.obstacle_to_fork())
 
 
 def test_cells_have_their_names_in_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
     text = 'File "/cells/12.py", line 3, in f\n  File "/elsewhere.py", line 4'
-    assert kernel.readable(text) == text
+    assert notebook_state.readable(text) == text
     names = {"/cells/12.py": ("Cell", "In[3]")}
     shell = SimpleNamespace(compile=SimpleNamespace(format_code_name=names.get))
-    monkeypatch.setattr(kernel, "_shell", lambda: shell)
-    assert kernel.readable(text) == 'Cell In[3], line 3, in f\n  File "/elsewhere.py", line 4'
+    monkeypatch.setattr(notebook_state, "_shell", lambda: shell)
+    assert notebook_state.readable(text) == 'Cell In[3], line 3, in f\n  File "/elsewhere.py", line 4'

@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import random
 import re
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -19,31 +16,14 @@ from typing import Any
 
 import pytest
 from kit import launched
+from kit.launching import run
 
 from trainer_kit.errors import ProcessesLeft, ProcessFailed
 from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.processes import PREFIX, Logs, planned, run_processes, variables
+from trainer_kit.launch.processes import planned, run_processes, variables
 
 RUNNER = ("-m", "trainer_kit.launch.script")
 SCRIPT = launched.__file__
-
-
-def run(function: Callable[..., Any] | str, *args: Any, count: int = 2, **options: Any) -> dict[int, Any]:
-    """Runs a function in forked processes, or a command, with what is said left out."""
-    logs, method = options.pop("logs", None), options.pop("start_method", "fork")
-    say = options.pop("say", lambda sentence: None)
-    config = LaunchConfig(num_processes=count, cpu=True, monitor_interval=0.05, **options)
-    return run_processes(config, function, args, start_method=method, logs=logs, say=say)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
-def test_a_function_gets_its_place_and_its_values_come_back(start_method: str) -> None:
-    value = {"a": [1.5, None]}
-    values = run(launched.place, value, "$$a ${local_rank}", start_method=start_method, mixed_precision="bf16")
-    assert values == {
-        rank: (str(rank), str(rank), "2", "bf16", "1", value, "$$a ${local_rank}") for rank in range(2)
-    }  # fmt: skip
 
 
 def test_a_command_gets_its_arguments_as_they_are(tmp_path: Path) -> None:
@@ -56,12 +36,6 @@ def test_a_command_gets_its_arguments_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.distributed
 def test_one_process_goes_the_same_way() -> None:
     assert run(launched.place, count=1) == {0: ("0", "0", "1", "no", "1")}
-
-
-@pytest.mark.distributed
-def test_a_function_has_a_session_of_its_own() -> None:
-    """Otherwise Ctrl-C in a terminal would reach it twice."""
-    assert len({os.getsid(0), *run(os.getsid, 0).values()}) == 3
 
 
 @pytest.mark.distributed
@@ -152,12 +126,6 @@ def test_leaving_with_0_is_no_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_a_value_that_cannot_be_sent_back() -> None:
-    with pytest.raises(ProcessFailed, match="TypeError: the value that unpicklable returned cannot be sent back"):
-        run(launched.unpicklable)
-
-
-@pytest.mark.distributed
 def test_ranks_that_do_not_listen_are_killed(tmp_path: Path) -> None:
     code = (
         "import os, pathlib, signal, sys, time\n"
@@ -177,47 +145,6 @@ def test_ranks_that_do_not_listen_are_killed(tmp_path: Path) -> None:
 
 
 # Output
-
-
-@pytest.mark.distributed
-def test_the_first_rank_has_the_terminal_and_others_have_files(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    said: list[str] = []
-    code = "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
-    run(sys.executable, "-c", code, logs=Logs(tmp_path), say=said.append, count=3)
-    assert tuple(capfd.readouterr()) == ("out 0\n", "err 0\n")
-    files = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert files == {f"rank-{rank}.{end[:3]}": f"{end} {rank}\n" for rank in (1, 2) for end in ("out", "err")}
-    assert said == [f"the output of ranks 1, 2 is in {tmp_path}"]
-
-
-@pytest.mark.distributed
-def test_with_a_prefix_all_are_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
-    run(sys.executable, "-c", code, logs=Logs(tmp_path, prefix=PREFIX))
-    out, err = capsys.readouterr()
-    assert sorted(out.splitlines()) == ["[rank 0] out 0", "[rank 1] out 1"]
-    assert sorted(err.splitlines()) == ["[rank 0] err 0", "[rank 1] err 1"]
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    (tmp_path / "tmp").mkdir()
-    run(sys.executable, "-c", code, logs=Logs(prefix="${role_name} ${local_rank}: "))
-    assert sorted(capsys.readouterr().out.splitlines()) == ["trainer_kit 0: out 0", "trainer_kit 1: out 1"]
-    assert list((tmp_path / "tmp").iterdir()) == []  # all was shown
-
-
-@pytest.mark.distributed
-def test_a_temporary_folder_stays_only_with_something_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    run(launched.place)
-    assert list(tmp_path.iterdir()) == []
-    said: list[str] = []
-    run(print, "hello", say=said.append)
-    (folder,) = tmp_path.iterdir()
-    assert said == [f"the output of rank 1 is in {folder}"]
-    assert (folder / "rank-1.out").read_text() == "hello\n"
 
 
 # Restarts
@@ -282,32 +209,6 @@ def test_a_run_that_gets_on_has_more(tmp_path: Path) -> None:
         "restart 2, more than max_restarts=1, since there is a newer checkpoint, from the checkpoint of step 20",
         "restart 3, more than max_restarts=1, since there is a newer checkpoint, from the checkpoint of step 30",
     ]
-
-
-@pytest.mark.distributed
-def test_each_start_has_files_of_its_own(tmp_path: Path) -> None:
-    run(launched.try_again, str(tmp_path), [1, 2], max_restarts=1, logs=Logs(tmp_path / "logs"))
-    assert (tmp_path / "logs" / "rank-1.out").read_text() == "start 0\n"
-    assert (tmp_path / "logs" / "restart-1" / "rank-1.out").read_text() == "start 1\n"
-
-
-@pytest.mark.scenario
-@pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_a_restart_meets_anew(backend: Any, tmp_path: Path) -> None:
-    """The second process group must not find the addresses of the first."""
-    code = (
-        "import os, sys, time, torch, torch.distributed as dist\n"
-        "is_first = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"
-        "time.sleep(0 if is_first else int(os.environ['RANK']))  # rank 0 looks before rank 1 has come\n"
-        "dist.init_process_group('gloo')\n"
-        "dist.all_reduce(torch.ones(1))\n"
-        "if is_first:\n"
-        "    sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(120)\n"
-        "os._exit(0)  # torch 2.6 may hang in destroy_process_group()\n"
-    )
-    script = tmp_path / "train.py"
-    script.write_text(code)
-    assert run(sys.executable, *RUNNER, str(script), max_restarts=1, rdzv_backend=backend) == {0: None, 1: None}
 
 
 # Signals
@@ -432,85 +333,6 @@ def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         run_processes(LaunchConfig(num_processes=3), launched.place)
 
 
-@pytest.mark.distributed
-def test_a_master_that_nobody_answers() -> None:
-    config = LaunchConfig(num_nodes=2, node_rank=1, master_port=free_port(), start_timeout=0.5, cpu=True)
-    with pytest.raises(TimeoutError, match=r"machine 0 at 127.0.0.1:\d+ \(node_rank=0\) did not answer within 0.5 s"):
-        run_processes(config, launched.place)
-
-
-@pytest.mark.distributed
-def test_the_user_hears_who_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_kit.launch.rendezvous._PATIENCE_SECONDS", 0.2)
-    said: list[str] = []
-    config = LaunchConfig(num_nodes=2, master_port=free_port(), start_timeout=0.5, cpu=True)
-    with pytest.raises(TimeoutError, match=r"machine 1 of 2 \(node_rank=1\) did not answer"):
-        run_processes(config, launched.place, say=said.append)
-    assert said == ["waiting for machine 1 of 2 (node_rank=1), up to 0.5 s"]
-
-
-def test_a_master_address_that_leads_elsewhere() -> None:
-    config = LaunchConfig(num_nodes=2, master_addr="nowhere.invalid", master_port=free_port(), cpu=True)
-    with pytest.raises(OSError, match=r"master_addr='nowhere\.invalid' does not lead to this machine"):
-        run_processes(config, launched.place)
-
-
-@pytest.mark.distributed
-def test_what_answers_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_kit.launch.rendezvous._CONNECT_SECONDS", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        config = LaunchConfig(num_nodes=2, node_rank=1, master_port=server.getsockname()[1], cpu=True)
-        with pytest.raises(TimeoutError, match="is not the launcher of machine 0"):
-            run_processes(config, launched.place)
-
-
-def test_a_port_in_use() -> None:
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-        with pytest.raises(OSError, match=f"master_port={port} is in use on this machine"):
-            run(launched.place, master_port=port)
-
-
-@pytest.mark.distributed
-def test_a_signal_while_waiting_for_machines() -> None:
-    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
-    with pytest.raises(ProcessesLeft) as caught:
-        run_processes(LaunchConfig(num_nodes=2, master_port=free_port(), cpu=True), launched.place)
-    assert caught.value.exit_code == 143
-
-
-@pytest.mark.scenario
-@pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_two_launchers_restart_together_and_end_together(backend: str) -> None:
-    """Two "machines" of one process each: the failure of the second ends both, and both say whose it was."""
-    options = f"num_processes=2, num_nodes=2, master_port={free_port()}, max_restarts=2, rdzv_backend={backend!r}"
-    code = (
-        "import sys\nfrom kit import launched\n"
-        "from trainer_kit.launch.config import LaunchConfig\n"
-        "from trainer_kit.launch.processes import run_processes\n"
-        f"words = [sys.executable, [*{RUNNER}, launched.__file__, 'machine']]\n"
-        f"run_processes(LaunchConfig(node_rank=int(sys.argv[1]), {options}), *words, say=print)"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    machines = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(number)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for number in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [machine.communicate(timeout=120)[0] for machine in machines]
-    finally:
-        for machine in machines:
-            machine.kill()
-            machine.communicate()
-    for output in outputs:
-        assert "restart" in output, output
-        assert "ValueError: failure 1" in output, output
-        assert output.count("ValueError: failure 0") == 1, output
-
-
 # What would be started
 
 
@@ -520,11 +342,6 @@ def test_planned_lists_each_rank() -> None:
     assert first.startswith("RANK=2 LOCAL_RANK=0 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 MASTER_ADDR=host MASTER_PORT=29500 ")
     assert second.startswith("RANK=3 LOCAL_RANK=1 ")
     assert first.endswith(" python train.py 'a b'")
-
-
-def free_port() -> int:
-    """A port that nobody uses."""
-    return random.randint(20000, 32000)
 
 
 def is_alive(pid: str) -> bool:

@@ -10,133 +10,26 @@ from typing import Any
 
 import pytest
 import torch
+from kit.hungry import (
+    ASKED,
+    GIVEN,
+    Hungry,
+    Stateful,
+    Stream,
+    Tighten,
+    are_equal,
+    make,
+    samples,
+    trained,
+)
 from kit.ranks import on_ranks
 from scenarios.task import StopAt
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import get_worker_info
 
-from trainer_kit import Callback, Run, Strategy, Trainer, TrainingArguments
+from trainer_kit import Callback, Run, Strategy
 from trainer_kit.loop.batch_size_finder import BatchSizeFinder
-from trainer_kit.profiling.time_ledger import HostClock
 from trainer_kit.strategies.ddp import DDP
 from trainer_kit.strategies.device_info import DeviceInfo
-
-ASKED = {"per_device_train_batch_size": 16, "auto_find_batch_size": True}
-GIVEN = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
-
-
-class Hungry(torch.nn.Module):
-    """Runs out of memory with more samples than `room`, in the forward or the backward pass."""
-
-    def __init__(self, room: int, when: str = "forward") -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.room = room
-        self.when = when
-        self.refused = 0
-        self.layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.2))
-        self.head = torch.nn.Linear(4, 1)
-        self.register_buffer("mean", torch.zeros(3))
-        self.register_buffer("mask", torch.ones(1, 3).expand(2, 3), persistent=False)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        self.mean = 0.9 * self.mean + 0.1 * (x.detach() * self.mask[0]).mean(0)  # another tensor each time
-        hidden = self.layers(x) if self.room else x.new_zeros(len(x), 4)  # a batch norm wants two samples
-        if self.training and len(x) > self.room and type(x) is torch.Tensor:  # not while it is estimated
-            if self.when == "forward":
-                self.refuse()
-            hidden.register_hook(self.refuse)
-        return {"loss": (self.head(hidden)[:, 0] - labels).square().mean()}
-
-    def refuse(self, _: Any = None) -> None:
-        self.refused += 1
-        raise torch.OutOfMemoryError("out of memory")
-
-
-def samples() -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [{"x": torch.randn(3, generator=generator), "labels": torch.tensor(1.0)} for _ in range(48)]
-
-
-class Stream(IterableDataset[Any]):
-    """An iterable dataset without a state."""
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from samples()
-
-
-class Stateful(Stream):
-    """One that goes on where it stands."""
-
-    def __init__(self) -> None:
-        self.place = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        rows = samples()
-        while self.place < len(rows):
-            self.place += 1
-            yield rows[self.place - 1]
-        self.place = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place = state["place"]
-
-
-class Tighten(Callback):
-    """Takes room away after a step."""
-
-    def __init__(self, step: int, room: int) -> None:
-        self.step, self.room = step, room
-
-    def on_step_end(self, run: Run) -> None:
-        if run.state.step == self.step:
-            run.model.room = self.room
-
-
-def make(
-    folder: Path, room: int, *callbacks: Callback, when: str = "forward", data: Any = None, strategy: Any = None,
-    model: torch.nn.Module | None = None, **arguments: Any,
-) -> Trainer:  # fmt: skip
-    args = TrainingArguments(
-        str(folder), learning_rate=0.1, report_to="none", disable_tqdm=True, use_cpu=True,
-        **{"num_train_epochs": 1, **arguments},
-    )  # fmt: skip
-    dataset = samples() if data is None else data
-    return Trainer(model or Hungry(room, when), args, dataset, callbacks=callbacks, strategy=strategy or Strategy())
-
-
-class OwnTime(Strategy):
-    """Its clock goes on where a test says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        self.device_info = OwnTimeInfo(self)
-
-
-class OwnTimeInfo(DeviceInfo):
-    def __init__(self, strategy: OwnTime) -> None:
-        super().__init__(strategy.device)
-        self.strategy = strategy
-
-    def clock(self) -> Any:
-        clock = HostClock()
-        clock.mark = lambda: self.strategy.now  # type: ignore[method-assign]
-        return clock
-
-
-def trained(folder: Path, room: int, *callbacks: Callback, **options: Any) -> Trainer:
-    trainer = make(folder, room, *callbacks, **options)
-    trainer.train()
-    return trainer
-
-
-def are_equal(one: Trainer, other: Trainer) -> bool:
-    first, second = one.run.model.state_dict(), other.run.model.state_dict()
-    assert one.run.state.step == other.run.state.step
-    return all(torch.equal(first[name], second[name]) for name in second)
 
 
 @pytest.mark.slow
@@ -150,25 +43,6 @@ def test_the_bits_are_those_of_the_layout_that_is_found(tmp_path: Path, when: st
     assert found.run.state.step == 5
     assert found.run.model.refused == 2
     assert are_equal(found, given)
-
-
-@pytest.mark.slow
-def test_buffers_are_those_of_the_steps_beginning(tmp_path: Path) -> None:
-    """Also after steps that fitted, in which torch does not count what a batch norm changes."""
-    found = trained(tmp_path / "found", 16, Tighten(2, 8), max_steps=3, **ASKED)
-    trained(tmp_path / "resumed", 16, StopAt(2), max_steps=3, **ASKED)
-    resumed = make(tmp_path / "resumed", 8, max_steps=3, **ASKED)
-    resumed.train(resume_from_checkpoint=True)
-    assert found.run.model.refused == resumed.run.model.refused == 1
-    assert are_equal(found, resumed)
-
-
-@pytest.mark.slow
-def test_a_step_in_the_middle_begins_anew(tmp_path: Path) -> None:
-    """What was done stays: two steps with 16 samples at once, all others with 4."""
-    arguments = {**ASKED, "num_train_epochs": 2, "gradient_accumulation_steps": 1}
-    trainer = trained(tmp_path, 16, Tighten(2, 4), **arguments)
-    assert (trainer.run.state.step, trainer.run.state.samples, trainer.run.state.micro_batch) == (6, 96, 4)
 
 
 class Shared(Stream):
@@ -425,77 +299,3 @@ def test_an_evaluation_of_which_not_one_sample_fits_is_an_error(tmp_path: Path) 
     trainer = make(tmp_path, 0, model=HungryLater(0), **ASKED)
     with pytest.raises(MemoryError, match="not even one sample at a time fits into the devices' memory in an evaluat"):
         trainer.evaluate(samples())
-
-
-class Tray(DDP):
-    """A device that has no room to take more than 4 samples to, on rank 1."""
-
-    def to_device(self, batch: Any) -> Any:
-        if self.rank == 1 and len(batch["x"]) > 4:
-            raise torch.OutOfMemoryError("no room")
-        return super().to_device(batch)
-
-    def prepare_loader(self, micro_batches: Iterator[Any]) -> Iterator[Any]:
-        for micro in micro_batches:
-            micro.batch = self.to_device(micro.batch)
-            yield micro
-
-
-class Sender(Tray):
-    """The same, where batches are brought to the device in the step."""
-
-    prepare_loader = DDP.prepare_loader
-
-
-def carried_on_two(folder: str, strategy: type[DDP]) -> tuple[int | None, int]:
-    trainer = trained(Path(folder), 100, strategy=strategy(), num_train_epochs=2, **ASKED)
-    return trainer.run.state.micro_batch, trainer.run.state.step
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("strategy", [Tray, Sender])
-def test_a_batch_that_cannot_be_brought_to_the_device_is_cut_too(tmp_path: Path, strategy: type[DDP]) -> None:
-    assert on_ranks(2, carried_on_two, str(tmp_path), strategy) == [(4, 4), (4, 4)]
-
-
-class Bare(Strategy):
-    """A device to which nothing can be brought once a step is done."""
-
-    def prepare_loader(self, micro_batches: Iterator[Any]) -> Iterator[Any]:
-        for micro in micro_batches:
-            if micro.global_batch.start:
-                raise torch.OutOfMemoryError("no room")
-            yield micro
-
-
-@pytest.mark.slow
-def test_what_is_due_is_done_before_an_error_of_the_next_step(tmp_path: Path) -> None:
-    with pytest.raises(MemoryError, match="at step 2"):
-        trained(tmp_path, 16, strategy=Bare(), save_steps=1, **ASKED)
-    assert (tmp_path / "checkpoint-1").is_dir()
-
-
-class Ticking(Hungry):
-    """Takes a second for each forward pass in training, and more memory from one of them on."""
-
-    def __init__(self, strategy: OwnTime, *wanted: Any) -> None:
-        super().__init__(*wanted)
-        self.strategy = strategy
-        self.passes = 0
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        if type(x) is torch.Tensor:
-            self.strategy.now += 1
-            self.passes += 1
-            self.room = 4 if self.passes < 9 else 3
-        return super().forward(x, labels)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("when", ["forward", "backward"])
-def test_what_a_step_that_begins_anew_took_is_lost(tmp_path: Path, when: str) -> None:
-    strategy = OwnTime()
-    trainer = trained(tmp_path, 0, model=Ticking(strategy, 4, when), strategy=strategy, **ASKED)
-    seconds = trainer.run.ledger.seconds()
-    # 16 and 8 samples do not fit, then 4 parts do; in the second step the third does not, and the two before are lost.
-    assert (seconds["forward"], seconds["lost"]) == (4 + 6 + 6, 1 + 1 + 3)

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from kit.far_info import FarInfo
 from kit.sync_debug import SyncDebug
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from trainer_kit import Callback, Run, SingleDevice, Trainer, TrainingArguments
-from trainer_kit.strategies.device_info import DeviceInfo
 
 aten = torch.ops.aten
 WAITING = {
@@ -125,14 +125,6 @@ class WindowEnd(Callback):
         if run.state.step > 1:
             self.window.waits.__exit__(None, None, None)
             self.window.steps += 1
-
-
-class FarInfo(DeviceInfo):
-    """A CPU on which reading counts as waiting."""
-
-    @property
-    def reads_without_sync(self) -> bool:
-        return False
 
 
 class LikeAnAccelerator(SingleDevice):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer_kit.profiling import peak_flops as peaks
+from trainer_kit.profiling import peak_flops
 from trainer_kit.profiling.peak_flops import computing_dtype, listed_peak, measured_peak, peak_of
 
 
@@ -59,7 +59,7 @@ def test_a_dtype_that_a_device_does_not_compute_in() -> None:
 
 
 def test_figures_grow_from_fp32_to_16_bits_and_have_a_source() -> None:
-    for name, (*figures, source) in peaks._TABLE.items():
+    for name, (*figures, source) in peak_flops._TABLE.items():
         known = [figure for figure in figures if figure is not None]
         assert known == sorted(known), name
         assert isinstance(source, str), name
@@ -123,7 +123,7 @@ def test_the_peak_of_a_busy_machine_is_not_that_of_its_smallest_matrices(
             nonlocal now
             now += (0.001 if next(products) % 3 == 1 else waits) + 2 * sizes[-1] ** 3 / 1e11
 
-    monkeypatch.setattr(peaks, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(peak_flops, "time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(torch, "full", lambda shape, value, dtype: Matrix(shape[0]))
     measured_peak.cache_clear()
     assert measured_peak(torch.float32).flops_per_second > 0.5e11
@@ -169,4 +169,4 @@ def test_a_real_gpu_stays_below_its_peak() -> None:
 def test_the_newer_of_torchs_two_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     for precision, expected in (("tf32", True), ("ieee", False)):
         monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=precision))
-        assert peaks._allows_tf32() is expected
+        assert peak_flops._allows_tf32() is expected

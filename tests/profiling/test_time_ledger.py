@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_kit.profiling import time_ledger as ledger
+from trainer_kit.profiling import time_ledger
 from trainer_kit.profiling.time_ledger import Ledger
 
 
@@ -79,11 +79,11 @@ def test_nobody_waits_for_a_device_that_is_behind(book: Ledger, clock: Clock) ->
 
 
 def test_marks_do_not_pile_up(book: Ledger, clock: Clock) -> None:
-    for _ in range(3 * ledger._UNFOLDED):
+    for _ in range(3 * time_ledger._UNFOLDED):
         book.enter("forward")
         clock.come_to = clock.now = clock.now + 1.0
-    assert len(book._entries) <= ledger._UNFOLDED + 1
-    assert book.seconds()["forward"] == 3 * ledger._UNFOLDED
+    assert len(book._entries) <= time_ledger._UNFOLDED + 1
+    assert book.seconds()["forward"] == 3 * time_ledger._UNFOLDED
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9)), max_size=50), st.integers(0, 3))

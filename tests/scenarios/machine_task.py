@@ -14,7 +14,7 @@ import torch
 from scenarios import task
 
 from trainer_kit import Callback, Run, Trainer, TrainingArguments
-from trainer_kit.strategies import process_group as session
+from trainer_kit.strategies import process_group
 from trainer_kit.strategies.multinode import MultiNode
 
 
@@ -63,7 +63,7 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
-    session.JOIN_SECONDS = options.join
+    process_group.JOIN_SECONDS = options.join
     args = TrainingArguments(
         output_dir=str(options.output_dir), num_train_epochs=2, per_device_train_batch_size=options.batch_size,
         learning_rate=options.learning_rate, logging_steps=1, save_steps=3, save_total_limit=3, use_cpu=True,

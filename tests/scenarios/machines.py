@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from kit.preloaded import PreloadedPython
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 HOSTS = ("machine-a", "machine-b")
 INTERFACE = "cable"
 LIMIT = 200  # seconds for a run
+_NEW_NAMESPACES = 0x04000000 | 0x00020000  # CLONE_NEWUTS and CLONE_NEWNS of linux/sched.h
+_CLONE_NEWNET = 0x40000000
 _AS_A_MACHINE = """
 echo "$0" > /proc/sys/kernel/hostname && mount --bind "$1" "$2" && cd "$2" && shift 2 && exec "$@"
 """
@@ -34,15 +41,17 @@ class Ended(NamedTuple):
 
 
 class Command:
-    """A command that runs on a machine; what it prints goes to files named `name` beside the folder `disk`."""
+    """A command that runs on a machine; what it prints goes to files.
 
-    def __init__(self, words: list[str], disk: Path, name: str, environment: dict[str, str]) -> None:
-        self.name = name
-        self.out, self.err = disk.with_name(f"{name}.out"), disk.with_name(f"{name}.err")
-        with open(self.out, "wb") as out, open(self.err, "wb") as err:  # not pipes, which fill up
-            self.process = subprocess.Popen(
-                words, stdout=out, stderr=err, stdin=subprocess.DEVNULL, cwd=disk, env=os.environ | environment
-            )
+    Args:
+        name: Of the files.
+        start: Starts it; its arguments are the files.
+    """
+
+    def __init__(self, name: Path, start: Callable[[Path, Path], PreloadedPython | subprocess.Popen[bytes]]) -> None:
+        self.name = name.name
+        self.out, self.err = name.with_name(f"{name.name}.out"), name.with_name(f"{name.name}.err")
+        self.process = start(self.out, self.err)
 
     def is_running(self) -> bool:
         return self.process.poll() is None
@@ -104,20 +113,44 @@ class Machines:
     def mend(self) -> None:
         _ip("-n", self.names[1], "link", "set", INTERFACE, "up")
 
-    def start(self, number: int, *words: str | Path, **environment: str) -> Command:
-        """Starts a command of this Python on a machine."""
-        own = ["unshare", "--uts", "--mount", "sh", "-c", _AS_A_MACHINE, HOSTS[number], self.disks[number], self.work]
-        python = [sys.executable, "-W", "error::UserWarning:trainer_kit"]
-        command = [str(word) for word in ("ip", "netns", "exec", self.names[number], *own, *python, *words)]
+    def start(self, number: int, *words: str | Path, preloaded: bool = True, **environment: str) -> Command:
+        """Starts a command of this Python on a machine; a `preloaded` one has imported torch before."""
         settings = {
             "TMPDIR": str(self.work / "tmp"),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(sys.path),
             **environment,
         }
-        name = f"{len(self.commands) + 1}-{HOSTS[number]}"
-        self.commands.append(Command(command, self.disks[number], name, settings))
+        command, env = [*map(str, words)], os.environ | settings
+        machine = (HOSTS[number], str(self.disks[number]), str(self.work))
+
+        def fork(out: Path, err: Path) -> PreloadedPython:
+            return PreloadedPython(command, out, err, env, _enter, (self.names[number], *machine))
+
+        def execute(out: Path, err: Path) -> subprocess.Popen[bytes]:
+            own = ["unshare", "--uts", "--mount", "sh", "-c", _AS_A_MACHINE, *machine]
+            python = [sys.executable, "-W", "error::UserWarning:trainer_kit"]
+            words = ["ip", "netns", "exec", self.names[number], *own, *python, *command]
+            with open(out, "wb") as out_file, open(err, "wb") as err_file:  # not pipes, which fill up
+                return subprocess.Popen(words, stdout=out_file, stderr=err_file, stdin=subprocess.DEVNULL, env=env)
+
+        name = self.disks[number].with_name(f"{len(self.commands) + 1}-{HOSTS[number]}")
+        self.commands.append(Command(name, fork if preloaded else execute))
         return self.commands[-1]
+
+
+def _enter(network: str, host: str, disk: str, work: str) -> None:
+    """Move this process to a machine."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{network}") as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET) or libc.unshare(_NEW_NAMESPACES):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    socket.sethostname(host)
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "--bind", disk, work], check=True)
+    os.chdir(work)
+    tempfile.tempdir = None
+    warnings.filterwarnings("error", category=UserWarning, module=r"trainer_kit\Z")
 
 
 def finish(*commands: Command, within: float = LIMIT) -> list[Ended]:

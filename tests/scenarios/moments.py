@@ -22,8 +22,7 @@ from torch.utils.data import get_worker_info
 
 from trainer_kit import Callback, Run
 from trainer_kit.callbacks import jsonl
-from trainer_kit.checkpoint import async_saver as saving
-from trainer_kit.checkpoint import manager as resume
+from trainer_kit.checkpoint import async_saver, manager
 from trainer_kit.checkpoint.format.manifest import REPLACED_PREFIX, STAGING_PREFIX
 from trainer_kit.checkpoint.staging import HostStaging
 from trainer_kit.loop.train_step import TrainStep
@@ -133,13 +132,15 @@ class Watch(Callback):
     def install(self) -> None:
         """Watches the library of this process from now on."""
         passes = self.passes
-        _before(resume, "read_state", lambda *_, **__: passes("reading a checkpoint"))
-        _before(resume, "load_weights", lambda *_, **__: passes("reading a checkpoint"))
+        _before(manager, "read_state", lambda *_, **__: passes("reading a checkpoint"))
+        _before(manager, "load_weights", lambda *_, **__: passes("reading a checkpoint"))
         _before(TrainStep, "_fetch", lambda *_, **__: passes("fetching"))
-        _before(saving.AsyncSaver, "begin", lambda *_, **__: (self.note(f"begins {self.step}"), passes("a snapshot")))
-        _before(saving.AsyncSaver, "_copies", lambda *_, **__: passes("a snapshot"))
+        _before(
+            async_saver.AsyncSaver, "begin", lambda *_, **__: (self.note(f"begins {self.step}"), passes("a snapshot"))
+        )
+        _before(async_saver.AsyncSaver, "_copies", lambda *_, **__: passes("a snapshot"))
         _before(HostStaging, "complete", lambda *_, **__: passes("copying the rest"))
-        _before(saving, "take_snapshot", lambda *_, **__: passes("a snapshot"))
+        _before(async_saver, "take_snapshot", lambda *_, **__: passes("a snapshot"))
         _before(jsonl, "append_record", self._log_record)
         _Calls(self).install()
 
@@ -197,11 +198,11 @@ class _Calls:
         self.open: dict[int, Path] = {}  # files and folders by their descriptor
 
     def install(self) -> None:
-        self._during(saving, "open_staging", "open")
-        self._during(saving, "commit_part", "write")
-        self._during(saving, "write_part", "part")
-        self._during(saving, "prune", "prune")
-        self._during(resume.CheckpointManager, "_take_folder", "clear")
+        self._during(async_saver, "open_staging", "open")
+        self._during(async_saver, "commit_part", "write")
+        self._during(async_saver, "write_part", "part")
+        self._during(async_saver, "prune", "prune")
+        self._during(manager.CheckpointManager, "_take_folder", "clear")
         for module_call in ("mkdir", "write", "fsync", "rename", "replace", "unlink", "rmdir"):
             _before(os, module_call, getattr(self, f"_{module_call}"), when=self._is_at_work)
         original = os.open

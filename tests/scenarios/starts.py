@@ -15,14 +15,13 @@ from typing import NamedTuple
 import torch
 import torch._dynamo  # optimizers import it, which takes a second
 from kit.ranks import free_port
+from kit.saves import SaveFirst
 from scenarios import task
 from scenarios.moments import Death, Read, ReadStateless, ReadStream, Watch
 
-from trainer_kit import Callback, Run
 from trainer_kit.callbacks import read_log
 from trainer_kit.checkpoint.format import ownership
-from trainer_kit.strategies import ddp
-from trainer_kit.strategies import process_group as session
+from trainer_kit.strategies import ddp, process_group
 
 STEPS, SAVE_STEPS = 50, 4
 ARGUMENTS = {
@@ -65,13 +64,6 @@ class Start(NamedTuple):
         return self.folder / "run"
 
 
-class SaveFirst(Callback):
-    """Asks for a checkpoint at the start."""
-
-    def on_train_begin(self, run: Run) -> None:
-        run.requests.save = True
-
-
 def train(start: Start, rank: int, port: int) -> None:
     """What a process does; it leaves in a file what it ended with."""
     log = os.open(start.file("log", rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -80,7 +72,7 @@ def train(start: Start, rank: int, port: int) -> None:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": start.ranks, "LOCAL_WORLD_SIZE": start.ranks}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    session.JOIN_SECONDS = 30
+    process_group.JOIN_SECONDS = 30
     ownership.PART_BYTES = 256  # so that all ranks write
     torch.set_num_threads(1)
     warnings.simplefilter("error")

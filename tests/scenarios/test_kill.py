@@ -8,10 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
+from kit.preloaded import PreloadedPython
 
 pytestmark = [pytest.mark.scenario, pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")]
 
@@ -19,12 +22,17 @@ TASK = Path(__file__).with_name("task.py")
 LIMIT = 120
 
 
-def start(folder: Path, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(TASK), str(folder), *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+Process: TypeAlias = "PreloadedPython | subprocess.Popen[str]"
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def start(folder: Path, *options: str) -> PreloadedPython:
+    """Starts the task in a process that leads a session."""
+    name = f"{folder.name}-{uuid.uuid4().hex}"
+    out, err = (folder.with_name(f"{name}.{kind}") for kind in ("out", "err"))
+    return PreloadedPython([str(TASK), str(folder), *options], out, err)
+
+
+def finish(process: Process) -> tuple[int | None, str, str]:
     try:
         out, err = process.communicate(timeout=LIMIT)
     finally:
@@ -32,16 +40,16 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+def wait_for(path: Path, process: Process) -> None:
     wait_until(path.exists, str(path), process)
 
 
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+def wait_for_step(folder: Path, step: int, process: Process) -> None:
     """Waits for the mark of this step or a later one: the checkpoint that is gone on from may be newer."""
     wait_until(lambda: any(last_step(mark) >= step for mark in folder.iterdir()), f"step {step}", process)
 
 
-def wait_until(ready: Callable[[], bool], what: str, process: subprocess.Popen[str]) -> None:
+def wait_until(ready: Callable[[], bool], what: str, process: Process) -> None:
     end = time.monotonic() + LIMIT
     while not ready():
         if process.poll() == 0:
@@ -107,10 +115,7 @@ def test_signal_finishes_the_step_saves_and_leaves(
 def test_a_signal_to_the_workers_too_finishes_the_step(tmp_path: Path, expected: str, number: signal.Signals) -> None:
     """As some schedulers do."""
     marked = marks(tmp_path / "marks")
-    command = [sys.executable, str(TASK), str(tmp_path / "run"), "--marks", str(marked), "--workers", "2"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = start(tmp_path / "run", "--marks", str(marked), "--workers", "2")
     wait_for_step(marked, 5, process)
     os.killpg(process.pid, number)
     left, _, err = finish(process)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import torch
+from kit.preloaded import PreloadedPython
 from kit.ranks import free_port, on_ranks, try_on_ranks
 from scenarios import rank_task, task
 
@@ -35,7 +36,7 @@ pytestmark = [
 ]
 
 TASK = Path(rank_task.__file__)
-LAUNCHER = ("-c", "import sys; from trainer_kit.cli.main import main; sys.exit(main())", "launch", "--cpu")
+LAUNCHER = ("-m", "trainer_kit", "launch", "--cpu")
 LIMIT = 100
 EPOCHS, STEPS = 40, 160  # on two ranks
 SAVE_STEPS = 5
@@ -43,16 +44,24 @@ PAUSE = 0.02  # seconds
 
 
 class Job:
-    """A command of this Python with all its processes, which carry a mark by which they are found."""
+    """A command of this Python with all its processes, which carry a mark by which they are found.
 
-    def __init__(self, folder: Path, *words: str | Path, **environment: str) -> None:
+    A `preloaded` one is a process that has imported torch before.
+    """
+
+    def __init__(self, folder: Path, *words: str | Path, preloaded: bool, **environment: str) -> None:
         self.mark = f"TEST_{uuid.uuid4().hex}"
         self.out, self.err = (folder / f"{self.mark}.{kind}" for kind in ("out", "err"))
         settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), self.mark: "", **environment}
+        command, env = [*map(str, words)], os.environ | settings
+        self.process: PreloadedPython | subprocess.Popen[bytes]
+        if preloaded:
+            self.process = PreloadedPython(command, self.out, self.err, env, _open, (folder / self.mark,))
+            return
         with open(self.out, "wb") as out, open(self.err, "wb") as err:  # not pipes, which fill up
             self.process = subprocess.Popen(
-                [sys.executable, *map(str, words)],
-                stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=os.environ | settings, start_new_session=True,
+                [sys.executable, *command],
+                stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=env, start_new_session=True,
             )  # fmt: skip
 
     def wait_until(self, ready: Callable[[], bool], what: str) -> None:
@@ -82,8 +91,8 @@ class Job:
         return [process for process in psutil.process_iter() if self._is_own(process)]
 
     def _is_own(self, process: psutil.Process) -> bool:
-        try:
-            return self.mark in process.environ()
+        try:  # what is forked has the files of the first one, but no environment that others can read
+            return self.mark in process.environ() or any(self.mark in file.path for file in process.open_files())
         except psutil.Error:
             return False
 
@@ -92,6 +101,11 @@ class Job:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
+
+
+def _open(mark: Path) -> None:
+    """Keep a file open, which the processes that are forked from this one have open too."""
+    os.open(mark, os.O_WRONLY | os.O_CREAT)
 
 
 def wait_until(ready: Callable[[], bool], what: str) -> None:
@@ -122,14 +136,14 @@ class Place:
         self.starts += 1
         return [str(self.output_dir), str(self.journal), *map(str, options)]
 
-    def start(self, *words: str | Path, **environment: str) -> Job:
-        self.jobs.append(Job(self.folder, *words, **environment))
+    def start(self, *words: str | Path, preloaded: bool = False, **environment: str) -> Job:
+        self.jobs.append(Job(self.folder, *words, preloaded=preloaded, **environment))
         return self.jobs[-1]
 
-    def launch(self, ranks: int, *options: object, restarts: int = 0) -> Job:
+    def launch(self, ranks: int, *options: object, restarts: int = 0, preloaded: bool = True) -> Job:
         """Starts the script with `trainer-kit launch`."""
         settings = ["--num-processes", str(ranks), "--max-restarts", str(restarts), "--log-dir", self.folder / "logs"]
-        return self.start(*LAUNCHER, *settings, TASK, *self.words(*options))
+        return self.start(*LAUNCHER, *settings, TASK, *self.words(*options), preloaded=preloaded)
 
     def run(self, ranks: int, *options: object) -> list[dict[str, Any]]:
         """The same on processes that stand ready, to the end; what each rank ended with."""
@@ -194,7 +208,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Ending:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_two_runs_of_one_layout_end_with_the_same_bits(tmp_path_factory: Any, place: Place, ranks: int) -> None:
-    code, err = place.launch(ranks, "--epochs", 6).finish()
+    code, err = place.launch(ranks, "--epochs", 6, preloaded=ranks == 3).finish()
     assert code == 0, err
     other = Place(tmp_path_factory.mktemp("other"))
     other.run(ranks, "--epochs", 6)
@@ -304,7 +318,7 @@ def test_sigterm_to_the_launcher_saves_and_ends_all(place: Place, workers: int) 
         last = place.steps(0, "step")[-1]
         assert place.steps(1, "step")[-1] == max(place.checkpoints()) == last
     before = place.checkpoints()
-    job = place.launch(2, *options)
+    job = place.launch(2, *options, preloaded=False)  # to be hit while it imports
     launcher = psutil.Process(job.process.pid)
     job.wait_until(lambda: len(launcher.children()) == 2, "two ranks")
     time.sleep(chance.random() * 3)
@@ -315,7 +329,7 @@ def test_sigterm_to_the_launcher_saves_and_ends_all(place: Place, workers: int) 
 
 
 def test_ctrl_c_saves_and_ends_all(place: Place, straight: Ending) -> None:
-    job = place.launch(2, "--epochs", EPOCHS, "--pause", PAUSE)
+    job = place.launch(2, "--epochs", EPOCHS, "--pause", PAUSE, preloaded=False)
     job.wait_until(lambda: 8 in place.steps(0, "step"), "step 8")
     os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does
     code, err = job.finish()
@@ -378,13 +392,18 @@ def test_a_process_that_waits_for_a_lost_one_finishes_its_checkpoint_first(place
     assert place.checkpoints() == {SAVE_STEPS}
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_frozen_rank_is_found_within_a_minute_by_default(place: Place, rank: int) -> None:
-    job = place.launch(3, "--epochs", EPOCHS, "--trouble", "stop", rank, FAILS_AT)
-    code, err = job.finish()
-    assert code == 1, err
-    assert re.search(rf"LostProcessError: rank {rank} \(.*\) has not answered .* \(it is stopped\)", err), err
-    assert 25 < job.seconds_since(place.events(rank, "trouble")[0]["time"]) < 60
+def test_a_frozen_rank_is_found_within_a_minute_by_default(place: Place, tmp_path: Path) -> None:
+    """Rank 0 of one run and rank 2 of another one at the same time: most of it is waiting."""
+    (tmp_path / "other").mkdir()
+    other = Place(tmp_path / "other")
+    frozen = {0: place, 2: other}
+    other.jobs = place.jobs  # which end with the test
+    jobs = [each.launch(3, "--epochs", EPOCHS, "--trouble", "stop", rank, FAILS_AT) for rank, each in frozen.items()]
+    for job, (rank, each) in zip(jobs, frozen.items(), strict=True):
+        code, err = job.finish()
+        assert code == 1, err
+        assert re.search(rf"LostProcessError: rank {rank} \(.*\) has not answered .* \(it is stopped\)", err), err
+        assert 25 < job.seconds_since(each.events(rank, "trouble")[0]["time"]) < 60
 
 
 # Restarts

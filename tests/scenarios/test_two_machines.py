@@ -21,7 +21,6 @@ pytestmark = [pytest.mark.scenario, pytest.mark.slow, pytest.mark.skipif(PREVENT
 
 TASK = Path(machine_task.__file__)
 PORT = "29517"
-LAUNCHER = "import sys; from trainer_kit.cli.main import main; sys.exit(main())"
 
 
 @pytest.fixture
@@ -37,11 +36,11 @@ def start(machines: Machines, number: int, *options: str | Path, address: str = 
     return machines.start(number, TASK, *options, **environment, MASTER_ADDR=address, MASTER_PORT=PORT)
 
 
-def launch(machines: Machines, number: int, *options: str | Path, restarts: int = 0) -> Command:
+def launch(machines: Machines, number: int, *options: str | Path, restarts: int = 0, preloaded: bool = True) -> Command:
     """The same with `trainer-kit launch`."""
     place = ["--num-nodes", "2", "--num-processes", "2", "--node-rank", str(number), "--master-addr", ADDRESSES[0]]
     place += ["--master-port", PORT, "--max-restarts", str(restarts)]
-    return machines.start(number, "-c", LAUNCHER, "launch", *place, "--cpu", TASK, *options)
+    return machines.start(number, "-m", "trainer_kit", "launch", *place, "--cpu", TASK, *options, preloaded=preloaded)
 
 
 def results(*ended: Ended) -> list[dict[str, Any]]:
@@ -64,9 +63,10 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_two_machines_train_as_one_process(pair: Machines, tmp_path: Path) -> None:
     options = ("run", "--model", "smooth")
-    ended = finish(*(launch(pair, number, *options, "--batch-size", "2") for number in range(2)))
+    options = (*options, "--batch-size")
+    ended = finish(*(launch(pair, number, *options, "2", preloaded=False) for number in range(2)))
     first, second = results(*ended)
-    alone = machine_task.train(machine_task.options([str(tmp_path / "alone"), *options[1:], "--batch-size", "4"]))
+    alone = machine_task.train(machine_task.options([str(tmp_path / "alone"), *options[1:], "4"]))
     assert first["weights"] == second["weights"]
     assert first["weights"] == pytest.approx(alone["weights"], rel=0, abs=1e-12)
     assert first["loss"] == pytest.approx(alone["loss"], rel=0, abs=1e-12)

@@ -1,30 +1,19 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.far_info import FarInfo
 from torch import nn
 from transformers import BatchEncoding
 
 from trainer_kit.strategies.base import Strategy
-from trainer_kit.strategies.device_info import DeviceInfo
-from trainer_kit.strategies.grad_norms import gradient_norms
 from trainer_kit.strategies.precision import Precision
-
-
-class FarInfo(DeviceInfo):
-    """A CPU on which reading counts as waiting."""
-
-    @property
-    def reads_without_sync(self) -> bool:
-        return False
 
 
 def make_strategy(mode: str = "no", reads_freely: bool = True) -> Strategy:
@@ -92,17 +81,6 @@ def test_parameters_without_a_gradient_are_left_out() -> None:
     assert norms is not None
     assert norms.each.shape == (2,)
     assert make_strategy().step(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1), max_norm=1.0) is None
-
-
-def test_norms_of_several_dtypes() -> None:
-    mixed = [torch.full((4,), 2.0), torch.full((4,), 2.0, dtype=torch.bfloat16)]
-    norms = gradient_norms(mixed, mixed)
-    assert norms.each.tolist() == [4.0, 4.0]
-    assert norms.total.item() == pytest.approx(32**0.5)
-    double = [torch.full((4,), 2.0, dtype=torch.float64)]
-    assert gradient_norms(double, double).total.dtype == torch.float64
-    large = torch.full((4,), 2.0**200, dtype=torch.float64)  # infinite in float32
-    assert gradient_norms([*mixed, large], [*mixed, large]).each.tolist() == [4.0, 4.0, 2.0**201]
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -252,109 +230,6 @@ def test_batches_of_any_kind_reach_the_device() -> None:
     assert strategy.to_device(x) is x
 
 
-def test_one_process_is_all_processes() -> None:
-    strategy, x = Strategy(), torch.arange(3)
-    assert (strategy.rank, strategy.collectives.local_rank, strategy.world_size) == (0, 0, 1)
-    assert strategy.is_main
-    assert strategy.collectives.is_local_main
-    assert strategy.collectives.all_reduce(x) is x
-    assert strategy.gather(x) is x
-    assert strategy.collectives.gather_object({"a": 1}) == [{"a": 1}]
-    assert strategy.collectives.broadcast("x") == "x"
-    strategy.barrier()
-    model = nn.Linear(2, 2)
-    with strategy.no_sync(model):
-        pass
-    assert strategy.prepare(model) is model
-    assert strategy.unwrap(model) is model
-    assert strategy.model_state(model).keys() == model.state_dict().keys()
-    assert list(strategy.prepare_loader([1, 2])) == [1, 2]
-    assert not strategy.device_info.pins_memory
-    strategy.collectives.rank = strategy.collectives.local_rank = 1
-    assert not strategy.is_main
-    assert not strategy.collectives.is_local_main
-
-
-def draws() -> tuple[float, float, float]:
-    return torch.rand(()).item(), np.random.rand(), random.random()
-
-
-def test_seeding_reaches_every_generator_of_the_host() -> None:
-    strategy = Strategy()
-    strategy.seed(2**63 - 1)
-    first = draws()
-    strategy.seed(5)
-    second = draws()
-    assert not set(first) & set(second)
-    strategy.seed(2**63 - 1)
-    assert draws() == first
-
-
-def test_memory_is_in_gib() -> None:
-    figures = Strategy().device_info.memory()
-    assert set(figures) == {"memory_gib", "peak_memory_gib"}
-    assert 0.02 < figures["memory_gib"] <= figures["peak_memory_gib"] < 1024
-    held = np.ones(2**27 // 8)  # 1/8 GiB
-    assert Strategy().device_info.memory()["memory_gib"] > figures["memory_gib"] + 0.1
-    del held
-    assert Strategy().device_info.memory()["peak_memory_gib"] > figures["memory_gib"] + 0.1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_copies_on_the_host_are_nobody_elses(dtype: torch.dtype) -> None:
-    strategy = make_strategy()
-    tensors = [torch.arange(6).reshape(2, 3).to(dtype), torch.ones((), dtype=dtype), torch.ones(0, 2, dtype=dtype)]
-    tensors.append(tensors[0].t())
-    copies = strategy.device_info.host_memory(tensors)
-    strategy.device_info.copy_to_host(tensors, copies)
-    assert all(torch.equal(*pair) for pair in zip(tensors, copies, strict=True))
-    tensors[0].zero_()
-    assert copies[0].sum() == 15
-    places = {copy.data_ptr() for copy in copies}
-    again = strategy.device_info.host_memory(tensors[:3], copies)
-    strategy.device_info.copy_to_host(tensors[:3], again)
-    assert all(torch.equal(*pair) for pair in zip(tensors, again, strict=False))
-    assert {copy.data_ptr() for copy in again} <= places
-    other = strategy.device_info.host_memory([torch.ones(5), torch.ones(5)], again)
-    assert other[0].data_ptr() != other[1].data_ptr()
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (MemoryError(), True),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."), True),
-        (RuntimeError("MPS backend out of memory (MPS allocated: 9.05 GB, other allocations: 8.00 KB)"), True),
-        (RuntimeError("CUDA error: out of memory"), True),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
-        (
-            RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried"),
-            True,
-        ),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        (ValueError("out of memory"), False),
-    ],
-)
-def test_what_says_that_memory_does_not_suffice(error: Exception, expected: bool) -> None:
-    said = Strategy().device_info.oom_message(error)
-    assert said == ((str(error) or "MemoryError") if expected else None)
-
-
-def test_norms_of_half_precision_are_computed_in_float32() -> None:
-    for dtype, size in ((torch.bfloat16, 1.01), (torch.float16, 300.0)):  # whose square fp16 cannot hold
-        parameters = [nn.Parameter(torch.zeros(50, 50, dtype=dtype)) for _ in range(3)]
-        for parameter in parameters:
-            parameter.grad = torch.full_like(parameter, size)
-        value = float(parameters[0].grad[0, 0])  # type: ignore[index]
-        norms = make_strategy().step(torch.optim.SGD(parameters, lr=0.0), max_norm=1.0)
-        assert norms is not None
-        assert (norms.each.dtype, norms.total.dtype) == (torch.float32, torch.float32)
-        assert norms.each.tolist() == pytest.approx([value * 50] * 3, rel=1e-6)
-        assert norms.total.item() == pytest.approx(value * 50 * 3**0.5, rel=1e-6)
-        expected = torch.full((50, 50), value).double() / (value * 50 * 3**0.5)
-        torch.testing.assert_close(parameters[0].grad, expected.to(dtype))
-
-
 def test_a_step_that_raises_leaves_no_mark_on_the_optimizer() -> None:
     parameters = graded([1.0, 2.0])
     optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
@@ -383,18 +258,3 @@ def test_one_that_only_calls_fused_optimizers_takes_no_bad_step() -> None:
     before = [parameter.detach().clone() for parameter in parameters]
     make_strategy(reads_freely=False).step(Several(parameters), nonfinite="skip")
     assert all(torch.equal(one, other) for one, other in zip(parameters, before, strict=True))
-
-
-def test_copies_on_the_host_lie_as_the_tensors_do() -> None:
-    strategy = make_strategy()
-    tensors = [
-        torch.rand(4, 3, 2, 2).to(memory_format=torch.channels_last),
-        torch.rand(4, 3).t(),
-        torch.rand(4, 6)[:, ::2],
-    ]
-    places = strategy.device_info.host_memory(tensors)
-    assert [place.stride() for place in places] == [tensor.clone().stride() for tensor in tensors]
-    strategy.device_info.copy_to_host(tensors, places)
-    assert all(torch.equal(place, tensor) for place, tensor in zip(places, tensors, strict=True))
-    again = strategy.device_info.host_memory([torch.rand(3, 4), *tensors], free=places)
-    assert [any(one is place for place in places) for one in again] == [False, True, True, True]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_kit.strategies import batch_shapes as shapes
+from trainer_kit.strategies import batch_shapes
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.batch_shapes import BatchShape, ShapeLedger
 
@@ -127,7 +127,7 @@ def test_where_nothing_varies_nothing_is_to_be_changed() -> None:
 
 
 def test_memory_stays_flat_where_each_batch_has_a_shape_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "_MOST", 5)
+    monkeypatch.setattr(batch_shapes, "_MOST", 5)
     ledger = ledger_of(*(text(8, length) for length in range(1, 10)))
     assert (len(ledger), ledger.batches, ledger.complete) == (5, 9, False)
     assert ledger.newest is not None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kit.ranks import try_on_ranks
 
-from trainer_kit.strategies import process_group as session
+from trainer_kit.strategies import process_group
 from trainer_kit.strategies.ddp import DDP
 from trainer_kit.strategies.process_group import check_own_gpus
 
@@ -20,15 +20,15 @@ from trainer_kit.strategies.process_group import check_own_gpus
 @pytest.mark.parametrize("is_joined", [True, False])
 def test_threads_are_given_time_before_a_fork(is_joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(session.time, "sleep", slept.append)
-    monkeypatch.setattr(session.Membership, "current", object() if is_joined else None)
+    monkeypatch.setattr(process_group.time, "sleep", slept.append)
+    monkeypatch.setattr(process_group.Membership, "current", object() if is_joined else None)
     child = os.fork()
     if child == 0:
         os._exit(0)
     monkeypatch.undo()
     assert os.waitpid(child, 0)[1] == 0
-    assert slept == [session._REST_SECONDS] * (is_joined and session._FORKS_MAY_HANG)
-    assert not (session._FORKS_MAY_HANG and sys.version_info >= (3, 12))
+    assert slept == [process_group._REST_SECONDS] * (is_joined and process_group._FORKS_MAY_HANG)
+    assert not (process_group._FORKS_MAY_HANG and sys.version_info >= (3, 12))
 
 
 GPU = "NVIDIA H100 80GB HBM3 GPU-5e6f"
@@ -42,7 +42,7 @@ def join_with_gpus(gpus: list[str], leaves_first: int) -> None:
         patch.setattr(DDP, "_location", lambda self: ("node1", gpu))
         patch.setattr(torch.distributed, "init_process_group", duplicate_gpu)
         if strategy.rank != leaves_first:
-            patch.setattr(session, "check_own_gpus", late_check)
+            patch.setattr(process_group, "check_own_gpus", late_check)
         strategy.setup()
 
 

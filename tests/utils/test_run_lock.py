@@ -12,14 +12,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
+from kit.preloaded import PreloadedPython
 from scenarios.task import make_trainer
 
 from trainer_kit import Callback, Run
 from trainer_kit.callbacks import read_log
-from trainer_kit.checkpoint.format import commit as writer
+from trainer_kit.checkpoint.format import commit
 from trainer_kit.errors import FolderInUseError
 from trainer_kit.utils import run_lock
 from trainer_kit.utils.run_lock import NAME, RunLock, holder_of
@@ -40,21 +41,27 @@ trainer = make_trainer(Path({folder!r}), Marker(Path({marks!r})), Slow(), log_le
 trainer.train(resume_from_checkpoint={resume})
 print("ended at", trainer.run.state.step)
 """
+Process: TypeAlias = "PreloadedPython | subprocess.Popen[str]"
 
 
 class Runs:
-    """Starts `python train.py` in one folder."""
+    """Starts `python train.py` in one folder; a process may have imported torch before."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.marks = folder / "run", folder / "marks"
         self.marks.mkdir()
-        self.started: list[subprocess.Popen[str]] = []
+        self.started: list[Process] = []
 
-    def start(self, pause: float = 0.0, resume: bool | None = None) -> subprocess.Popen[str]:
-        script = SCRIPT.format(
-            here=str(HERE), folder=str(self.folder), marks=str(self.marks), pause=pause, resume=resume
+    def start(self, pause: float = 0.0, resume: bool | None = None, preloaded: bool = True) -> Process:
+        script = self.folder.with_name(f"train-{len(self.started)}.py")
+        script.write_text(
+            SCRIPT.format(here=str(HERE), folder=str(self.folder), marks=str(self.marks), pause=pause, resume=resume)
         )
-        process = subprocess.Popen([sys.executable, "-c", script], stdout=-1, stderr=-1, text=True)
+        process: Process
+        if preloaded:
+            process = PreloadedPython([str(script)], script.with_suffix(".out"), script.with_suffix(".err"))
+        else:
+            process = subprocess.Popen([sys.executable, str(script)], stdout=-1, stderr=-1, text=True)
         self.started.append(process)
         return process
 
@@ -74,7 +81,7 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
         process.communicate()
 
 
-def told(process: subprocess.Popen[str]) -> str:
+def told(process: Process) -> str:
     out, error = process.communicate(timeout=200)
     return f"{process.returncode}: {out}{error}"
 
@@ -116,9 +123,10 @@ def test_two_starts_at_the_same_time_leave_one_run(runs: Runs) -> None:
 
 @pytest.mark.scenario
 def test_a_killed_holder_is_followed_at_once(runs: Runs) -> None:
-    first = runs.start(pause=0.3)
+    first = runs.start(pause=0.3, preloaded=False)
     runs.wait_for(6)
-    first.kill()  # and not waited for: a zombie
+    first.kill()
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)  # it has ended, but is a zombie
     begin = time.monotonic()
     second = runs.start(resume=True)
     assert told(second).startswith("0: ended at 24")
@@ -373,12 +381,12 @@ def test_a_fork_sees_that_its_parent_trains(tmp_path: Path) -> None:
 def test_a_run_that_lost_its_folder_while_it_saved_commits_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_save: bool
 ) -> None:
-    def lose(*arguments: Any, real: Any = writer._seal) -> None:
+    def lose(*arguments: Any, real: Any = commit._seal) -> None:
         real(*arguments)
         (tmp_path / NAME).unlink()
         lock_of_another_machine(tmp_path)
 
-    monkeypatch.setattr(writer, "_seal", lose)
+    monkeypatch.setattr(commit, "_seal", lose)
     with pytest.raises(FolderInUseError, match="was taken over by"):
         make_trainer(tmp_path, eval_strategy="no", async_save=async_save).train()
     assert not list(tmp_path.glob("*checkpoint-*"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer_kit.utils import run_log as log
+from trainer_kit.utils import run_log
 from trainer_kit.utils.run_log import FORMAT, LogFile, read_log
 
 
@@ -38,7 +38,7 @@ def test_only_the_newest_way_through_the_steps_stands(tmp_path: Path) -> None:
 def test_pieces_of_any_size_hold_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     records = [at(step, text="ä" * (step % 50)) for step in range(100)]
     path = write(tmp_path / "log.jsonl", *records)
-    monkeypatch.setattr(log, "_PIECE", piece)
+    monkeypatch.setattr(run_log, "_PIECE", piece)
     assert [record for piece in LogFile(path).pieces() for record in piece] == records
 
 
@@ -46,7 +46,7 @@ def test_the_quick_parser_and_that_of_the_library_agree(tmp_path: Path, monkeypa
     values = {"a": "nan", "b": 1e-300, "c": 2**70, "d": [1, {"e": None}], "f": "\ud800", "g": 0.1 + 0.2, "h": -0.0}
     path = write(tmp_path / "log.jsonl", at(1), at(2, **values), at(3))
     quick = read_log(path)
-    monkeypatch.setattr(log, "_loads", json.loads)
+    monkeypatch.setattr(run_log, "_loads", json.loads)
     plain = read_log(path)
     assert repr(quick) == repr(plain)
     assert math.isnan(quick[1].pop("a"))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trainer_kit.checkpoint import CheckpointError
-from trainer_kit.checkpoint.format import json_files as files
+from trainer_kit.checkpoint.format import json_files
 from trainer_kit.checkpoint.format.json_files import inside, parse_json, read_json
 
 OUTSIDE = ["", ".", "..", "../x", "a/../../x", "a/..", "/etc/passwd", "//x", "C:x", "C:/x", "a\\b", "\\\\host\\share"]
@@ -57,8 +57,8 @@ def test_what_would_be_waited_for_is_refused(tmp_path: Path) -> None:
 
 
 def test_json_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "JSON_BYTES", 20)
-    monkeypatch.setattr(files, "JSON_VALUES", 5)
+    monkeypatch.setattr(json_files, "JSON_BYTES", 20)
+    monkeypatch.setattr(json_files, "JSON_VALUES", 5)
     for content in (b'["%s"]' % (b"x" * 16), b"[1,2,3,4,5]", b"[[[[[]]]]]"):
         assert parse_json(content, tmp_path)
     for content in (b'["%s"]' % (b"x" * 17), b"[1,2,3,4,5,6]", b"[[[[[[]]]]]]"):

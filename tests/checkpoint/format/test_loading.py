@@ -18,7 +18,7 @@ from trainer_kit.checkpoint import (
     take_snapshot,
     write_checkpoint,
 )
-from trainer_kit.checkpoint.format import manifest as manifests
+from trainer_kit.checkpoint.format import manifest
 from trainer_kit.checkpoint.format.export import save_model_folder
 from trainer_kit.checkpoint.format.loading import load_weights
 
@@ -226,8 +226,8 @@ def test_what_was_verified_is_not_hashed_again(tmp_path: Path, monkeypatch: pyte
     model = Tied()
     checkpoint = write_checkpoint(tmp_path, take_snapshot(1, model.state_dict(), {}, arguments={}))
     hashed: list[str] = []
-    checksum = manifests.checksum
-    monkeypatch.setattr(manifests, "checksum", lambda path: hashed.append(path.name) or checksum(path))
+    checksum = manifest.checksum
+    monkeypatch.setattr(manifest, "checksum", lambda path: hashed.append(path.name) or checksum(path))
     other = Tied()
     load_weights(other, checkpoint, is_verified=True)
     assert equal(other, model)

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from trainer_kit.checkpoint import CheckpointError, load_tensors, save_tensors
-from trainer_kit.checkpoint.format import safetensors_reader as module
+from trainer_kit.checkpoint.format import safetensors_reader
 from trainer_kit.checkpoint.format.json_files import JSON_BYTES
 from trainer_kit.checkpoint.format.safetensors_reader import load_source, load_tensor, read_header, sources
 from trainer_kit.checkpoint.format.safetensors_writer import DTYPE_NAMES
@@ -57,7 +57,7 @@ def test_tensors_of_any_size_are_read_in_pieces(tmp_path: Path, monkeypatch: pyt
     tensors = {f"{size}": torch.randn(size) for size in (0, 1, 2, 3, 15, 16, 17, 33, 1000)}
     save_tensors(tensors, tmp_path)
     for piece in (1, 7, 64, 5000):
-        monkeypatch.setattr(module, "_PIECE_BYTES", piece)
+        monkeypatch.setattr(safetensors_reader, "_PIECE_BYTES", piece)
         loaded = load_tensors(tmp_path)
         assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
@@ -71,7 +71,7 @@ def test_a_read_that_gives_less_than_was_asked_for_goes_on(tmp_path: Path, monke
             return super().readinto(view[:7]) or 0
 
     source = read_header(tmp_path / "model.safetensors")
-    monkeypatch.setattr(module, "open", lambda path, mode, buffering: Slow(path, mode), raising=False)
+    monkeypatch.setattr(safetensors_reader, "open", lambda path, mode, buffering: Slow(path, mode), raising=False)
     assert torch.equal(load_source(source)["a"], tensor)
 
 

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit import watched
+from kit.clock import Clock
 from kit.forked import fork_server
 from kit.ranks import free_port
 
 from trainer_kit.strategies.ddp import DDP
-from trainer_kit.strategies.watchdog import heartbeat as module
-from trainer_kit.strategies.watchdog import peers as roster
+from trainer_kit.strategies.watchdog import heartbeat, peers
 from trainer_kit.strategies.watchdog.stack import StackLocation
 
 pytestmark = [
@@ -267,14 +267,6 @@ def test_a_run_that_is_stopped_and_continued_goes_on(run: Run) -> None:
         assert run.errors(rank) == ""
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.mark.parametrize("watches_first", [False, True])
 def test_time_in_which_processes_are_stopped_makes_nobody_slow(
     watches_first: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -286,20 +278,20 @@ def test_time_in_which_processes_are_stopped_makes_nobody_slow(
         StackLocation("load (project/data.py:2)"),
         StackLocation("all_reduce", waits=True),
     ]
-    for each in (module, roster):
+    for each in (heartbeat, peers):
         monkeypatch.setattr(each, "time", clock)
     store = dist.HashStore()
-    first, second, third = (module.Heartbeat(store, rank, 3, interval=1, patience=10, slow=60) for rank in range(3))
+    first, second, third = (heartbeat.Heartbeat(store, rank, 3, interval=1, patience=10, slow=60) for rank in range(3))
 
-    def look(process: module.Heartbeat) -> None:
-        monkeypatch.setattr(module, "locate", lambda *frames, hidden: wheres[process.rank])
+    def look(process: heartbeat.Heartbeat) -> None:
+        monkeypatch.setattr(heartbeat, "locate", lambda *frames, hidden: wheres[process.rank])
         process._look()
 
-    def talk(process: module.Heartbeat) -> None:
+    def talk(process: heartbeat.Heartbeat) -> None:
         process._beats += 1
         process._exchange()
 
-    def pass_seconds(number: int, *processes: module.Heartbeat) -> None:
+    def pass_seconds(number: int, *processes: heartbeat.Heartbeat) -> None:
         for _ in range(number):
             clock.now += 1
             for process in processes:
@@ -328,12 +320,12 @@ def seconds_until_found(frozen: int, phases: list[float]) -> list[float]:
     """
     clock, store = Clock(), dist.HashStore()
     with pytest.MonkeyPatch.context() as patch:
-        for each in (module, roster):
+        for each in (heartbeat, peers):
             patch.setattr(each, "time", clock)
-        patch.setattr(module, "locate", lambda *frames, hidden: StackLocation("all_reduce", waits=True))
-        patch.setattr(module, "machine", lambda: ("another machine", 1))  # the system does not say how it is
+        patch.setattr(heartbeat, "locate", lambda *frames, hidden: StackLocation("all_reduce", waits=True))
+        patch.setattr(heartbeat, "machine", lambda: ("another machine", 1))  # the system does not say how it is
         patience = inspect.signature(DDP).parameters["heartbeat_timeout"].default
-        processes = [module.Heartbeat(store, rank, 3, patience=patience) for rank in range(3)]
+        processes = [heartbeat.Heartbeat(store, rank, 3, patience=patience) for rank in range(3)]
         turns = [(clock.now + phase, number) for number, phase in enumerate(phases)]
         stop, found = clock.now + 20, dict[int, float]()
         while len(found) < 2:

@@ -6,8 +6,9 @@ import json
 import os
 
 import pytest
+from kit.clock import Clock
 
-from trainer_kit.strategies.watchdog import peers as module
+from trainer_kit.strategies.watchdog import peers
 from trainer_kit.strategies.watchdog.peers import Beat, PeerTable
 
 PATIENCE = 30.0
@@ -16,18 +17,10 @@ CALM = Beat(
 )
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(peers, "time", clock)
     return clock
 
 
@@ -106,7 +99,7 @@ def test_the_worst_come_first_and_what_follows_is_no_root_cause(clock: Clock) ->
 
 
 def test_the_system_knows_of_processes_of_this_machine(clock: Clock) -> None:
-    host, namespace = module.machine()
+    host, namespace = peers.machine()
     here = CALM._replace(host=host, namespace=namespace)
     gone = here._replace(pid=2**22 + 1)  # above what Linux gives out
     roster = PeerTable(0, PATIENCE)

@@ -1,0 +1,16 @@
+"""Arguments of small trainings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainer_kit import TrainingArguments
+
+
+def arguments(tmp_path: Path, **changes: Any) -> TrainingArguments:
+    defaults: dict[str, Any] = {
+        "output_dir": str(tmp_path / "run"), "max_steps": 4, "use_cpu": True, "report_to": "none",
+        "disable_tqdm": True, "log_level": "warning", "save_strategy": "no",
+    }  # fmt: skip
+    return TrainingArguments(**(defaults | changes))

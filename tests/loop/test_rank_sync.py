@@ -1,0 +1,79 @@
+"""What the ranks of a run agree on: the same data, the same start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.branches import Branches, own_rank, points, quiet
+from kit.ranks import RankFailed, try_on_ranks
+
+from trainer_kit import Trainer
+from trainer_kit.strategies.ddp import DDP
+
+
+class Share(torch.utils.data.IterableDataset[Any]):
+    """Divides itself by rank, as it must not: the ranks get other numbers of samples."""
+
+    def __iter__(self) -> Any:
+        return iter(points(8 * (1 + own_rank())))
+
+
+def train_shares(folder: str) -> None:
+    strategy = DDP(device="cpu", find_unused_parameters=True)
+    Trainer(Branches(), quiet(folder, max_steps=20), Share(), strategy=strategy).train()
+
+
+@pytest.mark.distributed
+def test_a_stream_that_divides_itself_by_rank_is_refused(tmp_path: Path) -> None:
+    for result in try_on_ranks(2, train_shares, str(tmp_path)):
+        assert "train_dataset does not give all processes the same samples" in str(result.error)
+
+
+class Broken(torch.utils.data.Dataset[Any]):
+    read = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.read += 1
+        if own_rank() == 1 and self.read > 5:
+            raise OSError("the file is gone")
+        return points()[index]
+
+
+def train_broken(folder: str) -> None:
+    strategy = DDP(device="cpu", find_unused_parameters=True)
+    Trainer(Branches(), quiet(folder), Broken(), strategy=strategy).train()
+
+
+@pytest.mark.distributed
+def test_data_that_one_rank_cannot_read_ends_all(tmp_path: Path) -> None:
+    first, second = try_on_ranks(2, train_broken, str(tmp_path))
+    assert "another process of this run could not read its data" in str(first.error)
+    assert "the file is gone" in str(second.error)
+
+
+def different(folder: str, what: str) -> None:
+    rank = own_rank()
+    changes = {"learning_rate": 0.1 * (rank + 1)} if what == "arguments" else {}
+    args = quiet(f"{folder}-{rank}" if what == "folder" else folder, **changes)
+    Trainer(Branches(), args, points(12 + rank if what == "data" else 12)).train()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("arguments", "learning_rate differs: 0.2 on rank 1, 0.1 on rank 0"),
+        ("data", "the length of train_dataset differs: 13 on rank 1, 12 on rank 0"),
+        ("folder", "output_dir differs"),
+    ],
+)
+def test_what_differs_between_ranks_is_named(what: str, named: str, tmp_path: Path) -> None:
+    for result in try_on_ranks(2, different, str(tmp_path), what):
+        assert isinstance(result, RankFailed)
+        assert named in str(result.error)

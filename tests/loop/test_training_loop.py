@@ -1,0 +1,142 @@
+"""What comes between the steps of a training, and at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.datasets import points
+from kit.models import Linear
+from kit.trainer import arguments
+
+from trainer_kit import (
+    Callback,
+    Run,
+    Trainer,
+)
+from trainer_kit.callback import HOOKS
+
+
+def test_hooks_come_in_the_documented_order(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    class Listener(Callback):
+        pass
+
+    for hook in HOOKS:
+        setattr(Listener, hook, lambda self, run, *rest, hook=hook: calls.append(hook))
+    args = arguments(
+        tmp_path, num_train_epochs=2, max_steps=-1, gradient_accumulation_steps=2, per_device_train_batch_size=5,
+        eval_strategy="epoch", logging_steps=2, save_strategy="steps", save_steps=2, async_save=False,
+    )  # fmt: skip
+    Trainer(Linear(), args, points(), points(4), callbacks=[Listener()]).train()
+    step = ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"]
+    evaluation = ["on_evaluate_begin", "on_evaluate_end", "on_evaluate"]
+    epoch = ["on_epoch_begin", *step, *step, "on_epoch_end", "on_log", *evaluation, "on_save"]
+    assert calls == ["on_init_end", "on_train_begin", *epoch, *epoch, "on_train_end", "on_exit"]
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_the_end_of_training_has_its_figures_unless_a_signal_ends_it(tmp_path: Path, leaves: bool) -> None:
+    found: list[dict[str, Any] | None] = []
+
+    class End(Callback):
+        def on_step_end(self, run: Run) -> None:
+            if leaves:
+                run.requests.exit_code = 143
+
+        def on_log(self, run: Run, record: dict[str, Any]) -> None:
+            assert "train_loss" not in record
+
+        def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
+            if metrics is not None:
+                metrics["mine"] = torch.tensor(2.5)
+            found.append(metrics)
+
+    trainer = Trainer(Linear(), arguments(tmp_path, logging_steps=1), points(), callbacks=[End()])
+    if leaves:
+        with pytest.raises(SystemExit):
+            trainer.train()
+        assert found == [None]
+    else:
+        result = trainer.train()
+        assert found == [result.metrics]
+        assert result.metrics["mine"] == 2.5
+        assert result.metrics["train_loss"] == result.training_loss
+
+
+def test_metric_for_best_model_that_is_not_there_names_what_is(tmp_path: Path) -> None:
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=1, metric_for_best_model="f1", save_strategy="best")
+    with pytest.raises(ValueError, match=r"metric_for_best_model='eval_f1' is not among .* eval_loss"):
+        Trainer(Linear(), args, points(), points(4)).train()
+
+
+def test_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    losses = []
+
+    class Watch(Callback):
+        def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+            losses.append(metrics["eval_loss"])
+
+    args = arguments(
+        tmp_path, max_steps=12, learning_rate=0.9, eval_strategy="steps", eval_steps=1, save_strategy="steps",
+        save_steps=100, load_best_model_at_end=True, save_total_limit=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    trainer = Trainer(Linear(), args, points(), points(7), callbacks=[Watch()])
+    trainer.train()
+    assert len(set(losses)) > 1
+    assert losses[-1] != min(losses)
+    assert trainer.evaluate()["eval_loss"] == min(losses)
+    assert trainer.run.state.best_metric == min(losses[:12])
+
+
+def test_plateau_schedule_steps_at_evaluations(tmp_path: Path) -> None:
+    def plateau(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=0.5)
+
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=2, learning_rate=0.1)
+    trainer = Trainer(Linear(), args, points(), points(4), lr_scheduler=plateau)
+    trainer.train()
+    assert trainer.run.optimizer is not None
+    assert trainer.run.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+    with pytest.raises(ValueError, match="ReduceLROnPlateau steps at evaluations"):
+        Trainer(Linear(), arguments(tmp_path), points(), lr_scheduler=plateau).train()
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(0.5, 2), (1.0, 3), (1.5, 5), (2.0, 6)])
+def test_epochs_may_be_fractions(tmp_path: Path, epochs: float, steps: int) -> None:
+    args = arguments(tmp_path, max_steps=-1, num_train_epochs=epochs)
+    assert Trainer(Linear(), args, points()).train().global_step == steps
+
+
+def test_a_run_that_was_told_to_leave_can_still_be_evaluated(tmp_path: Path) -> None:
+    class Leave(Callback):
+        def on_step_end(self, run: Run) -> None:
+            run.requests.stop, run.requests.exit_code = True, 130
+
+    trainer = Trainer(Linear(), arguments(tmp_path), points(), points(5), callbacks=[Leave()])
+    with pytest.raises(SystemExit) as left:
+        trainer.train()
+    assert left.value.code == 130
+    assert "eval_loss" in trainer.evaluate()
+
+
+@pytest.mark.parametrize("length", [{"max_steps": 3}, {"max_steps": -1, "num_train_epochs": 1.5}])
+def test_the_part_of_an_epoch_at_the_end_is_evaluated(tmp_path: Path, length: dict[str, Any]) -> None:
+    evaluated = []
+
+    class Recorder(Callback):
+        def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+            evaluated.append(run.state.step)
+
+    args = arguments(tmp_path, per_device_train_batch_size=5, eval_strategy="epoch", **length)
+    result = Trainer(Linear(), args, points(), points(5), callbacks=[Recorder()]).train()
+    assert evaluated[-1] == result.global_step
+    assert len(set(evaluated)) == len(evaluated)
+
+
+def test_a_metric_without_a_prefix(tmp_path: Path) -> None:
+    assert "loss" in Trainer(Linear(), arguments(tmp_path), eval_dataset=points()).evaluate(metric_key_prefix="")

@@ -1,0 +1,78 @@
+"""What a batch counts, on the host and on a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kit.loss_cases import (
+    EXACT,
+    Tokenizer,
+    made,
+    make_trainer,
+    tokens_with_labels,
+)
+
+from trainer_kit.loss import batch as batch_module
+from trainer_kit.loss.batch import Counts, count, labels_of, samples_of
+
+
+def test_counts() -> None:
+    ids = torch.tensor([[5, 6, 7], [8, 0, 0]])
+    labels = torch.tensor([[5, -100, 7], [8, -100, -100]])
+    batch = {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
+    assert count(batch, 2) == Counts(samples=2, tokens=4, labels=3, shifted=1)
+    assert count({"input_ids": ids}, 2) == Counts(2, 6, 2, 2)
+    assert count({"x": ids, "label": torch.tensor([1, -100])}, 2) == Counts(2, 0, 1, 1)
+    assert count((ids, torch.tensor([1, -100])), 2) == Counts(2, 0, 1, 1)
+    assert count([ids, torch.tensor([0.5, -100.0])], 2) == Counts(2, 0, 2, 2)
+    assert count(ids, 2) == Counts(2, 0, 2, 2)
+    assert count((ids,), 2) == Counts(2, 0, 2, 2)
+    assert count({"x": ids, "labels": torch.tensor([True, False])}, 2) == Counts(2, 0, 2, 2)
+    assert count({"x": ids, "labels": torch.zeros(2, 3, 4, dtype=torch.int32)}, 2) == Counts(2, 0, 24, 18)
+
+
+def test_samples_are_those_that_were_collated() -> None:
+    """The first dimension of the first tensor may be nodes of graphs, objects in images, or channels."""
+    graphs = {"nodes": torch.zeros(32, 3), "labels": torch.tensor([0.5, 0.1])}
+    assert count(graphs, 2) == Counts(2, 0, 2, 2)
+    assert count([[torch.zeros(3, 8, 8)] * 5, [{"boxes": torch.zeros(2, 4)}] * 5], 5) == Counts(5, 0, 5, 5)
+    assert count({"text": ["a", "b"]}, 2) == Counts(2, 0, 2, 2)
+    packed = {"input_ids": torch.ones(1, 6), "labels": torch.tensor([[-100, 1, 2, -100, 4, 5]])}
+    assert count(packed, 2) == Counts(2, 6, 4, 4)
+
+
+@pytest.mark.parametrize("batch", [{}, {"text": ["a"]}, "text", {"x": torch.tensor(1)}, ()])
+def test_a_batch_whose_samples_cannot_be_counted_is_refused(batch: Any) -> None:
+    with pytest.raises(ValueError, match="its samples cannot be counted"):
+        samples_of(batch)
+
+
+def test_which_entry_holds_the_labels() -> None:
+    one, two = torch.zeros(1), torch.ones(1)
+    assert labels_of({"labels": one, "label": two}) is one
+    assert labels_of({"labels": None, "label": two}) is two
+    assert labels_of({"y": two}) is None
+    assert labels_of((one, two)) is two
+    assert labels_of(one) is None
+    assert labels_of({"labels": [one]}) is None
+
+
+@pytest.mark.parametrize("case", ["gpt2", "plain"])
+def test_counts_on_a_device_give_the_same(case: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [3, 1, 5, 2, 2, 7]
+    samples = [tokens_with_labels(list(range(2, 2 + length)), [length != 2] * length) for length in lengths]
+
+    def gradients() -> list[torch.Tensor]:
+        trainer, recorder = make_trainer(
+            made(case), str(tmp_path), samples, processing_class=Tokenizer(), per_device_train_batch_size=1,
+            gradient_accumulation_steps=2,
+        )  # fmt: skip
+        trainer.train()
+        return recorder.gradients
+
+    expected = gradients()
+    monkeypatch.setattr(batch_module, "_count_labels", lambda labels: (labels != -100).sum())
+    for found, wanted in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(found, wanted, **EXACT)

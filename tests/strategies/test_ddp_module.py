@@ -1,0 +1,164 @@
+"""The model under DDP: which parameters and buffers are exchanged, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.branches import Branches, own_rank, points, quiet
+from kit.ranks import RankFailed, on_ranks, try_on_ranks
+from torch import nn
+
+from trainer_kit import Trainer
+from trainer_kit.callbacks import Freezing
+from trainer_kit.strategies.ddp import DDP, Replica
+
+
+def train_branches(folder: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    options = make()
+    trainer = Trainer(Branches(seed=own_rank()), quiet(folder), points(), **options)
+    trainer.run.model.both = options.get("strategy") is None  # type: ignore[assignment]
+    trainer.train()
+    return {name: value.clone() for name, value in trainer.run.model.state_dict().items()}
+
+
+def nothing() -> dict[str, Any]:
+    return {}
+
+
+@pytest.mark.smoke
+@pytest.mark.distributed
+def test_weights_and_buffers_are_the_main_ones_everywhere(tmp_path: Path) -> None:
+    """Models that begin with other weights, and a batch norm that sees other samples."""
+    first, second = on_ranks(2, train_branches, str(tmp_path), nothing)
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name], rtol=0, atol=0)
+    assert first["norm.num_batches_tracked"] == 6
+
+
+def frozen() -> dict[str, Any]:
+    return {"callbacks": [Freezing("used.*", until_step=2), Freezing("norm.*", from_step=3, until_step=5)]}
+
+
+@pytest.mark.distributed
+def test_freezing_and_unfreezing_keeps_gradients_exchanged(tmp_path: Path) -> None:
+    first, second = on_ranks(2, train_branches, str(tmp_path), frozen)
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name], rtol=0, atol=0)
+
+
+def with_spare() -> dict[str, Any]:
+    return {"strategy": DDP(device="cpu")}
+
+
+def with_spare_allowed() -> dict[str, Any]:
+    return {"strategy": DDP(device="cpu", find_unused_parameters=True)}
+
+
+@pytest.mark.distributed
+def test_parameters_without_a_loss_are_named(tmp_path: Path) -> None:
+    for result in try_on_ranks(2, train_branches, str(tmp_path), with_spare):
+        assert isinstance(result, RankFailed)
+        assert isinstance(result.error, ValueError)
+        assert "spare.weight, spare.bias took no part in the loss" in str(result.error)
+        assert "find_unused_parameters=True" in str(result.error)
+    on_ranks(2, train_branches, str(tmp_path), with_spare_allowed)
+
+
+def by_a_method(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model.used(batch["x"]).square().mean()  # type: ignore[operator,no-any-return]
+
+
+def with_a_method() -> dict[str, Any]:
+    return {"compute_loss": by_a_method}
+
+
+@pytest.mark.distributed
+def test_a_loss_that_goes_round_the_model_is_refused(tmp_path: Path) -> None:
+    for result in try_on_ranks(2, train_branches, str(tmp_path), with_a_method):
+        assert isinstance(result, RankFailed)
+        assert "call model(...), in compute_loss too" in str(result.error)
+
+
+class Odd(Branches):
+    """Buffers of many kinds, and a cache that is each process's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank = own_rank()
+        self.register_buffer("small", torch.tensor([rank], dtype=torch.int16))
+        self.register_buffer("flag", torch.tensor(rank == 0))
+        self.register_buffer("eight", torch.full((3,), float(rank)).to(torch.float8_e5m2))
+        self.register_buffer("complex", torch.full((2,), complex(rank, 1)))
+        self.register_buffer("turned", torch.arange(6.0).reshape(2, 3).t() + rank)
+        self.register_buffer("cache", torch.zeros(rank + 1), persistent=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.cache = torch.zeros(len(self.cache) + 1)
+        self.small = self.small + 1  # replaced, not changed
+        return super().forward(x, y)
+
+
+def train_odd(folder: str) -> tuple[int, dict[str, Any]]:
+    trainer = Trainer(Odd(), quiet(folder), points(), strategy=DDP(device="cpu", find_unused_parameters=True))
+    trainer.train()
+    state = {name: value.to(torch.complex64).tolist() for name, value in trainer.run.model.state_dict().items()}
+    return len(trainer.run.model.cache), state  # type: ignore[arg-type]
+
+
+@pytest.mark.distributed
+def test_buffers_of_any_kind_are_the_main_ones_and_caches_are_left_alone(tmp_path: Path) -> None:
+    (first_cache, first), (second_cache, second) = on_ranks(2, train_odd, str(tmp_path))
+    assert first == second
+    assert second["small"] == [6]
+    assert second_cache == first_cache + 1
+
+
+class Growing(Branches):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.seen = torch.zeros(len(self.seen) + 1)
+        return super().forward(x, y)
+
+
+def train_growing(folder: str) -> None:
+    Trainer(
+        Growing(), quiet(folder), points(), strategy=DDP(device="cpu", find_unused_parameters=True)
+    ).train()  # fmt: skip
+
+
+@pytest.mark.distributed
+def test_a_kept_buffer_that_grows_is_refused(tmp_path: Path) -> None:
+    for result in try_on_ranks(2, train_growing, str(tmp_path)):
+        assert "the buffer seen had the shape [1] and now has [2]" in str(result.error)
+
+
+def train_with_a_strange_parameter(folder: str) -> None:
+    model, weight = Branches(), nn.Parameter(torch.ones(1))
+    model.both = True
+    optimizer = torch.optim.SGD([*model.parameters(), weight], lr=0.1)
+    Trainer(model, quiet(folder), points(), optimizer=optimizer).train()
+
+
+@pytest.mark.distributed
+def test_parameters_that_are_not_the_models_are_refused(tmp_path: Path) -> None:
+    for result in try_on_ranks(2, train_with_a_strange_parameter, str(tmp_path)):
+        assert "the optimizer has 1 parameters that are not the model's" in str(result.error)
+
+
+def test_a_replica_shows_what_the_module_has() -> None:
+    class Named(nn.Linear):
+        config = "mine"
+
+    replica = Replica(Named(2, 2), lambda module: module)  # type: ignore[arg-type,return-value]
+    assert replica.config == "mine"
+    assert [name for name, _ in replica.named_parameters()] == ["module.weight", "module.bias"]
+    with pytest.raises(AttributeError, match="nowhere"):
+        replica.nowhere  # noqa: B018

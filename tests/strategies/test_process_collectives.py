@@ -1,0 +1,75 @@
+"""Collectives over several processes, and what fails on one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kit.ranks import on_ranks, try_on_ranks
+
+from trainer_kit.strategies.ddp import DDP
+
+
+def collectives() -> dict[str, Any]:
+    strategy = DDP(device="cpu")
+    strategy.setup()
+    rank = strategy.rank
+    rows = torch.arange(rank * 3.0).reshape(rank, 3)
+    return {
+        "sum": strategy.collectives.all_reduce(torch.tensor([rank + 1.0])),
+        "max": strategy.collectives.all_reduce(torch.tensor(rank), "max"),
+        "numbers": list(strategy.collectives.all_reduce_ints([rank, 2**40])),
+        "rows": strategy.gather(rows.to(torch.bfloat16)),
+        "flags": strategy.gather(torch.tensor([rank == 1])),
+        "scalars": strategy.gather(torch.tensor(rank)),
+        "objects": strategy.collectives.gather_object({"rank": rank}),
+        "main": strategy.collectives.broadcast([rank]),
+        "on_main": strategy.collectives.on_main(lambda: rank + 10),
+        "ranks": (
+            strategy.is_main,
+            strategy.collectives.is_local_main,
+            strategy.collectives.local_rank,
+            strategy.world_size,
+        ),
+    }
+
+
+@pytest.mark.distributed
+def test_collectives_on_three_ranks() -> None:
+    results = on_ranks(3, collectives)
+    for rank, result in enumerate(results):
+        assert result["sum"].tolist() == [6.0]
+        assert result["max"].item() == 2
+        assert result["numbers"] == [3, 3 * 2**40]
+        assert result["rows"].dtype == torch.bfloat16
+        assert result["rows"].tolist() == [[0, 1, 2], [0, 1, 2], [3, 4, 5]]
+        assert result["flags"].tolist() == [False, True, False]
+        assert result["scalars"].tolist() == [0, 1, 2]
+        assert result["objects"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+        assert (result["main"], result["on_main"]) == ([0], 10)
+        assert result["ranks"] == (rank == 0, rank == 0, rank, 3)
+
+
+class Unportable(Exception):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first)
+
+
+def failing_on_main(portable: bool) -> None:
+    strategy = DDP(device="cpu")
+    strategy.setup()
+
+    def fail() -> None:
+        raise ValueError("the disk is full") if portable else Unportable("the disk", "is full")
+
+    strategy.collectives.on_main(fail)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("portable", [True, False])
+def test_what_fails_on_the_main_process_fails_everywhere(portable: bool) -> None:
+    first, second = try_on_ranks(2, failing_on_main, portable)
+    assert "the disk" in str(first)
+    assert "the disk" in str(second.error)
+    assert isinstance(second.error, ValueError if portable else RuntimeError)
