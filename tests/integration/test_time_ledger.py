@@ -69,13 +69,13 @@ class Slow(Callback):
 
 @pytest.fixture(autouse=True)
 def _slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    write: Callable[..., Any] = async_saver.commit_part
+    write: Callable[..., Any] = async_saver.write_checkpoint
 
     def slowly(*args: Any, **kwargs: Any) -> Any:
         time.sleep(5 * NAP)
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(async_saver, "commit_part", slowly)
+    monkeypatch.setattr(async_saver, "write_checkpoint", slowly)
 
 
 def arguments(folder: Path) -> TrainingArguments:

@@ -36,7 +36,6 @@ IN_A_SAVE = (
     "hiding an old one", "flushing the hiding", "deleting an old one", "after the save",
 )  # fmt: skip
 IN_A_REPLACEMENT = ("moving the replaced aside", "committing a replacement", "deleting the replaced")
-ON_ANOTHER_RANK = ("writing another part",)
 ON_THE_MAIN_RANK = ("a line of the log", "clearing the folder", *IN_A_SAVE, *IN_A_REPLACEMENT)
 
 
@@ -198,9 +197,7 @@ class _Calls:
         self.open: dict[int, Path] = {}  # files and folders by their descriptor
 
     def install(self) -> None:
-        self._during(async_saver, "open_staging", "open")
-        self._during(async_saver, "commit_part", "write")
-        self._during(async_saver, "write_part", "part")
+        self._during(async_saver, "write_checkpoint", "write")
         self._during(async_saver, "prune", "prune")
         self._during(manager.CheckpointManager, "_take_folder", "clear")
         for module_call in ("mkdir", "write", "fsync", "rename", "replace", "unlink", "rmdir"):
@@ -237,8 +234,7 @@ class _Calls:
         return getattr(self.work, "name", None) is not None
 
     def _passes(self, moment: str, last_words: Callable[[], object] = lambda: None) -> None:
-        names = {"clear": "clearing the folder", "part": "writing another part"}
-        self.watch.passes(names.get(self.work.name, moment), last_words)
+        self.watch.passes("clearing the folder" if self.work.name == "clear" else moment, last_words)
 
     def _mkdir(self, path: Any, *_: Any, **__: Any) -> None:
         self._passes("making a folder")

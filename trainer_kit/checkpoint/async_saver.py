@@ -6,26 +6,23 @@ import dataclasses
 import json
 import logging
 import shutil
-import uuid
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from trainer_kit.checkpoint import (
     CHECKPOINT_PREFIX,
     Committed,
-    FileEntry,
     Retention,
     Snapshot,
     pretrained_files,
     prune,
     take_snapshot,
+    write_checkpoint,
 )
-from trainer_kit.checkpoint.format.commit import commit_part, open_staging, write_part
-from trainer_kit.checkpoint.format.disk import remove_folder
 from trainer_kit.checkpoint.format.json_files import is_too_large
 from trainer_kit.checkpoint.staging import HostStaging
 from trainer_kit.config.arguments import TrainingArguments
@@ -37,23 +34,6 @@ logger = logging.getLogger("trainer_kit")
 
 States = Callable[[list[Committed]], Mapping[str, Any]]
 """Returns all states but the model's weights, by name; takes the run's checkpoints including the new one."""
-
-SHARED = ("optimizer",)
-"""States that each process gives, so that several can write them together."""
-
-
-class Save(NamedTuple):
-    """A save that the main process has begun.
-
-    Attributes:
-        step: Step of the checkpoint.
-        staging: Folder in which the checkpoint is staged.
-        key: Prefix of the names under which other processes report their parts.
-    """
-
-    step: int
-    staging: Path
-    key: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +52,7 @@ class Outcome:
 
 
 class AsyncSaver:
-    """Takes snapshots of a run and writes them in a thread, while training continues.
-
-    Processes that see the folder share the work: each writes whole tensors into files of its own. The main process
-    writes everything else, waits in its thread for the other parts, and commits the checkpoint.
+    """Takes snapshots of a run and writes them in a thread of the main process, while training continues.
 
     Args:
         run: The run.
@@ -88,7 +65,6 @@ class AsyncSaver:
         failed: Result of the last save if it failed, else None.
         failures: Number of failed saves since this start.
         copies: Copies of the run's tensors in host memory.
-        writers: Ranks that write checkpoints, the main one first; from `Session.find_writers`.
     """
 
     def __init__(self, run: Run, is_own: Callable[[Path], bool], confirm: Callable[[], object]) -> None:
@@ -102,11 +78,9 @@ class AsyncSaver:
         self.failures = 0
         self._requests = run.requests
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: Future[Outcome | None] | None = None  # None as the result of a process that is not the main one
-        self._taken: Snapshot | None = None
+        self._pending: Future[Outcome] | None = None  # on the main process
         self._reserving: Future[None] | None = None
         self.copies = HostStaging(run)
-        self.writers = [0]
 
     @property
     def newest(self) -> Path | None:
@@ -130,7 +104,7 @@ class AsyncSaver:
 
         Args:
             model_state: All tensors of the model by name.
-            states: Returns all other states on the main process, and those of `SHARED` on the others.
+            states: Returns all other states.
             metric: Metric of an evaluation at this step; None without one.
             protect: Names of checkpoints that retention must keep.
 
@@ -139,51 +113,9 @@ class AsyncSaver:
             ValueError: If the name of a state cannot be a file name.
         """
         assert not self.is_busy, "one save at a time"
-        strategy = self.run.strategy
-        strategy.session.set_abort_handler(self.drain)
-        committed = self._with(Committed(f"{CHECKPOINT_PREFIX}{self.run.state.step}", 0, metric))
-        save = strategy.collectives.on_main(lambda: self._open(model_state, states(committed)))
-        if save is not None and strategy.is_main:
-            assert self._taken is not None
-            self._submit(self._taken, lambda taken: self._write(taken, save, committed, protect))
-        elif save is not None and strategy.rank in self.writers:
-            snapshot = self._snapshot(model_state, states(committed))
-            if snapshot.writer < snapshot.writers:
-                self._submit(snapshot, lambda taken: self._write_part(taken, save))
-        self._taken = None
+        self.run.strategy.session.set_abort_handler(self.drain)
+        self.run.strategy.collectives.on_main(lambda: self._begin(model_state, states, metric, protect))
         self.is_busy = True
-
-    def _open(self, model_state: Mapping[str, torch.Tensor], states: Mapping[str, Any]) -> Save | None:
-        """Take the snapshot of the main process and create the staging folder; None if the disk prevents it."""
-        run = self.run
-        try:
-            self.confirm()
-            files = pretrained_files(run.model, run.processing_class)
-            self._taken = self._snapshot(model_state, states, files)
-            staging = open_staging(self.folder, f"{CHECKPOINT_PREFIX}{run.state.step}")
-            return Save(run.state.step, staging, f"{staging.name}-{uuid.uuid4().hex}")
-        except OSError as error:
-            self._pending = Future()
-            self._pending.set_result(Outcome(run.state.step, self.committed, str(error)))
-            self._requests.written = True
-            return None
-
-    def _submit(self, snapshot: Snapshot, write: Callable[[Future[Snapshot]], Outcome | None]) -> None:
-        """Write a copy of the snapshot in the thread; with `async_save=False`, write the snapshot itself now."""
-        taken: Future[Snapshot] = Future()
-        if self.run.args.async_save:
-            try:
-                taken.set_result(snapshot.copied(self._copies))
-            except OSError as error:
-                taken.set_exception(error)
-            self._pending = self._thread.submit(write, taken)
-            return
-        taken.set_result(snapshot)
-        self._pending = Future()
-        try:
-            self._pending.set_result(write(taken))
-        except Exception as error:  # `finish` raises it on all processes
-            self._pending.set_exception(error)
 
     def wait_for_staging(self) -> None:
         """Wait until staging is complete, so that the optimizer may change its state."""
@@ -201,9 +133,6 @@ class AsyncSaver:
             SaveError: If the save failed and `save_failures="raise"`.
         """
         outcome = self.run.strategy.collectives.on_main(self._outcome)
-        assert outcome is not None
-        if self._pending is not None:  # of a process that is not the main one
-            self._outcome()
         self.is_busy = self._requests.written = False
         self._take_in(outcome)
         if outcome.error is None:
@@ -241,10 +170,7 @@ class AsyncSaver:
         if error := pending.exception():
             logger.warning("the checkpoint that was begun could not be written: %s", error)
             return
-        outcome = pending.result()
-        if outcome is None:
-            return
-        self._take_in(outcome)
+        self._take_in(pending.result())
         if self.failed is not None:
             logger.warning("%s", self.error())
 
@@ -263,15 +189,10 @@ class AsyncSaver:
             TypeError: If a state holds a value that a checkpoint cannot hold.
             ValueError: If the name of a state cannot be a file name, or a state is too large as JSON.
         """
-        strategy = self.run.strategy
-        strategy.collectives.on_main(lambda: self._check_space(model_state, states))
-        if self.run.args.async_save and strategy.rank in self.writers:
-            snapshot = self._taken or self._snapshot(model_state, states([]))
-            snapshot.copied(self._reserve)
-        self._taken = None
+        self.run.strategy.collectives.on_main(lambda: self._check_space(model_state, states))
 
     def _check_space(self, model_state: Mapping[str, torch.Tensor], states: States) -> None:
-        self._taken = snapshot = self._snapshot(model_state, states([]))
+        snapshot = self._snapshot(model_state, states([]), copy=self._reserve)
         for name, (tree, _) in snapshot.states.items():
             if is_too_large(json.dumps(tree).encode()):
                 raise ValueError(f"the state {name!r} holds too long lists for a checkpoint; keep them as tensors")
@@ -289,11 +210,38 @@ class AsyncSaver:
                 "output_dir", self.folder, checkpoints, format_size(size * count), format_size(free),
             )  # fmt: skip
 
+    def _begin(
+        self,
+        model_state: Mapping[str, torch.Tensor],
+        states: States,
+        metric: float | None,
+        protect: Collection[str],
+    ) -> None:
+        run, step = self.run, self.run.state.step
+        committed = self._with(Committed(f"{CHECKPOINT_PREFIX}{step}", 0, metric))
+        values = states(committed)
+        try:
+            self.confirm()
+            files = pretrained_files(run.model, run.processing_class)
+            snapshot = self._snapshot(model_state, values, files, self._copies if run.args.async_save else None)
+        except OSError as error:
+            self._pending = Future()
+            self._pending.set_result(Outcome(step, self.committed, str(error)))
+            self._requests.written = True
+            return
+        if run.args.async_save:
+            self._pending = self._thread.submit(self._write, snapshot, committed, protect)
+        else:
+            outcome = self._write(snapshot, committed, protect)
+            self._pending = Future()  # set only after success: an error leaves nothing pending
+            self._pending.set_result(outcome)
+
     def _snapshot(
         self,
         model_state: Mapping[str, torch.Tensor],
         states: Mapping[str, Any],
         files: Mapping[str, bytes] | None = None,
+        copy: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None,
     ) -> Snapshot:
         run = self.run
         return take_snapshot(
@@ -303,10 +251,12 @@ class AsyncSaver:
             arguments=run.args.to_dict(),
             world_size=run.strategy.world_size,
             files=files,
-        ).divided(SHARED, len(self.writers), self.writers.index(run.strategy.rank))
+            copy=copy,
+        )
 
     def _reserve(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        self._reserving = self._thread.submit(self.copies.reserve, tensors)
+        if self.run.args.async_save:
+            self._reserving = self._thread.submit(self.copies.reserve, tensors)
         return tensors
 
     def _copies(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -322,67 +272,27 @@ class AsyncSaver:
         others = [each for each in self.committed if each.name != new.name]
         return [*others, dataclasses.replace(new, number=number, metric=metric)]
 
-    def _write(
-        self, taken: Future[Snapshot], save: Save, committed: list[Committed], protect: Collection[str]
-    ) -> Outcome:
-        """Write the main process's part, and commit the checkpoint when all parts are written."""
+    def _write(self, snapshot: Snapshot, committed: list[Committed], protect: Collection[str]) -> Outcome:
         args = self.run.args
         try:
-            snapshot = self._complete(taken)
-            commit_part(
-                save.staging,
-                snapshot,
-                lambda written: written | self._other_parts(snapshot, save),
-                max_shard_size=args.max_shard_size,
-                to_host=self.run.strategy.device_info.to_host,
-                confirm=self.confirm,
+            if args.async_save:
+                self.copies.complete()
+            to_host = self.run.strategy.device_info.to_host
+            write_checkpoint(
+                self.folder, snapshot, max_shard_size=args.max_shard_size, to_host=to_host, confirm=self.confirm
             )
             self.confirm()
-            return Outcome(save.step, prune(self.folder, committed, retention(args), protect, self.is_own))
+            return Outcome(snapshot.step, prune(self.folder, committed, retention(args), protect, self.is_own))
         except (OSError, MemoryError) as error:
-            remove_folder(save.staging)
-            return Outcome(save.step, self.committed, str(error) or "no memory")
+            return Outcome(snapshot.step, self.committed, str(error) or "no memory")
         finally:
             self._requests.written = True
 
-    def _write_part(self, taken: Future[Snapshot], save: Save) -> None:
-        """Write the part of a process that is not the main one, and report it to the main process."""
-        run = self.run
-        parts: dict[str, Any] = {"error": "it failed; see its own message"}
-        try:
-            snapshot = self._complete(taken)
-            to_host = run.strategy.device_info.to_host
-            written = write_part(save.staging, snapshot, run.args.max_shard_size, to_host)
-            parts = {"files": {name: dataclasses.asdict(entry) for name, entry in written.items()}}
-        except (OSError, MemoryError) as error:
-            parts = {"error": str(error) or "no memory"}
-        finally:
-            run.strategy.session.send_to_main(f"{save.key}/{run.strategy.rank}", parts)
-
-    def _other_parts(self, snapshot: Snapshot, save: Save) -> dict[str, FileEntry]:
-        """Wait until the other processes have written their parts.
-
-        Raises:
-            OSError: If one of them cannot write its part, or has ended; the message names its rank.
-        """
-        written = dict[str, FileEntry]()
-        for rank in self.writers[1 : snapshot.writers]:
-            part = self.run.strategy.session.receive(f"{save.key}/{rank}", rank)
-            if "error" in part:
-                raise OSError(f"{self.run.strategy.collectives.describe_rank(rank)}: {part['error']}")
-            written |= {name: FileEntry(**entry) for name, entry in part["files"].items()}
-        return written
-
-    def _complete(self, taken: Future[Snapshot]) -> Snapshot:
-        snapshot = taken.result()
-        if self.run.args.async_save:
-            self.copies.complete()
-        return snapshot
-
-    def _outcome(self) -> Outcome | None:
+    def _outcome(self) -> Outcome:
         assert self._pending is not None
-        pending, self._pending = self._pending, None
-        return pending.result()
+        outcome = self._pending.result()
+        self._pending = None
+        return outcome
 
     def _kept(self) -> str:
         return f"the newest checkpoint is {self.newest}" if self.committed else "there is no other checkpoint"

@@ -162,14 +162,6 @@ class ProcessGroup:
         self._membership = Membership.join(self.place, device, self.timeout, self.patience, location)
         return True
 
-    def open_store(self) -> Store:
-        """Return a new connection to the rendezvous store, for values that any thread exchanges outside of collectives.
-
-        Raises:
-            ValueError: If the store does not answer.
-        """
-        return PrefixStore(f"values/{self.place.restarts}", _connect(self.place, serves=False))
-
     def end_training(self, error: BaseException | None) -> None:
         """End a training; `error` is the error that ended it, None if it ended normally."""
         if self._membership is not None:

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from trainer_kit.config import environment
 from trainer_kit.strategies.collectives import Collectives
@@ -64,35 +63,5 @@ class Session:
     def release_checkpoint_copies(self) -> None:
         """Remove the copies of `fetch_checkpoint`, once all processes have read them. Collective."""
 
-    def find_writers(self, directory: Path) -> list[int]:
-        """Return the ranks that can write to the main process's output folder, the main one first. Collective.
-
-        If there are several machines, this logs which of them see the folder.
-        """
-        return [0]
-
-    def send_to_main(self, key: str, value: Any) -> None:
-        """Send a small value to the main process. Not collective; one thread at a time may call it.
-
-        Args:
-            key: Name of the value, used once in a run.
-            value: Any value of JSON.
-
-        Raises:
-            OSError: If the main process cannot be reached.
-        """
-        raise NotImplementedError("a single process has no other to send to")
-
-    def receive(self, key: str, rank: int) -> Any:
-        """Wait on the main process for a value that another process sends.
-
-        Not collective; one thread at a time may call it.
-
-        Args:
-            key: Name of the value.
-            rank: Rank of the process that sends it.
-
-        Raises:
-            OSError: If that process has left the run, has ended or does not answer.
-        """
-        raise NotImplementedError("a single process has no other to receive from")
+    def log_output_visibility(self, directory: Path) -> None:
+        """Log which machines can read the main process's output folder, if there are several. Collective."""

@@ -65,50 +65,13 @@ def write_checkpoint(
         CheckpointError: If the path of a file leads out of the checkpoint.
         OSError: If the disk is full or cannot be written; the message names the file. Older checkpoints stay intact.
     """
-    staging = open_staging(output_dir, name or f"{CHECKPOINT_PREFIX}{snapshot.step}")
-    return commit_part(staging, snapshot, lambda written: written, max_shard_size, to_host, confirm)
-
-
-def open_staging(output_dir: Path, name: str) -> Path:
-    """Create the empty folder in which a checkpoint of this name is staged.
-
-    Raises:
-        OSError: If the folder cannot be created.
-    """
-    staging = output_dir / f"{STAGING_PREFIX}{name}-{os.getpid()}"
+    final = output_dir / (name or f"{CHECKPOINT_PREFIX}{snapshot.step}")
+    staging = output_dir / f"{STAGING_PREFIX}{final.name}-{os.getpid()}"
     make_run_folder(output_dir)
     remove_folder(staging)  # of an earlier process with the same PID
-    os.mkdir(staging)
-    return staging
-
-
-def commit_part(
-    staging: Path,
-    snapshot: Snapshot,
-    collect: Callable[[dict[str, FileEntry]], Mapping[str, FileEntry]],
-    max_shard_size: int | str = "5GB",
-    to_host: ToHost = torch.Tensor.cpu,
-    confirm: Callable[[], object] = lambda: None,
-) -> Path:
-    """Write the first writer's part of a staged checkpoint, and commit it when all parts are written.
-
-    Args:
-        staging: Folder that `open_staging` created; removed if this fails.
-        snapshot: Snapshot of writer 0.
-        collect: Takes the entries of this part; waits for the others and returns the entries of all files.
-        max_shard_size: See `write_checkpoint`.
-        to_host: See `write_checkpoint`.
-        confirm: See `write_checkpoint`.
-
-    Returns:
-        Folder of the checkpoint.
-
-    Raises:
-        OSError: See `write_checkpoint`.
-    """
-    final = staging.with_name(staging.name.removeprefix(STAGING_PREFIX).rpartition("-")[0])
     try:
-        _seal(staging, collect(write_part(staging, snapshot, max_shard_size, to_host)), snapshot)
+        os.mkdir(staging)
+        _seal(staging, _write(staging, snapshot, max_shard_size, to_host), snapshot)
         confirm()
         _commit(staging, final)
     except BaseException:
@@ -117,45 +80,21 @@ def commit_part(
     return final
 
 
-def write_part(
-    staging: Path, snapshot: Snapshot, max_shard_size: int | str = "5GB", to_host: ToHost = torch.Tensor.cpu
-) -> dict[str, FileEntry]:
-    """Write the files of one writer into a staged checkpoint, and flush them.
-
-    Args:
-        staging: Folder that writer 0 created.
-        snapshot: Snapshot of this writer.
-        max_shard_size: See `write_checkpoint`.
-        to_host: See `write_checkpoint`.
-
-    Returns:
-        Entries of the files for the manifest, by relative path.
-
-    Raises:
-        OSError: See `write_checkpoint`.
-    """
-    written = _write_own_files(staging, snapshot) if snapshot.writer == 0 else {}
-    for stem, tensors in snapshot.groups.items():
-        owners = snapshot.owners.get(stem)
-        if owners is None and snapshot.writer > 0:
-            continue
-        path = staging / stem
-        files = save_tensors(tensors, path.parent, path.name, max_shard_size, to_host, owners, snapshot.writer)
-        written |= {str(PurePosixPath(stem).with_name(file)): entry for file, entry in files.items()}
-    return written
-
-
-def _write_own_files(staging: Path, snapshot: Snapshot) -> dict[str, FileEntry]:
-    """Write all files but those of tensors and the manifest."""
+def _write(staging: Path, snapshot: Snapshot, max_shard_size: int | str, to_host: ToHost) -> dict[str, FileEntry]:
+    """Write all files but the manifest, and return their entries for it."""
     written = {}
     for name, content in snapshot.files.items():
         path = inside(staging, name)
         make_folders(path.parent)
         written[name] = write_file(path, [content])
+    for stem, tensors in {"model": snapshot.model, **snapshot.more_models}.items():
+        written |= save_tensors(tensors, staging, stem, max_shard_size, to_host)
     make_folders(staging / STATE_FOLDER)
-    for name, (tree, _) in snapshot.states.items():
+    for name, (tree, tensors) in snapshot.states.items():
         path = staging / STATE_FOLDER / f"{name}.json"
-        written[f"{STATE_FOLDER}/{path.name}"] = write_json(path, tree, indent=None)
+        files = save_tensors(tensors, path.parent, name, max_shard_size, to_host) if tensors else {}
+        files[path.name] = write_json(path, tree, indent=None)
+        written |= {f"{STATE_FOLDER}/{file}": entry for file, entry in files.items()}
     written[ARGUMENTS_NAME] = write_json(staging / ARGUMENTS_NAME, snapshot.arguments)
     return written
 

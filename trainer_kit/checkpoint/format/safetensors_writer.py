@@ -50,8 +50,6 @@ def save_tensors(
     stem: str = "model",
     max_shard_size: int | str = "5GB",
     to_host: ToHost = torch.Tensor.cpu,
-    owners: Mapping[str, int] | None = None,
-    writer: int = 0,
 ) -> dict[str, FileEntry]:
     """Save tensors as `STEM.safetensors`, or as shards with an index if they exceed `max_shard_size`.
 
@@ -66,11 +64,9 @@ def save_tensors(
         max_shard_size: Largest size of a file's tensors, in bytes or as "300MB", "2GiB"; a larger tensor gets its own
             file.
         to_host: Returns a full copy of a tensor on the host.
-        owners: Number of the writer of each tensor, by any of its names; None: writer 0 writes all.
-        writer: Number of this process among the writers.
 
     Returns:
-        Size and checksum of each file that this call wrote, by its name.
+        Size and checksum of each file by its name.
 
     Raises:
         ValueError: If `max_shard_size` is invalid, or a tensor has no content (device "meta") or a reserved name.
@@ -81,27 +77,27 @@ def save_tensors(
     for name, tensor in tensors.items():
         refuse_unstorable(name, tensor)
     kept, aliases = _untie(tensors)
-    shards = _partition(kept, limit, owners or {})
+    shards = _partition(kept, limit)
     make_folders(directory)
-    previous = _files_of(directory, stem) if owners is None else []  # otherwise those of the other writers
+    previous = _files_of(directory, stem)
     index = directory / f"{stem}.safetensors.index.json"
     names = [f"{stem}.safetensors"]
     if len(shards) > 1:
-        if owners is None:  # an old index must not refer to new shards
-            index.unlink(missing_ok=True)
+        index.unlink(missing_ok=True)  # an old index must not refer to new shards
         names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     written = {
-        file: write_file(directory / file, _content(shard, {name: aliases[name] for name in shard}, to_host))
-        for file, (shard, owner) in zip(names, shards, strict=True)
-        if owner == writer
+        name: write_file(directory / name, _content(shard, {name: aliases[name] for name in shard}, to_host))
+        for name, shard in zip(names, shards, strict=True)
     }
-    if len(shards) > 1 and writer == 0:
-        files = {tensor: name for name, (shard, _) in zip(names, shards, strict=True) for tensor in shard}
+    if len(shards) > 1:
+        weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         total = sum(tensor.nbytes for tensor in kept.values())
-        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
-        written[index.name] = write_json(index, content)
-    for path in (path for path in previous if path.name not in written):
-        path.unlink(missing_ok=True)
+        written[index.name] = write_json(
+            index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        )
+    for path in previous:
+        if path.name not in written:
+            path.unlink(missing_ok=True)
     fsync_directory(directory)
     return written
 
@@ -159,20 +155,17 @@ def refuse_unstorable(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"tensor {name!r} is on the device 'meta' and has no content to store; load the weights first")
 
 
-def _partition(
-    tensors: Mapping[str, torch.Tensor], limit: int, owners: Mapping[str, int]
-) -> list[tuple[dict[str, torch.Tensor], int]]:
-    """Split tensors into shards with their writers, in order of the writers and then of the tensors."""
-    shards: list[tuple[dict[str, torch.Tensor], int]] = []
+def _partition(tensors: Mapping[str, torch.Tensor], limit: int) -> list[dict[str, torch.Tensor]]:
+    """Split tensors into shards, in order."""
+    shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: owners.get(item[0], 0)):
-        owner = owners.get(name, 0)
-        if not shards or shards[-1][1] != owner or size + tensor.nbytes > limit:
-            shards.append(({}, owner))
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append({})
             size = 0
-        shards[-1][0][name] = tensor
+        shards[-1][name] = tensor
         size += tensor.nbytes
-    return shards or [({}, 0)]
+    return shards
 
 
 def _content(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from trainer_kit.checkpoint.format.manifest import ARGUMENTS_NAME, MANIFEST_NAME, STATE_FOLDER
-from trainer_kit.checkpoint.format.ownership import assign_writers
 from trainer_kit.checkpoint.format.safetensors_writer import is_file_of, refuse_unstorable, storage_key
 from trainer_kit.utils.pytree import flatten_state
 
@@ -33,9 +32,6 @@ class Snapshot:
         arguments: The arguments of the run, as a JSON tree.
         files: Contents of further files (config.json, a tokenizer's) by path in the checkpoint.
         more_models: Tensors of further models, by prefix of their files' names.
-        owners: Writer of each tensor by name, for the stem of each group of files that several processes write
-            together ("model", "state/optimizer"). Empty: one process writes everything.
-        writer: Number of this process among the writers. The tensors of other writers are not copied.
     """
 
     step: int
@@ -45,61 +41,12 @@ class Snapshot:
     arguments: Any
     files: Mapping[str, bytes]
     more_models: Mapping[str, Tensors] = dataclasses.field(default_factory=dict)
-    owners: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
-    writer: int = 0
-
-    @property
-    def groups(self) -> dict[str, Tensors]:
-        """Tensors of each group of files, by its stem in the checkpoint: "model", "state/optimizer"."""
-        of_states = {f"{STATE_FOLDER}/{name}": tensors for name, (_, tensors) in self.states.items() if tensors}
-        return {"model": self.model, **self.more_models, **of_states}
 
     @property
     def nbytes(self) -> int:
         """Size of all tensors in bytes, counting tied ones once."""
-        return sum(tensor.nbytes for tensor in _distinct(self.groups.values()).values())
-
-    @property
-    def writers(self) -> int:
-        """Number of processes that write this checkpoint."""
-        return 1 + max((writer for owners in self.owners.values() for writer in owners.values()), default=0)
-
-    def divided(self, shared: Collection[str], writers: int, writer: int) -> Snapshot:
-        """Return the share of one process in this snapshot, which several processes write together.
-
-        All processes have the same model and the same `shared` states. Everything else is written by writer 0.
-
-        Args:
-            shared: Names of the states that are written together with the model.
-            writers: Number of the processes.
-            writer: Number of this process among them, from 0.
-        """
-        together = {"model", *(f"{STATE_FOLDER}/{name}" for name in shared)}
-        groups = {stem: tensors for stem, tensors in self.groups.items() if stem in together}
-        return dataclasses.replace(self, owners=_owners(groups, writers) if writers > 1 else {}, writer=writer)
-
-    def copied(self, copy: Copy) -> Snapshot:
-        """Return this snapshot with copies of the tensors that this process writes.
-
-        Args:
-            copy: Takes the tensors, tied ones once, and returns copies in the same order.
-        """
-        own = [
-            {name: tensor for name, tensor in tensors.items() if self.owners.get(stem, {}).get(name, 0) == self.writer}
-            for stem, tensors in self.groups.items()
-        ]
-        distinct = _distinct(own)
-        copies = dict(zip(distinct, copy(list(distinct.values())), strict=True))
-
-        def copied(tensors: Tensors) -> Tensors:
-            return {name: copies.get(storage_key(tensor), tensor) for name, tensor in tensors.items()}
-
-        return dataclasses.replace(
-            self,
-            model=copied(self.model),
-            states={name: (tree, copied(tensors)) for name, (tree, tensors) in self.states.items()},
-            more_models={name: copied(tensors) for name, tensors in self.more_models.items()},
-        )
+        groups = [self.model, *self.more_models.values(), *(tensors for _, tensors in self.states.values())]
+        return sum(tensor.nbytes for tensor in _distinct(groups).values())
 
 
 def take_snapshot(
@@ -111,6 +58,7 @@ def take_snapshot(
     world_size: int = 1,
     files: Mapping[str, bytes] | None = None,
     more_models: Mapping[str, Tensors] | None = None,
+    copy: Copy | None = None,
 ) -> Snapshot:
     """Collect the content of a checkpoint, and check that a checkpoint can hold it.
 
@@ -122,10 +70,11 @@ def take_snapshot(
         world_size: Number of processes of the run.
         files: Contents of further files by path in the checkpoint; None: none.
         more_models: Tensors of further models, by prefix of their files' names; None: none.
+        copy: Takes all tensors, tied ones once, and returns host copies in the same order. None: the snapshot refers
+            to the tensors themselves, which must not change until it is written.
 
     Returns:
-        The snapshot. It refers to the tensors themselves (see `Snapshot.copied`), and shares nothing else with the
-        states, which may change afterwards.
+        The snapshot. Except for the tensors, it shares nothing with the states, which may change afterwards.
 
     Raises:
         ValueError: If `step` is negative, a name is invalid, a file has a name that the checkpoint uses itself, or a
@@ -146,14 +95,17 @@ def take_snapshot(
         place = next(iter(tensors_of_arguments))
         raise TypeError(f"the arguments hold a tensor or an array ({place}); give a number or a list")
     _check_files(files or (), stems)
+    groups = [model_state, *more_models.values(), *(tensors for _, tensors in taken.values())]
+    model, *others = groups if copy is None else _copied(groups, copy)
+    of_states = others[len(more_models) :]
     return Snapshot(
         step=step,
         world_size=world_size,
-        model=model_state,
-        states=taken,
+        model=model,
+        states={name: (tree, own) for (name, (tree, _)), own in zip(taken.items(), of_states, strict=True)},
         arguments=tree,
         files=dict(files or {}),
-        more_models=more_models,
+        more_models=dict(zip(more_models, others, strict=False)),
     )
 
 
@@ -196,16 +148,8 @@ def _distinct(groups: Iterable[Tensors]) -> dict[tuple[Any, ...], torch.Tensor]:
     return {storage_key(tensor): tensor for tensors in groups for tensor in tensors.values()}
 
 
-def _owners(groups: Mapping[str, Tensors], writers: int) -> dict[str, dict[str, int]]:
-    """Return the writer of each tensor by name, for each group; tied tensors of a group have one writer."""
-    keys = [{name: storage_key(tensor) for name, tensor in tensors.items()} for tensors in groups.values()]
-    firsts = [{key: name for name, key in reversed(names.items())} for names in keys]
-    sizes = [
-        {name: tensors[name].nbytes for name in first.values()}
-        for first, tensors in zip(firsts, groups.values(), strict=True)
-    ]
-    owners = assign_writers(sizes, writers)
-    return {
-        stem: {name: owner[first[key]] for name, key in names.items()}
-        for stem, names, first, owner in zip(groups, keys, firsts, owners, strict=True)
-    }
+def _copied(groups: list[Tensors], copy: Copy) -> list[Tensors]:
+    """Return the groups with copied tensors; tied tensors stay tied, also across groups."""
+    distinct = _distinct(groups)
+    copies = dict(zip(distinct, copy(list(distinct.values())), strict=True))
+    return [{name: copies[storage_key(tensor)] for name, tensor in tensors.items()} for tensors in groups]

@@ -171,10 +171,6 @@ class Heartbeat:
             self._failed_in = None
             self._urgent = False
 
-    def is_missing(self, rank: int) -> bool:
-        """Return whether a process has left the run, has ended, or does not answer, as rank 0 sees it."""
-        return self._roster.is_missing(rank)
-
     # The thread that talks to the store
 
     def _talk(self) -> None:

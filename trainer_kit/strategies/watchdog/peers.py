@@ -155,11 +155,6 @@ class PeerTable:
                 causes[rank] = Problem(rank, "gone", f"{_who(rank, beat)} {text}")
         return _worst_first(causes.values())
 
-    def is_missing(self, rank: int) -> bool:
-        """Return whether a process has left the run, has ended, or does not answer."""
-        beat = self._beats().get(rank)
-        return beat is not None and (beat.left or self._silence(rank) > self.patience or state_of(beat) == "gone")
-
     def suspects(self, seconds: float) -> list[Problem]:
         """Return suspects if no process is known to be missing.
 
