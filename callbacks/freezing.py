@@ -66,7 +66,7 @@ class Freezing(Callback):
         for pattern in self.patterns:
             names = fnmatch.filter(named, pattern)
             if not names:
-                known = join_names(map(repr, named))
+                known = join_names(map(repr, named), most=8)
                 raise ValueError(f"Freezing: {pattern!r} matches no parameter of the model; it has {known}")
             matched.update((name, named[name]) for name in names if named[name].requires_grad)
         self._parameters = list(matched.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import shutil
@@ -56,13 +57,15 @@ def other_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+    return sorted(path.name for path in (folder / "checkpoints").iterdir() if path.name != NAME)
 
 
 @pytest.mark.scenario
 def test_another_process_is_refused_until_the_training_ends(tmp_path: Path) -> None:
     with other_process(tmp_path) as process:
-        with pytest.raises(FolderInUseError, match=rf"is in use: .*process {process.pid}\), since .* trains there"):
+        with pytest.raises(
+            FolderInUseError, match=rf"project_dir='.*' is in use: .*process {process.pid}\), since .* trains there"
+        ):
             loop(tmp_path).save_state()
         loop(tmp_path).save_state(tmp_path / "checkpoints" / "own")  # numbers and prunes nothing
         assert process.stdin is not None
@@ -81,7 +84,7 @@ def test_a_process_that_was_killed_holds_nothing(tmp_path: Path) -> None:
     with other_process(tmp_path) as process:
         process.kill()
         process.wait()
-        assert (tmp_path / NAME).exists()
+        assert (tmp_path / "checkpoints" / NAME).exists()
         loop(tmp_path).save_state()
     assert names(tmp_path) == ["checkpoint_0", "checkpoint_1"]
 
@@ -89,7 +92,7 @@ def test_a_process_that_was_killed_holds_nothing(tmp_path: Path) -> None:
 @pytest.mark.scenario
 def test_a_process_that_ends_leaves_no_lock(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", LOOP, tmp_path], stdin=subprocess.DEVNULL, timeout=120, check=True)
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / "checkpoints" / NAME).exists()
     assert names(tmp_path) == ["checkpoint_0"]
 
 
@@ -98,40 +101,80 @@ def test_accelerators_of_one_process_share_the_lock(tmp_path: Path) -> None:
     first.save_state()
     second.save_state()
     first.end_training()
-    assert not (tmp_path / NAME).exists()
-    second.save_state()
-    assert (tmp_path / NAME).exists()
-    del first, second
+    assert (tmp_path / "checkpoints" / NAME).exists()
+    first.save_state()
+    del first
     gc.collect()
-    assert not (tmp_path / NAME).exists()
-    assert len(names(tmp_path)) == 3
+    second.save_state()
+    assert (tmp_path / "checkpoints" / NAME).exists()
+    del second
+    gc.collect()
+    assert not (tmp_path / "checkpoints" / NAME).exists()
+    assert len(names(tmp_path)) == 4
 
 
 def test_a_loop_that_saves_elsewhere_takes_no_lock(tmp_path: Path) -> None:
     loop(tmp_path).save_state(tmp_path / "state")
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / "checkpoints" / NAME).exists()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_process_saves_under_the_lock_of_its_parent(tmp_path: Path) -> None:
-    lock = lock_project(tmp_path)
+@pytest.mark.parametrize("is_rank", [True, False])
+def test_a_forked_process_shares_the_lock_of_its_parent_only_as_a_rank(tmp_path: Path, is_rank: bool) -> None:
+    user = loop(tmp_path)
+    lock = lock_project(tmp_path, user)
     if (child := os.fork()) == 0:
-        os._exit(0 if lock_project(tmp_path) is lock else 1)
-    assert os.waitpid(child, 0)[1] == 0
+        if is_rank:
+            os.environ["WORLD_SIZE"] = "1"
+        try:
+            os._exit(0 if lock_project(tmp_path, user) is lock else 1)
+        except FolderInUseError:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (0 if is_rank else 2)
+    lock.release()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_outlives_the_lock_of_its_parent(tmp_path: Path) -> None:
+    user = loop(tmp_path)
+    lock = lock_project(tmp_path, user)
+    ready, go = os.pipe()
+    if (child := os.fork()) == 0:
+        os.environ["WORLD_SIZE"] = "1"
+        os.read(ready, 1)
+        own = lock_project(tmp_path, user)
+        os._exit(0 if own is not lock and own.is_held else 1)
+    lock.release()
+    os.write(go, b".")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_file_system_that_does_not_answer_ends_no_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    user = loop(tmp_path)
+    lock = lock_project(tmp_path, user)
+
+    def stale(self: Path) -> bool:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", stale)
+        lock._beat()
+    assert lock.is_held
     lock.release()
 
 
 def test_a_folder_that_was_removed_stays_away() -> None:
-    folder = Path(tempfile.mkdtemp())
-    lock = lock_project(folder)
+    folder, user = Path(tempfile.mkdtemp()), Accelerator(cpu=True)
+    lock = lock_project(folder, user)
     shutil.rmtree(folder)
     lock._beat()
     assert not folder.exists()
     assert not lock.is_held
-    first = lock_project(folder)
+    first = lock_project(folder, user)
     shutil.rmtree(folder)
-    second = lock_project(folder)
+    second = lock_project(folder, user)
     assert (first.is_held, second.is_held) == (False, True)
     second.release()
     shutil.rmtree(folder)
@@ -140,8 +183,8 @@ def test_a_folder_that_was_removed_stays_away() -> None:
 def test_nothing_is_committed_to_a_folder_that_was_taken_over(tmp_path: Path) -> None:
     accelerator = loop(tmp_path)
     accelerator.save_state()
-    (tmp_path / NAME).unlink()
-    other = RunLock(tmp_path)
+    (tmp_path / "checkpoints" / NAME).unlink()
+    other = RunLock(tmp_path / "checkpoints")
     other.acquire()
     with pytest.raises(FolderInUseError, match="was taken over by"):
         accelerator.save_state()
@@ -159,8 +202,9 @@ def save(folder: str) -> str:
 
 @pytest.mark.distributed
 def test_all_ranks_are_refused(tmp_path: Path) -> None:
-    lock = lock_project(tmp_path)
-    assert holder_of(tmp_path) is None  # only others count
+    user = loop(tmp_path)
+    lock = lock_project(tmp_path / "checkpoints", user)
+    assert holder_of(tmp_path / "checkpoints") is None  # only others count
     first, second = on_ranks(2, save, str(tmp_path))
     assert first == second
     assert f"process {os.getpid()}" in first

@@ -64,7 +64,7 @@ def test_parameters_without_a_loss_are_named(tmp_path: Path) -> None:
     for result in try_on_ranks(2, train_branches, str(tmp_path), with_spare):
         assert isinstance(result, RankFailed)
         assert isinstance(result.error, ValueError)
-        assert "spare.weight, spare.bias took no part in the loss" in str(result.error)
+        assert "spare.weight and spare.bias took no part in the loss" in str(result.error)
         assert "find_unused_parameters=True" in str(result.error)
     on_ranks(2, train_branches, str(tmp_path), with_spare_allowed)
 

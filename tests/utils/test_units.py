@@ -78,7 +78,7 @@ def test_durations(seconds: float, text: str) -> None:
 @given(st.floats(0, 1e9))
 def test_a_duration_is_exact_to_its_smaller_unit(seconds: float) -> None:
     words = format_duration(seconds).split()
-    numbers, units = [float(number) for number in words[::2]], words[1::2]
+    numbers, units = [float(number.replace(",", "")) for number in words[::2]], words[1::2]
     total = sum(number * SECONDS[unit] for number, unit in zip(numbers, units, strict=True))
     assert total == pytest.approx(seconds, rel=0.06, abs=0.5 if seconds > 59 else 1e-300)
     assert len(units) == 1 or numbers[1] < SECONDS[units[0]] / SECONDS[units[1]]
@@ -143,3 +143,13 @@ def test_names_that_are_not_shown_are_counted(number: int) -> None:
     rest = re.fullmatch(r"0, 1, 2 and ([\d,]+) more", join_names(range(number)))
     assert rest is not None
     assert int(rest[1].replace(",", "")) == number - 3
+
+
+def test_values_that_are_rare_stay_readable() -> None:
+    assert format_duration(-100) == "-1 min 40 s"
+    assert format_duration(1e12) == "11,574,074 d 2 h"
+    assert [format_size(math.inf), format_size(math.nan)] == ["inf B", "nan B"]
+    assert [format_si(math.inf, "FLOP"), format_si(1e24, "FLOP")] == ["inf FLOP", "1 YFLOP"]
+    assert [format_count(0.99999, "epoch"), format_count(0.9, "epoch")] == ["1 epoch", "0.9 epochs"]
+    assert join_names(["", "a"]) == " and a"
+    assert join_names("abcdef", most=None) == "a, b, c, d, e and f"

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import os
 import uuid
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -252,7 +251,7 @@ class Checkpointing(Tracking):
             super().end_training()
         finally:
             if self._lock is not None:
-                self._lock.release()
+                self._lock.remove_user(self)
 
     def _folder(self, given: Path | None, call: str) -> Path:
         """Return the folder that contains the checkpoints."""
@@ -323,7 +322,8 @@ class Checkpointing(Tracking):
         """Write the checkpoint and prune old ones, on the main process only."""
         confirm: Callable[[], object]
         if output_dir is None:
-            confirm = self._lock_project(folder.parent).confirm
+            self._lock = lock_project(folder, self)
+            confirm = self._lock.confirm
             remove_stale_staging(folder)
             there = find_checkpoints(folder, PREFIX)
             number = max([self.project_configuration.iteration, *(_number(path) + 1 for path in there[-1:])])
@@ -348,14 +348,6 @@ class Checkpointing(Tracking):
             committed = [Committed(path.name, _number(path)) for path in own]
             prune(folder, committed, Retention(self.project_configuration.total_limit))
         return directory
-
-    def _lock_project(self, folder: Path) -> ProjectLock:
-        """Lock the folder until `end_training`, or until this object or the process ends."""
-        lock = lock_project(folder)
-        if lock is not self._lock:
-            self._lock = lock
-            weakref.finalize(self, lock.release)
-        return lock
 
     def _found(self, input_dir: Path | None) -> Path:
         """Return the checkpoint to load, verified; on the main process only."""

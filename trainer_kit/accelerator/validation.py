@@ -9,7 +9,6 @@ from typing import Any
 from trainer_kit.checkpoint import CheckpointError, read_state, verify
 from trainer_kit.checkpoint.format.manifest import STATE_FOLDER, Manifest, list_files
 from trainer_kit.checkpoint.format.trainer_state import BOOL, COUNT, OBJECT, TEXT, WHOLE, CheckedFile, or_none
-from trainer_kit.state import Stateful
 
 logger = logging.getLogger("trainer_kit")
 
@@ -19,7 +18,7 @@ KINDS = ("models", "optimizers", "schedulers", "loaders")
 
 def is_stateful(thing: Any) -> bool:
     """Return whether an object, not a class, has `state_dict` and `load_state_dict`."""
-    return not isinstance(thing, type) and isinstance(thing, Stateful)
+    return not isinstance(thing, type) and hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
 def check_state(directory: Path) -> None:

@@ -117,7 +117,7 @@ def user_of(kind: str) -> str:
             break
     there = [name for name, value in names.items() if not name.startswith("_") and _lies_on(kind, value)]
     if there:
-        found.append(f"on the {'GPU' if kind == 'cuda' else 'device'}: {join_names(there)}")
+        found.append(f"on the {'GPU' if kind == 'cuda' else 'device'}: {join_names(there, most=None)}")
     if not found:
         imported = [name for name in _TOUCH_AT_IMPORT if name in sys.modules and kind == "cuda"]
         found.append(f"perhaps by importing {' or '.join(imported)}" if imported else "no cell shows by what")

@@ -209,7 +209,7 @@ def _check_columns(module: torch.nn.Module, batch: Any) -> None:
     unknown = [str(key) for key in keys(batch) if key not in known] if known and isinstance(batch, Mapping) else []
     if known and unknown:
         raise ValueError(
-            f"the batch has the {pluralize('column', len(unknown))} {join_names(unknown)}, which "
+            f"the batch has the {pluralize('column', len(unknown))} {join_names(unknown, most=None)}, which "
             f"{type(module).__name__}.forward does not take (it takes {', '.join(known)}); rename or remove "
             "them in the dataset or data_collator, or give compute_loss="
         )
@@ -234,6 +234,6 @@ def _warn_of_swallowed_columns(module: torch.nn.Module, batch: Mapping[Any, Any]
     if unknown and len(unknown) < len(keys(batch)):
         warn(
             f"{type(module).__name__}.forward has no parameter for the {pluralize('column', len(unknown))} "
-            f"{join_names(unknown)}, and takes other arguments as **kwargs; if that is a mistake, rename or "
+            f"{join_names(unknown, most=None)}, and takes other arguments as **kwargs; if that is a mistake, rename or "
             "remove them in the dataset or data_collator",
         )

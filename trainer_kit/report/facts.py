@@ -106,7 +106,7 @@ def _steps(history: RunHistory, timeline: Timeline | None) -> Figure:
     total = _whole(history.beginning.get("total_steps"))
     epochs = history.curve("epoch")[1]
     notes = [f"of {total:,}"] if total is not None and total != history.step else []
-    notes += [format_count(round(epochs[-1], 2), "epoch")] if len(epochs) and epochs[-1] else []
+    notes += [format_count(float(f"{epochs[-1]:.3g}"), "epoch")] if len(epochs) and epochs[-1] else []
     return Figure("Steps", f"{history.step:,}", ", ".join(notes))
 
 

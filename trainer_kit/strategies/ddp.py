@@ -123,8 +123,11 @@ class DDP(SingleDevice):
     def _report(self, places: list[tuple[str, str]]) -> None:
         """Log the machine and the device of each process. Collective."""
         if self.is_main:
-            ranks = describe_ranks(places, [*range(self.world_size)])
-            logger.info("%d processes on %s: %s", self.world_size, places[0][0], ranks)
+            hosts: dict[str, list[int]] = {}  # several only in a group that the program created
+            for rank, (host, _) in enumerate(places):
+                hosts.setdefault(host, []).append(rank)
+            lines = [f"{host}: {describe_ranks(places, ranks)}" for host, ranks in hosts.items()]
+            logger.info("%d processes on %s", self.world_size, "; ".join(lines))
 
     def _location(self) -> tuple[str, str]:
         """Return the host name and the device of this process, with the UUID of a GPU."""

@@ -162,8 +162,8 @@ class Replica(torch.nn.Module):
         trained = [name for name, parameter in self._named if parameter.requires_grad]
         names = [trained[int(number)] for number in found[1].split()] if found else ["some parameters"]
         return (
-            f"{join_names(names)} took no part in the loss of the step before; freeze what is not used, or set "
-            "strategy=DDP(find_unused_parameters=True) (for an Accelerator: kwargs_handlers="
+            f"{join_names(names, most=None)} took no part in the loss of the step before; freeze what is not used, or "
+            "set strategy=DDP(find_unused_parameters=True) (for an Accelerator: kwargs_handlers="
             "[DistributedDataParallelKwargs(find_unused_parameters=True)])"
         )
 

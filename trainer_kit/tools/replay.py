@@ -146,7 +146,7 @@ class _Replay:
         for line in self.report["found"].get("inputs", []):
             self.say(f"in the run: {line}")
         if found.weights:
-            self.say(f"weights that are not finite: {join_names(found.weights)} ({len(found.weights)} in all)")
+            self.say(f"weights that are not finite: {join_names(found.weights)}")
         if found.loss is not None:
             self.say(f"loss: {found.loss}, norm of the gradients: {found.norm}")
         if found.module is not None:

@@ -64,8 +64,17 @@ class EventFile:
         """Return the folder."""
         return self._folder
 
+    def reopen(self) -> None:
+        """Do nothing: torch's writer opens its thread's queue here."""
+
     def flush(self) -> None:
-        """Flush all events to the file; a bucket does not get each event by itself."""
+        """Flush all events to the file; a bucket does not get each event by itself.
+
+        Raises:
+            OSError: If the file cannot be written, or was removed.
+        """
+        if "://" not in self._path:
+            os.stat(self._path)  # writes to a removed file succeed
         self._file.flush()
         self._flushed = time.monotonic()
 

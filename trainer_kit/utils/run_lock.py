@@ -76,10 +76,12 @@ class RunLock:
 
     Args:
         folder: The folder, which must exist when the lock is acquired.
+        argument: Name of the argument that the user gives the folder by, for errors.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, argument: str = "output_dir") -> None:
         self.folder = folder
+        self.argument = argument
         self.path = folder / NAME
         self._holder: Holder | None = None  # None while the lock is not held
         self._taken_by: str | None = None
@@ -89,8 +91,18 @@ class RunLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this process, or the one that it was forked from, has acquired the lock and not released it."""
-        return self._holder is not None
+        """Whether this process has acquired the lock and not released it."""
+        return self._holder is not None and self._holder.process == os.getpid()
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process was forked from the holder, which holds the lock still."""
+        holder = self._holder
+        if holder is None or holder.process == os.getpid():
+            return False
+        with contextlib.suppress(OSError):
+            return (seen := _look(self.path)) is not None and seen.token == holder.token
+        return False
 
     def acquire(self) -> None:
         """Acquire the lock; wait if a holder on another machine may be dead.
@@ -182,8 +194,8 @@ class RunLock:
             return _look(self.path)
         except OSError as error:
             raise FolderInUseError(
-                f"output_dir={str(self.folder)!r} cannot be taken: its {NAME} cannot be read ({error.strerror}); "
-                "remove it if no training runs there, or give another output_dir"
+                f"{self.argument}={str(self.folder)!r} cannot be taken: its {NAME} cannot be read ({error.strerror}); "
+                f"remove it if no training runs there, or give another {self.argument}"
             ) from error
 
     def _beat_on(self, ended: threading.Event) -> None:
@@ -206,9 +218,11 @@ class RunLock:
 
     def _write_sign(self) -> None:
         """Rewrite the lock in place, which works on a full disk; create it again if it is missing."""
+        if not self.is_held:  # asked before the mutex, which a fork may have inherited locked
+            return
         with self._beating:
             holder = self._holder
-            if holder is None or holder.process != os.getpid():
+            if holder is None:
                 return
             try:
                 with open(_opened(self.path, os.O_RDWR), "r+b", buffering=0) as file:
@@ -224,12 +238,12 @@ class RunLock:
                 _write_new(self.path, holder)
 
     def _refusal(self, seen: _Seen) -> str:
-        holder, remedy = seen.holder, "wait for it, end it, or give another output_dir"
+        holder, remedy = seen.holder, f"wait for it, end it, or give another {self.argument}"
         if holder is not None and holder.process == os.getpid() and _is_here(holder):
-            remedy = "that is this process; wait for that training, or give another output_dir"
+            remedy = f"that is this process; wait for that training, or give another {self.argument}"
         elif holder is not None and _is_here(holder) and _is_stopped(holder.process):
             remedy = f"it is stopped: kill -CONT {holder.process} lets it go on, kill -KILL {holder.process} ends it"
-        return f"output_dir={str(self.folder)!r} is in use: {seen.name} trains there; {remedy}"
+        return f"{self.argument}={str(self.folder)!r} is in use: {seen.name} trains there; {remedy}"
 
 
 def holder_of(folder: Path) -> str | None:

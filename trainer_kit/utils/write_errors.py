@@ -34,7 +34,12 @@ class WriteErrors:
         except OSError as error:
             failed_before, self.is_failing = self.is_failing, True  # set before the warning, which may be written there
             if not failed_before:
-                logger.warning("%s: %s; training continues", self.sentence, error.strerror or error)
+                logger.warning("%s: %s; training continues", self.sentence, self._reason(error))
             if self._reset is not None:
                 with contextlib.suppress(OSError):
                     self._reset()
+
+    def _reason(self, error: OSError) -> str:
+        reason = error.strerror or str(error)
+        is_named = error.filename is None or str(error.filename) in self.sentence
+        return reason if is_named else f"{error.filename}: {reason}"

@@ -120,7 +120,7 @@ def test_from_pretrained_loads_what_lies_with_a_configuration(
         (Wrapping, "Wrapping is no transformers model, although it has the configuration of one", False),
         (Adapted, "Adapted is no transformers model", True),
         (new_head, "its configuration has 'classifier.weight' and 'classifier.bias', which the model lacks", False),
-        (other_labels, "its configuration has another shape of 'classifier.weight' and 'classifier.bias'", False),
+        (other_labels, "its configuration has another shape for 'classifier.weight' and 'classifier.bias'", False),
         (injected, "its configuration has 'bert.encoder.layer.0.attention.self.query.weight'", False),
     ],
 )

@@ -59,7 +59,7 @@ def why_not_pretrained(model: torch.nn.Module) -> str | None:
     for what, names in (
         ("its configuration has {}, which the model lacks", missing),
         ("the model has {}, which its configuration lacks", foreign),
-        ("its configuration has another shape of {}", other),
+        ("its configuration has another shape for {}", other),
     ):
         if names:
             return f"{kind} was changed after it was made: {what.format(join_names(map(repr, names)))}"
