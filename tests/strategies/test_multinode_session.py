@@ -96,7 +96,7 @@ def test_a_checkpoint_is_sent_to_a_machine_that_does_not_see_it(tmp_path: Path) 
     assert (main["is there"], first["is there"], second["is there"]) == (True, False, False)
     assert contents(other) == {"model": b"of another run"}
     assert list((tmp_path / "machine-1" / "tmp").iterdir()) == []
-    assert f"sending checkpoint-3 (0.0 MiB) to {HOST}, where it is not seen" in main["log"]
+    assert f"sending checkpoint-3 (5.372 KiB) to {HOST}, where it is not seen" in main["log"]
     assert first["log"] == []
 
 
@@ -225,7 +225,7 @@ def copy_and_fail(folder: Path, what: str) -> None:
     ("what", "sentence"),
     [
         ("reading", f"rank 0 ({HOST}): the disk is gone"),
-        ("room", f"rank 1 ({HOST}): {{tmp}} has 1.0 MiB left of the 3.0 MiB needed"),
+        ("room", f"rank 1 ({HOST}): {{tmp}} has 1 MiB left of the 3 MiB needed"),
         ("folder", f"rank 1 ({HOST}): the disk is gone"),
         ("writing", f"rank 1 ({HOST}): [Errno 27] File too large"),
         ("size", f"rank 0 ({HOST}): checkpoint-3/model has become shorter"),
