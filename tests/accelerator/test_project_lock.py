@@ -18,9 +18,9 @@ from kit.ranks import on_ranks
 from torch import nn
 
 from trainer_kit.accelerator import Accelerator
-from trainer_kit.accelerator.project_lock import lock_project
+from trainer_kit.accelerator.project_lock import NAME, lock_project
 from trainer_kit.errors import FolderInUseError
-from trainer_kit.utils.run_lock import NAME, RunLock, holder_of
+from trainer_kit.utils.run_lock import RunLock
 
 LOOP = """
 import sys
@@ -57,7 +57,7 @@ def other_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "checkpoints").iterdir() if path.name != NAME)
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
 @pytest.mark.scenario
@@ -84,7 +84,7 @@ def test_a_process_that_was_killed_holds_nothing(tmp_path: Path) -> None:
     with other_process(tmp_path) as process:
         process.kill()
         process.wait()
-        assert (tmp_path / "checkpoints" / NAME).exists()
+        assert (tmp_path / NAME).exists()
         loop(tmp_path).save_state()
     assert names(tmp_path) == ["checkpoint_0", "checkpoint_1"]
 
@@ -92,7 +92,7 @@ def test_a_process_that_was_killed_holds_nothing(tmp_path: Path) -> None:
 @pytest.mark.scenario
 def test_a_process_that_ends_leaves_no_lock(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", LOOP, tmp_path], stdin=subprocess.DEVNULL, timeout=120, check=True)
-    assert not (tmp_path / "checkpoints" / NAME).exists()
+    assert not (tmp_path / NAME).exists()
     assert names(tmp_path) == ["checkpoint_0"]
 
 
@@ -101,21 +101,31 @@ def test_accelerators_of_one_process_share_the_lock(tmp_path: Path) -> None:
     first.save_state()
     second.save_state()
     first.end_training()
-    assert (tmp_path / "checkpoints" / NAME).exists()
+    assert (tmp_path / NAME).exists()
     first.save_state()
     del first
     gc.collect()
     second.save_state()
-    assert (tmp_path / "checkpoints" / NAME).exists()
+    assert (tmp_path / NAME).exists()
     del second
     gc.collect()
-    assert not (tmp_path / "checkpoints" / NAME).exists()
+    assert not (tmp_path / NAME).exists()
     assert len(names(tmp_path)) == 4
+
+
+def test_a_trainer_may_have_the_same_folder(tmp_path: Path) -> None:
+    accelerator = loop(tmp_path)
+    accelerator.save_state()
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    accelerator.save_state()
+    lock.release()
+    assert names(tmp_path) == ["checkpoint_0", "checkpoint_1"]
 
 
 def test_a_loop_that_saves_elsewhere_takes_no_lock(tmp_path: Path) -> None:
     loop(tmp_path).save_state(tmp_path / "state")
-    assert not (tmp_path / "checkpoints" / NAME).exists()
+    assert not (tmp_path / NAME).exists()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
@@ -183,8 +193,8 @@ def test_a_folder_that_was_removed_stays_away() -> None:
 def test_nothing_is_committed_to_a_folder_that_was_taken_over(tmp_path: Path) -> None:
     accelerator = loop(tmp_path)
     accelerator.save_state()
-    (tmp_path / "checkpoints" / NAME).unlink()
-    other = RunLock(tmp_path / "checkpoints")
+    (tmp_path / NAME).unlink()
+    other = RunLock(tmp_path, name=NAME)
     other.acquire()
     with pytest.raises(FolderInUseError, match="was taken over by"):
         accelerator.save_state()
@@ -203,8 +213,7 @@ def save(folder: str) -> str:
 @pytest.mark.distributed
 def test_all_ranks_are_refused(tmp_path: Path) -> None:
     user = loop(tmp_path)
-    lock = lock_project(tmp_path / "checkpoints", user)
-    assert holder_of(tmp_path / "checkpoints") is None  # only others count
+    lock = lock_project(tmp_path, user)
     first, second = on_ranks(2, save, str(tmp_path))
     assert first == second
     assert f"process {os.getpid()}" in first

@@ -322,7 +322,7 @@ class Checkpointing(Tracking):
         """Write the checkpoint and prune old ones, on the main process only."""
         confirm: Callable[[], object]
         if output_dir is None:
-            self._lock = lock_project(folder, self)
+            self._lock = lock_project(folder.parent, self)
             confirm = self._lock.confirm
             remove_stale_staging(folder)
             there = find_checkpoints(folder, PREFIX)

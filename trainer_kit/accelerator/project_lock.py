@@ -9,8 +9,11 @@ from trainer_kit.checkpoint.format.disk import make_run_folder
 from trainer_kit.config import environment
 from trainer_kit.utils.run_lock import RunLock
 
+NAME = ".checkpoints.lock"
+"""Name of the lock's file: another one than a Trainer's, and outside of the folder whose entries are checkpoints."""
+
 _locks: dict[Path, ProjectLock] = {}
-"""Latest lock of each folder in this process."""
+"""Latest lock of each project in this process."""
 
 
 class ProjectLock(RunLock):
@@ -20,7 +23,7 @@ class ProjectLock(RunLock):
     """
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, "project_dir")
+        super().__init__(folder, "project_dir", NAME)
         self._users: set[int] = set()
 
     def add_user(self, user: object) -> None:
@@ -50,7 +53,7 @@ class ProjectLock(RunLock):
 
 
 def lock_project(folder: Path, user: object) -> ProjectLock:
-    """Return this process's lock of a folder, which is created if it is missing.
+    """Return this process's lock of a project's folder, which is created if it is missing.
 
     A rank that the notebook launcher forked from the holder shares the holder's lock.
 

@@ -77,12 +77,13 @@ class RunLock:
     Args:
         folder: The folder, which must exist when the lock is acquired.
         argument: Name of the argument that the user gives the folder by, for errors.
+        name: Name of the lock's file.
     """
 
-    def __init__(self, folder: Path, argument: str = "output_dir") -> None:
+    def __init__(self, folder: Path, argument: str = "output_dir", name: str = NAME) -> None:
         self.folder = folder
         self.argument = argument
-        self.path = folder / NAME
+        self.path = folder / name
         self._holder: Holder | None = None  # None while the lock is not held
         self._taken_by: str | None = None
         self._failed = 0  # consecutive failed heartbeats
@@ -130,7 +131,7 @@ class RunLock:
                 time.sleep(_LOOK_SECONDS)
             else:
                 _remove(self.path, seen)
-        _remove_leftovers(self.folder)
+        _remove_leftovers(self.path)
         self._ended = threading.Event()
         threading.Thread(target=self._beat_on, args=(self._ended,), name="run lock", daemon=True).start()
 
@@ -194,8 +195,8 @@ class RunLock:
             return _look(self.path)
         except OSError as error:
             raise FolderInUseError(
-                f"{self.argument}={str(self.folder)!r} cannot be taken: its {NAME} cannot be read ({error.strerror}); "
-                f"remove it if no training runs there, or give another {self.argument}"
+                f"{self.argument}={str(self.folder)!r} cannot be taken: its {self.path.name} cannot be read "
+                f"({error.strerror}); remove it if no training runs there, or give another {self.argument}"
             ) from error
 
     def _beat_on(self, ended: threading.Event) -> None:
@@ -354,7 +355,7 @@ def _parsed(content: bytes, written: float) -> _Seen:
 
 def _write_new(path: Path, holder: Holder) -> None:
     """Create the lock exclusively; atomically with its content if the file system supports hard links."""
-    ready = path.with_name(f"{NAME}-{uuid.uuid4().hex}")
+    ready = path.with_name(f"{path.name}-{uuid.uuid4().hex}")
     _write_whole(ready, holder)
     try:
         os.link(ready, path)
@@ -381,7 +382,7 @@ def _remove(path: Path, dead: _Seen) -> None:
     """Remove a dead holder's lock; restore a new lock that was created between the look and the rename."""
     if _look(path) != dead:
         return
-    aside = path.with_name(f"{NAME}-{uuid.uuid4().hex}")
+    aside = path.with_name(f"{path.name}-{uuid.uuid4().hex}")
     try:
         os.rename(path, aside)
     except FileNotFoundError:
@@ -396,9 +397,9 @@ def _remove(path: Path, dead: _Seen) -> None:
     aside.unlink(missing_ok=True)
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """Remove the temporary lock files of killed processes."""
-    for path in folder.glob(f"{NAME}-*"):
+def _remove_leftovers(lock: Path) -> None:
+    """Remove the temporary files of killed processes for this lock."""
+    for path in lock.parent.glob(f"{lock.name}-*"):
         with contextlib.suppress(OSError):
             if time.time() - path.lstat().st_mtime >= DEAD_AFTER:
                 path.unlink()
