@@ -17,6 +17,7 @@ from trainer_kit.cli.main import main
 from trainer_kit.memory import Anatomy, Component
 from trainer_kit.memory.advice import Estimate, Option
 from trainer_kit.memory.anatomy import KINDS
+from trainer_kit.utils.units import format_size
 
 LAYER = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 BERT = {"model_type": "bert", "vocab_size": 1000, "max_position_embeddings": 64, **LAYER}
@@ -80,7 +81,7 @@ def test_a_step_is_estimated(config: str, capsys: pytest.CaptureFixture[str]) ->
     model = AutoModelForSequenceClassification.from_config(BertConfig.from_json_file(config))
     # The allocator gives out multiples of 512 bytes.
     weights = sum(-(-p.numel() * 4 // 512) * 512 for p in model.parameters())
-    assert re.search(rf"^weights +{weights / 1024:.2f} KiB ", shown, re.MULTILINE)
+    assert re.search(rf"^weights +{re.escape(format_size(weights))} ", shown, re.MULTILINE)
     for name in ("gradients", "optimizer", "activations", "runtime", "peak"):
         assert re.search(rf"^{name} +[\d.]+ .iB ", shown, re.MULTILINE)
     assert re.search(

@@ -18,7 +18,7 @@ _IMPORTED = [
     "torch._dynamo", "trainer_kit.strategies.watchdog.heartbeat", "trainer_kit.tools.verify.child",
     "trainer_kit.trainer", "trainer_kit.accelerator", "trainer_kit.callbacks", "trainer_kit.strategies.multinode",
     "trainer_kit.cli.launch", "trainer_kit.launch.processes", "trainer_kit.launch.script",
-    "trainer_kit.callbacks.tensorboard", "trainer_kit.callbacks.event_file", "trainer_kit.report.page",
+    "trainer_kit.callbacks.tensorboard", "trainer_kit.utils.event_file", "trainer_kit.report.page",
     "trainer_kit.callbacks.checkpointing", "trainer_kit.callbacks.console", "trainer_kit.callbacks.preemption",
     "torch.utils.tensorboard.summary", "tensorboard.summary.writer.record_writer",
 ]  # fmt: skip
