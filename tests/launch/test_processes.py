@@ -164,7 +164,6 @@ def test_ranks_that_do_not_listen_are_killed(tmp_path: Path) -> None:
 def test_a_run_is_restarted_from_its_checkpoint(steps: list[int], ends: list[str], tmp_path: Path) -> None:
     said: list[str] = []
     assert run(launched.try_again, str(tmp_path), steps, max_restarts=3, say=said.append) == {0: 2, 1: 2}
-    assert len(said) == len(ends), said
     for number, end in enumerate(ends):
         # On a busy machine the launcher may end a rank that has failed before Python has come to its end.
         reason = rf"failed (with exit code 1|and had to be ended) \(ValueError: failure {number}\)"
