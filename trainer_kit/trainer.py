@@ -12,7 +12,7 @@ import torch
 
 from trainer_kit.callback import Callback, CallbackList, checked_callbacks
 from trainer_kit.callbacks import default_callbacks
-from trainer_kit.checkpoint.format.export import save_model_folder
+from trainer_kit.checkpoint.format.export import refuse_pickles, save_model_folder
 from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.build import make_reading
@@ -360,8 +360,7 @@ class Trainer:
         Raises:
             ValueError: If `safe_serialization` is False or the size is not valid.
         """
-        if not safe_serialization:
-            raise ValueError("safe_serialization=False would write a pickle; only safetensors are written")
+        refuse_pickles(safe_serialization)
         run = self.run
         if self._probe is None:
             run.strategy.setup()

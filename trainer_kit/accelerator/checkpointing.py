@@ -24,7 +24,6 @@ from trainer_kit.accelerator.validation import (
     check_replaceable,
     check_state,
     is_stateful,
-    refuse_pickles,
 )
 from trainer_kit.accelerator.wrappers import PreparedOptimizer, PreparedScheduler
 from trainer_kit.checkpoint import (
@@ -41,7 +40,7 @@ from trainer_kit.checkpoint import (
     write_checkpoint,
 )
 from trainer_kit.checkpoint.format.discovery import is_of_run, recover_replaced
-from trainer_kit.checkpoint.format.export import save_model_folder
+from trainer_kit.checkpoint.format.export import refuse_pickles, save_model_folder
 from trainer_kit.checkpoint.format.loading import load_weights
 from trainer_kit.checkpoint.integrity import fetch_verified
 from trainer_kit.strategies.base import Strategy

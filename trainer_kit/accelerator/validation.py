@@ -81,9 +81,3 @@ def check_replaceable(directory: Path) -> None:
             f"save_state() would replace {directory}, which holds {others[0]!r}; give a folder that holds nothing but "
             "a checkpoint"
         )
-
-
-def refuse_pickles(safe_serialization: bool) -> None:
-    """Raise a ValueError unless safetensors are to be written."""
-    if not safe_serialization:
-        raise ValueError("safe_serialization=False would write a pickle; only safetensors are written")

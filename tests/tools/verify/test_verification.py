@@ -16,11 +16,6 @@ from trainer_kit.tools.verify.verification import describe_difference
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="starts are forked, and killed by SIGKILL")
 
 
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.mark.scenario
 @pytest.mark.parametrize(
     ("way", "seed"),

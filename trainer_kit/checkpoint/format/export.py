@@ -130,3 +130,9 @@ def save_model_folder(
     if CONFIG_NAME not in files:
         _remove_other_configuration(directory)
     save_tensors(state, directory, max_shard_size=max_shard_size, to_host=to_host)
+
+
+def refuse_pickles(safe_serialization: bool) -> None:
+    """Raise a ValueError unless safetensors are to be written."""
+    if not safe_serialization:
+        raise ValueError("safe_serialization=False would write a pickle; only safetensors are written")
