@@ -97,6 +97,7 @@ def _inner(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the plain tensors that store a sparse or wrapped tensor."""
     if tensor.is_sparse:
         return [tensor._indices(), tensor._values()]
-    if is_traceable_wrapper_subclass(tensor):  # such as the states of 8-bit optimizers
-        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    if is_traceable_wrapper_subclass(tensor):  # such as the states of 8-bit optimizers, or a DTensor with its mesh
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [part for part in parts if isinstance(part, torch.Tensor)]
     return [tensor]

@@ -139,7 +139,7 @@ class Trainer:
             raise ValueError("give either model or model_init")
         if model_init is not None:
             torch.manual_seed(args.seed)
-            model = model_init()
+            model = strategy.make_model(model_init)
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
         check_lightning_module(model, compute_loss is not None, optimizer is not None)

@@ -30,7 +30,6 @@ from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.sampling import mix
 from trainer_kit.optim import check_fused
 from trainer_kit.strategies.batch_shapes import ShapeLedger
-from trainer_kit.strategies.grad_norms import gradient_norms, gradient_values
 from trainer_kit.strategies.select import choose_strategy
 from trainer_kit.utils.optimizer_state import check_optimizer_state
 
@@ -374,8 +373,10 @@ class Accelerator(Checkpointing):
         trained = [parameter for parameter in chosen if parameter.grad is not None]
         if norm_type != 2 or not trained:
             return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type)
-        total = gradient_norms(trained, [gradient_values(parameter) for parameter in trained]).total
-        torch.nn.utils.clip_grads_with_norm_(trained, max_norm, total)
+        grads = self.strategy.gradients(trained)
+        total = self.strategy.gradient_norms(trained, grads).total
+        # max_norm / (total + 1e-6), at most 1, as in torch.nn.utils.clip_grad_norm_.
+        torch._foreach_mul_(grads, (max_norm / (total + 1e-6)).clamp(max=1.0))
         return total
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:

@@ -271,7 +271,7 @@ class TrainingArguments:
     disable_tqdm: bool = False
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
     use_cpu: bool = dataclasses.field(default_factory=environment.use_cpu)
-    strategy: Literal["auto", "single", "ddp", "multinode", "xla"] = "auto"
+    strategy: Literal["auto", "single", "ddp", "multinode", "fsdp", "xla"] = "auto"
     nonfinite: Literal["stop", "skip", "rollback", "ignore"] = "stop"
     max_rollbacks: _Count = 3
 

@@ -25,6 +25,7 @@ MIXED_PRECISION = "TRAINER_KIT_MIXED_PRECISION"
 USE_CPU = "TRAINER_KIT_USE_CPU"
 PROFILE = "TRAINER_KIT_PROFILE"
 USE_TPU = "TRAINER_KIT_USE_TPU"
+FSDP = "TRAINER_KIT_FSDP"
 PROGRESS_FILE = "TRAINER_KIT_PROGRESS_FILE"
 DEBUG = ("TRAINER_KIT_DEBUG", "ACCELERATE_DEBUG_MODE")
 
@@ -263,6 +264,11 @@ def profile() -> str | None:
 def use_tpu() -> bool:
     """Return whether the launcher requests training on XLA devices (`--tpu`)."""
     return os.environ.get(USE_TPU, "") in ("1", "true", "yes")
+
+
+def fsdp() -> bool:
+    """Return whether the launcher requests a sharded model (`--fsdp`)."""
+    return os.environ.get(FSDP, "") in ("1", "true", "yes")
 
 
 def xla_device_type() -> str | None:

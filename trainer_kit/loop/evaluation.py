@@ -26,10 +26,11 @@ from trainer_kit.loop.metrics import (
     predictions_in,
 )
 from trainer_kit.loss.batch import IGNORED, Counts, labels_of, samples_of, shape_of
-from trainer_kit.loss.loss import evaluating, found_loss
+from trainer_kit.loss.loss import found_loss
 from trainer_kit.loss.probe import LossProbe
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy, clear_frames
+from trainer_kit.utils.module_modes import evaluating
 from trainer_kit.utils.pytree import map_tensors
 
 
@@ -181,7 +182,10 @@ class Evaluator:
         # Capture at the user's own module: compute_loss may call it instead of its argument.
         predicts = bool(self.metrics) or collected is not None
         captures = predicts and self.loss.compute_loss is not None
-        with evaluating(run.model), torch.no_grad(), _captured(run.model if captures else None) as captured:
+        with contextlib.ExitStack() as stack:
+            captured = stack.enter_context(_captured(run.model if captures else None))
+            for context in (evaluating(run.model), torch.no_grad(), strategy.uneven_passes()):
+                stack.enter_context(context)
             padding = Padding(self.inspection, strategy, run.args.eval_batch_size * strategy.devices)
             outcomes = map(partial(self._forward, padding, mean, captured, keep, predicts), itertools.count(), batches)
             for outcome in _one_behind(outcomes) if strategy.static_shapes else outcomes:

@@ -138,8 +138,10 @@ class TrainStep:
         # A step's only micro-batch has weight 1, whatever its number of items.
         if not (micro_batch.index == 0 and micro_batch.is_last and isinstance(items, int) and items):
             items, total = strategy.device_info.traced_scalar(items), strategy.device_info.traced_scalar(total)
-        if not (isinstance(items, int) and items):
-            batch = loss.with_valid_labels(batch, items, strategy.autocast)
+        is_known = loss.returns_sum_and_count is not None
+        with contextlib.nullcontext() if is_known else strategy.uneven_passes():
+            if not (isinstance(items, int) and items):
+                batch = loss.with_valid_labels(batch, items, strategy.autocast)
         run.ledger.enter("forward")
         strategy.seed(mix(run.args.seed, global_batch.epoch, micro_batch.start))
         with _SYNC if micro_batch.is_last else strategy.no_sync(loss.model):
@@ -186,7 +188,8 @@ class TrainStep:
         if loss.shifts is None:
             try:
                 batch = run.batch = run.strategy.to_device(batch)
-                self._probe.detect_label_shift(batch)
+                with run.strategy.uneven_passes():
+                    self._probe.detect_label_shift(batch)
             finally:  # the other ranks wait for the answer
                 self._checkpoints.shifts_labels = loss.set_label_shift(
                     run.strategy.collectives.gather_object(loss.shifts)
@@ -241,6 +244,10 @@ class TrainStep:
             count = strategy.collectives.all_reduce(count)
         else:
             count = sum(strategy.collectives.gather_object(count))
+        parameters = [p for group in run.optimizer.param_groups for p in group["params"] if p.grad is not None]
         run.local_loss = scale_gradients(
-            run.optimizer, run.local_loss, global_batch.samples, strategy.device_info.traced_scalar(count)
+            strategy.gradients(parameters),
+            run.local_loss,
+            global_batch.samples,
+            strategy.device_info.traced_scalar(count),
         )

@@ -16,6 +16,7 @@ import torch
 
 from trainer_kit.loss.batch import IGNORED, is_whole, labels_of, with_labels
 from trainer_kit.loss.dtype_errors import explain_dtypes
+from trainer_kit.utils.module_modes import evaluating
 from trainer_kit.utils.pytree import keys, tensors
 
 ComputeLoss = Callable[[torch.nn.Module, Any], Any]
@@ -150,18 +151,6 @@ class Loss:
         )
 
 
-@contextlib.contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Set evaluation mode, and restore each module's mode on exit (some may be in evaluation mode already)."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 def columns_of(module: torch.nn.Module) -> list[str] | None:
     """Return the parameter names of a module's `forward`; None if it takes any keyword."""
     parameters = inspect.signature(module.forward).parameters.values()
@@ -207,13 +196,13 @@ def weighed(mean: torch.Tensor, items: Any, total: Any) -> torch.Tensor:
     return mean if items == total else mean * (items / total)  # multiplying by 1 costs a kernel each way
 
 
-def scale_gradients(optimizer: torch.optim.Optimizer, loss: torch.Tensor, divisor: int, count: Any) -> torch.Tensor:
+def scale_gradients(grads: list[torch.Tensor], loss: torch.Tensor, divisor: int, count: Any) -> torch.Tensor:
     """Rescale a loss and its gradients from a sum divided by `divisor` to the mean over `count`.
 
     A `compute_loss` that returns (loss_sum, count) gives the count only after the forward pass.
 
     Args:
-        optimizer: The gradients of its parameters are scaled in place.
+        grads: The gradients, scaled in place.
         loss: The loss sum divided by `divisor`, a scalar.
         divisor: Number by which the sum was divided.
         count: Items of the step, a number or a scalar tensor; 0 gives a loss of 0.
@@ -227,7 +216,6 @@ def scale_gradients(optimizer: torch.optim.Optimizer, loss: torch.Tensor, diviso
         factor = torch.where(count == 0, 0.0, divisor / count)
     else:
         factor = divisor / count if count else 0.0
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor)
     mean: torch.Tensor = loss * factor

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import math
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -114,6 +114,10 @@ class Strategy:
 
     # Model, optimizer and data
 
+    def make_model(self, model_init: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+        """Return a new model, whose values `prepare` may complete; called before `setup`."""
+        return model_init()
+
     def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
         """Move the model to the device in place, and return the module that the loop calls.
 
@@ -176,6 +180,13 @@ class Strategy:
         assert self.precision is not None, "setup() comes first"
         return self.precision.autocast(self.device)
 
+    def uneven_passes(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of forward passes without gradients whose number may differ between processes.
+
+        All processes enter and leave it together. A strategy whose forward pass is a collective evens the number.
+        """
+        return contextlib.nullcontext()
+
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Return the context of each micro-batch except a step's last, in which gradients are not exchanged."""
         return contextlib.nullcontext()
@@ -236,10 +247,10 @@ class Strategy:
         assert self.precision is not None, "setup() comes first"
         self.unscale(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        grads = [gradient_values(parameter) for parameter in parameters]
+        grads = self.gradients(parameters)
         norms = None
         if grads and (max_norm or nonfinite != "ignore"):
-            norms = gradient_norms(parameters, grads)
+            norms = self.gradient_norms(parameters, grads)
             if max_norm:
                 # max_norm / (total + 1e-6), at most 1, as in torch.nn.utils.clip_grad_norm_.
                 torch._foreach_mul_(grads, (norms.total + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0))
@@ -276,6 +287,19 @@ class Strategy:
     def _can_hold(self, optimizer: torch.optim.Optimizer) -> bool:
         # fp16's gradient scaler skips steps itself while it searches for a scale.
         return (self.device_info.reads_without_sync or _is_fused(optimizer)) and not self.scales_gradients
+
+    def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parts of the parameters' gradients that this process holds; changes in place reach the gradients."""
+        return [gradient_values(parameter) for parameter in parameters]
+
+    def gradient_norms(self, parameters: list[torch.Tensor], grads: list[torch.Tensor]) -> GradientNorms:
+        """Return the norms of the parameters' gradients.
+
+        Args:
+            parameters: Parameters with gradients.
+            grads: What `gradients` returned for them.
+        """
+        return gradient_norms(parameters, grads)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Free the gradients, without the profiler scope that `optimizer.zero_grad` opens each time."""

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer_kit.utils.units import join_names
 
-_PIECE = 64 * 2**20
+PIECE_BYTES = 64 * 2**20
 """Bytes that one collective sends at most."""
 
 
@@ -51,7 +51,7 @@ class Replica(torch.nn.Module):
         self._wrap = wrap
         self._watched = watched
         self._named = list(module.named_parameters())
-        self._shared = _kept_buffers(module)
+        self._buffers = SharedBuffers(module)
         self._trained: list[bool] = []
         # In a tuple: as a submodule it would register the parameters twice.
         self._synchronized: tuple[DistributedDataParallel | None] = (None,)
@@ -84,32 +84,11 @@ class Replica(torch.nn.Module):
 
     def facts(self) -> dict[str, str]:
         """Return descriptions of parameters and buffers by name, which must agree on all processes."""
-        names: dict[torch.Tensor, list[str]] = {}
-        facts = dict[str, str]()
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            names.setdefault(parameter, []).append(name)
-            facts[f"parameter {name}"] = _described(parameter)
-        for tied in names.values():
-            for name in tied if len(tied) > 1 else ():
-                facts[f"parameter {name}"] += f", tied: {', '.join(sorted(tied))}"
-        return facts | {f"buffer {name}": _described(getattr(owner, last)) for name, owner, last, _ in self._shared}
+        return model_facts(self.module)
 
     def buffers_to_share(self) -> list[torch.Tensor]:
-        """Return the persistent buffers, such as a batch norm's statistics; other buffers are not shared.
-
-        Raises:
-            ValueError: If the shape of a buffer has changed.
-        """
-        buffers = []
-        for name, owner, last, shape in self._shared:
-            buffer = getattr(owner, last)
-            if buffer.shape != shape:
-                raise ValueError(
-                    f"the buffer {name} had the shape {list(shape)} and now has {list(buffer.shape)}, so that "
-                    "processes cannot share it; register it with persistent=False if it is a cache"
-                )
-            buffers.append(buffer)
-        return buffers
+        """Return the persistent buffers, see `SharedBuffers.current`."""
+        return self._buffers.current()
 
     def exchange(self, all_reduce_ints: Callable[[Sequence[int]], Sequence[int]], compress: bool) -> None:
         """Average the gradients over all processes, as DistributedDataParallel does.
@@ -175,14 +154,54 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)} {tensor.dtype}{strides}{frozen}"
 
 
-def _kept_buffers(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str, torch.Size]]:
-    """Return name, owner, name in the owner, and shape of each buffer in `state_dict`."""
-    kept, found = module.state_dict().keys(), []
-    for name, buffer in module.named_buffers():
-        if name in kept and buffer.numel():
-            path, _, last = name.rpartition(".")
-            found.append((name, module.get_submodule(path), last, buffer.shape))
-    return found
+class SharedBuffers:
+    """The persistent buffers of a module, such as a batch norm's statistics, which all processes share.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        kept = module.state_dict().keys()
+        self.names: list[str] = []
+        self._places: list[tuple[torch.nn.Module, str, torch.Size]] = []  # owner, name in the owner, shape
+        for name, buffer in module.named_buffers():
+            if name in kept and buffer.numel():
+                path, _, last = name.rpartition(".")
+                self.names.append(name)
+                self._places.append((module.get_submodule(path), last, buffer.shape))
+
+    def current(self) -> list[torch.Tensor]:
+        """Return the buffers as they are now.
+
+        Raises:
+            ValueError: If the shape of a buffer has changed.
+        """
+        buffers = []
+        for name, (owner, last, shape) in zip(self.names, self._places, strict=True):
+            buffer = getattr(owner, last)
+            if buffer.shape != shape:
+                raise ValueError(
+                    f"the buffer {name} had the shape {list(shape)} and now has {list(buffer.shape)}, so that "
+                    "processes cannot share it; register it with persistent=False if it is a cache"
+                )
+            buffers.append(buffer)
+        return buffers
+
+
+def model_facts(module: torch.nn.Module) -> dict[str, str]:
+    """Return descriptions of parameters and buffers by name, which must agree on all processes."""
+    names: dict[torch.Tensor, list[str]] = {}
+    facts = dict[str, str]()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+        facts[f"parameter {name}"] = _described(parameter)
+    for tied in names.values():
+        for name in tied if len(tied) > 1 else ():
+            facts[f"parameter {name}"] += f", tied: {', '.join(sorted(tied))}"
+    buffers = SharedBuffers(module)
+    described = map(_described, buffers.current())
+    return facts | {f"buffer {name}": text for name, text in zip(buffers.names, described, strict=True)}
 
 
 def take_from_main(tensors: Sequence[torch.Tensor]) -> None:
@@ -208,7 +227,7 @@ def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     for tensor in tensors:
         if not tensor.numel():
             continue
-        if piece and size + tensor.numel() * tensor.element_size() > _PIECE:
+        if piece and size + tensor.numel() * tensor.element_size() > PIECE_BYTES:
             yield piece
             piece, size = [], 0
         piece.append(tensor)

@@ -49,6 +49,8 @@ def _name(args: TrainingArguments, place: environment.Place) -> tuple[str, str]:
     """Return the strategy's name and the reason for it."""
     if args.strategy != "auto":
         return args.strategy, f"strategy={args.strategy!r} asks for it"
+    if environment.fsdp():
+        return "fsdp", f"{environment.FSDP} is set"
     if not args.use_cpu and (kind := environment.xla_device_type()) is not None:
         return "xla", f"XLA finds devices of the type {kind}"
     if environment.pjrt_device() == "TPU" and not environment.has_torch_xla():
@@ -86,6 +88,12 @@ def _made(
         from trainer_kit.strategies.multinode import MultiNode
 
         return MultiNode(device=device, **ddp)
+    if name == "fsdp":
+        from trainer_kit.strategies.fsdp.strategy import FSDP
+
+        if unknown := [option for option in ddp if option != "ddp_timeout"]:
+            raise ValueError(f"{unknown[0]}={ddp[unknown[0]]!r} is an option of DDP, but strategy is 'fsdp'; remove it")
+        return FSDP(device=device, **ddp)
     if place.world_size > 1:
         raise ValueError(
             f"a launcher started {place.world_size} processes, but strategy={args.strategy!r} trains with one: each "

@@ -1,0 +1,81 @@
+"""`ShardedModel`: a model whose parameters are sharded by torch's `fully_shard`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.weak import WeakIdKeyDictionary
+
+from trainer_kit.strategies.ddp_module import SharedBuffers, model_facts
+from trainer_kit.strategies.fsdp.placement import fill_from_main
+from trainer_kit.strategies.fsdp.units import Unit
+
+
+class ShardedModel:
+    """A model that is sharded in place, so that its names and methods stay; collective.
+
+    Args:
+        module: The user's module, on the host; on the meta device on processes that take the main one's values.
+        units: Its units.
+        device: Device of the shards.
+        options: Arguments of `fully_shard`.
+
+    Attributes:
+        module: The user's module.
+        sharded: The sharded parameter for each parameter that the module had before.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, units: Sequence[Unit], device: torch.device, options: dict[str, Any]
+    ) -> None:
+        self.module = module
+        self.facts = model_facts(module)
+        values = {name: value.detach() for name, value in _tensors(module).items()}
+        originals = dict(module.named_parameters())
+        for parameter in originals.values():
+            if not parameter.is_contiguous():  # fully_shard takes no other
+                parameter.data = parameter.data.contiguous()
+        for unit in reversed(units):  # inner units come before those around them
+            fully_shard(unit.module, **options)
+        fully_shard(module, **options)
+        now = dict(module.named_parameters())
+        self.sharded = WeakIdKeyDictionary({parameter: now[name] for name, parameter in originals.items()})
+        self._units = [each for each in module.modules() if isinstance(each, FSDPModule)]
+        for each in self._units:
+            # The loss contract sums gradients. A divisor other than 1 would become a reduction that gloo lacks and
+            # nccl gets wrong for bfloat16 (github.com/pytorch/pytorch/issues/190745).
+            each.set_gradient_divide_factor(1.0)
+            each.set_force_sum_reduction_for_comms(True)
+        if any(value.is_meta for value in _tensors(module).values()):
+            module.to_empty(device=device)
+        fill_from_main(_tensors(module), values)
+        self._buffers = SharedBuffers(module)
+        module.register_forward_hook(self._reshard_after_evaluation)
+
+    def buffers_to_share(self) -> list[torch.Tensor]:
+        """Return the persistent buffers, see `SharedBuffers.current`."""
+        return self._buffers.current()
+
+    def reshard(self) -> None:
+        """Free the gathered weights, so that the module's parameters are the sharded ones."""
+        for each in self._units:
+            each.reshard()
+
+    def set_gradient_sync(self, is_due: bool) -> None:
+        """Choose whether a backward pass reduces gradients over the processes."""
+        assert isinstance(self.module, FSDPModule)
+        self.module.set_requires_gradient_sync(is_due)
+
+    def _reshard_after_evaluation(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        # fully_shard keeps the root unit gathered for a backward pass, which does not come here. The module's
+        # parameters would then not be those of the optimizer.
+        if not torch.is_grad_enabled():
+            self.reshard()
+
+
+def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return all parameters and buffers by name, tied ones once."""
+    return dict([*module.named_parameters(), *module.named_buffers()])

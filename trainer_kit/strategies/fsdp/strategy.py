@@ -1,0 +1,287 @@
+"""`FSDP`: weights, gradients and optimizer state sharded over processes, with torch's `fully_shard`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from trainer_kit.strategies.base import Strategy
+from trainer_kit.strategies.ddp import DDP
+from trainer_kit.strategies.fsdp.even_passes import EvenPasses
+from trainer_kit.strategies.fsdp.norms import sharded_norms
+from trainer_kit.strategies.fsdp.placement import fill, sharded_like, whole_tensors
+from trainer_kit.strategies.fsdp.sharded_model import ShardedModel
+from trainer_kit.strategies.fsdp.units import check_units, describe_single_unit, find_units
+from trainer_kit.strategies.grad_norms import GradientNorms
+from trainer_kit.strategies.multinode import MultiNode
+from trainer_kit.strategies.precision import Precision
+from trainer_kit.utils import optimizer_state
+from trainer_kit.utils.pytree import flatten_state, unflatten_state
+from trainer_kit.utils.user_warnings import warn
+from trainer_kit.utils.wrappers import without_wrappers
+
+logger = logging.getLogger("trainer_kit")
+
+_AXES = ("replicate", "shard")
+
+_REFUSED_OPTIMIZERS = {
+    "Adafactor": "computes with whole matrices",
+    "Muon": "computes with whole matrices",
+    "LBFGS": "joins all parameters in one vector",
+    "SparseAdam": "needs sparse gradients",
+}
+"""Optimizers of torch that fail or step wrongly on sharded parameters, and why."""
+
+
+class FSDP(MultiNode):
+    """Fully sharded data parallelism over the processes of one or several machines.
+
+    Each process holds a part of weights, gradients and optimizer state. The parts of a unit (a block of a transformer)
+    are gathered before its forward and its backward pass, and freed afterwards. With one process, this is the same as
+    `SingleDevice`. Checkpoints are those of all other strategies.
+
+    Args:
+        mesh: Number of processes by axis; their product is the number of processes. "shard": processes that hold the
+            parts of one copy of the model. "replicate": copies of the model. None: all processes on "shard".
+        units: Patterns (`fnmatch`) of the names or class names of modules that are gathered as one; None: the blocks
+            that the model repeats.
+        reshard_after_forward: Whether gathered weights are freed after the forward pass and gathered again for the
+            backward pass. False needs memory for the whole model's weights, and communicates less.
+        reduce_each_batch: Whether gradients are reduced after each micro-batch. False reduces them once a step; each
+            process then holds the gradients of the whole model.
+        offload: Whether shards, gradients and optimizer state lie in host memory.
+        ddp_timeout: Seconds after which a collective fails because a process has not joined it.
+        heartbeat_timeout: Seconds after which a process that does not answer counts as lost.
+        device: Device of this process; None: one GPU for each process if there are GPUs, else the CPU.
+        precision: See `Strategy`. With "bf16", weights are gathered in bfloat16 and gradients reduced in float32.
+
+    Raises:
+        TypeError: If `mesh` is no mapping of axes to numbers.
+        ValueError: If a launcher's variables or the axes of the mesh are invalid, or there are more processes than
+            GPUs.
+    """
+
+    def __init__(
+        self,
+        *,
+        mesh: Mapping[str, int] | None = None,
+        units: Sequence[str] | None = None,
+        reshard_after_forward: bool = True,
+        reduce_each_batch: bool = True,
+        offload: bool = False,
+        ddp_timeout: float = 1800.0,
+        heartbeat_timeout: float = 30.0,
+        device: str | torch.device | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            ddp_timeout=ddp_timeout, heartbeat_timeout=heartbeat_timeout, device=device, precision=precision
+        )
+        self.mesh = _checked_mesh(mesh, self.world_size)
+        self.units = units
+        self.reshard_after_forward = reshard_after_forward
+        self.reduce_each_batch = reduce_each_batch
+        self.offload = offload
+        self._device_mesh: DeviceMesh | None = None
+        self._sharded: Any = WeakIdKeyDictionary()  # sharded parameters by those before `prepare`
+        self._passes = EvenPasses(self.collectives, self.autocast)
+
+    def setup(self) -> None:
+        super().setup()
+        assert self.precision is not None
+        if self.precision.mode == "fp16" and not self.group.is_alone:
+            raise ValueError(
+                "mixed_precision='fp16' is not possible with FSDP, whose processes would have to agree on overflows; "
+                "use 'bf16'"
+            )
+        if self._device_mesh is None and not self.group.is_alone:
+            names = tuple(self.mesh)
+            self._device_mesh = init_device_mesh(self.device.type, tuple(self.mesh.values()), mesh_dim_names=names)
+
+    def _report(self, places: list[tuple[str, str]]) -> None:
+        if self.group.place.has_several_machines:
+            super()._report(places)
+        else:
+            DDP._report(self, places)
+
+    # Model and optimizer
+
+    def make_model(self, model_init: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+        """Return a new model with values on the main process, and on the meta device on the others."""
+        if self.is_main:
+            return model_init()
+        with torch.device("meta"):
+            return model_init()
+
+    def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
+        if self.world_size == 1:
+            return super().prepare(model)
+        if any(each.module is model for each in self._replicas):
+            return model
+        assert self._device_mesh is not None, "setup() comes first"
+        units = find_units(model, self.units)
+        check_units(model, units)
+        if not units and self.is_main:
+            warn(describe_single_unit(model))
+        sharded = ShardedModel(model, units, self.device, self._shard_options())
+        self._sharded.update(sharded.sharded)
+        self._passes.watch(model)
+        self._replicas.append(sharded)
+        return model
+
+    def _shard_options(self) -> dict[str, Any]:
+        assert self.precision is not None
+        # Activations keep their dtype, which autocast chooses.
+        policy = MixedPrecisionPolicy(self.precision.dtype, torch.float32, cast_forward_inputs=False)
+        return {
+            "mesh": self._device_mesh,
+            "reshard_after_forward": self.reshard_after_forward,
+            "mp_policy": MixedPrecisionPolicy() if self.precision.dtype is None else policy,
+            "offload_policy": CPUOffloadPolicy(self.device.type == "cuda") if self.offload else OffloadPolicy(),
+        }
+
+    def release_models(self) -> None:
+        super().release_models()
+        self._sharded.clear()
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Give an optimizer that was made before `prepare` the sharded parameters.
+
+        Raises:
+            ValueError: If the optimizer has a state already, or cannot step on sharded parameters.
+        """
+        if self.group.is_alone:
+            return super().prepare_optimizer(optimizer)
+        name = type(optimizer).__name__
+        if type(optimizer).__module__.startswith("torch.optim") and name in _REFUSED_OPTIMIZERS:
+            raise ValueError(f"{name} {_REFUSED_OPTIMIZERS[name]}, which FSDP shards; use AdamW, Adam or SGD")
+        if any(parameter in self._sharded for parameter in optimizer.state):
+            raise ValueError(
+                f"{name} has a state of the parameters before they were sharded; make it without taking steps, or "
+                "after prepare()"
+            )
+        for group in optimizer.param_groups:
+            group["params"] = self.prepared_parameters(group["params"])
+        return super().prepare_optimizer(optimizer)
+
+    def prepared_parameters(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        return [self._sharded.get(parameter, parameter) for parameter in parameters]
+
+    # A step
+
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        with self.group.watched(), super().autocast():
+            try:
+                yield
+            except RuntimeError as error:
+                if "mixed torch.Tensor and DTensor" not in str(error):
+                    raise
+                raise ValueError(
+                    "the loss uses weights outside of the model's forward pass, where they are sharded; call "
+                    "model(...), in compute_loss too, not a method of it or its parts"
+                ) from error
+
+    def uneven_passes(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.group.is_alone else self._passes.evened()
+
+    @contextlib.contextmanager
+    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        sharded = [each for each in self._replicas if each.module is model and not self.reduce_each_batch]
+        for each in sharded:
+            each.set_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for each in sharded:
+                each.set_gradient_sync(True)
+
+    def defer_gradient_sync(self, is_deferred: bool) -> None:
+        if is_deferred and not self.group.is_alone:
+            raise ValueError(
+                "auto_find_batch_size=True is not possible with FSDP: where one process runs out of memory in a pass, "
+                "the others would wait for it; find a size with trainer-kit estimate, and set it to False"
+            )
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        if isinstance(loss, DTensor):
+            raise ValueError(
+                "the loss was computed from sharded weights without calling the model; call model(...), in "
+                "compute_loss too, not a method of it or its parts"
+            )
+        with self.group.watched():
+            Strategy.backward(self, loss, **options)
+
+    def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        return [each.to_local() if isinstance(each, DTensor) else each for each in super().gradients(parameters)]
+
+    def gradient_norms(self, parameters: list[torch.Tensor], grads: list[torch.Tensor]) -> GradientNorms:
+        with self.group.watched():
+            return sharded_norms(parameters, grads)
+
+    # States
+
+    def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        self._reshard()
+        # The parameters themselves: only object identity shows which are tied.
+        return whole_tensors(without_wrappers(model).state_dict(keep_vars=True))
+
+    def load_model_state(self, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+        self._reshard()
+        own = without_wrappers(model).state_dict(keep_vars=True)
+        for name in state.keys() & own.keys():
+            fill(own[name], state[name])
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        tree, tensors = flatten_state(optimizer_state.optimizer_state(optimizer))
+        state: dict[str, Any] = unflatten_state(tree, whole_tensors(tensors))
+        return state if self.is_main else {}
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        super().load_optimizer_state(optimizer, {**state, "state": self._sharded_state(optimizer, state)})
+
+    def _sharded_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[Any, Any]:
+        """Return the states of the parameters, with the tensors of a parameter's shape sharded like it."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        owners = dict(zip(numbers, parameters, strict=True))
+
+        def sharded(owner: torch.Tensor | None, value: Any) -> Any:
+            if isinstance(owner, DTensor) and isinstance(value, torch.Tensor) and value.shape == owner.shape:
+                return sharded_like(owner, value)
+            return value
+
+        return {
+            number: {name: sharded(owners.get(number), value) for name, value in values.items()}
+            for number, values in state["state"].items()
+        }
+
+    def _reshard(self) -> None:
+        for each in self._replicas:
+            each.reshard()
+
+
+def _checked_mesh(mesh: Mapping[str, int] | None, processes: int) -> dict[str, int]:
+    """Return the sizes of the axes, outer ones first."""
+    if mesh is None:
+        return {"shard": processes}
+    if not isinstance(mesh, Mapping) or not all(type(size) is int for size in mesh.values()):
+        raise TypeError(f"mesh={mesh!r} must give a number of processes for each axis, such as {{'shard': {processes}}}")
+    unknown = [name for name in mesh if name not in _AXES]
+    if unknown or "shard" not in mesh:
+        raise ValueError(f"mesh={dict(mesh)!r} must have the axis 'shard', and may have 'replicate'")
+    if math.prod(mesh.values()) != processes or min(mesh.values()) < 1:
+        raise ValueError(
+            f"mesh={dict(mesh)!r} is for {math.prod(mesh.values())} processes, but this run has {processes}; the "
+            "product of its sizes must be the number of processes"
+        )
+    return {name: mesh[name] for name in _AXES if name in mesh}
