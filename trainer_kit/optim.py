@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from trainer_kit.config.arguments import TrainingArguments, parse_options
 from trainer_kit.utils.pytree import strides_of_copy
 from trainer_kit.utils.user_warnings import warn
-from trainer_kit.utils.wrappers import without_wrappers
+from trainer_kit.utils.wrappers import model_class, without_wrappers
 
 logger = logging.getLogger("trainer_kit")
 
@@ -79,8 +79,8 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     own = set(model.parameters())
     if not any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(
-            f"optimizer holds no parameter of this {type(model).__name__}, so that nothing would be trained; make it "
-            "from model.parameters()"
+            f"optimizer holds no parameter of this {model_class(model).__name__}, so that nothing would be trained; "
+            "make it from model.parameters()"
         )
     check_fused(optimizer)
 
@@ -119,7 +119,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:
         raise ValueError(
-            f"{type(model).__name__} has no parameter that requires a gradient; "
+            f"{model_class(model).__name__} has no parameter that requires a gradient; "
             "unfreeze some with parameter.requires_grad_(True) before training"
         )
     if not weight_decay:  # one group is one kernel

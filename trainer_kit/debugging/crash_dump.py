@@ -33,7 +33,7 @@ from trainer_kit.loss.loss import Loss
 from trainer_kit.run import Run
 from trainer_kit.utils.pytree import flatten_state
 from trainer_kit.utils.rng import generator_states
-from trainer_kit.utils.wrappers import without_wrappers
+from trainer_kit.utils.wrappers import model_class, without_wrappers
 
 logger = logging.getLogger("trainer_kit")
 
@@ -292,7 +292,7 @@ class CrashDump:
             "processes": strategy.world_size,
             "weights_are": weights_are,
             "newest_checkpoint": None if newest_checkpoint is None else str(newest_checkpoint.absolute()),
-            "model": type(run.model).__name__,
+            "model": model_class(run.model).__name__,
             "shifts_labels": self.loss.shifts,
             "device": str(strategy.device),
             "precision": "no" if strategy.precision is None else strategy.precision.mode,

@@ -191,9 +191,7 @@ class TrainStep:
                 with run.strategy.uneven_passes():
                     self._probe.detect_label_shift(batch)
             finally:  # the other ranks wait for the answer
-                self._checkpoints.shifts_labels = loss.set_label_shift(
-                    run.strategy.collectives.gather_object(loss.shifts)
-                )
+                self._checkpoints.shifts_labels = loss.agree(run.strategy.collectives)
         else:
             batch = run.strategy.to_device(batch)
         if loss.shifts is not None:

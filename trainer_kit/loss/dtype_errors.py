@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
+from trainer_kit.utils.wrappers import model_class
+
 _INPUTS = re.compile(r"must have the same dtype|should be the same|mixed dtype|does not match weight dtype")
 _WHOLE = re.compile(r"expected (target dtype to be|scalar type) Long")
 _FLOATS = re.compile(r"can't be cast to the desired output type Long|Found dtype Long but expected")
@@ -26,7 +28,7 @@ def explain_dtypes(
     Returns:
         The message; None if `error` is not a dtype error that this function knows.
     """
-    text, name = str(error), type(module).__name__
+    text, name = str(error), model_class(module).__name__
     if labels is not None and labels.is_floating_point and _WHOLE.search(text):
         return (
             f"the labels are {_named(labels)}, but the loss of {name} takes whole numbers (classes); give them as "

@@ -5,10 +5,9 @@ Items are the labels that are not -100 if labels are integers (tokens, pixels, c
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from typing import Any
 
@@ -16,8 +15,10 @@ import torch
 
 from trainer_kit.loss.batch import IGNORED, is_whole, labels_of, with_labels
 from trainer_kit.loss.dtype_errors import explain_dtypes
+from trainer_kit.strategies.collectives import Collectives
 from trainer_kit.utils.module_modes import evaluating
 from trainer_kit.utils.pytree import keys, tensors
+from trainer_kit.utils.wrappers import model_class
 
 ComputeLoss = Callable[[torch.nn.Module, Any], Any]
 
@@ -89,17 +90,20 @@ class Loss:
         if loss.requires_grad or not torch.is_grad_enabled():
             return loss
         raise ValueError(
-            f"the loss depends on no parameter of this {type(self.module).__name__} that requires a gradient; unfreeze "
-            "some, and compute the loss from the model's output without detach() or no_grad()"
+            f"the loss depends on no parameter of this {model_class(self.module).__name__} that requires a gradient; "
+            "unfreeze some, and compute the loss from the model's output without detach() or no_grad()"
         )
 
     def items(self, counts: Any) -> Any:
         """Return the number of items for this model in a batch or global batch: an int or a scalar tensor."""
         return counts.shifted if self.shifts else counts.labels
 
-    def set_label_shift(self, found: Iterable[bool | None]) -> bool | None:
-        """Set `shifts` to the first answer of `LossProbe.detect_label_shift` on any rank, so that all ranks agree."""
-        self.shifts = next((each for each in found if each is not None), None)
+    def agree(self, collectives: Collectives) -> bool | None:
+        """Take what the first rank has found that knows an answer, so that all ranks agree; return `shifts`."""
+        found = collectives.gather_object((self.shifts, self.returns_sum_and_count))
+        self.shifts, self.returns_sum_and_count = (
+            next((answer for answer in answers if answer is not None), None) for answers in zip(*found, strict=True)
+        )
         return self.shifts
 
     def eval_loss(self, batch: Any, context: Callable[[], Any]) -> torch.Tensor:
@@ -146,8 +150,8 @@ class Loss:
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         came = _described(output) if loss is None else f"a loss that is {_described(loss)}"
         return (
-            f"{type(self.module).__name__} returned no loss but {came}{columns}; return a scalar, a dict with 'loss', "
-            "an object with .loss or a tuple that begins with it, or give compute_loss="
+            f"{model_class(self.module).__name__} returned no loss but {came}{columns}; return a scalar, a dict with "
+            "'loss', an object with .loss or a tuple that begins with it, or give compute_loss="
         )
 
 

@@ -16,6 +16,7 @@ from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.pytree import keys, map_tensors, tensors
 from trainer_kit.utils.units import join_names, pluralize
 from trainer_kit.utils.user_warnings import warn
+from trainer_kit.utils.wrappers import model_class
 
 _TRIES = 10
 """Probes without an answer after which the answer is taken to be no."""
@@ -210,7 +211,7 @@ def _check_columns(module: torch.nn.Module, batch: Any) -> None:
     if known and unknown:
         raise ValueError(
             f"the batch has the {pluralize('column', len(unknown))} {join_names(unknown, most=None)}, which "
-            f"{type(module).__name__}.forward does not take (it takes {', '.join(known)}); rename or remove "
+            f"{model_class(module).__name__}.forward does not take (it takes {', '.join(known)}); rename or remove "
             "them in the dataset or data_collator, or give compute_loss="
         )
     signature = inspect.signature(module.forward)
@@ -221,7 +222,7 @@ def _check_columns(module: torch.nn.Module, batch: Any) -> None:
             signature.bind(*(batch if isinstance(batch, (tuple, list)) else (batch,)))
     except TypeError as error:
         raise ValueError(
-            f"{type(module).__name__}.forward{signature} cannot be called with a batch, which is "
+            f"{model_class(module).__name__}.forward{signature} cannot be called with a batch, which is "
             f"{shape_of(batch)}: {error}; change the dataset or data_collator, or give compute_loss="
         ) from error
 
@@ -233,7 +234,7 @@ def _warn_of_swallowed_columns(module: torch.nn.Module, batch: Mapping[Any, Any]
     unknown = [str(key) for key in keys(batch) if key not in parameters and key not in ("labels", "label")]
     if unknown and len(unknown) < len(keys(batch)):
         warn(
-            f"{type(module).__name__}.forward has no parameter for the {pluralize('column', len(unknown))} "
+            f"{model_class(module).__name__}.forward has no parameter for the {pluralize('column', len(unknown))} "
             f"{join_names(unknown, most=None)}, and takes other arguments as **kwargs; if that is a mistake, rename or "
             "remove them in the dataset or data_collator",
         )

@@ -20,7 +20,7 @@ from trainer_kit.strategies.session import Session
 from trainer_kit.utils import optimizer_state
 from trainer_kit.utils.pytree import move
 from trainer_kit.utils.rng import seed_generators
-from trainer_kit.utils.wrappers import without_wrappers
+from trainer_kit.utils.wrappers import model_class, without_wrappers
 
 T = TypeVar("T")
 
@@ -141,8 +141,8 @@ class Strategy:
                 enable(**({keyword: {"use_reentrant": False}} if keyword in takes else {}))
                 return
         raise ValueError(
-            f"gradient_checkpointing=True, but {type(model).__name__} has no gradient_checkpointing_enable(); use "
-            "torch.utils.checkpoint in its forward"
+            f"gradient_checkpointing=True, but {model_class(model).__name__} has no gradient_checkpointing_enable(); "
+            "use torch.utils.checkpoint in its forward"
         )
 
     def compile(self, model: torch.nn.Module) -> None:
@@ -289,7 +289,7 @@ class Strategy:
         return (self.device_info.reads_without_sync or _is_fused(optimizer)) and not self.scales_gradients
 
     def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the parts of the parameters' gradients that this process holds; changes in place reach the gradients."""
+        """Return this process's parts of the parameters' gradients, which may be changed in place."""
         return [gradient_values(parameter) for parameter in parameters]
 
     def gradient_norms(self, parameters: list[torch.Tensor], grads: list[torch.Tensor]) -> GradientNorms:

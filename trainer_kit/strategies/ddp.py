@@ -103,8 +103,8 @@ class DDP(SingleDevice):
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
         self._later = False
-        self._replicas: list[Replica] = []
-        self._trained: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Replica]] = weakref.WeakKeyDictionary()
+        self._replicas: list[Any] = []  # a Replica of each prepared model
+        self._trained: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
 
     # Start and end of a run
 

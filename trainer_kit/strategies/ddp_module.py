@@ -51,7 +51,7 @@ class Replica(torch.nn.Module):
         self._wrap = wrap
         self._watched = watched
         self._named = list(module.named_parameters())
-        self._buffers = SharedBuffers(module)
+        self._shared = SharedBuffers(module)
         self._trained: list[bool] = []
         # In a tuple: as a submodule it would register the parameters twice.
         self._synchronized: tuple[DistributedDataParallel | None] = (None,)
@@ -88,7 +88,7 @@ class Replica(torch.nn.Module):
 
     def buffers_to_share(self) -> list[torch.Tensor]:
         """Return the persistent buffers, see `SharedBuffers.current`."""
-        return self._buffers.current()
+        return self._shared.current()
 
     def exchange(self, all_reduce_ints: Callable[[Sequence[int]], Sequence[int]], compress: bool) -> None:
         """Average the gradients over all processes, as DistributedDataParallel does.

@@ -1,4 +1,4 @@
-"""Modules that wrap a model and prefix the names of its weights."""
+"""What wraps a model: modules that prefix the names of its weights, and classes that torch derives from its own."""
 
 from __future__ import annotations
 
@@ -19,3 +19,9 @@ def without_wrappers(model: torch.nn.Module) -> torch.nn.Module:
             model = children["_orig_mod"]
         else:
             return model
+
+
+def model_class(model: torch.nn.Module) -> type[torch.nn.Module]:
+    """Return the class of a model, not the one that torch's `fully_shard` derives from it."""
+    kind = type(model)
+    return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 0)]

@@ -20,7 +20,7 @@ from trainer_kit.checkpoint.format.manifest import list_files
 from trainer_kit.checkpoint.format.pretrained import has_own_format, is_transformers_model, why_not_pretrained
 from trainer_kit.checkpoint.format.safetensors_writer import ToHost, save_tensors
 from trainer_kit.errors import CheckpointError
-from trainer_kit.utils.wrappers import without_wrappers
+from trainer_kit.utils.wrappers import model_class, without_wrappers
 
 logger = logging.getLogger("trainer_kit")
 
@@ -66,7 +66,7 @@ def _save_pretrained(model: torch.nn.Module, processing_class: Any, directory: P
     model = without_wrappers(model)
     if _is_readable(model):
         config: Any = copy.deepcopy(model.config)
-        config.architectures = [type(model).__name__]
+        config.architectures = [model_class(model).__name__]
         config.save_pretrained(directory)
         generation_config = getattr(model, "generation_config", None)
         if generation_config is not None and hasattr(generation_config, "save_pretrained"):

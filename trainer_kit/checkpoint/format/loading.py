@@ -16,7 +16,7 @@ from trainer_kit.checkpoint.format.safetensors_writer import is_file_of, storage
 from trainer_kit.errors import CheckpointError
 from trainer_kit.utils.pytree import repeated_dimensions
 from trainer_kit.utils.units import join_names
-from trainer_kit.utils.wrappers import without_wrappers
+from trainer_kit.utils.wrappers import model_class, without_wrappers
 
 Device = str | int | torch.device
 LoadState = Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], object]
@@ -68,7 +68,7 @@ def _places(
     devices = device_map if isinstance(device_map, Mapping) else {"": device_map}
     tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
     parts: dict[str, torch.nn.Module | torch.Tensor] = {**dict(model.named_modules(remove_duplicate=False)), **tensors}
-    kind, places = type(model).__name__, []
+    kind, places = model_class(model).__name__, []
     for name, device in sorted(devices.items(), key=lambda item: len(item[0])):
         if name not in parts:
             raise ValueError(f"device_map names {name!r}, which is no module or parameter of this {kind}")
@@ -109,7 +109,7 @@ def load_weights(
     """
     found, model = _find(checkpoint, stem, is_verified), without_wrappers(model)
     state = _tensors_of(model)
-    _compare(state, _shapes(found), checkpoint, type(model).__name__, strict)
+    _compare(state, _shapes(found), checkpoint, model_class(model).__name__, strict)
     for source in found:
         loaded = load_source(source, into=_readable_into(state, source))
         for name in [name for name in loaded if name in state and repeated_dimensions(state[name])]:
@@ -124,7 +124,7 @@ def check_weights(model: torch.nn.Module, checkpoint: Path) -> None:
         ValueError: If names or shapes differ; the message names the first tensors that do.
     """
     found, model = _find(checkpoint, "model", is_verified=True), without_wrappers(model)
-    _compare(_tensors_of(model), _shapes(found), checkpoint, type(model).__name__, strict=True)
+    _compare(_tensors_of(model), _shapes(found), checkpoint, model_class(model).__name__, strict=True)
 
 
 def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 
 from trainer_kit.utils.rng import generators_kept
 from trainer_kit.utils.units import join_names
+from trainer_kit.utils.wrappers import model_class
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -43,7 +44,7 @@ def why_not_pretrained(model: torch.nn.Module) -> str | None:
     Returns:
         The reason; None if the weights load, or the model has neither a configuration nor its own format.
     """
-    kind = type(model).__name__
+    kind = model_class(model).__name__
     if not is_transformers_model(model):
         if hasattr(getattr(model, "config", None), "save_pretrained"):
             return f"{kind} is no transformers model, although it has the configuration of one"
@@ -74,7 +75,7 @@ def _expected(model: torch.nn.Module) -> Shapes | None:
     content = json.dumps(config.to_dict(), default=str, sort_keys=True)
     known = _pristine.get(model)
     if known is None or known[0] != content:
-        known = _pristine[model] = (content, _make(type(model), config))
+        known = _pristine[model] = (content, _make(model_class(model), config))
     return known[1]
 
 

@@ -33,9 +33,7 @@ class EvenPasses:
         context: Returns the context of a forward pass.
     """
 
-    def __init__(
-        self, collectives: Collectives, context: Callable[[], contextlib.AbstractContextManager[Any]]
-    ) -> None:
+    def __init__(self, collectives: Collectives, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         self._collectives = collectives
         self._context = context
         self._modules: list[torch.nn.Module] = []
@@ -72,7 +70,9 @@ class EvenPasses:
         """Return whether any process has another pass; share an input with processes that have had none."""
         left, without_input = self._collectives.all_reduce_ints([passes, self._last is None])
         if left and without_input:
-            calls = self._collectives.gather_object(None if self._last is None else move(self._last, torch.device("cpu")))
+            calls = self._collectives.gather_object(
+                None if self._last is None else move(self._last, torch.device("cpu"))
+            )
             self._last = self._last or next(call for call in calls if call is not None)
         return left > 0
 

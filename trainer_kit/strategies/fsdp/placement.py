@@ -51,7 +51,9 @@ def fill_from_main(tensors: Mapping[str, torch.Tensor], values: Mapping[str, tor
     for names in _pieces(tensors):
         sizes = [tensors[name].numel() * tensors[name].element_size() for name in names]
         if is_main:
-            packed = torch.cat([values[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8) for name in names])
+            packed = torch.cat(
+                [values[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8) for name in names]
+            )
         else:
             packed = torch.empty(sum(sizes), dtype=torch.uint8)
         dist.broadcast(packed, 0)
@@ -65,7 +67,8 @@ def whole_tensors(tree: Mapping[str, Any]) -> dict[str, Any]:
     gathered: dict[int, torch.Tensor] = {}
     for value in tree.values():
         if isinstance(value, DTensor) and id(value) not in gathered:
-            gathered[id(value)] = value.detach().full_tensor().cpu()
+            with torch.no_grad():
+                gathered[id(value)] = value.full_tensor().cpu()
     return {name: gathered.get(id(value), value) for name, value in tree.items()}
 
 

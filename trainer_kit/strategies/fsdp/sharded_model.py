@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from trainer_kit.strategies.ddp_module import SharedBuffers, model_facts
 from trainer_kit.strategies.fsdp.placement import fill_from_main
 from trainer_kit.strategies.fsdp.units import Unit
+from trainer_kit.utils.pytree import map_tensors, tensors
 
 
 class ShardedModel:
@@ -49,15 +50,17 @@ class ShardedModel:
             # nccl gets wrong for bfloat16 (github.com/pytorch/pytorch/issues/190745).
             each.set_gradient_divide_factor(1.0)
             each.set_force_sum_reduction_for_comms(True)
+            assert isinstance(each, torch.nn.Module)
+            each.register_forward_hook(_without_views, prepend=True)
         if any(value.is_meta for value in _tensors(module).values()):
             module.to_empty(device=device)
         fill_from_main(_tensors(module), values)
-        self._buffers = SharedBuffers(module)
+        self._shared = SharedBuffers(module)
         module.register_forward_hook(self._reshard_after_evaluation)
 
     def buffers_to_share(self) -> list[torch.Tensor]:
         """Return the persistent buffers, see `SharedBuffers.current`."""
-        return self._buffers.current()
+        return self._shared.current()
 
     def reshard(self) -> None:
         """Free the gathered weights, so that the module's parameters are the sharded ones."""
@@ -74,6 +77,13 @@ class ShardedModel:
         # parameters would then not be those of the optimizer.
         if not torch.is_grad_enabled():
             self.reshard()
+
+
+def _without_views(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+    """Copy outputs that are views: an in-place operation on one would drop the hook that gathers for backward."""
+    if any(each.requires_grad and each._is_view() for each in tensors(output)):
+        return map_tensors(lambda each: each.clone() if each.requires_grad and each._is_view() else each, output)
+    return None
 
 
 def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

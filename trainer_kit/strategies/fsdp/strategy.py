@@ -275,7 +275,9 @@ def _checked_mesh(mesh: Mapping[str, int] | None, processes: int) -> dict[str, i
     if mesh is None:
         return {"shard": processes}
     if not isinstance(mesh, Mapping) or not all(type(size) is int for size in mesh.values()):
-        raise TypeError(f"mesh={mesh!r} must give a number of processes for each axis, such as {{'shard': {processes}}}")
+        raise TypeError(
+            f"mesh={mesh!r} must give a number of processes for each axis, such as {{'shard': {processes}}}"
+        )
     unknown = [name for name in mesh if name not in _AXES]
     if unknown or "shard" not in mesh:
         raise ValueError(f"mesh={dict(mesh)!r} must have the axis 'shard', and may have 'replicate'")
