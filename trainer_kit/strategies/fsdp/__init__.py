@@ -1,0 +1,1 @@
+"""Training of models whose weights, gradients and optimizer state are sharded over processes."""
