@@ -1,0 +1,215 @@
+"""Units of a sharded model: the modules whose parameters are gathered, used and resharded together."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trainer_kit.utils.units import format_size, join_names
+
+
+class Unit(NamedTuple):
+    """A module that is gathered as one, without the units inside it.
+
+    Attributes:
+        name: Name of the module in the model.
+        module: The module.
+    """
+
+    name: str
+    module: nn.Module
+
+
+def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> list[Unit]:
+    """Find the units of a model. Parameters outside of them form the root unit, which is not in the list.
+
+    Without patterns, units are the children of each outermost `ModuleList` or `Sequential` that repeats one class, and
+    an input embedding that is larger than each of them. A module that shares a parameter with a module outside of it
+    is no unit then, so tied parameters are always in one unit.
+
+    Args:
+        model: Model, also on the meta device; its weights are tied.
+        patterns: Patterns (`fnmatch`) of module names or class names. Of the modules that one pattern matches, the
+            outermost are units; units of several patterns may contain each other. None: see above.
+
+    Returns:
+        The units in the order of the model; a unit comes before those that it contains.
+
+    Raises:
+        TypeError: If `patterns` is a single string.
+        ValueError: If a pattern matches no module that can be a unit, or the units would part a tied parameter.
+    """
+    if patterns is None:
+        found = _repeated(model)
+    elif isinstance(patterns, str):
+        raise TypeError(f"units={patterns!r} must be a list of patterns; use units=[{patterns!r}]")
+    else:
+        found = {module for pattern in patterns for module in _matched(model, pattern)}
+    units = [Unit(name, module) for name, module in model.named_modules() if module in found]
+    _refuse_parted(model, units)
+    return units
+
+
+def check_units(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Refuse what cannot be sharded, before anything is.
+
+    Args:
+        model: Model, not sharded yet.
+        units: Its units, without the root unit.
+
+    Raises:
+        ValueError: If a parameter is sparse, without dimensions or a DTensor; if gradients are sparse;
+            or if the trained parameters of one unit, the root unit included, have several dtypes.
+    """
+    for module_name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise ValueError(
+                f"{module_name!r} has sparse gradients, which cannot be sharded; make it with sparse=False"
+            )
+    names = {unit.module: f"unit {unit.name!r}" for unit in units}
+    first: dict[nn.Module, tuple[str, torch.dtype]] = {}
+    for parameter, places in _places(model, names).items():
+        ((unit, name),) = places.items()
+        _check_parameter(name, parameter)
+        if not parameter.requires_grad:
+            continue
+        other, dtype = first.setdefault(unit, (name, parameter.dtype))
+        if dtype != parameter.dtype:
+            raise ValueError(
+                f"{names.get(unit, 'the root unit')} trains {other!r} in {_name(dtype)} and {name!r} in "
+                f"{_name(parameter.dtype)}; cast one of them, or name the modules of one dtype (such as adapters) in "
+                "units"
+            )
+
+
+def unit_sizes(model: nn.Module, units: Sequence[Unit]) -> dict[str, int]:
+    """Return the bytes of each unit's parameters by its name; that of the root unit is ""."""
+    names = {unit.module: unit.name for unit in units}
+    sizes = dict.fromkeys(["", *names.values()], 0)
+    for parameter, places in _places(model, names).items():
+        sizes[names.get(next(iter(places)), "")] += parameter.nbytes
+    return sizes
+
+
+def describe_single_unit(model: nn.Module) -> str:
+    """Return the warning for a model in which no unit was found."""
+    return (
+        f"no units were found in {type(model).__name__}, so each process gathers the whole model at once "
+        f"({format_size(_nbytes(model))}); use units=[...] with patterns of names or class names of its modules"
+    )
+
+
+def _repeated(model: nn.Module) -> set[nn.Module]:
+    """Return the units that are found without patterns."""
+    found = set(_repeated_children(model))
+    for places in _places(model, found).values():
+        if len(places) > 1:
+            found -= places.keys()
+    embedding = _input_embedding(model)
+    if embedding is not None and found and _nbytes(embedding) > max(map(_nbytes, found)):
+        found.add(embedding)
+    return found
+
+
+def _repeated_children(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children of the outermost lists of at least two modules of one class."""
+    children = [*module.children()]
+    is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+    if is_list and len(children) > 1 and len(set(map(type, children))) == 1 and all(map(_can_be_unit, children)):
+        yield from children
+        return
+    for child in children:
+        yield from _repeated_children(child)
+
+
+def _input_embedding(model: nn.Module) -> nn.Module | None:
+    """Return the input embedding of a transformers model if it is tied to nothing."""
+    getter: Any = getattr(model, "get_input_embeddings", None)
+    try:
+        embedding = getter and getter()
+    except NotImplementedError:  # transformers' answer for a model without one
+        return None
+    if not isinstance(embedding, nn.Module) or not _can_be_unit(embedding):
+        return None
+    own = {*embedding.parameters()}
+    names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter in own]
+    return embedding if len(names) == len(own) else None
+
+
+def _matched(model: nn.Module, pattern: str) -> list[nn.Module]:
+    """Return the outermost modules whose name or class name matches the pattern."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        is_match = fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(type(module).__name__, pattern)
+        if name and is_match and _can_be_unit(module) and not any(outer in found for outer in _prefixes(name)):
+            found[name] = module
+    if not found:
+        raise ValueError(
+            f"units: {pattern!r} matches no module with parameters and a forward pass inside "
+            f"{type(model).__name__}; use a pattern of module names or of class names"
+            f"{_examples(model)}"
+        )
+    return [*found.values()]
+
+
+def _examples(model: nn.Module) -> str:
+    """Return names of the model's units for a sentence."""
+    found = _repeated(model)
+    classes = {type(module).__name__: name for name, module in reversed([*model.named_modules()]) if module in found}
+    return f", such as {join_names(f'{name!r} ({kind})' for kind, name in classes.items())}" if classes else ""
+
+
+def _refuse_parted(model: nn.Module, units: Sequence[Unit]) -> None:
+    names = {unit.module: f"unit {unit.name!r}" for unit in units}
+    for places in _places(model, names).values():
+        if len(places) > 1:
+            first, second, *_ = (f"{name!r} in {names.get(unit, 'the root unit')}" for unit, name in places.items())
+            raise ValueError(
+                f"units part a tied parameter: it is {first} and {second}; use units that hold both or neither"
+            )
+
+
+def _places(model: nn.Module, units: Collection[nn.Module]) -> dict[nn.Parameter, dict[nn.Module, str]]:
+    """Return for each parameter the innermost units it lies in, each with a name; the root unit is the model.
+
+    All names of a tied parameter count, and all names of a module that is used in several places.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    places: dict[nn.Parameter, dict[nn.Module, str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        unit = next((modules[outer] for outer in _prefixes(name) if modules[outer] in units), model)
+        places.setdefault(parameter, {}).setdefault(unit, name)
+    return places
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """Yield the names of the modules around this name, innermost first, without the root's."""
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
+def _can_be_unit(module: nn.Module) -> bool:
+    """Return whether a module has parameters and a forward pass, before which they can be gathered."""
+    return type(module).forward is not nn.Module.forward and next(module.parameters(), None) is not None
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, DTensor):
+        raise ValueError(f"{name!r} is a DTensor already; use a model that is not sharded or parallelized yet")
+    if parameter.layout is not torch.strided:
+        raise ValueError(f"{name!r} is sparse ({_name(parameter.layout)}), which cannot be sharded; make it dense")
+    if parameter.ndim == 0:
+        raise ValueError(f"{name!r} has no dimensions, so it cannot be sharded; make it of shape [1]")
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def _name(value: torch.dtype | torch.layout) -> str:
+    return str(value).removeprefix("torch.")
