@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from trainer_kit.state import Requests, Stateful, TrainState
     from trainer_kit.strategies.base import Strategy
     from trainer_kit.strategies.ddp import DDP
+    from trainer_kit.strategies.fsdp.strategy import FSDP
     from trainer_kit.strategies.multinode import MultiNode
     from trainer_kit.strategies.precision import Precision
     from trainer_kit.strategies.single import SingleDevice
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DDP",
+    "FSDP",
     "XLA",
     "Accelerator",
     "Callback",
@@ -72,6 +74,7 @@ _HOMES = {
     "CallbackError": "errors",
     "DDP": "strategies.ddp",
     "EvalPrediction": "loop.evaluation",
+    "FSDP": "strategies.fsdp.strategy",
     "MultiNode": "strategies.multinode",
     "NonFiniteError": "errors",
     "Precision": "strategies.precision",

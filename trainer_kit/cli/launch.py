@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, settings in _OPTIONS:
         _add(parser, name, settings)
     _add(parser, "cpu", {"action": "store_true", "help": "train on the CPU though there are GPUs"})
+    _add(parser, "fsdp", {"action": "store_true", "help": "shard the model over the processes"})
     _add(parser, "tpu", {"action": "store_true", "help": "train on all TPU devices of a machine, by one process"})
     _add(parser, "config", {"metavar": "FILE", "help": f"a file of `trainer-kit config` (default: {default_path()})"})
     _add(

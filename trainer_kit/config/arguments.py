@@ -28,6 +28,8 @@ _NAMED_OTHERWISE = {
     "lr": "learning_rate",
     "epochs": "num_train_epochs",
     "batch_size": "per_device_train_batch_size",
+    "fsdp": "strategy",
+    "fsdp_config": "strategy",
     "ddp_find_unused_parameters": "strategy",
     "ddp_bucket_cap_mb": "strategy",
     "ddp_timeout": "strategy",
@@ -202,8 +204,8 @@ class TrainingArguments:
         log_level: "debug", "info", "warning", "error" or "critical".
         use_cpu: Whether to train on the CPU even if there is an accelerator. Default: the launcher's, else False.
         strategy: Hardware to use: "auto" follows the launcher's environment, "single" uses one device, "ddp" the
-            processes of one machine, "multinode" those of several machines, "xla" all TPU devices. For further
-            settings, give the Trainer `strategy=DDP(...)` instead.
+            processes of one machine, "multinode" those of several machines, "fsdp" shards the model over the
+            processes, "xla" uses all TPU devices. For further settings, give the Trainer `strategy=DDP(...)` instead.
         nonfinite: Reaction to a loss or gradient that is not finite: "stop" training, "skip" the step (if its gradient
             is not finite), "rollback" to the newest checkpoint and skip the samples of that step, or "ignore" it.
         max_rollbacks: Number of rollbacks with `nonfinite="rollback"` before training stops.

@@ -70,6 +70,7 @@ class LaunchConfig:
         cpu: Whether to train on the CPU even if there are GPUs.
         tpu: Whether to train on XLA devices: those that PJRT_DEVICE names, else TPUs. One process drives all devices of
             its machine; `num_processes` then counts devices, and must be all of them or 1 (one chip of a TPU).
+        fsdp: Whether runs whose arguments leave `strategy` at "auto" shard the model over the processes.
         monitor_interval: Seconds between two checks of the processes.
         start_timeout: Seconds to wait for the other machines.
     """
@@ -89,6 +90,7 @@ class LaunchConfig:
     profile: Interval | None = dataclasses.field(default_factory=environment.profile)
     cpu: bool = dataclasses.field(default_factory=environment.use_cpu)
     tpu: bool = dataclasses.field(default_factory=environment.use_tpu)
+    fsdp: bool = dataclasses.field(default_factory=environment.fsdp)
     monitor_interval: _Seconds = 0.1
     start_timeout: _Seconds = 600.0
 
@@ -107,6 +109,11 @@ class LaunchConfig:
         _check_rendezvous(self.rdzv_backend, self.rdzv_conf)
         if self.cpu and self.tpu:
             raise ValueError("cpu=True (--cpu) and tpu=True (--tpu) contradict each other; set one of them")
+        if self.fsdp and self.tpu:
+            raise ValueError(
+                "fsdp=True (--fsdp) and tpu=True (--tpu) contradict each other; on TPUs, give the Trainer "
+                "strategy=XLA(fsdp=True)"
+            )
 
     @property
     def port(self) -> int:

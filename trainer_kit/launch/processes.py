@@ -131,6 +131,7 @@ def variables(config: LaunchConfig) -> dict[str, str]:
     settings = {
         environment.MIXED_PRECISION: config.mixed_precision,
         environment.USE_CPU: str(int(config.cpu)),
+        environment.FSDP: str(int(config.fsdp)),
         environment.USE_TPU: str(int(config.tpu)),
     }
     if config.profile is not None:

@@ -165,9 +165,7 @@ def refused(folder: str, case: str) -> None:
     losses = {"outside": lambda model, batch: (batch["x"] @ model.blocks[0].weight).sum()}
     optimizer = optimizers[case]() if case in optimizers else None
     data = [{"x": torch.ones(3)}] * 4
-    Trainer(
-        model, args, data, compute_loss=losses.get(case), optimizer=optimizer, strategy=FSDP(device="cpu")
-    ).train()
+    Trainer(model, args, data, compute_loss=losses.get(case), optimizer=optimizer, strategy=FSDP(device="cpu")).train()
 
 
 @pytest.mark.distributed

@@ -223,7 +223,7 @@ def with_parameter(value: torch.Tensor, **kwargs: bool) -> nn.Module:
             "the root unit trains 'first.weight' in float32 and 'blocks.0.inner.weight' in float64; cast one of them",
         ),
     ],
-    ids=["scalar", "frozen scalar", "sparse", "strided", "sparse gradients", "dtypes", "dtypes of the root"],
+    ids=["scalar", "frozen scalar", "sparse", "sparse gradients", "dtypes", "dtypes of the root"],
 )
 def test_what_cannot_be_sharded_is_refused(make: Callable[[], nn.Module], sentence: str) -> None:
     model = make()

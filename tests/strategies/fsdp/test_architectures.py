@@ -1,0 +1,65 @@
+"""FSDP on transformers' architectures: the weights of one process after some steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.architectures import ARCHITECTURES, VOCABULARY
+from kit.ranks import on_ranks
+from kit.token_training import whole
+
+from trainer_kit import Trainer, TrainingArguments
+from trainer_kit.callbacks import Freezing
+
+
+def texts(name: str) -> list[dict[str, torch.Tensor]]:
+    """Texts of which some count for nothing, in a number that leaves a rank without samples."""
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randint(1, VOCABULARY, (8,), generator=generator) for _ in range(5)]
+    return [
+        {"input_ids": row, "labels": row.where(torch.arange(8) < 8 - 2 * index, -100)} for index, row in enumerate(rows)
+    ]
+
+
+def train(folder: str, name: str, batch_size: int, options: dict[str, Any], frozen: tuple[str, ...] = ()) -> Any:
+    torch.manual_seed(0)
+    model = ARCHITECTURES[name]()
+    for module in model.modules():  # a dropout's seed depends on the layout
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+    args = TrainingArguments(
+        output_dir=folder, use_cpu=True, report_to="none", disable_tqdm=True, log_level="error", save_strategy="no",
+        num_train_epochs=1, per_device_train_batch_size=batch_size, gradient_accumulation_steps=2, optim="sgd",
+        learning_rate=0.1, max_grad_norm=0.5, **options,
+    )  # fmt: skip
+    trainer = Trainer(model, args, texts(name), texts(name)[:3], callbacks=[Freezing(frozen)] if frozen else [])
+    trainer.train()
+    weights = {key: whole(each).detach().clone() for key, each in trainer.run.model.state_dict().items()}
+    return weights, trainer.evaluate()["eval_loss"], type(trainer.run.model).__name__
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_weights_are_those_of_one_process(tmp_path: Path, name: str) -> None:
+    expected, loss, _ = train(str(tmp_path), name, 2, {})
+    for weights, eval_loss, kind in on_ranks(2, train, str(tmp_path), name, 1, {"strategy": "fsdp"}):
+        assert kind.startswith("FSDP")
+        assert eval_loss == pytest.approx(loss, abs=1e-6)
+        for key, weight in expected.items():
+            torch.testing.assert_close(weights[key], weight, rtol=0, atol=1e-6, msg=key)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["gpt2", "llama-tied"])
+def test_recomputed_activations_and_frozen_layers(tmp_path: Path, name: str) -> None:
+    frozen = ("transformer.h.0.*",) if name == "gpt2" else ("model.layers.0.*",)
+    options = {"gradient_checkpointing": True}
+    expected, _, _ = train(str(tmp_path), name, 2, options, frozen)
+    for weights, _, _ in on_ranks(2, train, str(tmp_path), name, 1, options | {"strategy": "fsdp"}, frozen):
+        for key, weight in expected.items():
+            torch.testing.assert_close(weights[key], weight, rtol=0, atol=1e-6, msg=key)

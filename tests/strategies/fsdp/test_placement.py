@@ -1,0 +1,62 @@
+"""The parts of sharded tensors: what fills them on real processes is what they gather to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kit.ranks import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from trainer_kit.strategies.fsdp.placement import fill, fill_from_main, sharded_like, whole_tensors
+from trainer_kit.strategies.fsdp.strategy import FSDP
+
+SHAPES = [(4, 3), (5,), (1, 2, 2), (0, 3)]
+
+
+def gathered(way: str) -> list[torch.Tensor]:
+    strategy = FSDP(device="cpu")
+    strategy.setup()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    values = {str(number): torch.rand(shape, dtype=torch.float64) for number, shape in enumerate(SHAPES)}
+    values["plain"] = torch.tensor([1, 2], dtype=torch.int8)
+    if way != "main":
+        values = strategy.collectives.broadcast(values)
+    targets: dict[str, torch.Tensor] = {
+        name: distribute_tensor(torch.zeros_like(value), mesh, [Replicate(), Shard(0)], src_data_rank=None)
+        for name, value in values.items()
+    }
+    targets["plain"] = torch.zeros_like(values["plain"])
+    if way == "main":
+        fill_from_main(targets, values)
+        values = strategy.collectives.broadcast(values)
+    for name, target in targets.items():
+        if way == "fill":
+            fill(target, values[name])
+        elif way == "like":
+            targets[name] = values[name] if name == "plain" else sharded_like(target, values[name])
+    whole = whole_tensors(targets)
+    strategy.teardown()
+    return [whole[name] - values[name] for name in values]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("way", ["fill", "like", "main"])
+def test_parts_gather_to_the_whole(way: str) -> None:
+    for differences in on_ranks(2, gathered, way):
+        assert [each.shape for each in differences] == [*map(torch.Size, SHAPES), torch.Size([2])]
+        assert not any(each.any() for each in differences)
+
+
+def tied() -> bool:
+    strategy = FSDP(device="cpu")
+    strategy.setup()
+    tensor = distribute_tensor(torch.ones(3, 2), init_device_mesh("cpu", (2,)), [Shard(0)])
+    whole = whole_tensors({"one": tensor, "other": tensor, "number": 3})
+    strategy.teardown()
+    return whole["one"] is whole["other"] and whole["number"] == 3
+
+
+@pytest.mark.distributed
+def test_a_tied_tensor_is_gathered_once() -> None:
+    assert all(on_ranks(2, tied))
