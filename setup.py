@@ -30,6 +30,7 @@ setup(
         "trainer_kit.profiling",
         "trainer_kit.report",
         "trainer_kit.strategies",
+        "trainer_kit.strategies.fsdp",
         "trainer_kit.strategies.watchdog",
         "trainer_kit.strategies.xla",
         "trainer_kit.tools",

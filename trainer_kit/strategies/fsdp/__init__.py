@@ -1,0 +1,1 @@
+"""Models whose weights, gradients and optimizer state are sharded over processes."""
