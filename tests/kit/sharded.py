@@ -52,9 +52,11 @@ def family(kind: str) -> Any:
     return model_class(config())
 
 
-def shard(model: nn.Module, *units: nn.Module) -> Any:
-    """Shards the children of each ModuleList, the given modules and the rest, over all processes."""
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("shard",))
+def shard(model: nn.Module, *units: nn.Module, replicas: int = 1) -> Any:
+    """Shards the children of each ModuleList, the given modules and the rest, over all processes of a replica."""
+    count = torch.distributed.get_world_size() // replicas
+    mesh = init_device_mesh("cpu", (replicas, count), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh if replicas > 1 else mesh["shard"]
     blocks = [child for module in model.modules() if isinstance(module, nn.ModuleList) for child in module]
     outer = [block for block in blocks if not any(block is not other and _holds(other, block) for other in blocks)]
     for unit in (*outer, *units, model):

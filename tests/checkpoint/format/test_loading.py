@@ -114,6 +114,7 @@ def test_missing_names_are_listed_and_let_pass_without_strict(tmp_path: Path) ->
     save_tensors({**state, "more": torch.ones(1)}, tmp_path)
     with pytest.raises(ValueError, match=r"missing there: 'body.0.bias'; not in the model: 'more'$"):
         load_checkpoint_in_model(model, tmp_path)
+    assert load_weights(model, tmp_path, strict=False, is_verified=False) == ["body.0.bias"]
     load_checkpoint_in_model(model, tmp_path, strict=False)
     assert (model.embedding.weight == 5).all()
 

@@ -202,10 +202,10 @@ def test_transformers_models_get_the_values_of_their_own_initialization() -> Non
     assert first["scaled"].std().item() == pytest.approx(0.02 / 2, rel=0.2)  # by the parent, for two layers
 
 
-def received(rows: int) -> list[torch.Tensor]:
+def received(rows: int, replicas: int = 1) -> list[torch.Tensor]:
     strategy = DDP(device="cpu")
     strategy.setup()
-    model = shard(nn.Linear(3, rows))
+    model = shard(nn.Linear(3, rows), replicas=replicas)
     receive_from_main(model.weight, torch.arange(3.0 * rows).view(rows, 3) if strategy.is_main else None)
     plain = torch.zeros(3, dtype=torch.bool)
     receive_from_main(plain, torch.tensor([True, False, True]) if strategy.is_main else None)
@@ -219,6 +219,14 @@ def test_each_process_keeps_its_rows_of_what_the_main_one_sends(rows: int) -> No
     assert first[0].shape[0] > second[0].shape[0]
     assert torch.equal(torch.cat([first[0], second[0]]), torch.arange(3.0 * rows).view(rows, 3))
     assert first[1].tolist() == second[1].tolist() == [True, False, True]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_each_replica_gets_the_rows_of_what_the_main_process_sends() -> None:
+    parts = [part for part, _ in on_ranks(4, received, 5, replicas=2)]
+    for first, second in (parts[:2], parts[2:]):
+        assert torch.equal(torch.cat([first, second]), torch.arange(15.0).view(5, 3))
 
 
 def test_what_is_left_on_meta_is_named() -> None:
@@ -308,9 +316,7 @@ def resumed(folder: Path, make: Any, dtype: torch.dtype) -> tuple[dict[str, torc
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("make", "dtype"), [(adamw, torch.float32), (Sums, torch.bfloat16)])
-def test_weights_and_optimizer_resume_from_one_processs_checkpoint(
-    tmp_path: Path, make: Any, dtype: torch.dtype
-) -> None:
+def test_the_checkpoint_of_one_process_is_resumed_on_two(tmp_path: Path, make: Any, dtype: torch.dtype) -> None:
     model = tiny(dtype)
     optimizer = make(model.parameters())
     stepped(model, optimizer)

@@ -104,7 +104,7 @@ def load_weights(
     is_verified: bool,
     load_state: LoadState = _load_state,
     placement: Placement = unsharded,
-) -> None:
+) -> list[str]:
     """Load weights into a model as `load_checkpoint_in_model` does, without moving it.
 
     Args:
@@ -115,10 +115,13 @@ def load_weights(
         is_verified: Whether `newest_valid` or `verify` has just verified the checkpoint.
         load_state: Called with the model and the whole tensors of each file.
         placement: Returns the part of a model's tensor that this process holds; only its bytes are read, into it.
+
+    Returns:
+        Names of the model's tensors that the files lack, which stay as they are; none if `strict`.
     """
     found, model = _find(checkpoint, stem, is_verified), without_wrappers(model)
     state = _tensors_of(model)
-    _compare(state, _shapes(found), checkpoint, type(model).__name__, strict)
+    missing = _compare(state, _shapes(found), checkpoint, type(model).__name__, strict)
     for source in found:
         parts = _parts(state, source, placement)
         once = {id(state[name]): name for name in parts}  # of tied names the last
@@ -129,6 +132,7 @@ def load_weights(
         for name in [name for name in loaded if name in state and repeated_dimensions(state[name])]:
             _fill_repeated(state[name], loaded.pop(name), name, checkpoint)
         load_state(model, loaded)
+    return missing
 
 
 def check_weights(model: torch.nn.Module, checkpoint: Path) -> None:
@@ -194,7 +198,8 @@ def _compare(
     checkpoint: Path,
     model_name: str,
     strict: bool,
-) -> None:
+) -> list[str]:
+    """Check names and shapes; return the names that the files lack."""
     empty = next((name for name, tensor in state.items() if tensor.is_meta), None)
     if empty is not None:
         raise ValueError(f"{empty!r} of this {model_name} is on the device 'meta', which holds nothing; use to_empty()")
@@ -212,6 +217,7 @@ def _compare(
     if any(problems):
         reasons = "; ".join(problem for problem in problems if problem)
         raise ValueError(f"{checkpoint} holds the weights of another model than this {model_name}: {reasons}")
+    return missing
 
 
 def _list(title: str, items: Any) -> str:
