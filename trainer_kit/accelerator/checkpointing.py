@@ -39,6 +39,7 @@ from trainer_kit.checkpoint import (
     take_snapshot,
     write_checkpoint,
 )
+from trainer_kit.checkpoint.compatibility import read_optimizer_state
 from trainer_kit.checkpoint.format.discovery import is_of_run, recover_replaced
 from trainer_kit.checkpoint.format.export import refuse_pickles, save_model_folder
 from trainer_kit.checkpoint.format.loading import load_weights
@@ -369,16 +370,28 @@ class Checkpointing(Tracking):
         """Restore models, optimizers, schedulers and registered objects from `source`, which holds `directory`."""
         prepared = self._prepared
         for name, model in _numbered("model", prepared.models):
-            module, load_state = self.strategy.unwrap(model), self.strategy.load_model_state
-            load_weights(module, source, stem=name, is_verified=True, load_state=load_state)
+            load_weights(
+                self.strategy.unwrap(model),
+                source,
+                stem=name,
+                is_verified=True,
+                load_state=self.strategy.load_model_state,
+                placement=self.strategy.placement,
+            )
         for name, each in (
             *_numbered("optimizer", prepared.optimizers),
             *_numbered("lr_scheduler", prepared.schedulers),
             *self._registered(),
         ):
-            if (saved := read_state(source, name)) is None:
+            is_optimizer = isinstance(each, PreparedOptimizer)
+            saved = (
+                read_optimizer_state(source, name, each.optimizer, self.strategy.placement)
+                if is_optimizer
+                else read_state(source, name)
+            )
+            if saved is None:
                 raise ValueError(f"{directory} holds nothing for {name}; register the same objects before load_state()")
-            if isinstance(each, PreparedOptimizer):
+            if is_optimizer:
                 self.strategy.load_optimizer_state(each.optimizer, saved)
             else:
                 each.load_state_dict(saved)

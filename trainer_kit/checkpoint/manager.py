@@ -250,8 +250,11 @@ class CheckpointManager:
         run = self.run
         assert run.optimizer is not None
         check_weights(run.model, directory)  # before anything is written
-        optimizer = fitting_optimizer_state(run, directory)
-        load_weights(run.model, directory, is_verified=True, load_state=run.strategy.load_model_state)
+        placement = run.strategy.placement
+        optimizer = fitting_optimizer_state(run, directory, placement)
+        load_weights(
+            run.model, directory, is_verified=True, load_state=run.strategy.load_model_state, placement=placement
+        )
         run.strategy.load_optimizer_state(run.optimizer, optimizer)
         load_scheduler(run, directory)
         if run.strategy.precision is not None:
@@ -305,7 +308,13 @@ class CheckpointManager:
             warn(f"load_best_model_at_end=True, but {why}: the model stays as it is")
             return
         source = strategy.session.fetch_checkpoint(best)
-        load_weights(self.run.model, source, is_verified=False, load_state=strategy.load_model_state)
+        load_weights(
+            self.run.model,
+            source,
+            is_verified=False,
+            load_state=strategy.load_model_state,
+            placement=strategy.placement,
+        )
         strategy.session.release_checkpoint_copies()
         logger.info("loaded the best model, %s (%s)", best, self.run.state.best_metric)
 

@@ -18,6 +18,7 @@ from trainer_kit.strategies.grad_norms import GradientNorms, gradient_norms, gra
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.session import Session
 from trainer_kit.utils import optimizer_state
+from trainer_kit.utils.box import Part
 from trainer_kit.utils.pytree import move
 from trainer_kit.utils.rng import seed_generators
 from trainer_kit.utils.wrappers import model_class, without_wrappers
@@ -315,6 +316,10 @@ class Strategy:
         A tensor may still be sharded: `device_info.to_host` and `copy_to_host` return the full tensor to write.
         """
         return without_wrappers(self.unwrap(model)).state_dict()
+
+    def placement(self, tensor: torch.Tensor) -> Part | None:
+        """Return the part of a model's or an optimizer's tensor that this process holds; None if it holds all of it."""
+        return None
 
     def load_model_state(self, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
         """Load tensors by their names in `model_state`; called once for each file.

@@ -8,7 +8,7 @@ from kit.ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from trainer_kit.strategies.fsdp.placement import fill, fill_from_main, sharded_like, whole_tensors
+from trainer_kit.strategies.fsdp.placement import fill, fill_from_main, whole_tensors
 from trainer_kit.strategies.fsdp.strategy import FSDP
 
 SHAPES = [(4, 3), (5,), (1, 2, 2), (0, 3)]
@@ -33,15 +33,13 @@ def gathered(way: str) -> list[torch.Tensor]:
     for name, target in targets.items():
         if way == "fill":
             fill(target, values[name])
-        elif way == "like":
-            targets[name] = values[name] if name == "plain" else sharded_like(target, values[name])
     whole = whole_tensors(targets)
     strategy.teardown()
     return [whole[name] - values[name] for name in values]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("way", ["fill", "like", "main"])
+@pytest.mark.parametrize("way", ["fill", "main"])
 def test_parts_gather_to_the_whole(way: str) -> None:
     for differences in on_ranks(2, gathered, way):
         assert [each.shape for each in differences] == [*map(torch.Size, SHAPES), torch.Size([2])]

@@ -11,31 +11,26 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer_kit.strategies.ddp_module import PIECE_BYTES
+from trainer_kit.utils.box import Box
 
 
-def own_part(tensor: DTensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return the view of `whole` that lies on this process in the sharded tensor of the same shape."""
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    for dimension, (start, length) in enumerate(zip(offset, shape, strict=True)):
-        whole = whole.narrow(dimension, min(start, whole.shape[dimension]), length)
-    return whole
+def box_of(tensor: DTensor) -> Box:
+    """Return the part of a sharded tensor that this process holds."""
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    inside = tuple(min(start, of) for start, of in zip(offsets, tensor.shape, strict=True))
+    return Box(tuple(tensor.shape), inside, tuple(sizes))
 
 
 @torch.no_grad()
 def fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     """Set a tensor, sharded or not, to the values of `whole`."""
     if isinstance(tensor, DTensor):
-        tensor.to_local().copy_(own_part(tensor, whole))
+        box = box_of(tensor)
+        for dimension, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            whole = whole.narrow(dimension, start, size)
+        tensor.to_local().copy_(whole)
     else:
         tensor.copy_(whole)
-
-
-def sharded_like(tensor: DTensor, whole: torch.Tensor) -> DTensor:
-    """Return the values of `whole` as a tensor that is sharded like `tensor`; not collective."""
-    local = own_part(tensor, whole).to(tensor.to_local().device, copy=True).contiguous()
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
 
 
 def fill_from_main(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:

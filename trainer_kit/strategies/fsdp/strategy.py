@@ -18,13 +18,14 @@ from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.ddp import DDP
 from trainer_kit.strategies.fsdp.even_passes import EvenPasses
 from trainer_kit.strategies.fsdp.norms import sharded_norms
-from trainer_kit.strategies.fsdp.placement import fill, sharded_like, whole_tensors
+from trainer_kit.strategies.fsdp.placement import box_of, fill, whole_tensors
 from trainer_kit.strategies.fsdp.sharded_model import ShardedModel
 from trainer_kit.strategies.fsdp.units import check_units, describe_single_unit, find_units
 from trainer_kit.strategies.grad_norms import GradientNorms
 from trainer_kit.strategies.multinode import MultiNode
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.utils import optimizer_state
+from trainer_kit.utils.box import Part
 from trainer_kit.utils.pytree import flatten_state, unflatten_state
 from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.wrappers import without_wrappers
@@ -235,6 +236,9 @@ class FSDP(MultiNode):
         # The parameters themselves: only object identity shows which are tied.
         return whole_tensors(without_wrappers(model).state_dict(keep_vars=True))
 
+    def placement(self, tensor: torch.Tensor) -> Part | None:
+        return (tensor.to_local().detach(), box_of(tensor)) if isinstance(tensor, DTensor) else None
+
     def load_model_state(self, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
         self._reshard()
         own = without_wrappers(model).state_dict(keep_vars=True)
@@ -245,25 +249,6 @@ class FSDP(MultiNode):
         tree, tensors = flatten_state(optimizer_state.optimizer_state(optimizer))
         state: dict[str, Any] = unflatten_state(tree, whole_tensors(tensors))
         return state if self.is_main else {}
-
-    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        super().load_optimizer_state(optimizer, {**state, "state": self._sharded_state(optimizer, state)})
-
-    def _sharded_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[Any, Any]:
-        """Return the states of the parameters, with the tensors of a parameter's shape sharded like it."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        owners = dict(zip(numbers, parameters, strict=True))
-
-        def sharded(owner: torch.Tensor | None, value: Any) -> Any:
-            if isinstance(owner, DTensor) and isinstance(value, torch.Tensor) and value.shape == owner.shape:
-                return sharded_like(owner, value)
-            return value
-
-        return {
-            number: {name: sharded(owners.get(number), value) for name, value in values.items()}
-            for number, values in state["state"].items()
-        }
 
     def _reshard(self) -> None:
         for each in self._replicas:
