@@ -42,7 +42,8 @@ def fill_from_main(tensors: Mapping[str, torch.Tensor], values: Mapping[str, tor
         tensors: Tensors to fill, sharded or not; the same names and whole shapes on all processes.
         values: The whole values on the host; only read on the main process.
     """
-    is_main = dist.get_rank() == 0
+    is_alone = not dist.is_initialized()
+    is_main = is_alone or dist.get_rank() == 0
     for names in _pieces(tensors):
         sizes = [tensors[name].numel() * tensors[name].element_size() for name in names]
         if is_main:
@@ -51,7 +52,8 @@ def fill_from_main(tensors: Mapping[str, torch.Tensor], values: Mapping[str, tor
             )
         else:
             packed = torch.empty(sum(sizes), dtype=torch.uint8)
-        dist.broadcast(packed, 0)
+        if not is_alone:
+            dist.broadcast(packed, 0)
         for name, part in zip(names, packed.split(sizes), strict=True):
             # Cloned, since a view as another dtype needs an aligned start.
             fill(tensors[name], part.clone().view(tensors[name].dtype).reshape(tensors[name].shape))
