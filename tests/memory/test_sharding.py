@@ -169,7 +169,8 @@ def estimated_and_measured(samples: int) -> tuple[int, int]:
     dist.init_process_group("gloo")
     step = ShardedStep(model, batch)
     step()  # which allocates the optimizer's state
-    return estimated.peak, peak_on_cpu(step)
+    # gloo's threads may release a sent buffer after the next unit is gathered: least of several steps.
+    return estimated.peak, min(peak_on_cpu(step) for _ in range(5))
 
 
 @pytest.mark.distributed
