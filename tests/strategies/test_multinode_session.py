@@ -126,7 +126,7 @@ def seen_by_all(folder: Path, can_mark: bool) -> tuple[str, bool, list[str]]:
         path = strategy.session.fetch_checkpoint(folder / "shared")
         whole = contents(path) == {name: content(name) for name in FILES}
         strategy.session.release_checkpoint_copies()
-        strategy.session.log_output_visibility(folder / "shared")
+        strategy.session.find_writers(folder / "shared")
         return str(path), whole, records
 
 
@@ -152,7 +152,7 @@ def test_a_folder_that_cannot_be_written_to_is_sent(tmp_path: Path) -> None:
 
 def report(folder: Path) -> tuple[list[str], str]:
     with pytest.MonkeyPatch.context() as patch, machines(folder) as (strategy, records):
-        strategy.session.log_output_visibility(Path("checkpoint-3"))
+        strategy.session.find_writers(Path("checkpoint-3"))
         patch.setenv("TRAINER_KIT_PROGRESS_FILE", f"progress-{strategy.rank}")
         strategy.session.report_saved_step(7)
         try:
