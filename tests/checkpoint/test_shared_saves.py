@@ -6,7 +6,8 @@ import errno
 import logging
 import os
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ import torch
 from kit.ranks import RankFailed, on_ranks, try_on_ranks
 from torch import nn
 
-from trainer_kit import Trainer, TrainingArguments
-from trainer_kit.checkpoint import async_saver, find_checkpoints, load_tensors, read_state, verify
+from trainer_kit import Callback, Run, SaveError, Trainer, TrainingArguments
+from trainer_kit.checkpoint import find_checkpoints, load_tensors, read_state, save, verify
 from trainer_kit.checkpoint.format import ownership
 from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.strategies.ddp import DDP
@@ -48,7 +49,12 @@ SAMPLES = [{"x": torch.tensor(number % 12), "labels": torch.tensor((5 * number) 
 
 
 def train(
-    folder: str, steps: int = STEPS, part_bytes: int = 64, damage: Damage | None = None, **arguments: Any
+    folder: str,
+    steps: int = STEPS,
+    part_bytes: int = 64,
+    damage: Damage | None = None,
+    callbacks: Sequence[Callback] = (),
+    **arguments: Any,
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Train on the processes of this run; return the weights and the warnings of this process."""
     records: list[str] = []
@@ -70,7 +76,7 @@ def train(
                 **arguments,
             }
             args = TrainingArguments(folder, max_steps=steps, per_device_train_batch_size=2, **given)
-            trainer = Trainer(Net(), args, SAMPLES, strategy=strategy)
+            trainer = Trainer(Net(), args, SAMPLES, strategy=strategy, callbacks=[*callbacks])
             trainer.train(resume_from_checkpoint=True)
     finally:
         logging.getLogger("trainer_kit").removeHandler(handler)
@@ -122,7 +128,7 @@ def test_any_layout_resumes_it_with_the_same_bits(tmp_path: Path, monkeypatch: p
 
 def _full_on(rank: int, step: int) -> Damage:
     def damage(patch: pytest.MonkeyPatch, own: int) -> None:
-        write = async_saver.write_part
+        write = save.write_part
 
         def full(staging: Path, *args: Any) -> Any:
             if f"checkpoint-{step}-" in staging.name:
@@ -130,7 +136,7 @@ def _full_on(rank: int, step: int) -> Damage:
             return write(staging, *args)
 
         if own == rank:
-            patch.setattr(async_saver, "write_part", full)
+            patch.setattr(save, "write_part", full)
 
     return damage
 
@@ -149,49 +155,140 @@ def test_a_full_disk_of_one_process_is_a_warning_that_names_it(tmp_path: Path, a
     assert not list(tmp_path.glob(".staging-*"))
 
 
-def train_without_memory_on_one(folder: str) -> Any:
+def train_with_trouble_on_one(folder: str, error: type[Exception], text: str) -> Any:
     def damage(patch: pytest.MonkeyPatch, rank: int) -> None:
-        def none(self: Any, tensors: Any) -> Any:
-            raise OSError(errno.ENOMEM, "no host memory for a copy")
+        def fail(self: Any, tensors: Any) -> Any:
+            raise error(text)
 
         if rank == 1:
-            patch.setattr("trainer_kit.checkpoint.staging.HostStaging.take", none)
+            patch.setattr("trainer_kit.checkpoint.staging.HostStaging.take", fail)
 
     return train(folder, damage=damage, steps=3, save_failures="warn")
 
 
 @pytest.mark.distributed
-def test_a_process_without_memory_for_its_copies_fails_the_save_alone(tmp_path: Path) -> None:
-    results = try_on_ranks(2, train_without_memory_on_one, str(tmp_path))
+@pytest.mark.parametrize(
+    ("error", "text", "sentence"),
+    [
+        (OSError, "no host memory for a copy", "rank 1: no host memory for a copy"),
+        (RuntimeError, "CUDA error", "rank 1: RuntimeError: CUDA error"),
+    ],
+)
+def test_whatever_one_process_fails_with_fails_the_save_of_all(
+    tmp_path: Path, error: type[Exception], text: str, sentence: str
+) -> None:
+    results = try_on_ranks(2, train_with_trouble_on_one, str(tmp_path), error, text)
     assert find_checkpoints(tmp_path) == []
+    assert not list(tmp_path.glob(".staging-*"))
     for result in results:  # the last save is tried again, and its failure ends the run
         assert isinstance(result, RankFailed)
-        assert "rank 1: [Errno 12] no host memory for a copy" in str(result.error)
+        assert isinstance(result.error, SaveError)
+        assert sentence in str(result.error)
 
 
-def train_until_killed(folder: str) -> Any:
+def train_until_signalled(folder: str, number: signal.Signals) -> Any:
     def damage(patch: pytest.MonkeyPatch, rank: int) -> None:
-        write = async_saver.write_part
+        write = save.write_part
 
-        def killed(staging: Path, *args: Any) -> Any:
+        def signalled(staging: Path, *args: Any) -> Any:
             if "checkpoint-4-" in staging.name:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), number)
             return write(staging, *args)
 
         if rank == 1:
-            patch.setattr(async_saver, "write_part", killed)
+            patch.setattr(save, "write_part", signalled)
 
     return train(folder, damage=damage)
 
 
 @pytest.mark.distributed
-def test_a_process_killed_in_its_part_costs_no_older_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_lost_in_its_part_costs_no_older_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
     straight = on_ranks(2, train, str(tmp_path / "straight"))
     with pytest.raises((AssertionError, EOFError, ConnectionError)):
-        on_ranks(2, train_until_killed, str(tmp_path / "run"))
+        on_ranks(2, train_until_signalled, str(tmp_path / "run"), number)
     assert [path.name for path in find_checkpoints(tmp_path / "run")] == ["checkpoint-2"]
     again = on_ranks(2, train, str(tmp_path / "run"))
     assert equal(again[0][0], straight[0][0])
+
+
+class FailAt(Callback):
+    """Raises on one rank while the checkpoint of step 4 is written, which it lets go on then."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.has_failed = threading.Event()
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step == 5 and run.strategy.rank == self.rank:
+            self.has_failed.set()
+            raise ArithmeticError("told to fail")
+
+
+def train_with_an_error_on_one(folder: str, failing: int) -> Any:
+    callback = FailAt(failing)
+
+    def damage(patch: pytest.MonkeyPatch, rank: int) -> None:
+        write = save.write_part
+
+        def slow(staging: Path, *args: Any) -> Any:
+            if "checkpoint-4-" in staging.name and rank == failing:
+                callback.has_failed.wait(60)
+            return write(staging, *args)
+
+        patch.setattr(save, "write_part", slow)
+
+    return train(folder, damage=damage, callbacks=[callback])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_of_one_process_waits_for_its_part(tmp_path: Path, failing: int) -> None:
+    straight = on_ranks(2, train, str(tmp_path / "straight"))
+    with pytest.raises((AssertionError, EOFError, ConnectionError)):
+        on_ranks(2, train_with_an_error_on_one, str(tmp_path / "run"), failing)
+    assert [path.name for path in find_checkpoints(tmp_path / "run")] == ["checkpoint-2", "checkpoint-4"]
+    verify(tmp_path / "run" / "checkpoint-4")
+    again = on_ranks(2, train, str(tmp_path / "run"))
+    assert equal(again[0][0], straight[0][0])
+
+
+def train_with_states_that_differ(folder: str, how: str) -> Any:
+    def damage(patch: pytest.MonkeyPatch, rank: int) -> None:
+        state_of = DDP.optimizer_state
+
+        def other(self: DDP, optimizer: Any) -> dict[str, Any]:
+            state = state_of(self, optimizer)
+            if how == "raises":
+                raise ValueError("no state here")
+            if how == "lacks":
+                return {}
+            first = {**state["state"][0], "exp_avg": state["state"][0]["exp_avg"].double()}
+            return {**state, "state": {**state["state"], 0: first}}
+
+        if rank == 1:
+            patch.setattr(DDP, "optimizer_state", other)
+
+    return train(folder, damage=damage, steps=4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("raises", "cannot give its state (ValueError: no state here)"),
+        ("lacks", "has other tensors in its model or optimizer"),
+        ("dtype", "has other tensors in its model or optimizer"),
+    ],
+)
+def test_where_states_differ_the_main_process_writes_alone(tmp_path: Path, how: str, why: str) -> None:
+    (_, records), _ = on_ranks(2, train_with_states_that_differ, str(tmp_path), how)
+    assert records == [f"the main process writes all checkpoints alone, since rank 1 {why}"]
+    for step in (2, 4):
+        verify(tmp_path / f"checkpoint-{step}")
+        assert files(tmp_path / f"checkpoint-{step}") == ["model.safetensors", "state/optimizer.safetensors"]
+    weights, _ = train(str(tmp_path), steps=4)
+    assert equal(weights, load_tensors(tmp_path / "checkpoint-4"))
 
 
 def writers_where_one_does_not_see_the_folder(folder: str) -> list[int]:
