@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer_kit.checkpoint import Snapshot, load_tensors, read_arguments, read_state, take_snapshot, write_checkpoint
+from trainer_kit.checkpoint.format import ownership
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
@@ -172,3 +174,24 @@ def test_a_snapshot_is_fixed() -> None:
     with pytest.raises(AttributeError):
         snapshot.step = 2  # type: ignore[misc]
     assert isinstance(snapshot, Snapshot)
+
+
+def test_each_writer_copies_its_own_tensors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "PART_BYTES", 1)
+    weight = torch.ones(8)
+    model = {"a": weight, "tied": weight, "b": torch.ones(6)}
+    states = {"optimizer": {"m": torch.ones(4), "n": torch.ones(2)}, "mine": {"x": torch.ones(3)}}
+    snapshot = take_snapshot(1, model, states, arguments={})
+    division = snapshot.divide(["optimizer"], 2, "5GB")
+    assert list(division.shards) == ["model", "state/optimizer"]
+    taken: list[list[int]] = []
+
+    def copy(given: list[torch.Tensor]) -> list[torch.Tensor]:
+        taken.append(sorted(len(tensor) for tensor in given))
+        return copies(given)
+
+    shares = [dataclasses.replace(snapshot, division=division, writer=writer).copied(copy) for writer in (0, 1)]
+    assert taken == [[2, 3, 8], [4, 6]]  # the first one has what is not divided too
+    assert shares[0].model["a"] is shares[0].model["tied"]
+    assert shares[0].model["a"] is not weight
+    assert shares[0].model["b"] is model["b"]

@@ -116,7 +116,7 @@ class Snapshot:
     def _own(self, stem: str, tensors: Tensors) -> Tensors:
         """Return the tensors of a group that this process stores."""
         if self.division is None or stem not in self.division.shards:
-            return tensors
+            return tensors if self.writer == 0 else {}
         own = [shard.aliases for shard in self.division.shards[stem] if shard.writer == self.writer]
         return {name: tensors[name] for aliases in own for name in aliases}
 
