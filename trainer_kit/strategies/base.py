@@ -331,16 +331,16 @@ class Strategy:
         without_wrappers(self.unwrap(model)).load_state_dict(state, strict=False)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state for a checkpoint on the main process, and an empty dict on the others.
+        """Return the optimizer's state for a checkpoint.
 
         Raises:
             TypeError: If its `state_dict()` returns no dict.
             ValueError: If its `state_dict()` fails, or omits the state of an inner optimizer.
         """
-        return optimizer_state.optimizer_state(optimizer) if self.is_main else {}
+        return optimizer_state.optimizer_state(optimizer)
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Load the state that `optimizer_state` returned on the main process, so that the next step is bit-identical.
+        """Load a state that `optimizer_state` returned, so that the next step is bit-identical.
 
         Raises:
             ValueError: If the optimizer rejects the state, or does not load all of it.
