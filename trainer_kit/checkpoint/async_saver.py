@@ -27,6 +27,7 @@ from trainer_kit.checkpoint import (
 from trainer_kit.checkpoint.format.commit import open_staging
 from trainer_kit.checkpoint.format.json_files import is_too_large
 from trainer_kit.checkpoint.format.ownership import Division
+from trainer_kit.checkpoint.format.safetensors_writer import storage_key
 from trainer_kit.checkpoint.save import Outcome, Save, Take
 from trainer_kit.checkpoint.staging import HostStaging
 from trainer_kit.config.arguments import TrainingArguments
@@ -102,7 +103,8 @@ class AsyncSaver:
 
         Args:
             model_state: All tensors of the model by name.
-            states: Returns all other states on the main process, and those of `SHARED` on the others.
+            states: Returns all other states on the main process, and at least those of `SHARED` on the others; on all
+                processes if the strategy shards the state.
             metric: Metric of an evaluation at this step; None without one.
             protect: Names of checkpoints that retention must keep.
 
@@ -115,18 +117,28 @@ class AsyncSaver:
         strategy.session.set_abort_handler(self.drain)
         committed = self._with(Committed(f"{CHECKPOINT_PREFIX}{self.run.state.step}", 0, metric))
         snapshot = self._try_snapshot(model_state, lambda: states(committed))
-        division = self._agree(snapshot)
+        try:
+            division = self._agree(snapshot)
+        except OSError as error:
+            self._fail(str(error))
+            return
         save = strategy.collectives.on_main(lambda: self._open(snapshot))
         self.is_busy = True
-        if save is None:
-            return
         writers = self._writers_of(division)
+        if save is None or not (strategy.shards_state or strategy.rank in writers):
+            return
+        take = self._take(self._share(snapshot.result(), division))
         if strategy.is_main:
-            own = self._share(snapshot.result(), division)
-            self._submit(own, lambda take: self._write(take, save, writers[1:], committed, protect))
+            self._submit(lambda: self._write(take, save, writers[1:], committed, protect))
         elif strategy.rank in writers:
-            own = self._share(snapshot.result(), division)
-            self._submit(own, lambda take: save.send_part(take, strategy, self.run.args.max_shard_size))
+            self._submit(lambda: save.send_part(take, strategy, self.run.args.max_shard_size))
+
+    def _fail(self, error: str) -> None:
+        """End a save that cannot begin."""
+        self.is_busy = self._requests.written = True
+        if self.run.strategy.is_main:
+            self._pending = Future()
+            self._pending.set_result(Outcome(self.run.state.step, self.committed, error))
 
     def _open(self, snapshot: Future[Snapshot]) -> Save | None:
         """Create the staging folder for the main process's snapshot; None if the disk prevents it."""
@@ -137,9 +149,7 @@ class AsyncSaver:
             staging = open_staging(self.folder, f"{CHECKPOINT_PREFIX}{step}")
             return Save(step, staging.absolute(), uuid.uuid4().hex)
         except OSError as error:
-            self._pending = Future()
-            self._pending.set_result(Outcome(step, self.committed, str(error)))
-            self._requests.written = True
+            self._fail(str(error))
             return None
 
     def _try_snapshot(
@@ -165,54 +175,67 @@ class AsyncSaver:
         """Return how the processes write together; None if the main process writes alone. Collective.
 
         If a process cannot take part, the main process writes alone from then on, which is logged.
+
+        Raises:
+            OSError: If a process cannot take part in writing a sharded state; raised on all processes.
         """
-        collectives = self.run.strategy.collectives
-        if len(self.writers) == 1:
+        strategy, collectives = self.run.strategy, self.run.strategy.collectives
+        if len(self.writers) == 1 and not strategy.shards_state:
             return None
         division, error = None, snapshot.exception()
         if error is None:
-            division = snapshot.result().divide(SHARED, len(self.writers), self.run.args.max_shard_size)
+            taken = snapshot.result()
+            division = taken.divide(self._shared(taken), len(self.writers), self.run.args.max_shard_size)
         answers = collectives.gather_object((division and division.digest, f"{type(error).__name__}: {error}"))
         digests = [digest for digest, _ in answers]
         apart = [rank for rank, digest in enumerate(digests) if digest is None or digest != digests[0]]
         if not apart:
             return division
         if apart[0] > 0:  # else the main process raises its error
-            self.writers = [0]
             rank, (digest, problem) = collectives.describe_rank(apart[0]), answers[apart[0]]
             why = "has other tensors in its model or optimizer" if digest else f"cannot give its state ({problem})"
+            if strategy.shards_state:
+                raise OSError(f"{rank} {why}")
+            self.writers = [0]
             if collectives.is_main:
                 logger.warning("the main process writes all checkpoints alone, since %s %s", rank, why)
         return None
+
+    def _shared(self, snapshot: Snapshot) -> list[str]:
+        """Return the names of the states that all processes have alike, so that they can write them together."""
+        strategy, states = self.run.strategy, snapshot.states.items()
+        if not strategy.shards_state:
+            return [*SHARED]
+        sharded = [
+            name
+            for name, (_, tensors) in states
+            if any(strategy.placement(each) is not None for each in tensors.values())
+        ]
+        return [*SHARED, *(name for name in sharded if name not in SHARED)]
 
     def _writers_of(self, division: Division | None) -> list[int]:
         """Return the ranks that write a part, the main one first."""
         return self.writers[: division.writers if division is not None else 1]
 
     def _share(self, snapshot: Snapshot, division: Division | None) -> Snapshot:
-        """Return the share of this process, which writes a part."""
-        writer = self.writers.index(self.run.strategy.rank)
+        """Return the share of this process, which is empty if it writes no part."""
+        rank = self.run.strategy.rank
+        writer = self.writers.index(rank) if rank in self.writers else len(self.writers)
         return dataclasses.replace(snapshot, division=division, writer=writer)
 
-    def _submit(self, snapshot: Snapshot, write: Callable[[Take], Outcome | None]) -> None:
-        """Write a copy of the snapshot in the thread; with `async_save=False`, write the snapshot itself now."""
-        if self.run.args.async_save:
-            self._pending = self._thread.submit(write, self._copied(snapshot))
-            return
-        done: Future[Outcome | None] = Future()
-        try:
-            done.set_result(write(lambda: snapshot))
-        except Exception as error:  # `finish` raises it on all processes
-            done.set_exception(error)
-        self._pending = done
+    def _take(self, share: Snapshot) -> Take:
+        """Return a function that completes this process's copy in the thread, or raises why there is none.
 
-    def _copied(self, snapshot: Snapshot) -> Take:
-        """Copy a snapshot; return a function that completes the copy in the thread, or raises why there is none."""
+        With `async_save=False`, the snapshot itself is written. Collective if the strategy shards the state.
+        """
+        is_sharded = self.run.strategy.shards_state
+        if not (self.run.args.async_save or is_sharded):
+            return lambda: share
         taken: Future[Snapshot] = Future()
         try:
             if self._reserving is not None:
                 self._reserving.result()
-            taken.set_result(snapshot.copied(self.copies.take))
+            taken.set_result(self._collected(share) if is_sharded else share.copied(self.copies.take))
         except Exception as error:
             taken.set_exception(error)
 
@@ -222,6 +245,34 @@ class AsyncSaver:
             return copied
 
         return complete
+
+    def _collected(self, share: Snapshot) -> Snapshot:
+        """Return this process's share with whole tensors on the host. Collective."""
+        stored = [(tensor, self.writers[writer]) for tensor, writer in share.stored()]
+        whole: dict[Any, torch.Tensor] = {}
+
+        def collect(own: list[torch.Tensor]) -> list[torch.Tensor]:
+            known = {storage_key(tensor) for tensor, _ in stored}
+            rest = [(each, self.run.strategy.rank) for each in own if storage_key(each) not in known]
+            tensors, owners = zip(*stored, *rest, strict=True)
+            for tensor, place in zip(tensors, self.copies.collect(tensors, owners), strict=True):
+                if place is not None:
+                    whole[storage_key(tensor)] = place
+            return [whole[storage_key(tensor)] for tensor in own]
+
+        return share.copied(collect)
+
+    def _submit(self, write: Callable[[], Outcome | None]) -> None:
+        """Write in the thread; with `async_save=False`, write now."""
+        if self.run.args.async_save:
+            self._pending = self._thread.submit(write)
+            return
+        done: Future[Outcome | None] = Future()
+        try:
+            done.set_result(write())
+        except Exception as error:  # `finish` raises it on all processes
+            done.set_exception(error)
+        self._pending = done
 
     def wait_for_staging(self) -> None:
         """Wait until staging is complete, so that the optimizer may change its state."""
@@ -304,7 +355,10 @@ class AsyncSaver:
         """
         strategy = self.run.strategy
         snapshot = self._try_snapshot(model_state, lambda: states([]))
-        division = self._agree(snapshot)
+        try:
+            division = self._agree(snapshot)
+        except OSError:
+            return  # the first save reports it
         strategy.collectives.on_main(lambda: self._check_space(snapshot))
         if self.run.args.async_save and strategy.rank in self._writers_of(division) and snapshot.exception() is None:
             self._share(snapshot.result(), division).copied(self._reserve)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -92,6 +92,14 @@ class Snapshot:
             return self.division.shards[stem]
         tensors = self.groups[stem]
         return plan_shards(tensors, untie(tensors), PurePosixPath(stem).name, max_shard_size)
+
+    def stored(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield the divided tensors and the numbers of their writers, in the same order on all processes."""
+        assert self.division is not None
+        for stem, shards in self.division.shards.items():
+            for shard in shards:
+                for name in shard.aliases:
+                    yield self.groups[stem][name], shard.writer
 
     def copied(self, copy: Copy) -> Snapshot:
         """Return this snapshot with copies of the tensors that this process writes.
