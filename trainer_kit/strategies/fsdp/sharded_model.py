@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,11 +74,29 @@ class ShardedModel:
         assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(is_due)
 
+    @contextlib.contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        """Enclose forward passes that gather nothing."""
+        hooks = [(each, each._forward_pre_hooks, each._forward_hooks) for each in self._units]
+        for each in self._units:
+            state = each._get_fsdp_state()
+            each._forward_pre_hooks = _hooks_of_others(each._forward_pre_hooks, state)
+            each._forward_hooks = _hooks_of_others(each._forward_hooks, state)
+        try:
+            yield
+        finally:
+            for each, pre_hooks, post_hooks in hooks:
+                each._forward_pre_hooks, each._forward_hooks = pre_hooks, post_hooks
+
     def _reshard_after_evaluation(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         # fully_shard keeps the root unit gathered for a backward pass, which does not come here. The module's
         # parameters would then not be those of the optimizer.
         if not torch.is_grad_enabled():
             self.reshard()
+
+
+def _hooks_of_others(hooks: Mapping[int, Any], owner: Any) -> OrderedDict[int, Any]:
+    return OrderedDict((number, hook) for number, hook in hooks.items() if getattr(hook, "__self__", None) is not owner)
 
 
 def _without_views(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
