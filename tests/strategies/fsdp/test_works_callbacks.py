@@ -73,3 +73,38 @@ def test_averages_of_shards_are_those_of_whole_weights(tmp_path: Path) -> None:
         torch.testing.assert_close(ours, other, rtol=0, atol=1e-12)
         assert len(set(ours["losses"])) == 4
         assert not torch.equal(ours["averages"]["head.weight"], ours["weights"]["head.weight"])
+
+
+def frozen(folder: str, strategy: str) -> dict[str, Any]:
+    records = Records()
+    freezing = [Freezing(["blocks.0.*", "embedding.*"], until_step=2), Freezing("head.*", from_step=3)]
+    trainer = make_trainer(folder, strategy, [*freezing, records], max_grad_norm=0.1)
+    trainer.train()
+    return {
+        "weights": whole_weights(trainer.run.model), "norms": [record["grad_norm"] for record in records.seen],
+        "losses": [record["loss"] for record in records.seen],
+    }  # fmt: skip
+
+
+@pytest.mark.distributed
+def test_frozen_weights_are_those_of_ddp(tmp_path: Path) -> None:
+    theirs = on_ranks(2, frozen, str(tmp_path), "ddp")
+    for ours, other in zip(on_ranks(2, frozen, str(tmp_path), "fsdp"), theirs, strict=True):
+        torch.testing.assert_close(ours, other, rtol=0, atol=1e-12)
+
+
+def resumed_averages(folder: str, strategy: str) -> dict[str, torch.Tensor]:
+    ema = EMA(decay=0.9)
+    generator = torch.Generator().manual_seed(2)
+    saved = {name: torch.randn(each.shape, generator=generator).double() for name, each in Blocks().named_parameters()}
+    ema.load_state_dict({"averages": saved})
+    trainer = make_trainer(folder, strategy, [ema], max_steps=2)
+    trainer.train()
+    return {name: whole(value) for name, value in ema.state_dict()["averages"].items()}
+
+
+@pytest.mark.distributed
+def test_averages_of_a_checkpoint_go_on(tmp_path: Path) -> None:
+    (theirs, _), ours = (on_ranks(2, resumed_averages, str(tmp_path), each) for each in ("ddp", "fsdp"))
+    for each in ours:
+        torch.testing.assert_close(each, theirs, rtol=0, atol=1e-12)

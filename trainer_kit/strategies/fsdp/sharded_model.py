@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer_kit.strategies.ddp_module import SharedBuffers, model_facts
@@ -73,6 +74,30 @@ class ShardedModel:
         """Choose whether a backward pass reduces gradients over the processes."""
         assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(is_due)
+
+    def gather_in_generate(self, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        """Gather the root unit in the model's `generate`, if it has one, which may use parts of the model directly.
+
+        Args:
+            context: Returns the context of a forward pass.
+        """
+        for each in self.module.modules():
+            # transformers goes on with passes until all processes have ended, and drops no layer at random.
+            each._is_fsdp_managed_module = True  # type: ignore[assignment]
+        if not callable(getattr(self.module, "generate", None)):
+            return
+        register_fsdp_forward_method(self.module, "generate")
+        gathered: Any = self.module.generate
+
+        @functools.wraps(gathered)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            try:
+                with context():
+                    return gathered(*args, **kwargs)
+            finally:
+                self.reshard()
+
+        self.module.generate = generate  # type: ignore[assignment]
 
     @contextlib.contextmanager
     def without_hooks(self) -> Iterator[None]:

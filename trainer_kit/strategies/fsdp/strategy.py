@@ -134,6 +134,7 @@ class FSDP(MultiNode):
             warn(describe_single_unit(model))
         sharded = ShardedModel(model, units, self.device, self._shard_options())
         self._sharded.update(sharded.sharded)
+        sharded.gather_in_generate(self.autocast)
         self._passes.watch(model)
         self._replicas.append(sharded)
         return model
