@@ -191,6 +191,13 @@ class Strategy:
         """
         return contextlib.nullcontext()
 
+    def own_passes(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which this process alone calls the user's model, with tensors in place of its weights.
+
+        See `torch.func.functional_call`.
+        """
+        return contextlib.nullcontext()
+
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Return the context of each micro-batch except a step's last, in which gradients are not exchanged."""
         return contextlib.nullcontext()
@@ -291,6 +298,18 @@ class Strategy:
     def _can_hold(self, optimizer: torch.optim.Optimizer) -> bool:
         # fp16's gradient scaler skips steps itself while it searches for a scale.
         return (self.device_info.reads_without_sync or _is_fused(optimizer)) and not self.scales_gradients
+
+    def own_parts(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return this process's parts of tensors, which share their memory; without sharding, the tensors."""
+        return list(tensors)
+
+    def place_like(self, value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """Return `value`, whole or sharded, sharded like `tensor`, which has the same shape; not collective."""
+        return value
+
+    def whole_tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors with each sharded one gathered. Collective."""
+        return dict(tensors)
 
     def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return this process's parts of the parameters' gradients, which may be changed in place."""

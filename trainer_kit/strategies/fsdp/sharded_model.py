@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer_kit.strategies.ddp_module import SharedBuffers, model_facts
@@ -72,11 +75,53 @@ class ShardedModel:
         assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(is_due)
 
+    def gather_in_generate(self, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        """Gather the root unit in the model's `generate`, if it has one, which may use parts of the model directly.
+
+        Args:
+            context: Returns the context of a forward pass.
+        """
+        for each in self.module.modules():
+            # transformers goes on with passes until all processes have ended, and drops no layer at random.
+            each._is_fsdp_managed_module = True  # type: ignore[assignment]
+        if not callable(getattr(self.module, "generate", None)):
+            return
+        register_fsdp_forward_method(self.module, "generate")
+        gathered: Any = self.module.generate
+
+        @functools.wraps(gathered)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            try:
+                with context():
+                    return gathered(*args, **kwargs)
+            finally:
+                self.reshard()
+
+        self.module.generate = generate  # type: ignore[assignment]
+
+    @contextlib.contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        """Enclose forward passes that gather nothing."""
+        hooks = [(each, each._forward_pre_hooks, each._forward_hooks) for each in self._units]
+        for each in self._units:
+            state = each._get_fsdp_state()
+            each._forward_pre_hooks = _hooks_of_others(each._forward_pre_hooks, state)
+            each._forward_hooks = _hooks_of_others(each._forward_hooks, state)
+        try:
+            yield
+        finally:
+            for each, pre_hooks, post_hooks in hooks:
+                each._forward_pre_hooks, each._forward_hooks = pre_hooks, post_hooks
+
     def _reshard_after_evaluation(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         # fully_shard keeps the root unit gathered for a backward pass, which does not come here. The module's
         # parameters would then not be those of the optimizer.
         if not torch.is_grad_enabled():
             self.reshard()
+
+
+def _hooks_of_others(hooks: Mapping[int, Any], owner: Any) -> OrderedDict[int, Any]:
+    return OrderedDict((number, hook) for number, hook in hooks.items() if getattr(hook, "__self__", None) is not owner)
 
 
 def _without_views(module: torch.nn.Module, inputs: Any, output: Any) -> Any:

@@ -137,6 +137,7 @@ class FSDP(MultiNode):
             warn(describe_single_unit(model))
         sharded = ShardedModel(model, units, self.device, self._shard_options())
         self._sharded.update(sharded.sharded)
+        sharded.gather_in_generate(self.autocast)
         self._passes.watch(model)
         self._replicas.append(sharded)
         return model
@@ -198,6 +199,14 @@ class FSDP(MultiNode):
         return contextlib.nullcontext() if self.group.is_alone else self._passes.evened()
 
     @contextlib.contextmanager
+    def own_passes(self, model: torch.nn.Module) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for each in self._replicas:
+                if each.module is model:
+                    stack.enter_context(each.without_hooks())
+            yield
+
+    @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
         sharded = [each for each in self._replicas if each.module is model and not self.reduce_each_batch]
         for each in sharded:
@@ -225,7 +234,19 @@ class FSDP(MultiNode):
             Strategy.backward(self, loss, **options)
 
     def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        return [each.to_local() if isinstance(each, DTensor) else each for each in super().gradients(parameters)]
+        return self.own_parts(super().gradients(parameters))
+
+    def own_parts(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        return [each.detach().to_local() if isinstance(each, DTensor) else each for each in tensors]
+
+    def place_like(self, value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(value, DTensor) or not isinstance(tensor, DTensor):
+            return value
+        return sharded_like(tensor, value)
+
+    def whole_tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        with self.group.watched():
+            return whole_tensors(tensors)
 
     def gradient_norms(self, parameters: list[torch.Tensor], grads: list[torch.Tensor]) -> GradientNorms:
         with self.group.watched():
