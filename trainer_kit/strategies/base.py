@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -118,9 +118,28 @@ class Strategy:
 
     # Model, optimizer and data
 
-    def make_model(self, model_init: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-        """Return a new model, whose values `prepare` may complete; called before `setup`."""
+    def make_model(self, model_init: Callable[[], torch.nn.Module], has_weights: bool = False) -> torch.nn.Module:
+        """Return a new model, whose values may be missing until `complete_model`; called before `setup`.
+
+        Args:
+            model_init: Makes the model.
+            has_weights: Whether weights are loaded before `complete_model`.
+        """
         return model_init()
+
+    def complete_model(
+        self, model: torch.nn.Module, loaded: Collection[str], model_init: Callable[[], torch.nn.Module] | None
+    ) -> None:
+        """Give values to the tensors of a prepared model that have none yet. Collective.
+
+        Args:
+            model: The module that `prepare` returned.
+            loaded: Names of the tensors that were loaded since.
+            model_init: Makes the model, with the same values on each call; None if there is no such function.
+
+        Raises:
+            ValueError: If a tensor has no value; the message names it.
+        """
 
     def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
         """Move the model to the device in place, and return the module that the loop calls.

@@ -62,7 +62,7 @@ def averaged(folder: str, strategy: str) -> dict[str, Any]:
     return {
         "weights": whole_weights(trainer.run.model), "copied": whole_weights(copied), "loss": trainer.evaluate()["eval_loss"],
         "averages": {name: whole(value) for name, value in ema.state_dict()["averages"].items()},
-        "losses": [record["eval_loss"] for record in seen.evaluated], 
+        "losses": [record["eval_loss"] for record in seen.evaluated],
     }  # fmt: skip
 
 

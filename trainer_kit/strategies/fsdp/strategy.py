@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,10 +16,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.ddp import DDP
+from trainer_kit.strategies.ddp_module import model_facts
 from trainer_kit.strategies.fsdp.collect import collect
 from trainer_kit.strategies.fsdp.even_passes import EvenPasses
 from trainer_kit.strategies.fsdp.norms import sharded_norms
-from trainer_kit.strategies.fsdp.placement import box_of, fill
+from trainer_kit.strategies.fsdp.placement import box_of, fill, sharded_like, whole_tensors
 from trainer_kit.strategies.fsdp.sharded_model import ShardedModel
 from trainer_kit.strategies.fsdp.units import check_units, describe_single_unit, find_units
 from trainer_kit.strategies.grad_norms import GradientNorms
@@ -118,12 +119,24 @@ class FSDP(MultiNode):
 
     # Model and optimizer
 
-    def make_model(self, model_init: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-        """Return a new model with values on the main process, and on the meta device on the others."""
-        if self.is_main:
+    def make_model(self, model_init: Callable[[], torch.nn.Module], has_weights: bool = False) -> torch.nn.Module:
+        """Return a new model: with values on the main process unless it has weights to load, elsewhere on "meta"."""
+        if self.group.is_alone or (self.is_main and not has_weights):
             return model_init()
         with torch.device("meta"):
             return model_init()
+
+    def complete_model(
+        self, model: torch.nn.Module, loaded: Collection[str], model_init: Callable[[], torch.nn.Module] | None
+    ) -> None:
+        """Give values to tensors that were on the meta device on all processes.
+
+        Buffers that no file holds are computed by the model's own code. The rest comes from a model that the main
+        process makes whole, in host memory.
+        """
+        for sharded in (each for each in self._replicas if each.module is model):
+            with self.group.watched():
+                sharded.complete(loaded, model_init)
 
     def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
         if self.world_size == 1:
@@ -133,9 +146,10 @@ class FSDP(MultiNode):
         assert self._device_mesh is not None, "setup() comes first"
         units = find_units(model, self.units)
         check_units(model, units)
+        self.collectives.check_same_on_all_ranks(model_facts(model))
         if not units and self.is_main:
             warn(describe_single_unit(model))
-        sharded = ShardedModel(model, units, self.device, self._shard_options())
+        sharded = ShardedModel(model, units, self.device, self._shard_options(), self.collectives)
         self._sharded.update(sharded.sharded)
         sharded.gather_in_generate(self.autocast)
         self._passes.watch(model)
@@ -237,7 +251,7 @@ class FSDP(MultiNode):
         return self.own_parts(super().gradients(parameters))
 
     def own_parts(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        return [each.detach().to_local() if isinstance(each, DTensor) else each for each in tensors]
+        return [each.to_local().detach() if isinstance(each, DTensor) else each for each in tensors]
 
     def place_like(self, value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(value, DTensor) or not isinstance(tensor, DTensor):
