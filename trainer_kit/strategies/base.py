@@ -63,6 +63,11 @@ class Strategy:
         self.session = Session(self.collectives)
         self._worst_norm: torch.Tensor | None = None  # largest norm so far, with nonfinite="stop"
 
+    @property
+    def forward_together(self) -> bool:
+        """Whether a forward or backward pass is a collective, so that no process takes one alone."""
+        return False
+
     # Shortcuts for callbacks, see `collectives`
 
     @property

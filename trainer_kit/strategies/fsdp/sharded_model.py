@@ -107,9 +107,6 @@ class ShardedModel:
         Args:
             context: Returns the context of a forward pass.
         """
-        for each in self.module.modules():
-            # transformers goes on with passes until all processes have ended, and drops no layer at random.
-            each._is_fsdp_managed_module = True  # type: ignore[assignment]
         if not callable(getattr(self.module, "generate", None)):
             return
         register_fsdp_forward_method(self.module, "generate")

@@ -99,6 +99,10 @@ class FSDP(MultiNode):
         self._sharded: Any = WeakIdKeyDictionary()  # sharded parameters by those before `prepare`
         self._passes = EvenPasses(self.collectives, self.autocast)
 
+    @property
+    def forward_together(self) -> bool:
+        return not self.group.is_alone
+
     def setup(self) -> None:
         super().setup()
         assert self.precision is not None
@@ -210,7 +214,7 @@ class FSDP(MultiNode):
                 ) from error
 
     def uneven_passes(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.group.is_alone else self._passes.evened()
+        return self._passes.evened() if self.forward_together else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def own_passes(self, model: torch.nn.Module) -> Iterator[None]:
