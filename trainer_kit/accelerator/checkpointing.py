@@ -108,7 +108,7 @@ class Checkpointing(Tracking):
         self.flow.dispatch()
         detached: dict[int, torch.Tensor] = {}  # XLA recognizes tied tensors only by object identity
         state = self.strategy.collect_on_main(self.strategy.model_state(model))
-        if self.strategy.shards_state and not self.is_main_process:
+        if self.strategy.is_sharded and not self.is_main_process:
             return {}
         return {name: detached.setdefault(id(value), value.detach()) for name, value in state.items()}
 

@@ -94,14 +94,10 @@ class FSDP(MultiNode):
         self.reshard_after_forward = reshard_after_forward
         self.reduce_each_batch = reduce_each_batch
         self.offload = offload
-        self.shards_state = not self.group.is_alone
+        self.is_sharded = not self.group.is_alone
         self._device_mesh: DeviceMesh | None = None
         self._sharded: Any = WeakIdKeyDictionary()  # sharded parameters by those before `prepare`
         self._passes = EvenPasses(self.collectives, self.autocast)
-
-    @property
-    def forward_together(self) -> bool:
-        return not self.group.is_alone
 
     def setup(self) -> None:
         super().setup()
@@ -214,7 +210,7 @@ class FSDP(MultiNode):
                 ) from error
 
     def uneven_passes(self) -> contextlib.AbstractContextManager[None]:
-        return self._passes.evened() if self.forward_together else contextlib.nullcontext()
+        return self._passes.evened() if self.is_sharded else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def own_passes(self, model: torch.nn.Module) -> Iterator[None]:
