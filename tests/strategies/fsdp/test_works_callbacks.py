@@ -60,9 +60,10 @@ def averaged(folder: str, strategy: str) -> dict[str, Any]:
     copied = Blocks()
     ema.copy_to(copied)
     return {
-        "weights": whole_weights(trainer.run.model), "copied": whole_weights(copied), "loss": trainer.evaluate()["eval_loss"],
+        "weights": whole_weights(trainer.run.model), "copied": whole_weights(copied),
+        "loss": trainer.evaluate()["eval_loss"],
         "averages": {name: whole(value) for name, value in ema.state_dict()["averages"].items()},
-        "losses": [record["eval_loss"] for record in seen.evaluated], 
+        "losses": [record["eval_loss"] for record in seen.evaluated],
     }  # fmt: skip
 
 

@@ -238,7 +238,7 @@ class FSDP(MultiNode):
         return self.own_parts(super().gradients(parameters))
 
     def own_parts(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        return [each.detach().to_local() if isinstance(each, DTensor) else each for each in tensors]
+        return [each.to_local().detach() if isinstance(each, DTensor) else each for each in tensors]
 
     def place_like(self, value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(value, DTensor) or not isinstance(tensor, DTensor):
@@ -248,6 +248,12 @@ class FSDP(MultiNode):
     def whole_tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         with self.group.watched():
             return whole_tensors(tensors)
+
+    def summed_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        return self.whole_tensors({"gradient": gradient})["gradient"]
+
+    def restore_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        parameter.grad = self.place_like(gradient, parameter)
 
     def gradient_norms(self, parameters: list[torch.Tensor], grads: list[torch.Tensor]) -> GradientNorms:
         with self.group.watched():
