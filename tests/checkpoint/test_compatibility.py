@@ -5,13 +5,18 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from kit.boxes import Reads, cut, rows, rows_of
 from scenarios.task import Net, Noisy, StopAt, Stream, make_trainer
 
 from trainer_kit import Callback, Trainer
+from trainer_kit.checkpoint import take_snapshot, write_checkpoint
+from trainer_kit.checkpoint.compatibility import fitting_optimizer_state
+from trainer_kit.utils.optimizer_state import optimizer_state
 
 STEP = 3
 
@@ -123,6 +128,34 @@ def test_every_optimizer_of_torch_fits_itself(tmp_path: Path) -> None:
             trainer.optimizer = getattr(torch.optim, kind)(trainer.run.model.parameters(), lr=1e-3)
             trainer.train(resume_from_checkpoint=True)
         assert trainer.run.state.step == 3
+
+
+def test_of_a_sharded_parameters_state_only_its_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.randn(shape)) for shape in ((4, 3), (1,), (5, 2, 2))])
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    states = {"optimizer": optimizer_state(optimizer), "trainer": {"lr_scheduler": "NoneType"}}
+    checkpoint = write_checkpoint(tmp_path, take_snapshot(1, {}, states, arguments={}))
+    run: Any = SimpleNamespace(optimizer=optimizer, lr_scheduler=None)
+    reads, held = Reads(monkeypatch), 0
+    found = fitting_optimizer_state(run, checkpoint, rows_of(1, 2))
+    for number, state in optimizer.state_dict()["state"].items():
+        assert torch.equal(found["state"][number]["step"], state["step"])
+        held += state["step"].nbytes
+        for name in ("exp_avg", "exp_avg_sq"):
+            box = rows(tuple(state[name].shape), 1, 2)
+            assert found["state"][number][name].shape == state[name].shape
+            assert torch.equal(cut(found["state"][number][name], box), cut(state[name], box))
+            held += cut(state[name], box).nbytes
+    assert reads.nbytes == held
+    assert same_state(fitting_optimizer_state(run, checkpoint)["state"], optimizer.state_dict()["state"])
+
+
+def same_state(left: dict[int, Any], right: dict[int, Any]) -> bool:
+    return left.keys() == right.keys() and all(
+        torch.equal(left[number][name], value) for number, state in right.items() for name, value in state.items()
+    )
 
 
 def test_another_number_of_workers_of_a_stream_is_refused_at_once(tmp_path: Path) -> None:

@@ -117,14 +117,14 @@ def test_what_nobody_says_is_as_in_training(config: str, asked: list[Asked]) -> 
     assert args == TrainingArguments()
     assert [*batch["input_ids"].shape] == [8, 64]
     assert next(model.parameters()).dtype is torch.float32
-    assert others == {"device_memory": None, "compute_loss": None, "device": "cuda", "world_size": 1}
+    assert others == {"device_memory": None, "compute_loss": None, "device": "cuda", "world_size": 1, "fsdp": 1}
 
 
 @pytest.mark.parametrize("dash", ["-", "_"])
 def test_the_options_are_those_of_the_training(config: str, asked: list[Asked], dash: str) -> None:
     words = (
         "--batch-size 3 --seq-len 16 --optim sgd --mixed-precision bf16 --gradient-checkpointing --dtype bfloat16 "
-        "--gradient-accumulation-steps 4 --num-processes 2 --device cpu --device-memory 24GiB"
+        "--gradient-accumulation-steps 4 --num-processes 2 --fsdp 2 --device cpu --device-memory 24GiB"
     )
     assert main(["estimate", config, *re.sub(r"(?<=\w)-", dash, words).split()]) == 0
     [(model, args, batch, others)] = asked
@@ -137,7 +137,7 @@ def test_the_options_are_those_of_the_training(config: str, asked: list[Asked], 
     )
     assert [*batch["input_ids"].shape] == [3, 16]
     assert next(model.parameters()).dtype is torch.bfloat16
-    assert others == {"device_memory": 24 * 2**30, "compute_loss": None, "device": "cpu", "world_size": 2}
+    assert others == {"device_memory": 24 * 2**30, "compute_loss": None, "device": "cpu", "world_size": 2, "fsdp": 2}
 
 
 def test_a_function_brings_its_batch_and_loss(
@@ -184,6 +184,8 @@ def test_wide_layers_take_no_memory(tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         (["{folder}/none.json"], "there is no file or folder '{folder}/none.json'"),
         (["{folder}/config.json", "--optim", "adam"], "optim='adam' is not allowed"),
+        (["{folder}/config.json", "--fsdp", "3", "--num-processes", "4"], "fsdp=3 must divide the number of processes"),
+        (["{folder}/config.json", "--fsdp", "2", "--mixed-precision", "fp16"], "'fp16' is not possible with fsdp"),
         (["{folder}/config.json", "--batch-size", "0"], "per_device_train_batch_size=0"),
         (["{folder}/config.json", "--seq-len", "65"], "--seq-len 65 is longer than the 64 positions of Bert"),
     ],
@@ -222,6 +224,7 @@ def test_an_error_of_the_model_says_where_it_is(
     [
         ([], "MODEL"),
         (["m", "--device-memory", "24"], "'24' is no size; give one such as 24GiB or 80GB"),
+        (["m", "--fsdp", "0"], "'0' is no whole number of at least 1"),
         (["m", "--num-processes", "0"], "'0' is no whole number of at least 1"),
         (["m", "--seq-len", "-1"], "no whole number"),
         (["m", "--device", "tpu"], "invalid choice: 'tpu'"),
@@ -233,6 +236,15 @@ def test_a_command_line_that_makes_no_sense(
     with pytest.raises(SystemExit, match="2"):
         main(["estimate", *words])
     assert sentence in capsys.readouterr().err
+
+
+def test_a_sharded_model_is_estimated(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = told(capsys, config, "--fsdp", "4", "--batch-size", "2")
+    assert re.search(r"^gathered +[\d.]+ KiB .* the root unit and three more units", shown, re.MULTILINE)
+    assert "of a step with micro-batches of 2 on cuda, sharded over 4 processes" in shown
+    found = json.loads(told(capsys, config, "--fsdp", "4", "--inference", "--json"))["anatomy"]
+    assert found["shards"] == 4
+    assert "gathered" in [each["name"] for each in found["components"]]
 
 
 def test_inference_is_estimated(config: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,7 @@ def test_the_commands_are_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [main(words) for words in COMMANDS] == [0] * len(COMMANDS)
     (first, others), *_ = asked
     assert (first.per_device_train_batch_size, others["device_memory"]) == (4, 8 * 2**30)
-    assert len(asked) == 5
+    assert len(asked) == 6
 
 
 def test_the_costs_are_ours() -> None:

@@ -16,7 +16,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer_kit.utils.pytree import flatten_state, map_tensors, plain_values, tensors, unflatten_state
+from trainer_kit.utils.pytree import (
+    flatten_state,
+    map_tensors,
+    plain_values,
+    tensor_names,
+    tensors,
+    unflatten_state,
+)
 
 Point = namedtuple("Point", "x y")
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.uint16]
@@ -337,3 +344,20 @@ def test_strides_that_overlap_in_as_much_memory_are_refused() -> None:
     entry = {"__kind__": "tensor", "value": "x", "strides": [2, 2]}
     with pytest.raises(ValueError, match=r"the strides \[2, 2\] do not fit the shape \[3, 3\]"):
         unflatten_state(entry, {"x": torch.zeros(3, 3)})
+
+
+def test_tensors_are_named_by_their_place() -> None:
+    first, second = torch.ones(2), torch.ones(3)
+    state = {"state": {0: {"a b": first}, "0": {"a b": second}}, "list": [1, (second,)], "array": np.ones(2), "n": 3}
+    tree, found = flatten_state(state)
+    names = dict(tensor_names(json.loads(json.dumps(tree))))
+    assert names == {
+        ("state", 0, "a b"): "state.0.a_b",
+        ("state", "0", "a b"): "state.0.a_b#1",
+        ("list", 1, 0): "list.1.0",
+    }
+    assert {name: found[name].numel() for name in names.values()} == {
+        "state.0.a_b": 2, "state.0.a_b#1": 3, "list.1.0": 3
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="this is no state"):
+        list(tensor_names({"__kind__": "dict"}))

@@ -39,6 +39,7 @@ from trainer_kit.checkpoint import (
     take_snapshot,
     write_checkpoint,
 )
+from trainer_kit.checkpoint.compatibility import read_optimizer_state
 from trainer_kit.checkpoint.format.discovery import is_of_run, recover_replaced
 from trainer_kit.checkpoint.format.export import refuse_pickles, save_model_folder
 from trainer_kit.checkpoint.format.loading import load_weights
@@ -101,12 +102,13 @@ class Checkpointing(Tracking):
             model: Prepared or not.
 
         Returns:
-            The tensors by name; of a sharded model whole tensors on the main process, and nothing on the others.
+            The tensors; if they are sharded over processes, whole on the host of the main process, and an empty dict
+            on the others.
         """
         self.flow.dispatch()
         detached: dict[int, torch.Tensor] = {}  # XLA recognizes tied tensors only by object identity
-        state = self.strategy.whole_tensors(self.strategy.model_state(model))
-        if self.strategy.forward_together and not self.is_main_process:
+        state = self.strategy.collect_on_main(self.strategy.model_state(model))
+        if self.strategy.shards_state and not self.is_main_process:
             return {}
         return {name: detached.setdefault(id(value), value.detach()) for name, value in state.items()}
 
@@ -193,8 +195,9 @@ class Checkpointing(Tracking):
         folder = self._folder(given, "save_state()")
         self.flow.dispatch()  # computes all tensors in one graph, not one by one as they are read
         self.strategy.collectives.on_main(self._check_optimizers)
-        models = [self.strategy.model_state(model) for model in self._prepared.models]
-        states = self._states()
+        models, states = self.strategy.collect_on_main(
+            ([self.strategy.model_state(model) for model in self._prepared.models], self._states())
+        )
         directory = self.strategy.collectives.on_main(lambda: self._commit(folder, given, models, states))
         if given is None:
             project.iteration = int(directory.name.removeprefix(PREFIX)) + 1
@@ -374,16 +377,28 @@ class Checkpointing(Tracking):
         """Restore models, optimizers, schedulers and registered objects from `source`, which holds `directory`."""
         prepared = self._prepared
         for name, model in _numbered("model", prepared.models):
-            module, load_state = self.strategy.unwrap(model), self.strategy.load_model_state
-            load_weights(module, source, stem=name, is_verified=True, load_state=load_state)
+            load_weights(
+                self.strategy.unwrap(model),
+                source,
+                stem=name,
+                is_verified=True,
+                load_state=self.strategy.load_model_state,
+                placement=self.strategy.placement,
+            )
         for name, each in (
             *_numbered("optimizer", prepared.optimizers),
             *_numbered("lr_scheduler", prepared.schedulers),
             *self._registered(),
         ):
-            if (saved := read_state(source, name)) is None:
+            is_optimizer = isinstance(each, PreparedOptimizer)
+            saved = (
+                read_optimizer_state(source, name, each.optimizer, self.strategy.placement)
+                if is_optimizer
+                else read_state(source, name)
+            )
+            if saved is None:
                 raise ValueError(f"{directory} holds nothing for {name}; register the same objects before load_state()")
-            if isinstance(each, PreparedOptimizer):
+            if is_optimizer:
                 self.strategy.load_optimizer_state(each.optimizer, saved)
             else:
                 each.load_state_dict(saved)

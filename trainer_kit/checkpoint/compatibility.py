@@ -11,12 +11,14 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from trainer_kit.checkpoint import find_checkpoints, newest_valid, read_state, verify
+from trainer_kit.checkpoint.format.discovery import read_outline, read_state_into
 from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME
 from trainer_kit.data.reader import check_workers
 from trainer_kit.data.run_length import RunLength, step_numbers
 from trainer_kit.errors import CheckpointError
 from trainer_kit.optim import Schedule
 from trainer_kit.run import Run
+from trainer_kit.utils.box import Placement, unsharded
 from trainer_kit.utils.optimizer_state import described_groups
 from trainer_kit.utils.run_lock import holder_of
 from trainer_kit.utils.user_warnings import warn
@@ -132,8 +134,14 @@ def _check_same_kind(role: str, made: Any, trainer: Mapping[str, Any], directory
         )
 
 
-def fitting_optimizer_state(run: Run, directory: Path) -> dict[str, Any]:
-    """Read the optimizer's state from a checkpoint and check that it fits the run, which stays unchanged.
+def fitting_optimizer_state(run: Run, directory: Path, placement: Placement = unsharded) -> dict[str, Any]:
+    """Check that the optimizer's state in a checkpoint fits the run, which stays unchanged, and read it.
+
+    Args:
+        run: The run, with its optimizer.
+        directory: Folder of the checkpoint.
+        placement: Returns the part of a parameter, or of a tensor that is sharded like it, that this process holds.
+            State tensors of its shape are then sharded like it, and only their parts are read.
 
     Raises:
         CheckpointError: If the state is damaged.
@@ -141,7 +149,7 @@ def fitting_optimizer_state(run: Run, directory: Path) -> dict[str, Any]:
     """
     assert run.optimizer is not None
     _check_same_kind("lr_scheduler", run.lr_scheduler, read_state(directory, "trainer") or {}, directory)
-    saved: dict[str, Any] = read_state(directory, "optimizer") or {}
+    saved: dict[str, Any] = read_outline(directory, "optimizer") or {}
     try:
         groups = described_groups(saved)
     except ValueError as error:
@@ -161,7 +169,36 @@ def fitting_optimizer_state(run: Run, directory: Path) -> dict[str, Any]:
                     f"in the same order, or {_ANEW}"
                 )
     _check_shapes(run.optimizer, saved, groups, directory)
-    return saved
+    return read_optimizer_state(directory, "optimizer", run.optimizer, placement) or {}
+
+
+def read_optimizer_state(
+    directory: Path, name: str, optimizer: torch.optim.Optimizer, placement: Placement
+) -> dict[str, Any] | None:
+    """Read an optimizer's state from a checkpoint; None if there is none of this name.
+
+    Args:
+        directory: Folder of the checkpoint.
+        name: Name of the state.
+        optimizer: The optimizer, with the parameters of the checkpoint's.
+        placement: See `fitting_optimizer_state`.
+
+    Raises:
+        CheckpointError: If the state is damaged.
+    """
+    saved: dict[str, Any] | None = read_outline(directory, name)
+    if saved is None:
+        return None
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    targets: dict[tuple[Any, ...], torch.Tensor] = {
+        ("state", number, name): torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+        for number, parameter in enumerate(parameters)
+        if placement(parameter) is not None
+        for name, value in saved["state"].get(number, {}).items()
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    }
+    state: dict[str, Any] | None = read_state_into(directory, name, targets, placement)
+    return state
 
 
 def _check_shapes(

@@ -187,7 +187,7 @@ class CheckpointManager:
             assert self._earlier is not None
             report_changes(run, self.plan, self._earlier)
         run.strategy.collectives.on_main(self._take_folder)
-        run.strategy.session.log_output_visibility(self.folder)
+        self.saver.writers = run.strategy.session.find_writers(self.folder)
         run.strategy.session.release_checkpoint_copies()
 
     def _logged_after(self, moment: float) -> float:
@@ -250,8 +250,11 @@ class CheckpointManager:
         run = self.run
         assert run.optimizer is not None
         check_weights(run.model, directory)  # before anything is written
-        optimizer = fitting_optimizer_state(run, directory)
-        load_weights(run.model, directory, is_verified=True, load_state=run.strategy.load_model_state)
+        placement = run.strategy.placement
+        optimizer = fitting_optimizer_state(run, directory, placement)
+        load_weights(
+            run.model, directory, is_verified=True, load_state=run.strategy.load_model_state, placement=placement
+        )
         run.strategy.load_optimizer_state(run.optimizer, optimizer)
         load_scheduler(run, directory)
         if run.strategy.precision is not None:
@@ -305,7 +308,13 @@ class CheckpointManager:
             warn(f"load_best_model_at_end=True, but {why}: the model stays as it is")
             return
         source = strategy.session.fetch_checkpoint(best)
-        load_weights(self.run.model, source, is_verified=False, load_state=strategy.load_model_state)
+        load_weights(
+            self.run.model,
+            source,
+            is_verified=False,
+            load_state=strategy.load_model_state,
+            placement=strategy.placement,
+        )
         strategy.session.release_checkpoint_copies()
         logger.info("loaded the best model, %s (%s)", best, self.run.state.best_metric)
 
@@ -317,12 +326,12 @@ class CheckpointManager:
         try:
             taken.set_result(strategy.optimizer_state(optimizer))
         except Exception as error:
-            if not strategy.is_main:
-                raise
             taken.set_exception(error)
         return taken.result
 
     def _states_with(self, optimizer_state: Callable[[], dict[str, Any]], evaluation_is_due: bool) -> States:
+        if not (self.run.strategy.is_main or self.run.strategy.shards_state):
+            return lambda committed: {"optimizer": optimizer_state()}
         return lambda committed: self._states(committed, optimizer_state(), evaluation_is_due)
 
     def _states(

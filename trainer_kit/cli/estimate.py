@@ -53,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add(parser, "dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: the config's)")
     _add(parser, "num-processes", type=_count, default=1, metavar="N", help="processes, a device each (default: 1)")
+    shared = "processes over which FSDP shards the model (default: 1, not sharded)"
+    _add(parser, "fsdp", type=_count, default=1, metavar="N", help=shared)
     _add(parser, "device", choices=("cuda", "cpu"), default="cuda", help="where to train (default: cuda)")
     _add(parser, "inference", action="store_true", help="of a forward pass without gradients, instead of training")
     size = "what the device has, such as 24GiB or 80GB (default: that of the one here)"
@@ -90,6 +92,7 @@ def run(options: argparse.Namespace) -> int:
         compute_loss=subject.compute_loss,
         device=options.device,
         world_size=options.num_processes,
+        fsdp=options.fsdp,
     )
     if options.json:
         print(json.dumps({"model": options.model, "origin": subject.origin, **estimate.to_dict()}, indent=2))
@@ -103,8 +106,9 @@ def _print_inference(options: argparse.Namespace, subject: ResolvedModel, args: 
     from trainer_kit.memory import estimate
 
     found = estimate(
-        subject.model, args, subject.batch, compute_loss=subject.compute_loss, device=options.device, inference=True
-    )
+        subject.model, args, subject.batch, compute_loss=subject.compute_loss, device=options.device,
+        world_size=options.num_processes, fsdp=options.fsdp, inference=True,
+    )  # fmt: skip
     if options.json:
         print(json.dumps({"model": options.model, "origin": subject.origin, "anatomy": found.to_dict()}, indent=2))
         return 0

@@ -116,6 +116,7 @@ def advise(
     optimizer: torch.optim.Optimizer | None = None,
     device: str | torch.device = "cpu",
     world_size: int = 1,
+    fsdp: int = 1,
     samples: int | None = None,
 ) -> Estimate:
     """Estimate a step, the largest micro-batch that fits, and the saving of each option.
@@ -129,6 +130,7 @@ def advise(
         optimizer: Optimizer of the model; None for the one that `args.optim` selects.
         device: Device to train on.
         world_size: Number of processes of the run.
+        fsdp: Number of processes over which the model is sharded, as for `trainer_kit.memory.estimate`.
         samples: Number of samples in the batch; None for the first dimension of its tensors. Other batch sizes are not
             estimated if the two differ (graphs).
 
@@ -142,8 +144,9 @@ def advise(
 
     def estimated(model: Any = model, args: Any = args, batch: Any = batch, optimizer: Any = optimizer) -> Anatomy:
         return estimate(
-            model, args, batch, compute_loss=compute_loss, optimizer=optimizer, device=device, world_size=world_size
-        )
+            model, args, batch, compute_loss=compute_loss, optimizer=optimizer, device=device, world_size=world_size,
+            fsdp=fsdp,
+        )  # fmt: skip
 
     anatomy = estimated()
     by_samples = samples in (None, anatomy.batch_size)

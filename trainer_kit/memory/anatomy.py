@@ -13,6 +13,7 @@ KINDS = {
     "batch": "a micro-batch on the device",
     "gradients": "of the trainable parameters, in their dtype",
     "optimizer": "the state of the optimizer",
+    "gathered": "the root unit and three more units, gathered while they are used",
     "casts": "autocast's copies of weights, kept by its cache in the forward pass, by autograd for the backward pass",
     "activations": "tensors that autograd keeps for the backward pass",
     "temporary": "results that are not kept, and workspaces of operators",
@@ -52,6 +53,7 @@ class Anatomy:
             `trainer_kit.profiling.flops` counts them; None if they were not counted.
         recomputed_flops: Additional operations of recomputation in the backward pass.
         inference: Whether the figures are those of a forward pass without gradients instead of an optimizer step.
+        shards: Number of processes over which weights, gradients and optimizer state are sharded.
     """
 
     components: tuple[Component, ...]
@@ -64,6 +66,7 @@ class Anatomy:
     model_flops: int | None = None
     recomputed_flops: int | None = None
     inference: bool = False
+    shards: int = 1
 
     def nbytes(self, name: str) -> int:
         """Return the bytes of the component with this name; 0 if there is none."""
@@ -98,7 +101,8 @@ class Anatomy:
     def _step(self) -> str:
         flops = f", {format_si(self.model_flops, 'FLOP')} of the model" if self.model_flops else ""
         work = "a forward pass with batches" if self.inference else "a step with micro-batches"
-        return f"of {work} of {self.batch_size} on {self.device}{flops}"
+        sharded = f", sharded over {self.shards} processes" if self.shards > 1 else ""
+        return f"of {work} of {self.batch_size} on {self.device}{sharded}{flops}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the anatomy as JSON-compatible values."""

@@ -19,6 +19,7 @@ from trainer_kit.memory.costs import EightBitAdam
 from trainer_kit.memory.errors import described
 from trainer_kit.memory.fakes import Fakes
 from trainer_kit.memory.kernels import hidden_on_cpu
+from trainer_kit.memory.sharding import Sharding, make_sharding
 from trainer_kit.memory.step import Inference, Step
 from trainer_kit.memory.tracker import Tracker
 from trainer_kit.optim import make_optimizer, parameter_groups
@@ -43,6 +44,7 @@ def estimate(
     optimizer: torch.optim.Optimizer | None = None,
     device: str | torch.device = "cpu",
     world_size: int = 1,
+    fsdp: int = 1,
     inference: bool = False,
 ) -> Anatomy:
     """Estimate the peak memory of an optimizer step on each device, without allocating it.
@@ -63,6 +65,8 @@ def estimate(
         device: "cpu", "cuda" or another; any device other than a GPU is estimated as a CPU.
         world_size: Number of processes of the run; with more than one, gradients are in DistributedDataParallel's
             buckets.
+        fsdp: Number of processes over which the model is sharded; it divides `world_size`, or that is 1. A process
+            holds its part of weights, gradients and optimizer state, and gathers the root unit and three more units.
         inference: Whether to estimate a forward pass in evaluation mode instead, without gradients and optimizer: that
             of an evaluation, a prediction, or one pass of a generation.
 
@@ -70,22 +74,24 @@ def estimate(
         The memory at the peak, by component.
 
     Raises:
-        ValueError: If the model returns no loss, has nothing to train, branches on unknown values, or does not run on
-            fake tensors.
+        ValueError: If the model returns no loss, has nothing to train, branches on unknown values, does not run on
+            fake tensors, or cannot be sharded.
     """
+    sharding = make_sharding(model, args, fsdp, world_size)
     place = torch.device(device)
     repeated = max(1.0, args.gradient_accumulation_steps / _MICRO_BATCHES)
     args = copy.copy(args)
     args.gradient_accumulation_steps = min(args.gradient_accumulation_steps, _MICRO_BATCHES)
     is_cuda = place.type == "cuda"
-    tracker, counter = _simulate(model, args, batch, compute_loss, optimizer, is_cuda, world_size > 1, inference)
+    has_buckets = world_size > 1 and fsdp == 1
+    tracker, counter = _simulate(model, args, batch, compute_loss, optimizer, is_cuda, has_buckets, inference, sharding)
     found = tracker.peak()
     components = [Component(kind, found[kind], f"{_COUNTED}: {KINDS[kind]}") for kind in KINDS if kind in found]
     if is_cuda:
         components.append(cuda.runtime())
     flops = {"model_flops": counter.flops.model, "recomputed_flops": counter.flops.recomputed}
     flops = {name: round(count * (1 if inference else repeated)) for name, count in flops.items()}
-    return make_anatomy(components, model, batch, place, inference, **flops)
+    return make_anatomy(components, model, batch, place, inference, shards=fsdp, **flops)
 
 
 def _simulate(
@@ -97,10 +103,11 @@ def _simulate(
     is_cuda: bool,
     has_buckets: bool,
     inference: bool,
+    sharding: Sharding,
 ) -> tuple[Tracker, FlopCounter]:
     """Take a step, or a forward pass, on fake tensors and return what followed it."""
     fakes, counter = Fakes(), FlopCounter()
-    tracker = Tracker(cuda.GRANULARITY) if is_cuda else Tracker(1, hidden_on_cpu)
+    tracker = Tracker(cuda.GRANULARITY, None, sharding) if is_cuda else Tracker(1, hidden_on_cpu, sharding)
     with generators_kept(torch.device("cpu")), _quiet(), _explained(), contextlib.ExitStack() as stack:
         strategy = _Pretended(is_cuda, Precision(args.mixed_precision))
         strategy.setup()

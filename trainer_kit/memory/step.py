@@ -48,6 +48,7 @@ class Step:
         self._counts = Counts(samples, 0, samples, samples)
         self._buckets = buckets or {}
         self._is_last = False
+        self._tracker: Tracker | None = None
 
     def __call__(self) -> None:
         args, strategy = self.args, self.strategy
@@ -57,6 +58,8 @@ class Step:
             self._is_last = number == len(micro_batches)
             share = next(shares)
             strategy.backward(share)
+        if self._tracker is not None:
+            self._tracker.begin_update()
         strategy.step(self.optimizer, args.max_grad_norm, args.max_grad_value, args.nonfinite)
         strategy.zero_grad(self.optimizer)
 
@@ -89,8 +92,10 @@ class Step:
             held = self.held()
             for kind, each in held.items():
                 tracker.mark(kind, each)
+            self._tracker = tracker
             with tracker.following():
                 self()
+            self._tracker = None
             state = self.held()["optimizer"]
             tracker.mark("optimizer", state) if held["optimizer"] else tracker.move_to_start("optimizer", state)
 

@@ -11,23 +11,30 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from trainer_kit.memory.sharding import Sharding
+
 Hidden = Callable[[Any, Any, Any], int]
 """Returns the bytes that an operator holds internally, from the operator, its arguments and its result."""
+
+_SHARDED = ("weights", "gradients", "optimizer")
+"""Kinds of storages of which each process holds a part, if the model is sharded."""
 
 _UNTOLD = ("temporary", "activations")
 """Kinds of storages that are not marked yet."""
 
 _NO_BACKWARD = -1
+_WHOLE = Sharding()
 
 
 class _Allocation:
-    """Memory of a storage, and its kind."""
+    """Memory of a storage, its kind, and whether an optimizer update created it."""
 
-    __slots__ = ("kind", "nbytes")
+    __slots__ = ("in_update", "kind", "nbytes")
 
-    def __init__(self, nbytes: int, kind: str) -> None:
+    def __init__(self, nbytes: int, kind: str, in_update: bool = False) -> None:
         self.nbytes = nbytes
         self.kind = kind
+        self.in_update = in_update
 
 
 class Tracker(TorchDispatchMode):
@@ -39,12 +46,17 @@ class Tracker(TorchDispatchMode):
     Args:
         granularity: Allocation size of the device's allocator, in bytes; each storage takes a multiple of it.
         hidden: Internal memory of operators, which the tracker cannot see; None for none.
+        sharding: How the model is sharded. The tracked step is that of one process with the whole model; the peak is
+            that of one of the processes that share it.
     """
 
-    def __init__(self, granularity: int = 1, hidden: Hidden | None = None) -> None:
+    def __init__(self, granularity: int = 1, hidden: Hidden | None = None, sharding: Sharding = _WHOLE) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._granularity = granularity
         self._hidden = hidden
+        self._sharding = sharding
+        self._gathered = _Allocation(sharding.gathered, "gathered")
+        self._in_update = False
         self._alive: dict[int, _Allocation] = {}
         self._events: list[tuple[_Allocation, int]] = []
         self._from_start: set[_Allocation] = set()
@@ -77,8 +89,14 @@ class Tracker(TorchDispatchMode):
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
         """Enter the context of a step: tensors that autograd saves for the backward pass are activations."""
+        self._events.append((self._gathered, 1))
         with self, torch.autograd.graph.saved_tensors_hooks(self._saved, lambda tensor: tensor):
             yield
+
+    def begin_update(self) -> None:
+        """Note that backward passes have ended: gathered units are released, and the optimizer works on shards."""
+        self._events.append((self._gathered, -1))
+        self._in_update = True
 
     def _saved(self, tensor: torch.Tensor) -> torch.Tensor:
         for part in _parts(tensor):
@@ -93,13 +111,22 @@ class Tracker(TorchDispatchMode):
         events += [(block, sign) for block, sign in self._events if block not in self._from_start]
         now = most = end = 0
         for number, (block, sign) in enumerate(events, start=1):
-            now += sign * block.nbytes
+            now += sign * self._nbytes(block)
             if now > most:
                 most, end = now, number
         sizes: dict[str, int] = {}
         for block, sign in events[:end]:
-            sizes[block.kind] = sizes.get(block.kind, 0) + sign * block.nbytes
+            sizes[block.kind] = sizes.get(block.kind, 0) + sign * self._nbytes(block)
         return {kind: nbytes for kind, nbytes in sizes.items() if nbytes}
+
+    def _nbytes(self, block: _Allocation) -> int:
+        """Return the bytes of a storage on one of the processes that share the model."""
+        if self._sharding.shards == 1:
+            return block.nbytes
+        if block.kind == "casts":  # weights are gathered in autocast's dtype
+            return 0
+        is_sharded = block.in_update or block.kind in _SHARDED
+        return -(-block.nbytes // self._sharding.shards) if is_sharded else block.nbytes
 
     def close(self) -> None:
         """Stop tracking the remaining storages."""
@@ -115,7 +142,7 @@ class Tracker(TorchDispatchMode):
             for part in _parts(leaf):
                 self._block(part, kind)
         if self._hidden is not None and (nbytes := self._hidden(func, args, result)):
-            block = _Allocation(nbytes, "temporary")
+            block = _Allocation(nbytes, "temporary", self._in_update)
             self._events += [(block, 1), (block, -1)]
         return result
 
@@ -134,7 +161,7 @@ class Tracker(TorchDispatchMode):
         block = self._alive.get(key)
         if block is None:
             nbytes = -(-storage.nbytes() // self._granularity) * self._granularity
-            block = self._alive[key] = _Allocation(nbytes, kind)
+            block = self._alive[key] = _Allocation(nbytes, kind, self._in_update)
             self._events.append((block, 1))
             self._finalizers.append(weakref.finalize(storage, self._end, key))
         return block

@@ -266,8 +266,16 @@ def _restore_formats(
             if old.shape == owner.shape and [*strides] == before["strides"]:
                 strides = strides_of_copy(owner)
         if (new.dtype, new.stride()) != (dtype, strides):
-            empty = torch.empty_strided(old.shape, strides, dtype=dtype, device=new.device)
-            new.data = empty.copy_(old)
+            _replace(new, old, dtype, strides)
+
+
+def _replace(tensor: torch.Tensor, values: torch.Tensor, dtype: torch.dtype, strides: tuple[int, ...]) -> None:
+    """Give a tensor the values, dtype and strides, so that all references to it see them."""
+    if hasattr(tensor, "__tensor_flatten__"):  # it wraps another tensor, as a sharded one does
+        torch.utils.swap_tensors(tensor, values.to(device=tensor.device, dtype=dtype, copy=True))
+    else:
+        empty = torch.empty_strided(values.shape, strides, dtype=dtype, device=tensor.device)
+        tensor.data = empty.copy_(values)
 
 
 def _pairs(saved: Any, loaded: Any, name: Any = None) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:

@@ -156,6 +156,28 @@ def plain_values(json_tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:
         yield from plain_values(item, f"{place}.{key}" if place else str(key))
 
 
+def tensor_names(json_tree: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """Yield the place, such as ("state", 0, "exp_avg"), and the name of each tensor in a tree of `flatten_state`.
+
+    Args:
+        json_tree: The tree.
+        place: Prefix of the places.
+
+    Raises:
+        ValueError: If `flatten_state` did not make `json_tree`.
+    """
+    try:
+        items = _items(json_tree)
+        is_tensor = isinstance(json_tree, dict) and json_tree.get(_TAG) == "tensor"
+        name: str = json_tree["value"] if is_tensor else ""
+    except _NO_STATE as error:
+        raise ValueError(f"this is no state that flatten_state() made: {type(error).__name__}: {error}") from error
+    if is_tensor:
+        yield place, name
+    for key, item in items or ():
+        yield from tensor_names(item, (*place, key))
+
+
 def _items(json_tree: Any) -> list[tuple[Any, Any]] | None:
     """Return the keys and items of a container; an empty list for a tensor or array, None for a plain value."""
     is_tagged = isinstance(json_tree, dict) and _TAG in json_tree

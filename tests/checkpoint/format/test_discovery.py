@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from kit.boxes import Reads, rows_of
 
 from trainer_kit.checkpoint import (
     CheckpointError,
@@ -28,6 +29,7 @@ from trainer_kit.checkpoint import (
     verify,
     write_checkpoint,
 )
+from trainer_kit.checkpoint.format.discovery import read_state_into
 
 
 def save(output_dir: Path, step: int) -> Path:
@@ -265,3 +267,20 @@ def test_what_would_be_waited_for_is_refused(tmp_path: Path, name: str) -> None:
     said: list[str] = []
     assert newest_valid(tmp_path, said.append) is None
     assert f"{name} is neither a plain file nor a folder" in said[0]
+
+
+def test_of_given_tensors_of_a_state_only_the_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    column_major = torch.randn(3, 4).t()  # its strides are in the JSON tree
+    state = {"state": {0: {"step": torch.tensor(3.0), "a": column_major}, 1: {"a": torch.randn(2, 4), "n": 5}}}
+    directory = write_checkpoint(tmp_path, take_snapshot(1, {}, {"optimizer": state}, arguments={}))
+    targets = {("state", 0, "a"): torch.zeros(4, 3), ("state", 1, "a"): torch.zeros(2, 4)}
+    reads = Reads(monkeypatch)
+    found = read_state_into(directory, "optimizer", targets, rows_of(1, 3))  # rows 2 and 3; row 1
+    assert found["state"][0]["a"] is targets["state", 0, "a"]
+    assert found["state"][1]["a"] is targets["state", 1, "a"]
+    assert torch.equal(found["state"][0]["a"], torch.cat([torch.zeros(2, 3), column_major[2:]]))
+    assert torch.equal(found["state"][1]["a"], torch.cat([torch.zeros(1, 4), state["state"][1]["a"][1:]]))
+    assert (found["state"][0]["step"], found["state"][1]["n"]) == (torch.tensor(3.0), 5)
+    assert reads.nbytes == 4 * (6 + 4 + 1)
+    assert torch.equal(read_state_into(directory, "optimizer", {}, rows_of(1, 3))["state"][0]["a"], column_major)
+    assert read_state_into(directory, "nothing", {}, rows_of(0, 1)) is None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from kit.boxes import Reads, rows, rows_of
 
 from trainer_kit.checkpoint import (
     CheckpointError,
@@ -21,6 +22,7 @@ from trainer_kit.checkpoint import (
 from trainer_kit.checkpoint.format import manifest
 from trainer_kit.checkpoint.format.export import save_model_folder
 from trainer_kit.checkpoint.format.loading import load_weights
+from trainer_kit.utils.box import Part
 
 
 class Tied(torch.nn.Module):
@@ -112,6 +114,7 @@ def test_missing_names_are_listed_and_let_pass_without_strict(tmp_path: Path) ->
     save_tensors({**state, "more": torch.ones(1)}, tmp_path)
     with pytest.raises(ValueError, match=r"missing there: 'body.0.bias'; not in the model: 'more'$"):
         load_checkpoint_in_model(model, tmp_path)
+    assert load_weights(model, tmp_path, strict=False, is_verified=False) == ["body.0.bias"]
     load_checkpoint_in_model(model, tmp_path, strict=False)
     assert (model.embedding.weight == 5).all()
 
@@ -317,3 +320,54 @@ def test_values_that_differ_do_not_fit_an_expanded_buffer(tmp_path: Path) -> Non
     save_tensors(model.state_dict() | {"row": torch.arange(12.0).view(4, 3)}, tmp_path)
     with pytest.raises(ValueError, match=r"'row' repeats one value in memory \(expand\)"):
         load_checkpoint_in_model(model, tmp_path)
+
+
+@pytest.mark.parametrize("size", ["5GB", 64])
+def test_only_the_rows_that_a_process_holds_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int | str
+) -> None:
+    model = Tied()
+    model.get_buffer("body.1.num_batches_tracked").fill_(7)
+    save_tensors(model.state_dict(), tmp_path, max_shard_size=size)
+    for rank in range(3):
+        other = Tied()
+        before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+        reads = Reads(monkeypatch)
+        load_weights(other, tmp_path, is_verified=False, placement=rows_of(rank, 3))
+        there, held = model.state_dict(), 0
+        for name, tensor in other.state_dict().items():
+            if not tensor.ndim:
+                assert torch.equal(tensor, there[name])
+                held += tensor.nbytes
+                continue
+            box = rows(tuple(tensor.shape), rank, 3)
+            first, last = box.offsets[0], box.offsets[0] + box.sizes[0]
+            assert torch.equal(tensor[first:last], there[name][first:last])
+            assert torch.equal(tensor[:first], before[name][:first])
+            assert torch.equal(tensor[last:], before[name][last:])
+            held += 0 if name == "head.weight" else tensor[first:last].nbytes  # tied: read once
+        assert reads.nbytes == held
+        assert other.head.weight is other.embedding.weight
+
+
+def test_weights_that_the_files_tie_and_the_model_does_not_get_their_own_rows(tmp_path: Path) -> None:
+    model, other = Tied(), Tied(tie=False)
+    save_tensors(model.state_dict(), tmp_path)
+    parts: dict[int, Part] = {}
+    for rank, weight in enumerate((other.embedding.weight, other.head.weight)):
+        box = rows((8, 4), rank, 2)
+        parts[id(weight)] = (torch.zeros(box.sizes, dtype=torch.float64), box)
+    load_weights(other, tmp_path, is_verified=False, placement=lambda tensor: parts.get(id(tensor)))
+    assert torch.equal(parts[id(other.embedding.weight)][0].float(), model.head.weight[:4])
+    assert torch.equal(parts[id(other.head.weight)][0].float(), model.head.weight[4:])
+    assert torch.equal(other.body[0].weight, model.body[0].weight)
+
+
+def test_parts_of_another_models_weights_are_refused_by_whole_shapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tensors({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, tmp_path)
+    reads = Reads(monkeypatch)
+    with pytest.raises(ValueError, match=r"'weight' is of shape \[2, 3\] there and \[4, 3\] in the model"):
+        load_weights(torch.nn.Linear(3, 4), tmp_path, is_verified=False, placement=rows_of(0, 2))
+    assert reads.found == []

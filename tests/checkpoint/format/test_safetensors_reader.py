@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kit.boxes import Reads, boxes, cut, rows
 
 from trainer_kit.checkpoint import CheckpointError, load_tensors, save_tensors
 from trainer_kit.checkpoint.format import safetensors_reader
 from trainer_kit.checkpoint.format.json_files import JSON_BYTES
-from trainer_kit.checkpoint.format.safetensors_reader import load_source, load_tensor, read_header, sources
-from trainer_kit.checkpoint.format.safetensors_writer import DTYPE_NAMES
+from trainer_kit.checkpoint.format.safetensors_reader import load_parts, load_source, load_tensor, read_header, sources
+from trainer_kit.checkpoint.format.safetensors_writer import AS_REAL, DTYPE_NAMES
+from trainer_kit.utils.box import Box
 
 
 def write(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:
@@ -244,3 +248,84 @@ def test_only_listed_files_are_read(tmp_path: Path) -> None:
         sources(tmp_path, "model", names - {"model-00002-of-00002.safetensors"})
     with pytest.raises(CheckpointError, match="has neither"):
         sources(tmp_path, "model", [])
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Distinct bits in each byte that may have any; a bool is 0 or 1."""
+    count = torch.empty(shape, dtype=torch.int8).numel()
+    most = 2 if dtype == torch.bool else 256
+    content = torch.randint(0, most, (count * dtype.itemsize,), dtype=torch.uint8)
+    if dtype in AS_REAL:
+        return torch.view_as_complex(content.view(AS_REAL[dtype]).view(*shape, 2))
+    return content.view(dtype).view(shape)
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    return tensor.contiguous().view(-1).view(torch.uint8).tolist()  # type: ignore[no-any-return]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(box=boxes(), dtype=st.sampled_from([*DTYPE_NAMES, *AS_REAL]), is_contiguous=st.booleans())
+def test_a_part_is_what_slicing_gives_and_nothing_else_is_read(
+    tmp_path: Path, box: Box, dtype: torch.dtype, is_contiguous: bool
+) -> None:
+    whole = filled(box.shape, dtype)
+    save_tensors({"before": torch.ones(3), "a": whole, "z": torch.ones(3)}, tmp_path)
+    local = filled(box.sizes, dtype) if is_contiguous else cut(filled(box.shape, dtype), box)
+    with pytest.MonkeyPatch.context() as patch:
+        reads = Reads(patch)
+        load_parts(read_header(tmp_path / "model.safetensors"), {"a": (local, box)})
+    assert bits(local) == bits(cut(whole, box))
+    assert reads.nbytes == cut(whole, box).numel() * dtype.itemsize
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_are_one_read_and_each_tensor_is_cast_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    tensors = {f"{number}": torch.randn(9, 4) for number in range(4)} | {"few": torch.randn(2, 4)}
+    save_tensors(tensors, tmp_path)
+    (source,) = sources(tmp_path, "model")
+    parts = {name: rows(tuple(tensor.shape), 2, 3) for name, tensor in tensors.items()}
+    locals_of = {name: torch.zeros(box.sizes, dtype=dtype) for name, box in parts.items()}
+    reads, read = Reads(monkeypatch), safetensors_reader._read
+    together: list[int] = []
+
+    def counted(path: Path, entries: Any, into: Any, boxes: Any) -> Any:
+        together.append(len(entries.keys() - into.keys()))
+        return read(path, entries, into, boxes)
+
+    monkeypatch.setattr(safetensors_reader, "_read", counted)
+    load_parts(source, {name: (locals_of[name], box) for name, box in parts.items()})
+    assert all(torch.equal(locals_of[name], cut(tensors[name], box).to(dtype)) for name, box in parts.items())
+    # Nothing of "few", whose rows are on other ranks.
+    assert sorted(reads.found) == [(source.entries[f"{number}"].start + 6 * 16, 3 * 16) for number in range(4)]
+    assert max(together) == (0 if dtype == torch.float32 else 1)
+
+
+def test_parts_of_tied_tensors_are_read_by_any_name(tmp_path: Path) -> None:
+    tied = torch.randn(4, 2)
+    save_tensors({"a": tied, "b": tied}, tmp_path)
+    top, columns = torch.zeros(1, 2), torch.zeros(4, 1)
+    parts = {"a": (top, Box((4, 2), (2, 0), (1, 2))), "b": (columns, Box((4, 2), (0, 1), (4, 1)))}
+    load_parts(read_header(tmp_path / "model.safetensors"), parts)
+    assert torch.equal(top, tied[2:3])
+    assert torch.equal(columns, tied[:, 1:])
+
+
+def test_a_part_of_a_file_that_is_cut_short_is_an_error(tmp_path: Path) -> None:
+    save_tensors({"a": torch.ones(4, 4)}, tmp_path)
+    (source,) = sources(tmp_path, "model")
+    os.truncate(source.path, source.path.stat().st_size - 1)
+    load_parts(source, {"a": (torch.zeros(2, 4), rows((4, 4), 0, 2))})
+    with pytest.raises(CheckpointError, match=r"model\.safetensors was cut short"):
+        load_parts(source, {"a": (torch.zeros(2, 4), rows((4, 4), 1, 2))})
+
+
+def test_a_box_of_another_shape_than_the_tensors_is_an_error(tmp_path: Path) -> None:
+    save_tensors({"a": torch.ones(4, 4)}, tmp_path)
+    (source,) = sources(tmp_path, "model")
+    with pytest.raises(AssertionError, match="does not fit"):
+        load_parts(source, {"a": (torch.zeros(2, 4), rows((3, 4), 0, 2))})
+    with pytest.raises(AssertionError, match="does not fit"):
+        load_parts(source, {"a": (torch.zeros(1, 4), rows((4, 4), 0, 2))})

@@ -186,6 +186,7 @@ def test_sizes_of_units() -> None:
     model.head = nn.Linear(4, 4, bias=False)
     model.head.weight = model.first.weight
     assert unit_sizes(model, find_units(model)) == {"": 80, "blocks.0": 80, "blocks.1": 40}
+    assert unit_sizes(model, find_units(model), torch.bfloat16) == {"": 40, "blocks.0": 40, "blocks.1": 40}
     nested = find_units(model, ["Block", "blocks.0.inner"])
     assert unit_sizes(model, nested) == {"": 80, "blocks.0": 0, "blocks.0.inner": 80, "blocks.1": 40}
 
@@ -213,6 +214,7 @@ def with_parameter(value: torch.Tensor, **kwargs: bool) -> nn.Module:
         ),
         (lambda: with_parameter(torch.tensor(1.0), requires_grad=False), "'blocks.1.scale' has no dimensions"),
         (lambda: with_parameter(torch.ones(2, 2).to_sparse()), "'blocks.1.scale' is sparse (sparse_coo)"),
+        (lambda: Model(nn.LazyLinear(4)), "'blocks.0.weight' of a lazy module has no shape yet; pass a batch through"),
         (lambda: Model(nn.Embedding(4, 4, sparse=True)), "'blocks.0' has sparse gradients, which cannot be sharded"),
         (
             lambda: with_parameter(torch.ones(2, dtype=torch.bfloat16)),
@@ -223,7 +225,7 @@ def with_parameter(value: torch.Tensor, **kwargs: bool) -> nn.Module:
             "the root unit trains 'first.weight' in float32 and 'blocks.0.inner.weight' in float64; cast one of them",
         ),
     ],
-    ids=["scalar", "frozen scalar", "sparse", "sparse gradients", "dtypes", "dtypes of the root"],
+    ids=["scalar", "frozen scalar", "sparse", "lazy", "sparse gradients", "dtypes", "dtypes of the root"],
 )
 def test_what_cannot_be_sharded_is_refused(make: Callable[[], nn.Module], sentence: str) -> None:
     model = make()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,18 @@ from trainer_kit.checkpoint.format.manifest import (
     STATE_FOLDER,
     Manifest,
 )
-from trainer_kit.checkpoint.format.safetensors_reader import Source, load_source, outline, sources
+from trainer_kit.checkpoint.format.safetensors_reader import (
+    Source,
+    load_parts,
+    load_source,
+    outline,
+    sources,
+)
 from trainer_kit.errors import CheckpointError, UnreadableError
-from trainer_kit.utils.pytree import unflatten_state
+from trainer_kit.utils.box import Part, Placement
+from trainer_kit.utils.pytree import tensor_names, unflatten_state
+
+_Load = Callable[[Source], dict[str, torch.Tensor]]
 
 _CLOCK_SLACK = 60.0  # seconds by which the system's clock may have been adjusted
 _STAGING = re.compile(re.escape(STAGING_PREFIX) + r".*-([0-9]+)")
@@ -173,7 +184,7 @@ def read_state(directory: Path, name: str) -> Any | None:
     Raises:
         CheckpointError: If the manifest or the state's files are missing or damaged.
     """
-    return _read_state(directory, name, load_source)
+    return _read_state(directory, name, lambda tree: load_source)
 
 
 def read_outline(directory: Path, name: str) -> Any | None:
@@ -182,10 +193,48 @@ def read_outline(directory: Path, name: str) -> Any | None:
     Raises:
         CheckpointError: If the manifest or the state's files are missing or damaged.
     """
-    return _read_state(directory, name, outline)
+    return _read_state(directory, name, lambda tree: outline)
 
 
-def _read_state(directory: Path, name: str, load: Callable[[Source], dict[str, torch.Tensor]]) -> Any | None:
+def read_state_into(
+    directory: Path, name: str, targets: Mapping[tuple[Any, ...], torch.Tensor], placement: Placement
+) -> Any | None:
+    """Return a state as `read_state` does, with `targets` in place of tensors of which this process holds a part.
+
+    Args:
+        directory: Folder of the checkpoint.
+        name: Name of the state.
+        targets: Tensors of the saved shapes by their place in the state, such as ("state", 0, "exp_avg").
+        placement: Returns the part of a target that this process holds; only its bytes are read, into it.
+
+    Raises:
+        CheckpointError: If the manifest or the state's files are missing or damaged.
+    """
+
+    def loader(tree: Any) -> _Load:
+        parts = {tensor: _part(targets[place], placement) for place, tensor in tensor_names(tree) if place in targets}
+
+        def load(source: Source) -> dict[str, torch.Tensor]:
+            here = {tensor: part for tensor, part in parts.items() if tensor in source.shapes}
+            load_parts(source, here)
+            return outline(source) | load_source(source, names=source.shapes.keys() - here.keys())
+
+        return load
+
+    state: Any = _read_state(directory, name, loader)
+    for (*places, last), target in targets.items():
+        functools.reduce(operator.getitem, places, state)[last] = target
+    return state
+
+
+def _part(target: torch.Tensor, placement: Placement) -> Part:
+    part = placement(target)
+    assert part is not None, "this process holds all of the target"
+    return part
+
+
+def _read_state(directory: Path, name: str, loader: Callable[[Any], _Load]) -> Any | None:
+    """Read a state; `loader` takes its JSON tree and returns the function that loads each file."""
     listed = Manifest.read(directory).files
     stem = f"{STATE_FOLDER}/{name}"
     path = inside(directory, f"{stem}.json")
@@ -194,6 +243,7 @@ def _read_state(directory: Path, name: str, load: Callable[[Source], dict[str, t
     tree = read_json(path)
     tensors: dict[str, torch.Tensor] = {}
     if any(f"{stem}.safetensors{suffix}" in listed for suffix in ("", ".index.json")):
+        load = loader(tree)
         for source in sources(directory, stem, listed):
             tensors.update(load(source))
     try:

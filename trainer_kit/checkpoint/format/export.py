@@ -17,9 +17,10 @@ import torch
 from trainer_kit.checkpoint.format.disk import make_folders, write_file
 from trainer_kit.checkpoint.format.json_files import read_json
 from trainer_kit.checkpoint.format.manifest import list_files
-from trainer_kit.checkpoint.format.pretrained import has_own_format, is_transformers_model, why_not_pretrained
+from trainer_kit.checkpoint.format.pretrained import has_own_format, why_not_pretrained
 from trainer_kit.checkpoint.format.safetensors_writer import ToHost, save_tensors
 from trainer_kit.errors import CheckpointError
+from trainer_kit.utils.transformers_models import is_transformers_model
 from trainer_kit.utils.wrappers import model_class, without_wrappers
 
 logger = logging.getLogger("trainer_kit")

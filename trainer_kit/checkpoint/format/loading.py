@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,17 @@ from typing import Any
 import torch
 
 from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME, Manifest
-from trainer_kit.checkpoint.format.safetensors_reader import Source, load_source, read_header, sources
+from trainer_kit.checkpoint.format.safetensors_reader import (
+    Source,
+    load_parts,
+    load_source,
+    read_header,
+    readable_into,
+    sources,
+)
 from trainer_kit.checkpoint.format.safetensors_writer import is_file_of, storage_key
 from trainer_kit.errors import CheckpointError
+from trainer_kit.utils.box import Part, Placement, unsharded
 from trainer_kit.utils.pytree import repeated_dimensions
 from trainer_kit.utils.units import join_names
 from trainer_kit.utils.wrappers import model_class, without_wrappers
@@ -96,7 +103,8 @@ def load_weights(
     *,
     is_verified: bool,
     load_state: LoadState = _load_state,
-) -> None:
+    placement: Placement = unsharded,
+) -> list[str]:
     """Load weights into a model as `load_checkpoint_in_model` does, without moving it.
 
     Args:
@@ -105,16 +113,26 @@ def load_weights(
         strict: See `load_checkpoint_in_model`.
         stem: See `load_checkpoint_in_model`.
         is_verified: Whether `newest_valid` or `verify` has just verified the checkpoint.
-        load_state: Called with the model and the tensors of each file.
+        load_state: Called with the model and the whole tensors of each file.
+        placement: Returns the part of a model's tensor that this process holds; only its bytes are read, into it.
+
+    Returns:
+        Names of the model's tensors that the files lack, which stay as they are; none if `strict`.
     """
     found, model = _find(checkpoint, stem, is_verified), without_wrappers(model)
     state = _tensors_of(model)
-    _compare(state, _shapes(found), checkpoint, model_class(model).__name__, strict)
+    missing = _compare(state, _shapes(found), checkpoint, model_class(model).__name__, strict)
     for source in found:
-        loaded = load_source(source, into=_readable_into(state, source))
+        parts = _parts(state, source, placement)
+        once = {id(state[name]): name for name in parts}  # of tied names the last
+        load_parts(source, {name: parts[name] for name in once.values()})
+        names = [name for name in source.shapes if name not in parts]
+        own = {name: state[name] for name in source.entries if name in state and name not in parts}
+        loaded = load_source(source, readable_into(own, source.entries), names)
         for name in [name for name in loaded if name in state and repeated_dimensions(state[name])]:
             _fill_repeated(state[name], loaded.pop(name), name, checkpoint)
         load_state(model, loaded)
+    return missing
 
 
 def check_weights(model: torch.nn.Module, checkpoint: Path) -> None:
@@ -132,16 +150,10 @@ def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
 
 
-def _readable_into(state: Mapping[str, torch.Tensor], source: Source) -> dict[str, torch.Tensor]:
-    """Return the model's tensors into which the file's bytes can be read directly."""
-    found = {
-        name: state[name]
-        for name, entry in source.entries.items()
-        if name in state and state[name].dtype == entry.dtype and _is_plain(state[name])
-    }
-    # Threads would read tensors that the model ties into one memory at the same time.
-    users = Counter(tensor.data_ptr() for tensor in found.values())
-    return {name: tensor for name, tensor in found.items() if users[tensor.data_ptr()] == 1}
+def _parts(state: Mapping[str, torch.Tensor], source: Source, placement: Placement) -> dict[str, Part]:
+    """Return the parts that this process holds of the model's tensors in a file, by name."""
+    found = {name: placement(state[name]) for name in state if name in source.shapes}
+    return {name: part for name, part in found.items() if part is not None}
 
 
 @torch.no_grad()
@@ -157,17 +169,6 @@ def _fill_repeated(tensor: torch.Tensor, values: torch.Tensor, name: str, checkp
             "a tensor of its own there (clone)"
         )
     once.copy_(first)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    is_own_type = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return (
-        is_own_type
-        and tensor.layout == torch.strided
-        and tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and not (tensor.is_conj() or tensor.is_neg())
-    )
 
 
 def _find(checkpoint: Path, stem: str, is_verified: bool) -> list[Source]:
@@ -197,7 +198,8 @@ def _compare(
     checkpoint: Path,
     model_name: str,
     strict: bool,
-) -> None:
+) -> list[str]:
+    """Check names and shapes; return the names that the files lack."""
     empty = next((name for name, tensor in state.items() if tensor.is_meta), None)
     if empty is not None:
         raise ValueError(f"{empty!r} of this {model_name} is on the device 'meta', which holds nothing; use to_empty()")
@@ -215,6 +217,7 @@ def _compare(
     if any(problems):
         reasons = "; ".join(problem for problem in problems if problem)
         raise ValueError(f"{checkpoint} holds the weights of another model than this {model_name}: {reasons}")
+    return missing
 
 
 def _list(title: str, items: Any) -> str:

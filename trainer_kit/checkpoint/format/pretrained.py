@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 import weakref
 from typing import Any
 
 import torch
 
 from trainer_kit.utils.rng import generators_kept
+from trainer_kit.utils.transformers_models import is_transformers_model
 from trainer_kit.utils.units import join_names
 from trainer_kit.utils.wrappers import model_class
 
@@ -18,12 +18,6 @@ Shapes = dict[str, tuple[int, ...]]
 
 _pristine: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, Shapes | None]] = weakref.WeakKeyDictionary()
 """By model: its configuration, and the shapes of the weights that its class creates from it."""
-
-
-def is_transformers_model(model: torch.nn.Module) -> bool:
-    """Return whether a model is a transformers model, whose `from_pretrained` reads config.json."""
-    transformers = sys.modules.get("transformers.modeling_utils")  # imported already if the model is one
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def has_own_format(model: torch.nn.Module) -> bool:

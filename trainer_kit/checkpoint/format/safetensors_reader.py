@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from trainer_kit.checkpoint.format.json_files import JSON_BYTES, inside, parse_json, read_json
 from trainer_kit.checkpoint.format.safetensors_writer import AS_REAL, COMPLEX, DTYPE_NAMES, RESERVED
 from trainer_kit.errors import CheckpointError, UnreadableError
+from trainer_kit.utils.box import Box, Part
 from trainer_kit.utils.units import join_names
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -212,24 +214,70 @@ def _as_complex(name: str, entry: TensorEntry) -> TensorEntry:
     return dataclasses.replace(entry, dtype=_AS_COMPLEX[entry.dtype], shape=entry.shape[:-1])
 
 
-def load_source(source: Source, into: Tensors | None = None) -> dict[str, torch.Tensor]:
+def load_source(
+    source: Source, into: Tensors | None = None, names: Collection[str] | None = None
+) -> dict[str, torch.Tensor]:
     """Load the tensors of one file, by stored name and alias.
 
     Args:
         source: The file.
         into: Target tensors by stored name, contiguous, on the CPU, of the stored shape and dtype; they are returned in
             place of new tensors. None: all tensors are new.
+        names: Stored names and aliases to load; None: all.
 
     Raises:
         CheckpointError: If the file cannot be read, or is shorter than when its header was read.
     """
-    loaded = _read(source.path, source.entries, into or {})
-    return loaded | {alias: loaded[target] for alias, target in source.aliases.items()}
+    names = source.shapes if names is None else names
+    stored = {source.aliases.get(name, name) for name in names}
+    loaded = _read(source.path, {name: entry for name, entry in source.entries.items() if name in stored}, into or {})
+    return {name: loaded[source.aliases.get(name, name)] for name in names}
+
+
+@torch.no_grad()
+def load_parts(source: Source, parts: Mapping[str, Part]) -> None:
+    """Load parts of a file's tensors into the tensors that hold them, reading no other bytes of the file.
+
+    Args:
+        source: The file.
+        parts: For each stored name or alias the local tensor, of any device and dtype, and its box in the stored one.
+
+    Raises:
+        CheckpointError: If the file cannot be read, or is shorter than when its header was read.
+    """
+    entries = {name: source.entries[source.aliases.get(name, name)] for name in parts}
+    locals_of = {name: local.detach() for name, (local, _) in parts.items()}
+    boxes = {name: box for name, (_, box) in parts.items()}
+    direct = readable_into(locals_of, entries)
+    _read(source.path, {name: entries[name] for name in direct}, direct, boxes)
+    for name in parts.keys() - direct.keys():  # one at a time, so that the host holds one
+        locals_of[name].copy_(_read(source.path, {name: entries[name]}, {}, boxes)[name])
+
+
+def readable_into(tensors: Tensors, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+    """Return those tensors, by name of their entry, into which a file's bytes can be read directly."""
+    found = {
+        name: tensor for name, tensor in tensors.items() if tensor.dtype == entries[name].dtype and _is_plain(tensor)
+    }
+    # Threads would read tensors that the model ties into one memory at the same time.
+    users = Counter(tensor.data_ptr() for tensor in found.values())
+    return {name: tensor for name, tensor in found.items() if users[tensor.data_ptr()] == 1}
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    is_own_type = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return (
+        is_own_type
+        and tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
 
 
 def outline(source: Source) -> dict[str, torch.Tensor]:
     """Return the tensors of one file without their values, on the device "meta"."""
-    empty = {name: _empty(entry, "meta") for name, entry in source.entries.items()}
+    empty = {name: _empty(entry, entry.shape, "meta") for name, entry in source.entries.items()}
     return empty | {alias: empty[target] for alias, target in source.aliases.items()}
 
 
@@ -239,14 +287,16 @@ def load_tensor(source: Source, name: str) -> torch.Tensor:
     Raises:
         CheckpointError: If the file cannot be read, or is shorter than when its header was read.
     """
-    stored = source.aliases.get(name, name)
-    return _read(source.path, {stored: source.entries[stored]}, {})[stored]
+    return load_source(source, names=[name])[name]
 
 
-def _read(path: Path, entries: Mapping[str, TensorEntry], into: Tensors) -> dict[str, torch.Tensor]:
-    """Read tensors in parallel pieces: reading releases the GIL."""
-    loaded = {name: into[name] if name in into else _empty(entry) for name, entry in entries.items()}
-    targets = ((entries[name].start, memoryview(_bytes_of(tensor))) for name, tensor in loaded.items())
+def _read(
+    path: Path, entries: Mapping[str, TensorEntry], into: Tensors, boxes: Mapping[str, Box] | None = None
+) -> dict[str, torch.Tensor]:
+    """Read tensors, or their parts in `boxes`, in parallel pieces: reading releases the GIL."""
+    boxes = boxes or {name: Box.whole(entry.shape) for name, entry in entries.items()}
+    loaded = {name: into[name] if name in into else _empty(entry, boxes[name].sizes) for name, entry in entries.items()}
+    targets = (target for name, tensor in loaded.items() for target in _targets(tensor, entries[name], boxes[name]))
     try:
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             for _ in pool.map(lambda job: _read_into(path, job), _jobs(targets)):
@@ -259,10 +309,20 @@ def _read(path: Path, entries: Mapping[str, TensorEntry], into: Tensors) -> dict
     return loaded
 
 
-def _empty(entry: TensorEntry, device: str = "cpu") -> torch.Tensor:
+def _empty(entry: TensorEntry, shape: tuple[int, ...], device: str = "cpu") -> torch.Tensor:
     if entry.dtype in AS_REAL:  # torch.empty warns of complex32
-        return torch.view_as_complex(torch.empty((*entry.shape, 2), dtype=AS_REAL[entry.dtype], device=device))
-    return torch.empty(entry.shape, dtype=entry.dtype, device=device)
+        return torch.view_as_complex(torch.empty((*shape, 2), dtype=AS_REAL[entry.dtype], device=device))
+    return torch.empty(shape, dtype=entry.dtype, device=device)
+
+
+def _targets(tensor: torch.Tensor, entry: TensorEntry, box: Box) -> Iterator[tuple[int, memoryview]]:
+    """Yield the memory to read into, run by run, with its position in the file."""
+    assert (box.shape, box.sizes) == (entry.shape, tensor.shape), f"{box} of {entry} does not fit {tensor.shape}"
+    content, size, begin = memoryview(_bytes_of(tensor)), entry.dtype.itemsize, 0
+    for start, length in box.runs():
+        end = begin + length * size
+        yield entry.start + start * size, content[begin:end]
+        begin = end
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
@@ -280,7 +340,8 @@ def _jobs(targets: Iterable[tuple[int, memoryview]]) -> Iterator[list[tuple[int,
             if size >= _PIECE_BYTES:
                 yield job
                 job, size = [], 0
-    yield job
+    if job:
+        yield job
 
 
 def _read_into(path: Path, job: Iterable[tuple[int, memoryview]]) -> None:

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
 
 from trainer_kit.strategies.ddp_module import PIECE_BYTES
+from trainer_kit.utils.box import Box
 
 
-def own_part(tensor: DTensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return the view of `whole` that lies on this process in the sharded tensor of the same shape."""
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    for dimension, (start, length) in enumerate(zip(offset, shape, strict=True)):
-        whole = whole.narrow(dimension, min(start, whole.shape[dimension]), length)
+def box_of(tensor: DTensor) -> Box:
+    """Return the part of a sharded tensor that this process holds."""
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this process is in the mesh"
+    return box_at(tuple(tensor.shape), tuple(mesh.shape), tuple(coordinate), tensor.placements)
+
+
+def box_at(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], placements: Sequence[Placement]
+) -> Box:
+    """Return the part of a sharded tensor that the process at a coordinate of the mesh holds."""
+    sizes, offsets = _compute_local_shape_and_global_offset(shape, mesh_shape, list(coordinate), placements)
+    return Box(shape, tuple(map(min, offsets, shape)), tuple(sizes))
+
+
+def part_at(box: Box, whole: torch.Tensor) -> torch.Tensor:
+    """Return the view of a whole tensor that a box describes."""
+    for dimension, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        whole = whole.narrow(dimension, start, size)
     return whole
 
 
@@ -25,17 +41,26 @@ def own_part(tensor: DTensor, whole: torch.Tensor) -> torch.Tensor:
 def fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     """Set a tensor, sharded or not, to the values of `whole`."""
     if isinstance(tensor, DTensor):
-        tensor.to_local().copy_(own_part(tensor, whole))
+        tensor.to_local().copy_(part_at(box_of(tensor), whole))
     else:
         tensor.copy_(whole)
 
 
-def sharded_like(tensor: DTensor, whole: torch.Tensor) -> DTensor:
+def sharded_like(tensor: DTensor, whole: torch.Tensor) -> torch.Tensor:
     """Return the values of `whole` as a tensor that is sharded like `tensor`; not collective."""
-    local = own_part(tensor, whole).to(tensor.to_local().device, copy=True).contiguous()
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    sharded = torch.empty_like(tensor, dtype=whole.dtype, requires_grad=False)
+    fill(sharded, whole)
+    return sharded
+
+
+def whole_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors with each sharded one gathered on all processes; one that occurs twice is gathered once."""
+    gathered: dict[int, torch.Tensor] = {}
+    for value in tensors.values():
+        if isinstance(value, DTensor) and id(value) not in gathered:
+            with torch.no_grad():
+                gathered[id(value)] = value.full_tensor()
+    return {name: gathered.get(id(value), value) for name, value in tensors.items()}
 
 
 def fill_from_main(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
@@ -47,7 +72,8 @@ def fill_from_main(tensors: Mapping[str, torch.Tensor], values: Mapping[str, tor
         tensors: Tensors to fill, sharded or not; the same names and whole shapes on all processes.
         values: The whole values on the host; only read on the main process.
     """
-    is_main = dist.get_rank() == 0
+    is_alone = not dist.is_initialized()
+    is_main = is_alone or dist.get_rank() == 0
     for names in _pieces(tensors):
         sizes = [tensors[name].numel() * tensors[name].element_size() for name in names]
         if is_main:
@@ -56,20 +82,11 @@ def fill_from_main(tensors: Mapping[str, torch.Tensor], values: Mapping[str, tor
             )
         else:
             packed = torch.empty(sum(sizes), dtype=torch.uint8)
-        dist.broadcast(packed, 0)
+        if not is_alone:
+            dist.broadcast(packed, 0)
         for name, part in zip(names, packed.split(sizes), strict=True):
             # Cloned, since a view as another dtype needs an aligned start.
             fill(tensors[name], part.clone().view(tensors[name].dtype).reshape(tensors[name].shape))
-
-
-def whole_tensors(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors with each sharded one gathered on the host; one that occurs twice is gathered once."""
-    gathered: dict[int, torch.Tensor] = {}
-    for value in tree.values():
-        if isinstance(value, DTensor) and id(value) not in gathered:
-            with torch.no_grad():
-                gathered[id(value)] = value.full_tensor().cpu()
-    return {name: gathered.get(id(value), value) for name, value in tree.items()}
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[Sequence[str]]:

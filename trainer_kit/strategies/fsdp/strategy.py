@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -16,19 +16,22 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.ddp import DDP
+from trainer_kit.strategies.ddp_module import model_facts
+from trainer_kit.strategies.fsdp.collect import collect
 from trainer_kit.strategies.fsdp.even_passes import EvenPasses
 from trainer_kit.strategies.fsdp.norms import sharded_norms
-from trainer_kit.strategies.fsdp.placement import fill, sharded_like, whole_tensors
+from trainer_kit.strategies.fsdp.placement import box_of, fill, sharded_like, whole_tensors
 from trainer_kit.strategies.fsdp.sharded_model import ShardedModel
 from trainer_kit.strategies.fsdp.units import check_units, describe_single_unit, find_units
 from trainer_kit.strategies.grad_norms import GradientNorms
 from trainer_kit.strategies.multinode import MultiNode
 from trainer_kit.strategies.precision import Precision
-from trainer_kit.utils import optimizer_state
-from trainer_kit.utils.pytree import flatten_state, unflatten_state
+from trainer_kit.utils.box import Part
+from trainer_kit.utils.pytree import map_tensors, tensors
 from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.wrappers import without_wrappers
 
+T = TypeVar("T")
 logger = logging.getLogger("trainer_kit")
 
 _AXES = ("replicate", "shard")
@@ -91,6 +94,7 @@ class FSDP(MultiNode):
         self.reshard_after_forward = reshard_after_forward
         self.reduce_each_batch = reduce_each_batch
         self.offload = offload
+        self.shards_state = not self.group.is_alone
         self._device_mesh: DeviceMesh | None = None
         self._sharded: Any = WeakIdKeyDictionary()  # sharded parameters by those before `prepare`
         self._passes = EvenPasses(self.collectives, self.autocast)
@@ -119,12 +123,24 @@ class FSDP(MultiNode):
 
     # Model and optimizer
 
-    def make_model(self, model_init: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-        """Return a new model with values on the main process, and on the meta device on the others."""
-        if self.is_main:
+    def make_model(self, model_init: Callable[[], torch.nn.Module], has_weights: bool = False) -> torch.nn.Module:
+        """Return a new model: with values on the main process unless it has weights to load, elsewhere on "meta"."""
+        if self.group.is_alone or (self.is_main and not has_weights):
             return model_init()
         with torch.device("meta"):
             return model_init()
+
+    def complete_model(
+        self, model: torch.nn.Module, loaded: Collection[str], model_init: Callable[[], torch.nn.Module] | None
+    ) -> None:
+        """Give values to tensors that were on the meta device on all processes.
+
+        Buffers that no file holds are computed by the model's own code. The rest comes from a model that the main
+        process makes whole, in host memory.
+        """
+        for sharded in (each for each in self._replicas if each.module is model):
+            with self.group.watched():
+                sharded.complete(loaded, model_init)
 
     def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
         if self.world_size == 1:
@@ -134,9 +150,10 @@ class FSDP(MultiNode):
         assert self._device_mesh is not None, "setup() comes first"
         units = find_units(model, self.units)
         check_units(model, units)
+        self.collectives.check_same_on_all_ranks(model_facts(model))
         if not units and self.is_main:
             warn(describe_single_unit(model))
-        sharded = ShardedModel(model, units, self.device, self._shard_options())
+        sharded = ShardedModel(model, units, self.device, self._shard_options(), self.collectives)
         self._sharded.update(sharded.sharded)
         sharded.gather_in_generate(self.autocast)
         self._passes.watch(model)
@@ -264,37 +281,33 @@ class FSDP(MultiNode):
     def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         self._reshard()
         # The parameters themselves: only object identity shows which are tied.
-        return whole_tensors(without_wrappers(model).state_dict(keep_vars=True))
+        return without_wrappers(model).state_dict(keep_vars=True)
+
+    def collect(
+        self, tensors: Sequence[torch.Tensor], owners: Sequence[int], places: Sequence[torch.Tensor | None]
+    ) -> None:
+        if self.group.is_alone:
+            super().collect(tensors, owners, places)
+            return
+        with self.group.watched():
+            collect(tensors, owners, places)
+
+    def collect_on_main(self, state: T) -> T:
+        sharded = [*{id(each): each for each in tensors(state) if isinstance(each, DTensor)}.values()]
+        places = self.device_info.host_memory(sharded) if self.is_main else []
+        self.collect(sharded, [0] * len(sharded), places or [None] * len(sharded))
+        whole = {id(each): place for each, place in zip(sharded, places, strict=False)}
+        collected: T = map_tensors(lambda each: whole.get(id(each), each), state)
+        return collected
+
+    def placement(self, tensor: torch.Tensor) -> Part | None:
+        return (tensor.to_local().detach(), box_of(tensor)) if isinstance(tensor, DTensor) else None
 
     def load_model_state(self, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
         self._reshard()
         own = without_wrappers(model).state_dict(keep_vars=True)
         for name in state.keys() & own.keys():
             fill(own[name], state[name])
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        tree, tensors = flatten_state(optimizer_state.optimizer_state(optimizer))
-        state: dict[str, Any] = unflatten_state(tree, whole_tensors(tensors))
-        return state if self.is_main else {}
-
-    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        super().load_optimizer_state(optimizer, {**state, "state": self._sharded_state(optimizer, state)})
-
-    def _sharded_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[Any, Any]:
-        """Return the states of the parameters, with the tensors of a parameter's shape sharded like it."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        owners = dict(zip(numbers, parameters, strict=True))
-
-        def sharded(owner: torch.Tensor | None, value: Any) -> Any:
-            if isinstance(owner, DTensor) and isinstance(value, torch.Tensor) and value.shape == owner.shape:
-                return sharded_like(owner, value)
-            return value
-
-        return {
-            number: {name: sharded(owners.get(number), value) for name, value in values.items()}
-            for number, values in state["state"].items()
-        }
 
     def _reshard(self) -> None:
         for each in self._replicas:

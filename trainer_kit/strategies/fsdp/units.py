@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from trainer_kit.utils.units import format_size, join_names
 
@@ -63,8 +64,8 @@ def check_units(model: nn.Module, units: Sequence[Unit]) -> None:
         units: Its units, without the root unit.
 
     Raises:
-        ValueError: If a parameter is sparse, without dimensions or a DTensor; if gradients are sparse;
-            or if the trained parameters of one unit, the root unit included, have several dtypes.
+        ValueError: If a parameter is lazy, sparse, without dimensions or a DTensor; if gradients are sparse; or
+            if the trained parameters of one unit, the root unit included, have several dtypes.
     """
     for module_name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
@@ -87,12 +88,19 @@ def check_units(model: nn.Module, units: Sequence[Unit]) -> None:
             )
 
 
-def unit_sizes(model: nn.Module, units: Sequence[Unit]) -> dict[str, int]:
-    """Return the bytes of each unit's parameters by its name; that of the root unit is ""."""
+def unit_sizes(model: nn.Module, units: Sequence[Unit], dtype: torch.dtype | None = None) -> dict[str, int]:
+    """Return the bytes of each unit's gathered parameters by its name; that of the root unit is "".
+
+    Args:
+        model: Model, not sharded yet.
+        units: Its units, without the root unit.
+        dtype: Dtype in which floating-point parameters are gathered; None for their own.
+    """
     names = {unit.module: unit.name for unit in units}
     sizes = dict.fromkeys(["", *names.values()], 0)
     for parameter, places in _places(model, names).items():
-        sizes[names.get(next(iter(places)), "")] += parameter.nbytes
+        gathered = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        sizes[names.get(next(iter(places)), "")] += parameter.numel() * gathered.itemsize
     return sizes
 
 
@@ -201,6 +209,8 @@ def _can_be_unit(module: nn.Module) -> bool:
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if isinstance(parameter, DTensor):
         raise ValueError(f"{name!r} is a DTensor already; use a model that is not sharded or parallelized yet")
+    if is_lazy(parameter):
+        raise ValueError(f"{name!r} of a lazy module has no shape yet; pass a batch through the model first")
     if parameter.layout is not torch.strided:
         raise ValueError(f"{name!r} is sparse ({_name(parameter.layout)}), which cannot be sharded; make it dense")
     if parameter.ndim == 0:
