@@ -85,7 +85,7 @@ class ProcessInfo:
             return DistributedType.XLA
         if self.num_processes == 1:
             return DistributedType.NO
-        if self.strategy.forward_together:
+        if self.strategy.shards_state:
             return DistributedType.FSDP
         return DistributedType.MULTI_CPU if self.device.type == "cpu" else DistributedType.MULTI_GPU
 

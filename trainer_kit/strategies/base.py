@@ -40,7 +40,7 @@ class Strategy:
         devices: Number of devices over which a batch of this process is divided; a batch has
             `devices * per_device_train_batch_size` samples.
         shards_state: Whether a process may hold a part of a tensor of the model or the optimizer; all processes then
-            call `collect` in each save.
+            take each forward and backward pass together, and call `collect` in each save.
         static_shapes: Whether each new batch shape costs a compilation, so that loaders avoid new shapes.
         shapes: The batch shapes that were fed to the model.
         reason: Why this strategy was chosen, for logs.
@@ -62,11 +62,6 @@ class Strategy:
         self.collectives = Collectives()
         self.session = Session(self.collectives)
         self._worst_norm: torch.Tensor | None = None  # largest norm so far, with nonfinite="stop"
-
-    @property
-    def forward_together(self) -> bool:
-        """Whether a forward or backward pass is a collective, so that no process takes one alone."""
-        return False
 
     # Shortcuts for callbacks, see `collectives`
 
@@ -349,7 +344,10 @@ class Strategy:
         return gradient_norms(parameters, grads)
 
     def summed_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a parameter's gradients of an unfinished step over all processes. Collective."""
+        """Return the sum of a parameter's gradients of an unfinished step over all processes, sharded as they are.
+
+        Collective.
+        """
         return self.collectives.all_reduce(gradient.to_dense())
 
     def restore_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:

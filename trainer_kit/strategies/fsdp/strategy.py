@@ -99,10 +99,6 @@ class FSDP(MultiNode):
         self._sharded: Any = WeakIdKeyDictionary()  # sharded parameters by those before `prepare`
         self._passes = EvenPasses(self.collectives, self.autocast)
 
-    @property
-    def forward_together(self) -> bool:
-        return not self.group.is_alone
-
     def setup(self) -> None:
         super().setup()
         assert self.precision is not None
@@ -214,7 +210,7 @@ class FSDP(MultiNode):
                 ) from error
 
     def uneven_passes(self) -> contextlib.AbstractContextManager[None]:
-        return self._passes.evened() if self.forward_together else contextlib.nullcontext()
+        return self._passes.evened() if self.shards_state else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def own_passes(self, model: torch.nn.Module) -> Iterator[None]:
@@ -267,7 +263,7 @@ class FSDP(MultiNode):
             return whole_tensors(tensors)
 
     def summed_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        return self.whole_tensors({"gradient": gradient})["gradient"]
+        return gradient
 
     def restore_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         parameter.grad = self.place_like(gradient, parameter)
