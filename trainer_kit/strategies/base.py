@@ -343,6 +343,18 @@ class Strategy:
         """
         return gradient_norms(parameters, grads)
 
+    def summed_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a parameter's gradients of an unfinished step over all processes, sharded as they are.
+
+        Collective.
+        """
+        return self.collectives.all_reduce(gradient.to_dense())
+
+    def restore_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Set a parameter's gradients to what `summed_gradient` returned, as their sum over all processes."""
+        if self.is_main:
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Free the gradients, without the profiler scope that `optimizer.zero_grad` opens each time."""
         for group in optimizer.param_groups:

@@ -262,6 +262,12 @@ class FSDP(MultiNode):
         with self.group.watched():
             return whole_tensors(tensors)
 
+    def summed_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+    def restore_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        parameter.grad = self.place_like(gradient, parameter)
+
     def gradient_norms(self, parameters: list[torch.Tensor], grads: list[torch.Tensor]) -> GradientNorms:
         with self.group.watched():
             return sharded_norms(parameters, grads)
