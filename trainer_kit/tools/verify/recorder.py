@@ -226,9 +226,9 @@ class Recorder:
         part, _, rest = name.partition(".")
         value = live.get(part, {}).get(rest)
         if isinstance(value, torch.Tensor):
-            part = parts_of(value)[0]
+            own = parts_of(value)[0]
             save_file(
-                {f"{step} {name}": part.detach().cpu().contiguous().clone()}, self.file.with_suffix(".safetensors")
+                {f"{step} {name}": own.detach().cpu().contiguous().clone()}, self.file.with_suffix(".safetensors")
             )
 
     def _write(self, entry: Mapping[str, Any], mode: str) -> None:
