@@ -237,6 +237,8 @@ class AsyncSaver:
                 self._reserving.result()
             taken.set_result(self._collected(share) if is_sharded else share.copied(self.copies.take))
         except Exception as error:
+            if is_sharded and not isinstance(error, OSError):
+                raise  # the processes no longer agree on what they collect
             taken.set_exception(error)
 
         def complete() -> Snapshot:

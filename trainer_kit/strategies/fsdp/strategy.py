@@ -21,6 +21,7 @@ from trainer_kit.strategies.fsdp.collect import collect
 from trainer_kit.strategies.fsdp.even_passes import EvenPasses
 from trainer_kit.strategies.fsdp.norms import sharded_norms
 from trainer_kit.strategies.fsdp.placement import box_of, fill, sharded_like, whole_tensors
+from trainer_kit.strategies.fsdp.same_passes import SamePasses
 from trainer_kit.strategies.fsdp.sharded_model import ShardedModel
 from trainer_kit.strategies.fsdp.units import check_units, describe_single_unit, find_units
 from trainer_kit.strategies.grad_norms import GradientNorms
@@ -98,6 +99,7 @@ class FSDP(MultiNode):
         self._device_mesh: DeviceMesh | None = None
         self._sharded: Any = WeakIdKeyDictionary()  # sharded parameters by those before `prepare`
         self._passes = EvenPasses(self.collectives, self.autocast)
+        self._same = SamePasses(self.collectives)
 
     def setup(self) -> None:
         super().setup()
@@ -149,12 +151,18 @@ class FSDP(MultiNode):
         self.collectives.check_same_on_all_ranks(model_facts(model))
         if not units and self.is_main:
             warn(describe_single_unit(model))
-        sharded = ShardedModel(model, units, self.device, self._shard_options(), self.collectives)
+        device = torch.device("cpu") if self.offload else self.device
+        sharded = ShardedModel(model, units, device, self._shard_options(), self.collectives)
         self._sharded.update(sharded.sharded)
         sharded.gather_in_generate(self.autocast)
         self._passes.watch(model)
+        for unit in units:
+            unit.module.register_forward_pre_hook(self._record(unit.name), prepend=True)
         self._replicas.append(sharded)
         return model
+
+    def _record(self, name: str) -> Callable[..., None]:
+        return lambda module, inputs: self._same.record_unit(name)
 
     def _shard_options(self) -> dict[str, Any]:
         assert self.precision is not None
@@ -209,8 +217,14 @@ class FSDP(MultiNode):
                     "model(...), in compute_loss too, not a method of it or its parts"
                 ) from error
 
-    def uneven_passes(self) -> contextlib.AbstractContextManager[None]:
-        return self._passes.evened() if self.is_sharded else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def uneven_passes(self) -> Iterator[None]:
+        if not self.is_sharded:
+            yield
+            return
+        with self._passes.evened():
+            yield
+        self._same.check()
 
     @contextlib.contextmanager
     def own_passes(self, model: torch.nn.Module) -> Iterator[None]:
@@ -218,7 +232,11 @@ class FSDP(MultiNode):
             for each in self._replicas:
                 if each.module is model:
                     stack.enter_context(each.without_hooks())
-            yield
+            self._same.is_recording = False
+            try:
+                yield
+            finally:
+                self._same.is_recording = True
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
@@ -246,6 +264,23 @@ class FSDP(MultiNode):
             )
         with self.group.watched():
             Strategy.backward(self, loss, **options)
+        if self.is_sharded:
+            self._same.record_gradients(self._trained_by_name())
+
+    def _trained_by_name(self) -> dict[str, torch.Tensor]:
+        named = ((number, *each) for number, model in enumerate(self._replicas) for each in model.trained.items())
+        return {name if number == 0 else f"{name} (of model {number})": each for number, name, each in named}
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        nonfinite: str = "ignore",
+    ) -> GradientNorms | None:
+        if self.is_sharded:
+            self._same.check()
+        return super().step(optimizer, max_norm, max_value, nonfinite)
 
     def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return self.own_parts(super().gradients(parameters))
@@ -290,9 +325,11 @@ class FSDP(MultiNode):
 
     def collect_on_main(self, state: T) -> T:
         sharded = [*{id(each): each for each in tensors(state) if isinstance(each, DTensor)}.values()]
-        places = self.device_info.host_memory(sharded) if self.is_main else []
-        self.collect(sharded, [0] * len(sharded), places or [None] * len(sharded))
-        whole = {id(each): place for each, place in zip(sharded, places, strict=False)}
+        places: Sequence[torch.Tensor | None] = [None] * len(sharded)
+        if self.is_main:
+            places = self.device_info.host_memory(sharded)
+        self.collect(sharded, [0] * len(sharded), places)
+        whole = {id(each): place for each, place in zip(sharded, places, strict=True) if place is not None}
         collected: T = map_tensors(lambda each: whole.get(id(each), each), state)
         return collected
 
