@@ -176,6 +176,10 @@ class Strategy:
         """Return the user's module inside the one that `prepare` returned."""
         return model
 
+    def count_shards(self, processes: int) -> int:
+        """Return over how many processes a run with `processes` of them shards its model; 1: it does not."""
+        return 1
+
     def release_models(self) -> None:
         """Drop all references to prepared models."""
 

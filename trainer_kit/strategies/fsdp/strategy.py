@@ -175,6 +175,9 @@ class FSDP(MultiNode):
             "offload_policy": CPUOffloadPolicy(self.device.type == "cuda") if self.offload else OffloadPolicy(),
         }
 
+    def count_shards(self, processes: int) -> int:
+        return max(1, processes // self.mesh.get("replicate", 1))
+
     def release_models(self) -> None:
         super().release_models()
         self._sharded.clear()

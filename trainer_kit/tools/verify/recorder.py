@@ -226,10 +226,8 @@ class Recorder:
         part, _, rest = name.partition(".")
         value = live.get(part, {}).get(rest)
         if isinstance(value, torch.Tensor):
-            own = parts_of(value)[0]
-            save_file(
-                {f"{step} {name}": own.detach().cpu().contiguous().clone()}, self.file.with_suffix(".safetensors")
-            )
+            held = parts_of(value)[0].detach().cpu()
+            save_file({f"{step} {name}": held.contiguous().clone()}, self.file.with_suffix(".safetensors"))
 
     def _write(self, entry: Mapping[str, Any], mode: str) -> None:
         with open(self.file, mode, encoding="utf-8") as file:  # closed after each write: this process may be killed
