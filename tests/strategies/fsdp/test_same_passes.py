@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ class Block(nn.Module):
 
 
 class Choosing(nn.Module):
-    """A model whose path depends on the batch: it skips a block, or uses another weight of each."""
+    """A model whose path depends on the rank: it skips a block, or uses another weight of each."""
 
     def __init__(self, chooses: str) -> None:
         super().__init__()
@@ -31,7 +32,7 @@ class Choosing(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        choice = int(x[0, 0]) % 2
+        choice = int(os.environ["RANK"])
         for number, block in enumerate(self.blocks):
             if self.chooses != "unit" or number != choice:
                 x = block(x, {"parameter": choice, "no": 2}.get(self.chooses, 0))
@@ -73,6 +74,7 @@ def test_other_passes_are_refused_on_all_processes(
 
 
 def train_unused(folder: str) -> list[bool]:
+    torch.manual_seed(0)
     args = TrainingArguments(output_dir=folder, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
                              log_level="critical", max_steps=2, weight_decay=0.1, learning_rate=0.1)  # fmt: skip
     samples = [{"x": torch.full((4,), float(index))} for index in range(8)]
