@@ -364,7 +364,8 @@ class Trainer:
         run = self.run
         if self._probe is None:
             run.strategy.setup()
-        state = run.strategy.model_state(run.model if self._probe is None else self._probe.loss.model)
+        model = run.model if self._probe is None else self._probe.loss.model
+        state = run.strategy.collect_on_main(run.strategy.model_state(model))
         folder, size = Path(output_dir or self.args.output_dir), max_shard_size or self.args.max_shard_size
         to_host = run.strategy.device_info.to_host
         run.strategy.collectives.on_main(

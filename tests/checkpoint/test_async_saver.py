@@ -22,7 +22,8 @@ from scenarios.task import digest, make_trainer
 
 from trainer_kit import DDP, Callback, Run, SaveError
 from trainer_kit.callbacks import read_log
-from trainer_kit.checkpoint import async_saver, load_tensors, newest_valid, read_state
+from trainer_kit.checkpoint import async_saver, load_tensors, newest_valid, read_state, save
+from trainer_kit.checkpoint.save import Save
 from trainer_kit.strategies.session import Session
 
 Usage = namedtuple("Usage", "total used free")
@@ -44,13 +45,13 @@ class Release(Callback):
 
 def held_back(monkeypatch: pytest.MonkeyPatch, wait: Callable[[], Any]) -> None:
     """Lets each write of a checkpoint begin with `wait()`."""
-    write = async_saver.write_checkpoint
+    write = save.write_part
 
     def patched(*args: Any, **kwargs: Any) -> Any:
         wait()
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(async_saver, "write_checkpoint", patched)
+    monkeypatch.setattr(save, "write_part", patched)
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, *numbers: int, error: Exception | None = None) -> list[int]:
@@ -85,7 +86,7 @@ def test_one_save_at_a_time_and_none_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_save: bool
 ) -> None:
     at_work, most = [0], [0]
-    write = async_saver.write_checkpoint
+    write = Save.commit
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         at_work[0] += 1
@@ -95,7 +96,7 @@ def test_one_save_at_a_time_and_none_at_the_end(
         at_work[0] -= 1
         return path
 
-    monkeypatch.setattr(async_saver, "write_checkpoint", counted)
+    monkeypatch.setattr(Save, "commit", counted)
     watch = Watch()
     make_trainer(tmp_path, watch, save_steps=1, max_steps=6, async_save=async_save, eval_strategy="no").train()
     assert most == [1]

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from trainer_kit import Callback, CallbackError, Run, Trainer, TrainingArguments
 from trainer_kit.callbacks import read_log
-from trainer_kit.checkpoint import async_saver
+from trainer_kit.checkpoint.save import Save
 
 NAP = 0.02
 
@@ -69,13 +69,13 @@ class Slow(Callback):
 
 @pytest.fixture(autouse=True)
 def _slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    write: Callable[..., Any] = async_saver.write_checkpoint
+    write: Callable[..., Any] = Save.commit
 
     def slowly(*args: Any, **kwargs: Any) -> Any:
         time.sleep(5 * NAP)
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(async_saver, "write_checkpoint", slowly)
+    monkeypatch.setattr(Save, "commit", slowly)
 
 
 def arguments(folder: Path) -> TrainingArguments:

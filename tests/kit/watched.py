@@ -166,6 +166,32 @@ def is_told_to_leave(member: Member) -> None:
     member.reduce()
 
 
+def sends_messages(member: Member) -> None:
+    """All others send to the first one."""
+    member.train(5)
+    if member.rank > 0:
+        assert member.heartbeat.send(f"from {member.rank}", f"text {member.rank}")
+    else:
+        for rank in (2, 1):
+            assert member.heartbeat.receive(f"from {rank}", rank) == f"text {rank}"
+    member.reduce()
+
+
+def sends_as_its_last_duty(member: Member) -> None:
+    """The last one sends before it ends because of another; the first one waits for that, and for one that is lost."""
+
+    def send() -> None:
+        time.sleep(2 * PATIENCE)
+        member.heartbeat.send("last", "text")
+
+    def receive() -> None:
+        received = [member.heartbeat.receive("last", 2), member.heartbeat.receive("never", 1)]
+        (member.folder / "received").write_text(str(received))
+
+    member.heartbeat.last_duty = {0: receive, 2: send}.get(member.rank)
+    member.train()
+
+
 def forks(member: Member) -> None:
     """A child has the parent's objects, handlers and open connections, and no thread of it."""
     member.train(5)

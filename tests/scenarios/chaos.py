@@ -148,7 +148,9 @@ class Story:
 
     def _plan(self, card: str) -> tuple[Start, Outside | None]:
         chance, counts = self.chance, self.counts
-        victim = chance.randrange(self.ranks) if card in (*moments.ON_ANY_RANK, OUTSIDE) else 0
+        first = 1 if card in moments.ON_ANOTHER_RANK else 0
+        several = first or card in (*moments.ON_ANY_RANK, OUTSIDE)
+        victim = chance.randrange(first, self.ranks) if several else 0
         start = Start(
             self.folder,
             ranks=self.ranks,
@@ -252,13 +254,19 @@ def straight(folder: Path, ranks: int, data: str) -> tuple[End, dict[str, int]]:
     journal = read_journal(Start(folder, 1).file("journal", 0))
     passed = collections.Counter(journal.moments)
     counts = {name: max(1, 2 * count // len(journal.begun)) for name, count in passed.items()}
-    more = {"reading a checkpoint": 8, "a data worker": 40, "clearing the folder": 4, "leaving": 2}
+    more = {
+        "reading a checkpoint": 8,
+        "a data worker": 40,
+        "clearing the folder": 4,
+        "leaving": 2,
+        "writing another part": 16,
+    }
     return story.end(), counts | more | dict.fromkeys(moments.IN_A_REPLACEMENT, 1) | {"deleting the replaced": 15}
 
 
 def cards(ranks: int) -> list[str]:
     """All moments of the table."""
-    several = [ALL] if ranks > 1 else []
+    several = [ALL, *moments.ON_ANOTHER_RANK] if ranks > 1 else []
     return [*several, *moments.ON_ANY_RANK, *moments.ON_THE_MAIN_RANK, OUTSIDE, TOLD]
 
 

@@ -24,6 +24,7 @@ from trainer_kit import Callback, Run
 from trainer_kit.callbacks import jsonl
 from trainer_kit.checkpoint import async_saver, manager
 from trainer_kit.checkpoint.format.manifest import REPLACED_PREFIX, STAGING_PREFIX
+from trainer_kit.checkpoint.save import Save
 from trainer_kit.checkpoint.staging import HostStaging
 from trainer_kit.loop.train_step import TrainStep
 
@@ -36,6 +37,7 @@ IN_A_SAVE = (
     "hiding an old one", "flushing the hiding", "deleting an old one", "after the save",
 )  # fmt: skip
 IN_A_REPLACEMENT = ("moving the replaced aside", "committing a replacement", "deleting the replaced")
+ON_ANOTHER_RANK = ("writing another part",)
 ON_THE_MAIN_RANK = ("a line of the log", "clearing the folder", *IN_A_SAVE, *IN_A_REPLACEMENT)
 
 
@@ -137,7 +139,7 @@ class Watch(Callback):
         _before(
             async_saver.AsyncSaver, "begin", lambda *_, **__: (self.note(f"begins {self.step}"), passes("a snapshot"))
         )
-        _before(async_saver.AsyncSaver, "_copies", lambda *_, **__: passes("a snapshot"))
+        _before(HostStaging, "take", lambda *_, **__: passes("a snapshot"))
         _before(HostStaging, "complete", lambda *_, **__: passes("copying the rest"))
         _before(async_saver, "take_snapshot", lambda *_, **__: passes("a snapshot"))
         _before(jsonl, "append_record", self._log_record)
@@ -197,7 +199,9 @@ class _Calls:
         self.open: dict[int, Path] = {}  # files and folders by their descriptor
 
     def install(self) -> None:
-        self._during(async_saver, "write_checkpoint", "write")
+        self._during(async_saver, "open_staging", "open")
+        self._during(Save, "commit", "write")
+        self._during(Save, "send_part", "part")
         self._during(async_saver, "prune", "prune")
         self._during(manager.CheckpointManager, "_take_folder", "clear")
         for module_call in ("mkdir", "write", "fsync", "rename", "replace", "unlink", "rmdir"):
@@ -234,7 +238,8 @@ class _Calls:
         return getattr(self.work, "name", None) is not None
 
     def _passes(self, moment: str, last_words: Callable[[], object] = lambda: None) -> None:
-        self.watch.passes("clearing the folder" if self.work.name == "clear" else moment, last_words)
+        names = {"clear": "clearing the folder", "part": "writing another part"}
+        self.watch.passes(names.get(self.work.name, moment), last_words)
 
     def _mkdir(self, path: Any, *_: Any, **__: Any) -> None:
         self._passes("making a folder")

@@ -15,7 +15,7 @@ import torch
 from scenarios import task
 
 from trainer_kit import Callback, Run
-from trainer_kit.checkpoint import async_saver
+from trainer_kit.checkpoint.save import Save
 from trainer_kit.strategies.ddp import DDP
 
 
@@ -179,8 +179,8 @@ def train(words: list[str], *callbacks: Callback, **changes: Any) -> dict[str, A
     if given.pause:
         listeners.append(Pause(given.pause))
     if given.slow_write:
-        write = async_saver.write_checkpoint
-        async_saver.write_checkpoint = lambda *args, **kwargs: (time.sleep(given.slow_write), write(*args, **kwargs))[1]
+        write = Save.commit
+        Save.commit = lambda *args, **kwargs: (time.sleep(given.slow_write), write(*args, **kwargs))[1]
     arguments: dict[str, Any] = {
         "num_train_epochs": given.epochs, "per_device_train_batch_size": given.batch_size,
         "gradient_accumulation_steps": given.accumulation, "dataloader_num_workers": given.workers,

@@ -20,6 +20,7 @@ from scenarios import task
 from scenarios.moments import Death, Read, ReadStateless, ReadStream, Watch
 
 from trainer_kit.callbacks import read_log
+from trainer_kit.checkpoint.format import ownership
 from trainer_kit.strategies import ddp, process_group
 
 STEPS, SAVE_STEPS = 50, 4
@@ -72,6 +73,7 @@ def train(start: Start, rank: int, port: int) -> None:
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     process_group.JOIN_SECONDS = 30
+    ownership.PART_BYTES = 256  # so that all ranks write
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork", DeprecationWarning)

@@ -52,7 +52,7 @@ def test_an_interface_that_is_given_is_kept(given: str | None, monkeypatch: pyte
 def test_one_process_needs_no_other_machine(tmp_path: Path) -> None:
     strategy = MultiNode(device="cpu")
     strategy.setup()
-    strategy.session.log_output_visibility(tmp_path)
+    strategy.session.find_writers(tmp_path)
     assert strategy.session.fetch_checkpoint(tmp_path) == tmp_path
     strategy.session.release_checkpoint_copies()
     strategy.teardown()

@@ -119,22 +119,22 @@ def test_a_checkpoint_goes_from_machine_to_machine_without_a_group_of_some(tmp_p
     assert [each["is there"] for each in results] == [True, False, False, False]
 
 
-def seen_by_all(folder: Path, can_mark: bool) -> tuple[str, bool, list[str]]:
+def seen_by_all(folder: Path, can_mark: bool) -> tuple[str, bool, list[str], list[int]]:
     with pytest.MonkeyPatch.context() as patch, machines(folder) as (strategy, records):
         if not can_mark:
             patch.setattr(multinode_session, "_mark", lambda directory: None)
         path = strategy.session.fetch_checkpoint(folder / "shared")
         whole = contents(path) == {name: content(name) for name in FILES}
         strategy.session.release_checkpoint_copies()
-        strategy.session.log_output_visibility(folder / "shared")
-        return str(path), whole, records
+        return str(path), whole, records, strategy.session.find_writers(folder / "shared")
 
 
 @pytest.mark.distributed
 def test_a_shared_folder_is_read_where_it_is(tmp_path: Path) -> None:
     shared = fill(tmp_path / "shared")
     results = on_ranks(3, seen_by_all, tmp_path, True)
-    assert {path for path, _, _ in results} == {str(shared)}
+    assert {path for path, *_ in results} == {str(shared)}
+    assert [writers for *_, writers in results] == [[0, 1, 2]] * 3
     assert set(contents(shared)) == set(FILES)  # and nothing else
     assert f"{shared} is shared by all machines" in results[0][2]
 
@@ -146,13 +146,14 @@ def test_a_folder_that_cannot_be_written_to_is_sent(tmp_path: Path) -> None:
     main, first, second = on_ranks(3, seen_by_all, tmp_path, False)
     assert main[:2] == (str(shared), True)
     assert first[:2] == second[:2]
+    assert main[3] == first[3] == second[3] == [0]  # alone on its machine
     assert Path(first[0]).parent == tmp_path / "machine-1" / "tmp"
     assert first[1]
 
 
 def report(folder: Path) -> tuple[list[str], str]:
     with pytest.MonkeyPatch.context() as patch, machines(folder) as (strategy, records):
-        strategy.session.log_output_visibility(Path("checkpoint-3"))
+        strategy.session.find_writers(Path("checkpoint-3"))
         patch.setenv("TRAINER_KIT_PROGRESS_FILE", f"progress-{strategy.rank}")
         strategy.session.report_saved_step(7)
         try:

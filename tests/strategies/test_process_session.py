@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+from kit.ranks import on_ranks
+
+from trainer_kit.strategies.ddp import DDP
 from trainer_kit.strategies.process_collectives import ProcessCollectives
 from trainer_kit.strategies.process_session import ProcessSession
 
@@ -59,3 +65,35 @@ def test_the_abort_handler_is_the_heartbeats_last_duty() -> None:
     assert beat.last_duty is handler
     session.set_abort_handler(None)
     assert beat.last_duty is None
+
+
+def find_writers(folder: str) -> list[int]:
+    strategy = DDP(device="cpu")
+    strategy.setup()
+    with pytest.MonkeyPatch.context() as patch:
+        access = os.access
+        patch.setattr(os, "access", lambda path, mode: strategy.rank != 1 and access(path, mode))
+        patch.chdir(folder if strategy.rank == 0 else "/")
+        return strategy.session.find_writers(Path("run"))
+
+
+@pytest.mark.distributed
+def test_the_processes_that_can_write_to_the_main_ones_folder_are_writers(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert on_ranks(3, find_writers, str(tmp_path)) == [[0, 2]] * 3
+
+
+def test_messages_go_through_the_heartbeat() -> None:
+    sent: dict[str, str] = {}
+
+    class Post(Beat):
+        def send(self, key: str, text: str) -> bool:
+            sent[key] = text
+            return False  # which is no error: the main process is lost
+
+        def receive(self, key: str, rank: int) -> str | None:
+            return sent.get(f"{key}/{rank}")
+
+    session, _ = make(Post())
+    session.send_to_main("part/1", "text")
+    assert [session.receive("part", rank) for rank in (1, 2)] == ["text", None]

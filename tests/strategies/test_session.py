@@ -64,3 +64,10 @@ def test_checkpoints_are_read_where_they_are(session: Session, tmp_path: Path) -
     assert session.fetch_checkpoint(tmp_path) == tmp_path
     session.release_checkpoint_copies()
     assert tmp_path.is_dir()
+
+
+def test_a_single_process_writes_alone(session: Session, tmp_path: Path) -> None:
+    assert session.find_writers(tmp_path) == [0]
+    for call in (lambda: session.send_to_main("key", "text"), lambda: session.receive("key", 1)):
+        with pytest.raises(NotImplementedError, match="single process"):
+            call()

@@ -100,10 +100,16 @@ class Checkpointing(Tracking):
 
         Args:
             model: Prepared or not.
+
+        Returns:
+            The tensors; if they are sharded over processes, whole on the host of the main process, and an empty dict
+            on the others.
         """
         self.flow.dispatch()
         detached: dict[int, torch.Tensor] = {}  # XLA recognizes tied tensors only by object identity
-        state = self.strategy.model_state(model)
+        state = self.strategy.collect_on_main(self.strategy.model_state(model))
+        if self.strategy.shards_state and not self.is_main_process:
+            return {}
         return {name: detached.setdefault(id(value), value.detach()) for name, value in state.items()}
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
@@ -189,8 +195,9 @@ class Checkpointing(Tracking):
         folder = self._folder(given, "save_state()")
         self.flow.dispatch()  # computes all tensors in one graph, not one by one as they are read
         self.strategy.collectives.on_main(self._check_optimizers)
-        models = [self.strategy.model_state(model) for model in self._prepared.models]
-        states = self._states()
+        models, states = self.strategy.collect_on_main(
+            ([self.strategy.model_state(model) for model in self._prepared.models], self._states())
+        )
         directory = self.strategy.collectives.on_main(lambda: self._commit(folder, given, models, states))
         if given is None:
             project.iteration = int(directory.name.removeprefix(PREFIX)) + 1

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import logging
 import shutil
+import threading
+import uuid
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,9 +23,12 @@ from trainer_kit.checkpoint import (
     pretrained_files,
     prune,
     take_snapshot,
-    write_checkpoint,
 )
+from trainer_kit.checkpoint.format.commit import open_staging
 from trainer_kit.checkpoint.format.json_files import is_too_large
+from trainer_kit.checkpoint.format.ownership import Division
+from trainer_kit.checkpoint.format.safetensors_writer import storage_key
+from trainer_kit.checkpoint.save import Outcome, Save, Take
 from trainer_kit.checkpoint.staging import HostStaging
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.errors import SaveError
@@ -35,24 +40,15 @@ logger = logging.getLogger("trainer_kit")
 States = Callable[[list[Committed]], Mapping[str, Any]]
 """Returns all states but the model's weights, by name; takes the run's checkpoints including the new one."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """Result of a save.
-
-    Attributes:
-        step: Step of the checkpoint.
-        committed: The run's checkpoints after the save, oldest first.
-        error: Why the save failed; None if it succeeded.
-    """
-
-    step: int
-    committed: list[Committed]
-    error: str | None = None
+SHARED = ("optimizer",)
+"""States that all processes have alike, so that several can write them together."""
 
 
 class AsyncSaver:
-    """Takes snapshots of a run and writes them in a thread of the main process, while training continues.
+    """Takes snapshots of a run and writes them in a thread, while training continues.
+
+    Processes that see the folder write together if they compute the same `Division` of the tensors. The main process
+    writes everything else, waits in its thread for the other parts, and commits the checkpoint.
 
     Args:
         run: The run.
@@ -65,6 +61,7 @@ class AsyncSaver:
         failed: Result of the last save if it failed, else None.
         failures: Number of failed saves since this start.
         copies: Copies of the run's tensors in host memory.
+        writers: Ranks that write checkpoints, the main one first; from `Session.find_writers`.
     """
 
     def __init__(self, run: Run, is_own: Callable[[Path], bool], confirm: Callable[[], object]) -> None:
@@ -78,9 +75,11 @@ class AsyncSaver:
         self.failures = 0
         self._requests = run.requests
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: Future[Outcome] | None = None  # on the main process
+        self._pending: Future[Outcome | None] | None = None  # None as the result of a process that is not the main one
         self._reserving: Future[None] | None = None
+        self._drain_lock = threading.Lock()  # the heartbeat's thread drains too, before it ends this process
         self.copies = HostStaging(run)
+        self.writers = [0]
 
     @property
     def newest(self) -> Path | None:
@@ -104,7 +103,8 @@ class AsyncSaver:
 
         Args:
             model_state: All tensors of the model by name.
-            states: Returns all other states.
+            states: Returns all other states on the main process, and at least those of `SHARED` on the others; on all
+                processes if the strategy shards the state.
             metric: Metric of an evaluation at this step; None without one.
             protect: Names of checkpoints that retention must keep.
 
@@ -113,9 +113,166 @@ class AsyncSaver:
             ValueError: If the name of a state cannot be a file name.
         """
         assert not self.is_busy, "one save at a time"
-        self.run.strategy.session.set_abort_handler(self.drain)
-        self.run.strategy.collectives.on_main(lambda: self._begin(model_state, states, metric, protect))
+        strategy = self.run.strategy
+        strategy.session.set_abort_handler(self.drain)
+        committed = self._with(Committed(f"{CHECKPOINT_PREFIX}{self.run.state.step}", 0, metric))
+        snapshot = self._try_snapshot(model_state, lambda: states(committed))
+        try:
+            division = self._agree(snapshot)
+        except OSError as error:
+            self._fail(str(error))
+            return
+        save = strategy.collectives.on_main(lambda: self._open(snapshot))
         self.is_busy = True
+        writers = self._writers_of(division)
+        if save is None or not (strategy.shards_state or strategy.rank in writers):
+            return
+        take = self._take(self._share(snapshot.result(), division))
+        if strategy.is_main:
+            self._submit(lambda: self._write(take, save, writers[1:], committed, protect))
+        elif strategy.rank in writers:
+            self._submit(lambda: save.send_part(take, strategy, self.run.args.max_shard_size))
+
+    def _fail(self, error: str) -> None:
+        """End a save that cannot begin."""
+        self.is_busy = self._requests.written = True
+        if self.run.strategy.is_main:
+            self._pending = Future()
+            self._pending.set_result(Outcome(self.run.state.step, self.committed, error))
+
+    def _open(self, snapshot: Future[Snapshot]) -> Save | None:
+        """Create the staging folder for the main process's snapshot; None if the disk prevents it."""
+        step = self.run.state.step
+        try:
+            self.confirm()
+            snapshot.result()
+            staging = open_staging(self.folder, f"{CHECKPOINT_PREFIX}{step}")
+            return Save(step, staging.absolute(), uuid.uuid4().hex)
+        except OSError as error:
+            self._fail(str(error))
+            return None
+
+    def _try_snapshot(
+        self, model_state: Mapping[str, torch.Tensor], states: Callable[[], Mapping[str, Any]]
+    ) -> Future[Snapshot]:
+        """Take the snapshot of this process; return its error instead of raising it, since the others wait for it."""
+        run, taken = self.run, Future[Snapshot]()
+        try:
+            snapshot = take_snapshot(
+                run.state.step,
+                model_state,
+                states(),
+                arguments=run.args.to_dict(),
+                world_size=run.strategy.world_size,
+                files=pretrained_files(run.model, run.processing_class) if run.strategy.is_main else None,
+            )
+            taken.set_result(snapshot)
+        except Exception as error:
+            taken.set_exception(error)
+        return taken
+
+    def _agree(self, snapshot: Future[Snapshot]) -> Division | None:
+        """Return how the processes write together; None if the main process writes alone. Collective.
+
+        If a process cannot take part, the main process writes alone from then on, which is logged.
+
+        Raises:
+            OSError: If a process cannot take part in writing a sharded state; raised on all processes.
+        """
+        strategy, collectives = self.run.strategy, self.run.strategy.collectives
+        if len(self.writers) == 1 and not strategy.shards_state:
+            return None
+        division, error = None, snapshot.exception()
+        if error is None:
+            taken = snapshot.result()
+            division = taken.divide(self._shared(taken), len(self.writers), self.run.args.max_shard_size)
+        answers = collectives.gather_object((division and division.digest, f"{type(error).__name__}: {error}"))
+        digests = [digest for digest, _ in answers]
+        apart = [rank for rank, digest in enumerate(digests) if digest is None or digest != digests[0]]
+        if not apart:
+            return division
+        if apart[0] > 0:  # else the main process raises its error
+            rank, (digest, problem) = collectives.describe_rank(apart[0]), answers[apart[0]]
+            why = "has other tensors in its model or optimizer" if digest else f"cannot give its state ({problem})"
+            if strategy.shards_state:
+                raise OSError(f"{rank} {why}")
+            self.writers = [0]
+            if collectives.is_main:
+                logger.warning("the main process writes all checkpoints alone, since %s %s", rank, why)
+        return None
+
+    def _shared(self, snapshot: Snapshot) -> list[str]:
+        """Return the names of the states that all processes have alike, so that they can write them together."""
+        strategy, states = self.run.strategy, snapshot.states.items()
+        if not strategy.shards_state:
+            return [*SHARED]
+        sharded = [
+            name
+            for name, (_, tensors) in states
+            if any(strategy.placement(each) is not None for each in tensors.values())
+        ]
+        return [*SHARED, *(name for name in sharded if name not in SHARED)]
+
+    def _writers_of(self, division: Division | None) -> list[int]:
+        """Return the ranks that write a part, the main one first."""
+        return self.writers[: division.writers if division is not None else 1]
+
+    def _share(self, snapshot: Snapshot, division: Division | None) -> Snapshot:
+        """Return the share of this process, which is empty if it writes no part."""
+        rank = self.run.strategy.rank
+        writer = self.writers.index(rank) if rank in self.writers else len(self.writers)
+        return dataclasses.replace(snapshot, division=division, writer=writer)
+
+    def _take(self, share: Snapshot) -> Take:
+        """Return a function that completes this process's copy in the thread, or raises why there is none.
+
+        With `async_save=False`, the snapshot itself is written. Collective if the strategy shards the state.
+        """
+        is_sharded = self.run.strategy.shards_state
+        if not (self.run.args.async_save or is_sharded):
+            return lambda: share
+        taken: Future[Snapshot] = Future()
+        try:
+            if self._reserving is not None:
+                self._reserving.result()
+            taken.set_result(self._collected(share) if is_sharded else share.copied(self.copies.take))
+        except Exception as error:
+            taken.set_exception(error)
+
+        def complete() -> Snapshot:
+            copied = taken.result()
+            self.copies.complete()
+            return copied
+
+        return complete
+
+    def _collected(self, share: Snapshot) -> Snapshot:
+        """Return this process's share with whole tensors on the host. Collective."""
+        stored = [(tensor, self.writers[writer]) for tensor, writer in share.stored()]
+        whole: dict[Any, torch.Tensor] = {}
+
+        def collect(own: list[torch.Tensor]) -> list[torch.Tensor]:
+            known = {storage_key(tensor) for tensor, _ in stored}
+            rest = [(each, self.run.strategy.rank) for each in own if storage_key(each) not in known]
+            tensors, owners = zip(*stored, *rest, strict=True)
+            for tensor, place in zip(tensors, self.copies.collect(tensors, owners), strict=True):
+                if place is not None:
+                    whole[storage_key(tensor)] = place
+            return [whole[storage_key(tensor)] for tensor in own]
+
+        return share.copied(collect)
+
+    def _submit(self, write: Callable[[], Outcome | None]) -> None:
+        """Write in the thread; with `async_save=False`, write now."""
+        if self.run.args.async_save:
+            self._pending = self._thread.submit(write)
+            return
+        done: Future[Outcome | None] = Future()
+        try:
+            done.set_result(write())
+        except Exception as error:  # `finish` raises it on all processes
+            done.set_exception(error)
+        self._pending = done
 
     def wait_for_staging(self) -> None:
         """Wait until staging is complete, so that the optimizer may change its state."""
@@ -133,6 +290,9 @@ class AsyncSaver:
             SaveError: If the save failed and `save_failures="raise"`.
         """
         outcome = self.run.strategy.collectives.on_main(self._outcome)
+        assert outcome is not None
+        if self._pending is not None:  # of a process that is not the main one
+            self._outcome()
         self.is_busy = self._requests.written = False
         self._take_in(outcome)
         if outcome.error is None:
@@ -162,17 +322,21 @@ class AsyncSaver:
 
     def drain(self) -> None:
         """Wait for the pending save after an error, and log its failure. Not collective."""
-        pending, self._pending, self.is_busy = self._pending, None, False
-        if pending is None:
-            return
-        if not pending.done():
-            logger.warning("the checkpoint that was begun is still being written; waiting for it")
-        if error := pending.exception():
-            logger.warning("the checkpoint that was begun could not be written: %s", error)
-            return
-        self._take_in(pending.result())
-        if self.failed is not None:
-            logger.warning("%s", self.error())
+        with self._drain_lock:
+            pending, self._pending, self.is_busy = self._pending, None, False
+            if pending is None:
+                return
+            if not pending.done():
+                logger.warning("the checkpoint that was begun is still being written; waiting for it")
+            if error := pending.exception():
+                logger.warning("the checkpoint that was begun could not be written: %s", error)
+                return
+            outcome = pending.result()
+            if outcome is None:  # of a process that is not the main one
+                return
+            self._take_in(outcome)
+            if self.failed is not None:
+                logger.warning("%s", self.error())
 
     def close(self) -> None:
         """Stop the thread and free the host's copies."""
@@ -189,17 +353,27 @@ class AsyncSaver:
             TypeError: If a state holds a value that a checkpoint cannot hold.
             ValueError: If the name of a state cannot be a file name, or a state is too large as JSON.
         """
-        self.run.strategy.collectives.on_main(lambda: self._check_space(model_state, states))
+        strategy = self.run.strategy
+        snapshot = self._try_snapshot(model_state, lambda: states([]))
+        try:
+            division = self._agree(snapshot)
+        except OSError:
+            return  # the first save reports it
+        strategy.collectives.on_main(lambda: self._check_space(snapshot))
+        if self.run.args.async_save and strategy.rank in self._writers_of(division) and snapshot.exception() is None:
+            self._share(snapshot.result(), division).copied(self._reserve)
 
-    def _check_space(self, model_state: Mapping[str, torch.Tensor], states: States) -> None:
-        snapshot = self._snapshot(model_state, states([]), copy=self._reserve)
+    def _check_space(self, taken: Future[Snapshot]) -> None:
+        try:
+            snapshot = taken.result()
+        except OSError:
+            return  # the first save reports it
         for name, (tree, _) in snapshot.states.items():
             if is_too_large(json.dumps(tree).encode()):
                 raise ValueError(f"the state {name!r} holds too long lists for a checkpoint; keep them as tensors")
         size = snapshot.nbytes
         count = checkpoints_at_once(self.run) - len(self.committed)
         try:
-            pretrained_files(self.run.model, self.run.processing_class)  # raises now, not at the first save
             free = shutil.disk_usage(self.folder).free
         except OSError:
             return  # the first save reports it
@@ -210,59 +384,9 @@ class AsyncSaver:
                 "output_dir", self.folder, checkpoints, format_size(size * count), format_size(free),
             )  # fmt: skip
 
-    def _begin(
-        self,
-        model_state: Mapping[str, torch.Tensor],
-        states: States,
-        metric: float | None,
-        protect: Collection[str],
-    ) -> None:
-        run, step = self.run, self.run.state.step
-        committed = self._with(Committed(f"{CHECKPOINT_PREFIX}{step}", 0, metric))
-        values = states(committed)
-        try:
-            self.confirm()
-            files = pretrained_files(run.model, run.processing_class)
-            snapshot = self._snapshot(model_state, values, files, self._copies if run.args.async_save else None)
-        except OSError as error:
-            self._pending = Future()
-            self._pending.set_result(Outcome(step, self.committed, str(error)))
-            self._requests.written = True
-            return
-        if run.args.async_save:
-            self._pending = self._thread.submit(self._write, snapshot, committed, protect)
-        else:
-            outcome = self._write(snapshot, committed, protect)
-            self._pending = Future()  # set only after success: an error leaves nothing pending
-            self._pending.set_result(outcome)
-
-    def _snapshot(
-        self,
-        model_state: Mapping[str, torch.Tensor],
-        states: Mapping[str, Any],
-        files: Mapping[str, bytes] | None = None,
-        copy: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None,
-    ) -> Snapshot:
-        run = self.run
-        return take_snapshot(
-            run.state.step,
-            model_state,
-            states,
-            arguments=run.args.to_dict(),
-            world_size=run.strategy.world_size,
-            files=files,
-            copy=copy,
-        )
-
     def _reserve(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        if self.run.args.async_save:
-            self._reserving = self._thread.submit(self.copies.reserve, tensors)
+        self._reserving = self._thread.submit(self.copies.reserve, tensors)
         return tensors
-
-    def _copies(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        if self._reserving is not None:
-            self._reserving.result()
-        return self.copies.take(tensors)
 
     def _with(self, new: Committed) -> list[Committed]:
         """Return the run's checkpoints after the next commit, which may replace one of the same step."""
@@ -272,27 +396,23 @@ class AsyncSaver:
         others = [each for each in self.committed if each.name != new.name]
         return [*others, dataclasses.replace(new, number=number, metric=metric)]
 
-    def _write(self, snapshot: Snapshot, committed: list[Committed], protect: Collection[str]) -> Outcome:
+    def _write(
+        self, take: Take, save: Save, others: list[int], committed: list[Committed], protect: Collection[str]
+    ) -> Outcome:
         args = self.run.args
         try:
-            if args.async_save:
-                self.copies.complete()
-            to_host = self.run.strategy.device_info.to_host
-            write_checkpoint(
-                self.folder, snapshot, max_shard_size=args.max_shard_size, to_host=to_host, confirm=self.confirm
-            )
+            save.commit(take, self.run.strategy, others, args.max_shard_size, self.confirm)
             self.confirm()
-            return Outcome(snapshot.step, prune(self.folder, committed, retention(args), protect, self.is_own))
+            return Outcome(save.step, prune(self.folder, committed, retention(args), protect, self.is_own))
         except (OSError, MemoryError) as error:
-            return Outcome(snapshot.step, self.committed, str(error) or "no memory")
+            return Outcome(save.step, self.committed, str(error) or "no memory")
         finally:
             self._requests.written = True
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> Outcome | None:
         assert self._pending is not None
-        outcome = self._pending.result()
-        self._pending = None
-        return outcome
+        pending, self._pending = self._pending, None
+        return pending.result()
 
     def _kept(self) -> str:
         return f"the newest checkpoint is {self.newest}" if self.committed else "there is no other checkpoint"

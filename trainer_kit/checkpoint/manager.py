@@ -187,7 +187,7 @@ class CheckpointManager:
             assert self._earlier is not None
             report_changes(run, self.plan, self._earlier)
         run.strategy.collectives.on_main(self._take_folder)
-        run.strategy.session.log_output_visibility(self.folder)
+        self.saver.writers = run.strategy.session.find_writers(self.folder)
         run.strategy.session.release_checkpoint_copies()
 
     def _logged_after(self, moment: float) -> float:
@@ -326,12 +326,12 @@ class CheckpointManager:
         try:
             taken.set_result(strategy.optimizer_state(optimizer))
         except Exception as error:
-            if not strategy.is_main:
-                raise
             taken.set_exception(error)
         return taken.result
 
     def _states_with(self, optimizer_state: Callable[[], dict[str, Any]], evaluation_is_due: bool) -> States:
+        if not (self.run.strategy.is_main or self.run.strategy.shards_state):
+            return lambda committed: {"optimizer": optimizer_state()}
         return lambda committed: self._states(committed, optimizer_state(), evaluation_is_due)
 
     def _states(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,6 +58,30 @@ class HostStaging:
         now = [(tensor, place) for tensor, place, waits in pairs if not waits]
         strategy.device_info.copy_to_host([tensor for tensor, _ in now], [place for _, place in now])
         self._done.clear()
+        return places
+
+    def collect(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> list[torch.Tensor | None]:
+        """Return host copies of the tensors that this process owns, and None for the others. Collective.
+
+        Args:
+            tensors: Tensors, of which each process may hold a part; the same ones in the same order on all processes.
+            owners: Rank of each tensor's owner.
+
+        Raises:
+            OSError: If a process lacks memory for its copies; raised on all processes.
+        """
+        strategy, error = self.run.strategy, None
+        is_own = [owner == strategy.rank for owner in owners]
+        try:
+            self._places = self._memory_for([tensor for tensor, own in zip(tensors, is_own, strict=True) if own])
+        except OSError as lacks:
+            error = lacks
+        if any(failed := strategy.collectives.gather_object(error is not None)):
+            who = strategy.collectives.describe_rank(failed.index(True))
+            raise error or OSError(errno.ENOMEM, f"{who} has no host memory for a copy of its part of the state")
+        own = iter(self._places)
+        places = [next(own) if is_mine else None for is_mine in is_own]
+        strategy.collect(tensors, owners, places)
         return places
 
     def complete(self) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -39,6 +39,8 @@ class Strategy:
         device: Device of the model and the batches.
         devices: Number of devices over which a batch of this process is divided; a batch has
             `devices * per_device_train_batch_size` samples.
+        shards_state: Whether a process may hold a part of a tensor of the model or the optimizer; all processes then
+            call `collect` in each save.
         static_shapes: Whether each new batch shape costs a compilation, so that loaders avoid new shapes.
         shapes: The batch shapes that were fed to the model.
         reason: Why this strategy was chosen, for logs.
@@ -47,6 +49,7 @@ class Strategy:
         session: Preemption, restarts and folders of the run's processes and machines.
     """
 
+    shards_state: bool = False
     device: torch.device = torch.device("cpu")
     devices: int = 1
     static_shapes: bool = False
@@ -313,13 +316,34 @@ class Strategy:
     def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the model's tensors by the user's own names, without the prefixes of wrappers.
 
-        A tensor may still be sharded: `device_info.to_host` and `copy_to_host` return the full tensor to write.
+        A tensor may still be sharded over devices: `device_info.to_host` and `copy_to_host` return the full tensor to
+        write. One that is sharded over processes is whole after `collect`.
         """
         return without_wrappers(self.unwrap(model)).state_dict()
 
     def placement(self, tensor: torch.Tensor) -> Part | None:
         """Return the part of a model's or an optimizer's tensor that this process holds; None if it holds all of it."""
         return None
+
+    def collect(
+        self, tensors: Sequence[torch.Tensor], owners: Sequence[int], places: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Copy tensors of a model or an optimizer, whole, to their owners. Collective if `shards_state`.
+
+        Args:
+            tensors: The same tensors in the same order on all processes.
+            owners: Rank of each tensor's owner.
+            places: Host tensors for the copies, from `device_info.host_memory`; None for another owner's tensor.
+        """
+        own = [(tensor, place) for tensor, place in zip(tensors, places, strict=True) if place is not None]
+        self.device_info.copy_to_host([tensor for tensor, _ in own], [place for _, place in own])
+
+    def collect_on_main(self, state: T) -> T:
+        """Return nested dicts, lists and tuples with sharded tensors whole and on the host, on the main process.
+
+        Collective if `shards_state`; on the other processes the tensors stay as they are.
+        """
+        return state
 
     def load_model_state(self, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
         """Load tensors by their names in `model_state`; called once for each file.
@@ -331,16 +355,16 @@ class Strategy:
         without_wrappers(self.unwrap(model)).load_state_dict(state, strict=False)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state for a checkpoint on the main process, and an empty dict on the others.
+        """Return the optimizer's state for a checkpoint.
 
         Raises:
             TypeError: If its `state_dict()` returns no dict.
             ValueError: If its `state_dict()` fails, or omits the state of an inner optimizer.
         """
-        return optimizer_state.optimizer_state(optimizer) if self.is_main else {}
+        return optimizer_state.optimizer_state(optimizer)
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Load the state that `optimizer_state` returned on the main process, so that the next step is bit-identical.
+        """Load a state that `optimizer_state` returned, so that the next step is bit-identical.
 
         Raises:
             ValueError: If the optimizer rejects the state, or does not load all of it.

@@ -39,6 +39,10 @@ class Collectives:
         """Whether this process is the first on its machine."""
         return self.local_rank == 0
 
+    def describe_rank(self, rank: int) -> str:
+        """Return a rank as text, with its host if there are several machines."""
+        return f"rank {rank}"
+
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Return the elementwise sum ("sum") or maximum ("max") of the tensor over all processes."""
         return tensor

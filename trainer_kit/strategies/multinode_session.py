@@ -41,7 +41,6 @@ class MultiNodeSession(ProcessSession):
 
     def __init__(self, collectives: ProcessCollectives) -> None:
         super().__init__(collectives)
-        self.collectives: ProcessCollectives = collectives
         self.machines: dict[int, list[int]] = {}
         self._copied = False  # whether any machine has a copy
         self._remove_copy: Callable[[], Any] | None = None  # removes the copy of this process
@@ -50,7 +49,7 @@ class MultiNodeSession(ProcessSession):
         super().end_training(error)
         self._discard()
 
-    def log_output_visibility(self, directory: Path) -> None:
+    def find_writers(self, directory: Path) -> list[int]:
         blind = self._ranks_without(directory)
         if self.collectives.is_main and blind:
             logger.info(
@@ -59,6 +58,8 @@ class MultiNodeSession(ProcessSession):
             )  # fmt: skip
         elif self.collectives.is_main and self.group.place.has_several_machines:
             logger.info("%s is shared by all machines", directory)
+        apart = {rank for ranks in self.machines.values() if ranks[0] in blind for rank in ranks}
+        return [rank for rank in super().find_writers(directory) if rank not in apart]
 
     def fetch_checkpoint(self, directory: Path) -> Path:
         """Return `directory`, or a copy in TMPDIR if this machine cannot read it; see `Session`. Collective.

@@ -40,7 +40,6 @@ class ProcessCollectives(Collectives):
         return self.group.is_alone
 
     def describe_rank(self, rank: int) -> str:
-        """Return a rank as text, with its host if there are several machines."""
         return f"rank {rank} ({self.hosts[rank]})" if self.hosts else f"rank {rank}"
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:

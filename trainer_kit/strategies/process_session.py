@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 from trainer_kit.strategies.process_collectives import ProcessCollectives
 from trainer_kit.strategies.session import Session
+
+logger = logging.getLogger("trainer_kit")
 
 
 class ProcessSession(Session):
@@ -17,6 +22,7 @@ class ProcessSession(Session):
 
     def __init__(self, collectives: ProcessCollectives) -> None:
         super().__init__(collectives)
+        self.collectives: ProcessCollectives = collectives
         self.group = collectives.group
 
     @property
@@ -35,3 +41,17 @@ class ProcessSession(Session):
     def end_training(self, error: BaseException | None) -> None:
         super().end_training(error)
         self.group.end_training(error)
+
+    def find_writers(self, directory: Path) -> list[int]:
+        folder = self.collectives.broadcast(directory.absolute())
+        can_write = self.collectives.gather_object(os.access(folder, os.W_OK))
+        return [rank for rank in range(self.collectives.world_size) if rank == 0 or can_write[rank]]
+
+    def send_to_main(self, key: str, text: str) -> None:
+        assert self.group.heartbeat is not None, "setup() comes first"
+        if not self.group.heartbeat.send(key, text):
+            logger.debug("%s could not be sent", key)
+
+    def receive(self, key: str, rank: int) -> str | None:
+        assert self.group.heartbeat is not None, "setup() comes first"
+        return self.group.heartbeat.receive(key, rank)

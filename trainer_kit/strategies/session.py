@@ -63,5 +63,33 @@ class Session:
     def release_checkpoint_copies(self) -> None:
         """Remove the copies of `fetch_checkpoint`, once all processes have read them. Collective."""
 
-    def log_output_visibility(self, directory: Path) -> None:
-        """Log which machines can read the main process's output folder, if there are several. Collective."""
+    def find_writers(self, directory: Path) -> list[int]:
+        """Return the ranks that can write to the main process's output folder, the main one first. Collective.
+
+        They have the same model and optimizer state, of which each writes a share. If there are several machines, this
+        logs which of them see the folder.
+        """
+        return [0]
+
+    def send_to_main(self, key: str, text: str) -> None:
+        """Send a short message to the main process. Not collective; any thread may call it.
+
+        The message is lost if the main process is.
+
+        Args:
+            key: Name of the message, used once in a run.
+            text: The message.
+        """
+        raise NotImplementedError("a single process has no other to send to")
+
+    def receive(self, key: str, rank: int) -> str | None:
+        """Wait on the main process for a message of another process. Not collective; any thread may call it.
+
+        Args:
+            key: Name of the message.
+            rank: Rank of the process that sends it.
+
+        Returns:
+            The message; None if that process has left the run, has failed, has ended or does not answer.
+        """
+        raise NotImplementedError("a single process has no other to receive from")

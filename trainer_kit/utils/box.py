@@ -28,6 +28,11 @@ class Box:
         dimensions = zip(self.shape, self.offsets, self.sizes, strict=True)
         assert all(offset >= 0 and 0 <= size <= of - offset for of, offset, size in dimensions), self
 
+    @property
+    def numel(self) -> int:
+        """Number of elements of the part."""
+        return math.prod(self.sizes)
+
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
         """Return the box that is all of a tensor of this shape."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer_kit.checkpoint import Snapshot, load_tensors, read_arguments, read_state, take_snapshot, write_checkpoint
+from trainer_kit.checkpoint.format import ownership
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
@@ -61,8 +63,9 @@ def test_what_is_taken_and_written_is_read_bit_for_bit_and_tied_as_it_was(
     copy: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None,
 ) -> None:
     expected = [{name: bits(tensor) for name, tensor in each.items()} for each in (model, state)]
-    snapshot = take_snapshot(1, model, {"mine": state}, arguments={}, copy=copy)
+    snapshot = take_snapshot(1, model, {"mine": state}, arguments={})
     if copy is not None:
+        snapshot = snapshot.copied(copy)
         for tensor in {id(each.untyped_storage()): each for each in (*model.values(), *state.values())}.values():
             tensor.zero_()
     path = write_checkpoint(tmp_path_factory.mktemp("run"), snapshot, max_shard_size=size)
@@ -85,8 +88,8 @@ def test_each_tensor_is_copied_once_and_counted_once() -> None:
 
     states = {"ema": {"shadow": weight.detach()}, "optimizer": {"exp_avg": other}}
     snapshot = take_snapshot(
-        1, {"a": weight, "b": weight.view(4, 4)}, states, arguments={}, more_models={"critic": {"w": other}}, copy=copy
-    )
+        1, {"a": weight, "b": weight.view(4, 4)}, states, arguments={}, more_models={"critic": {"w": other}}
+    ).copied(copy)
     assert [tensor.data_ptr() for tensor in copied] == [weight.data_ptr(), other.data_ptr()]
     assert snapshot.nbytes == weight.nbytes + other.nbytes
     shadow = snapshot.states["ema"][1]["shadow"]
@@ -99,7 +102,7 @@ def test_nothing_that_changes_later_changes_the_snapshot(tmp_path: Path) -> None
     weight, array = torch.zeros(2), np.zeros(2)
     state = {"history": [1.0], "array": array, "tensor": weight, "inner": {"step": 1}}
     arguments, model, files = {"betas": [0.9]}, {"weight": weight}, {"config.json": b"{}"}
-    snapshot = take_snapshot(3, model, {"mine": state}, arguments=arguments, files=files, copy=copies)
+    snapshot = take_snapshot(3, model, {"mine": state}, arguments=arguments, files=files).copied(copies)
     weight.fill_(9)
     array.fill(9)
     state["history"].append(9.0)  # type: ignore[attr-defined]
@@ -158,15 +161,12 @@ def test_names_that_differ_only_in_case_are_refused() -> None:
         ({"more_models": {"critic": {"w": 1}}}, TypeError, "'w' is of type int"),
     ],
 )
-def test_what_a_checkpoint_cannot_hold_is_refused_before_anything_is_copied(
+def test_what_a_checkpoint_cannot_hold_is_refused(
     options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    def copy(given: list[torch.Tensor]) -> list[torch.Tensor]:
-        raise AssertionError
-
     given = {"step": 1, "model_state": {"ok": torch.ones(1)}, "states": {}, "arguments": {}, **options}
     with pytest.raises(error, match=message):
-        take_snapshot(**given, copy=copy)
+        take_snapshot(**given)
 
 
 def test_a_snapshot_is_fixed() -> None:
@@ -174,3 +174,24 @@ def test_a_snapshot_is_fixed() -> None:
     with pytest.raises(AttributeError):
         snapshot.step = 2  # type: ignore[misc]
     assert isinstance(snapshot, Snapshot)
+
+
+def test_each_writer_copies_its_own_tensors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "PART_BYTES", 1)
+    weight = torch.ones(8)
+    model = {"a": weight, "tied": weight, "b": torch.ones(6)}
+    states = {"optimizer": {"m": torch.ones(4), "n": torch.ones(2)}, "mine": {"x": torch.ones(3)}}
+    snapshot = take_snapshot(1, model, states, arguments={})
+    division = snapshot.divide(["optimizer"], 2, "5GB")
+    assert list(division.shards) == ["model", "state/optimizer"]
+    taken: list[list[int]] = []
+
+    def copy(given: list[torch.Tensor]) -> list[torch.Tensor]:
+        taken.append(sorted(len(tensor) for tensor in given))
+        return copies(given)
+
+    shares = [dataclasses.replace(snapshot, division=division, writer=writer).copied(copy) for writer in (0, 1)]
+    assert taken == [[2, 3, 8], [4, 6]]  # the first one has what is not divided too
+    assert shares[0].model["a"] is shares[0].model["tied"]
+    assert shares[0].model["a"] is not weight
+    assert shares[0].model["b"] is model["b"]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from kit.ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from trainer_kit.strategies.fsdp.placement import fill, fill_from_main, whole_tensors
+from trainer_kit.strategies.fsdp.placement import fill, fill_from_main
 from trainer_kit.strategies.fsdp.strategy import FSDP
 
 SHAPES = [(4, 3), (5,), (1, 2, 2), (0, 3)]
@@ -33,7 +33,7 @@ def gathered(way: str) -> list[torch.Tensor]:
     for name, target in targets.items():
         if way == "fill":
             fill(target, values[name])
-    whole = whole_tensors(targets)
+    whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in targets.items()}
     strategy.teardown()
     return [whole[name] - values[name] for name in values]
 
@@ -44,17 +44,3 @@ def test_parts_gather_to_the_whole(way: str) -> None:
     for differences in on_ranks(2, gathered, way):
         assert [each.shape for each in differences] == [*map(torch.Size, SHAPES), torch.Size([2])]
         assert not any(each.any() for each in differences)
-
-
-def tied() -> bool:
-    strategy = FSDP(device="cpu")
-    strategy.setup()
-    tensor = distribute_tensor(torch.ones(3, 2), init_device_mesh("cpu", (2,)), [Shard(0)])
-    whole = whole_tensors({"one": tensor, "other": tensor, "number": 3})
-    strategy.teardown()
-    return whole["one"] is whole["other"] and whole["number"] == 3
-
-
-@pytest.mark.distributed
-def test_a_tied_tensor_is_gathered_once() -> None:
-    assert all(on_ranks(2, tied))

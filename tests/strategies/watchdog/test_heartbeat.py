@@ -362,6 +362,24 @@ def test_all_hear_that_one_is_told_to_leave(run: Run) -> None:
         assert run.exit_code(rank) == 0, run.errors(rank)
 
 
+@pytest.mark.parametrize("first_serves", [False, True])
+def test_messages_come_to_the_first_process(run: Run, first_serves: bool) -> None:
+    run.start(3, watched.sends_messages, first_serves=first_serves)
+    for rank in range(3):
+        assert run.exit_code(rank) == 0, run.errors(rank)
+
+
+@pytest.mark.parametrize("first_serves", [False, True])
+def test_what_a_process_sends_as_its_last_duty_is_received(run: Run, first_serves: bool) -> None:
+    run.start(3, watched.sends_as_its_last_duty, first_serves=first_serves)
+    run.wait_until_ready()
+    run.signal(1, signal.SIGSTOP)
+    for rank in (0, 2):
+        assert run.exit_code(rank) == 1, run.errors(rank)
+        assert "rank 1 (" in last_line(run.errors(rank))
+    assert (run.folder / "received").read_text() == "['text', None]"
+
+
 def test_a_forked_child_says_nothing(run: Run) -> None:
     run.start(2, watched.forks)
     for rank in range(2):

@@ -137,3 +137,23 @@ def test_nobody_to_blame_names_all(clock: Clock) -> None:
     clock.now += 10
     roster.take_in({0: raw(CALM._replace(number=2))}, b"")
     assert [(problem.rank, problem.kind) for problem in roster.suspects(10.0)] == [(2, "lost")]
+
+
+@pytest.mark.parametrize(
+    ("beat", "missing"),
+    [
+        (CALM, False),
+        (CALM._replace(left=True), True),
+        (CALM._replace(error="ValueError: boom"), True),
+        (CALM._replace(host=peers.machine()[0], namespace=peers.machine()[1], pid=os.getpid()), False),
+        (CALM._replace(host=peers.machine()[0], namespace=peers.machine()[1], pid=2**22 + 1), True),
+    ],
+)
+def test_a_process_that_left_or_failed_or_ended_is_missing(clock: Clock, beat: Beat, missing: bool) -> None:
+    roster = PeerTable(0, PATIENCE)
+    assert not roster.is_missing(1)  # before its first beat
+    roster.take_in({1: raw(beat)}, b"")
+    assert roster.is_missing(1) == missing
+    clock.now += PATIENCE + 1
+    roster.take_in({1: raw(beat)}, b"")
+    assert roster.is_missing(1)

@@ -29,7 +29,7 @@ from trainer_kit.checkpoint.format.manifest import (
     FileEntry,
     Manifest,
 )
-from trainer_kit.checkpoint.format.safetensors_writer import ToHost, save_tensors
+from trainer_kit.checkpoint.format.safetensors_writer import ToHost, write_shards
 from trainer_kit.checkpoint.format.snapshot import Snapshot
 
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # another process has created it meanwhile
@@ -65,36 +65,96 @@ def write_checkpoint(
         CheckpointError: If the path of a file leads out of the checkpoint.
         OSError: If the disk is full or cannot be written; the message names the file. Older checkpoints stay intact.
     """
-    final = output_dir / (name or f"{CHECKPOINT_PREFIX}{snapshot.step}")
-    staging = output_dir / f"{STAGING_PREFIX}{final.name}-{os.getpid()}"
+    staging = open_staging(output_dir, name or f"{CHECKPOINT_PREFIX}{snapshot.step}")
+    try:
+        written = write_part(staging, snapshot, max_shard_size, to_host)
+        return commit_staging(staging, written, snapshot, confirm)
+    except BaseException:
+        remove_folder(staging)
+        raise
+
+
+def open_staging(output_dir: Path, name: str) -> Path:
+    """Create the folder in which a checkpoint of this name is staged.
+
+    Raises:
+        OSError: If the folder cannot be created.
+    """
+    staging = output_dir / f"{STAGING_PREFIX}{name}-{os.getpid()}"
     make_run_folder(output_dir)
     remove_folder(staging)  # of an earlier process with the same PID
     try:
         os.mkdir(staging)
-        _seal(staging, _write(staging, snapshot, max_shard_size, to_host), snapshot)
-        confirm()
-        _commit(staging, final)
+        os.mkdir(staging / STATE_FOLDER)  # now: another process must not create it again after a failed save
     except BaseException:
         remove_folder(staging)
         raise
+    return staging
+
+
+def write_part(
+    staging: Path, snapshot: Snapshot, max_shard_size: int | str = "5GB", to_host: ToHost = torch.Tensor.cpu
+) -> dict[str, FileEntry]:
+    """Write one writer's files of a staged checkpoint, and flush them.
+
+    Args:
+        staging: Folder that `open_staging` created on writer 0.
+        snapshot: Snapshot of this writer.
+        max_shard_size: See `write_checkpoint`.
+        to_host: See `write_checkpoint`.
+
+    Returns:
+        Entries of the files for the manifest, by relative path.
+
+    Raises:
+        OSError: See `write_checkpoint`.
+    """
+    written = _write_own_files(staging, snapshot) if snapshot.writer == 0 else {}
+    for stem, tensors in snapshot.groups.items():
+        path = staging / stem
+        shards = snapshot.shards(stem, max_shard_size)
+        files = write_shards(shards, tensors, path.parent, path.name, to_host, snapshot.writer)
+        written |= {str(PurePosixPath(stem).with_name(file)): entry for file, entry in files.items()}
+    return written
+
+
+def commit_staging(
+    staging: Path,
+    written: Mapping[str, FileEntry],
+    snapshot: Snapshot,
+    confirm: Callable[[], object] = lambda: None,
+) -> Path:
+    """Commit a staged checkpoint whose files are all written.
+
+    Args:
+        staging: The folder.
+        written: Entries of all files, of all writers.
+        snapshot: Snapshot of any writer.
+        confirm: See `write_checkpoint`.
+
+    Returns:
+        Folder of the checkpoint.
+
+    Raises:
+        OSError: See `write_checkpoint`.
+    """
+    final = staging.with_name(staging.name.removeprefix(STAGING_PREFIX).rpartition("-")[0])
+    _seal(staging, written, snapshot)
+    confirm()
+    _commit(staging, final)
     return final
 
 
-def _write(staging: Path, snapshot: Snapshot, max_shard_size: int | str, to_host: ToHost) -> dict[str, FileEntry]:
-    """Write all files but the manifest, and return their entries for it."""
+def _write_own_files(staging: Path, snapshot: Snapshot) -> dict[str, FileEntry]:
+    """Write all files but those of tensors and the manifest."""
     written = {}
     for name, content in snapshot.files.items():
         path = inside(staging, name)
         make_folders(path.parent)
         written[name] = write_file(path, [content])
-    for stem, tensors in {"model": snapshot.model, **snapshot.more_models}.items():
-        written |= save_tensors(tensors, staging, stem, max_shard_size, to_host)
-    make_folders(staging / STATE_FOLDER)
-    for name, (tree, tensors) in snapshot.states.items():
+    for name, (tree, _) in snapshot.states.items():
         path = staging / STATE_FOLDER / f"{name}.json"
-        files = save_tensors(tensors, path.parent, name, max_shard_size, to_host) if tensors else {}
-        files[path.name] = write_json(path, tree, indent=None)
-        written |= {f"{STATE_FOLDER}/{file}": entry for file, entry in files.items()}
+        written[f"{STATE_FOLDER}/{path.name}"] = write_json(path, tree, indent=None)
     written[ARGUMENTS_NAME] = write_json(staging / ARGUMENTS_NAME, snapshot.arguments)
     return written
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,21 @@ COMPLEX = "trainer_kit.complex"
 RESERVED = frozenset({"format", "__metadata__", COMPLEX})
 
 
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One file of tensors.
+
+    Attributes:
+        file: Name of the file.
+        aliases: Other names of each tensor in the file, by the name under which it is stored.
+        writer: Number of the process that writes the file, among those that write together.
+    """
+
+    file: str
+    aliases: Mapping[str, list[str]]
+    writer: int = 0
+
+
 def save_tensors(
     tensors: Mapping[str, torch.Tensor],
     directory: Path,
@@ -73,33 +89,97 @@ def save_tensors(
         TypeError: If a tensor is sparse, quantized or of a dtype that the format lacks.
         OSError: If the disk is full or cannot be written.
     """
-    limit = parse_size(max_shard_size)
     for name, tensor in tensors.items():
         refuse_unstorable(name, tensor)
-    kept, aliases = _untie(tensors)
-    shards = _partition(kept, limit)
+    shards = plan_shards(tensors, untie(tensors), stem, max_shard_size)
     make_folders(directory)
     previous = _files_of(directory, stem)
-    index = directory / f"{stem}.safetensors.index.json"
-    names = [f"{stem}.safetensors"]
-    if len(shards) > 1:
-        index.unlink(missing_ok=True)  # an old index must not refer to new shards
-        names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    written = {
-        name: write_file(directory / name, _content(shard, {name: aliases[name] for name in shard}, to_host))
-        for name, shard in zip(names, shards, strict=True)
-    }
-    if len(shards) > 1:
-        weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        total = sum(tensor.nbytes for tensor in kept.values())
-        written[index.name] = write_json(
-            index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        )
-    for path in previous:
-        if path.name not in written:
-            path.unlink(missing_ok=True)
+    if len(shards) > 1:  # an old index must not refer to new shards
+        (directory / index_name(stem)).unlink(missing_ok=True)
+    written = write_shards(shards, tensors, directory, stem, to_host)
+    for path in (path for path in previous if path.name not in written):
+        path.unlink(missing_ok=True)
     fsync_directory(directory)
     return written
+
+
+def plan_shards(
+    tensors: Mapping[str, torch.Tensor],
+    aliases: Mapping[str, list[str]],
+    stem: str,
+    max_shard_size: int | str,
+    writers: Mapping[str, int] | None = None,
+) -> list[Shard]:
+    """Divide tensors into files, in order of the writers and then of the tensors.
+
+    Args:
+        tensors: Tensors by name.
+        aliases: From `untie`.
+        stem: Prefix of the files' names.
+        max_shard_size: See `save_tensors`.
+        writers: Number of the writer of each stored tensor; None: one process writes all.
+
+    Raises:
+        ValueError: If `max_shard_size` is invalid.
+    """
+    limit, writers = parse_size(max_shard_size), writers or {}
+    groups: list[tuple[int, list[str]]] = []
+    size = 0
+    for name in sorted(aliases, key=lambda name: writers.get(name, 0)):
+        writer, nbytes = writers.get(name, 0), tensors[name].nbytes
+        if not groups or groups[-1][0] != writer or size + nbytes > limit:
+            groups.append((writer, []))
+            size = 0
+        groups[-1][1].append(name)
+        size += nbytes
+    groups = groups or [(0, [])]
+    files = [f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    return [
+        Shard(file, {name: aliases[name] for name in names}, writer)
+        for file, (writer, names) in zip(files if len(groups) > 1 else [f"{stem}.safetensors"], groups, strict=True)
+    ]
+
+
+def write_shards(
+    shards: Sequence[Shard],
+    tensors: Mapping[str, torch.Tensor],
+    directory: Path,
+    stem: str,
+    to_host: ToHost = torch.Tensor.cpu,
+    writer: int = 0,
+) -> dict[str, FileEntry]:
+    """Write the files of one writer, and flush them but not the folder; writer 0 also writes the index.
+
+    Args:
+        shards: From `plan_shards`, the same for all writers.
+        tensors: Tensors by name; this writer reads the content of its own alone.
+        directory: Folder of the files, which exists.
+        stem: Prefix of the files' names.
+        to_host: See `save_tensors`.
+        writer: Number of this process among the writers.
+
+    Returns:
+        Size and checksum of each file that this call wrote, by its name.
+
+    Raises:
+        OSError: If the disk is full or cannot be written.
+    """
+    written = {
+        shard.file: write_file(directory / shard.file, _content(tensors, shard.aliases, to_host))
+        for shard in shards
+        if shard.writer == writer
+    }
+    if len(shards) > 1 and writer == 0:
+        files = {name: shard.file for shard in shards for name in shard.aliases}
+        total = sum(tensors[name].nbytes for name in files)
+        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+        written[index_name(stem)] = write_json(directory / index_name(stem), content)
+    return written
+
+
+def index_name(stem: str) -> str:
+    """Return the name of the index of several files."""
+    return f"{stem}.safetensors.index.json"
 
 
 def storage_key(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -119,17 +199,14 @@ def address(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
-    """Return the tensors to store, and the other names of each by its stored name."""
+def untie(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
+    """Return the other names of each tensor to store, by the name under which it is stored."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in tensors.items():
         groups.setdefault(storage_key(tensor), []).append(name)
     # A reserved name cannot be an alias, since the metadata hold another value under it.
     stored = [next((name for name in names if name in RESERVED), names[0]) for names in groups.values()]
-    aliases = {
-        keep: [name for name in names if name != keep] for keep, names in zip(stored, groups.values(), strict=True)
-    }
-    return {name: tensors[name] for name in stored}, aliases
+    return {keep: [name for name in names if name != keep] for keep, names in zip(stored, groups.values(), strict=True)}
 
 
 def refuse_unstorable(name: str, tensor: torch.Tensor) -> None:
@@ -155,29 +232,16 @@ def refuse_unstorable(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"tensor {name!r} is on the device 'meta' and has no content to store; load the weights first")
 
 
-def _partition(tensors: Mapping[str, torch.Tensor], limit: int) -> list[dict[str, torch.Tensor]]:
-    """Split tensors into shards, in order."""
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > limit:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    return shards
-
-
 def _content(
     tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, list[str]], to_host: ToHost
 ) -> Iterator[bytes | memoryview]:
-    """Yield the content of a safetensors file: length of the header (8 bytes), header, the tensors' bytes.
+    """Yield the content of a file of the tensors in `aliases`: length of the header (8 bytes), header, their bytes.
 
     safetensors' own writer needs the whole shard on the host, makes files readable only by their owner, and drops the
     errno of a full disk.
     """
     # Largest elements first, so that each tensor is aligned to its element size.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    names = sorted(aliases, key=lambda name: (-tensors[name].element_size(), name))
     header = _header(names, tensors, aliases)
     yield struct.pack("<Q", len(header)) + header
     for name in names:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch
 
 from trainer_kit.checkpoint.format.manifest import ARGUMENTS_NAME, MANIFEST_NAME, STATE_FOLDER
-from trainer_kit.checkpoint.format.safetensors_writer import is_file_of, refuse_unstorable, storage_key
+from trainer_kit.checkpoint.format.ownership import Division, divide
+from trainer_kit.checkpoint.format.safetensors_writer import (
+    Shard,
+    is_file_of,
+    plan_shards,
+    refuse_unstorable,
+    storage_key,
+    untie,
+)
 from trainer_kit.utils.pytree import flatten_state
 
 Tensors = Mapping[str, torch.Tensor]
@@ -32,6 +41,8 @@ class Snapshot:
         arguments: The arguments of the run, as a JSON tree.
         files: Contents of further files (config.json, a tokenizer's) by path in the checkpoint.
         more_models: Tensors of further models, by prefix of their files' names.
+        division: Files that several processes write together; None: one process writes everything.
+        writer: Number of this process among the writers; 0 also writes what is not divided.
     """
 
     step: int
@@ -41,12 +52,81 @@ class Snapshot:
     arguments: Any
     files: Mapping[str, bytes]
     more_models: Mapping[str, Tensors] = dataclasses.field(default_factory=dict)
+    division: Division | None = None
+    writer: int = 0
+
+    @property
+    def groups(self) -> dict[str, Tensors]:
+        """Tensors of each group of files, by its stem in the checkpoint: "model", "state/optimizer"."""
+        of_states = {f"{STATE_FOLDER}/{name}": tensors for name, (_, tensors) in self.states.items() if tensors}
+        return {"model": self.model, **self.more_models, **of_states}
 
     @property
     def nbytes(self) -> int:
         """Size of all tensors in bytes, counting tied ones once."""
-        groups = [self.model, *self.more_models.values(), *(tensors for _, tensors in self.states.values())]
-        return sum(tensor.nbytes for tensor in _distinct(groups).values())
+        return sum(tensor.nbytes for tensor in _distinct(self.groups.values()).values())
+
+    def divide(self, shared: Collection[str], writers: int, max_shard_size: int | str) -> Division:
+        """Return how several processes can write the model and some states together.
+
+        Args:
+            shared: Names of the states that all processes have, in addition to the model.
+            writers: Number of the processes.
+            max_shard_size: See `write_checkpoint`.
+
+        Raises:
+            ValueError: If `max_shard_size` is invalid.
+        """
+        together = {"model", *(f"{STATE_FOLDER}/{name}" for name in shared)}
+        return divide(
+            {stem: tensors for stem, tensors in self.groups.items() if stem in together}, writers, max_shard_size
+        )
+
+    def shards(self, stem: str, max_shard_size: int | str) -> Sequence[Shard]:
+        """Return the files of a group of tensors.
+
+        Raises:
+            ValueError: If `max_shard_size` is invalid.
+        """
+        if self.division is not None and stem in self.division.shards:
+            return self.division.shards[stem]
+        tensors = self.groups[stem]
+        return plan_shards(tensors, untie(tensors), PurePosixPath(stem).name, max_shard_size)
+
+    def stored(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield the divided tensors and the numbers of their writers, in the same order on all processes."""
+        assert self.division is not None
+        for stem, shards in self.division.shards.items():
+            for shard in shards:
+                for name in shard.aliases:
+                    yield self.groups[stem][name], shard.writer
+
+    def copied(self, copy: Copy) -> Snapshot:
+        """Return this snapshot with copies of the tensors that this process writes.
+
+        Args:
+            copy: Takes the tensors, tied ones once, and returns copies in the same order.
+        """
+        own = [self._own(stem, tensors) for stem, tensors in self.groups.items()]
+        distinct = _distinct(own)
+        copies = dict(zip(distinct, copy(list(distinct.values())), strict=True))
+
+        def copied(tensors: Tensors) -> Tensors:
+            return {name: copies.get(storage_key(tensor), tensor) for name, tensor in tensors.items()}
+
+        return dataclasses.replace(
+            self,
+            model=copied(self.model),
+            states={name: (tree, copied(tensors)) for name, (tree, tensors) in self.states.items()},
+            more_models={name: copied(tensors) for name, tensors in self.more_models.items()},
+        )
+
+    def _own(self, stem: str, tensors: Tensors) -> Tensors:
+        """Return the tensors of a group that this process stores."""
+        if self.division is None or stem not in self.division.shards:
+            return tensors if self.writer == 0 else {}
+        own = [shard.aliases for shard in self.division.shards[stem] if shard.writer == self.writer]
+        return {name: tensors[name] for aliases in own for name in aliases}
 
 
 def take_snapshot(
@@ -58,7 +138,6 @@ def take_snapshot(
     world_size: int = 1,
     files: Mapping[str, bytes] | None = None,
     more_models: Mapping[str, Tensors] | None = None,
-    copy: Copy | None = None,
 ) -> Snapshot:
     """Collect the content of a checkpoint, and check that a checkpoint can hold it.
 
@@ -70,11 +149,10 @@ def take_snapshot(
         world_size: Number of processes of the run.
         files: Contents of further files by path in the checkpoint; None: none.
         more_models: Tensors of further models, by prefix of their files' names; None: none.
-        copy: Takes all tensors, tied ones once, and returns host copies in the same order. None: the snapshot refers
-            to the tensors themselves, which must not change until it is written.
 
     Returns:
-        The snapshot. Except for the tensors, it shares nothing with the states, which may change afterwards.
+        The snapshot. It refers to the tensors themselves (see `Snapshot.copied`), and shares nothing else with the
+        states, which may change afterwards.
 
     Raises:
         ValueError: If `step` is negative, a name is invalid, a file has a name that the checkpoint uses itself, or a
@@ -95,17 +173,14 @@ def take_snapshot(
         place = next(iter(tensors_of_arguments))
         raise TypeError(f"the arguments hold a tensor or an array ({place}); give a number or a list")
     _check_files(files or (), stems)
-    groups = [model_state, *more_models.values(), *(tensors for _, tensors in taken.values())]
-    model, *others = groups if copy is None else _copied(groups, copy)
-    of_states = others[len(more_models) :]
     return Snapshot(
         step=step,
         world_size=world_size,
-        model=model,
-        states={name: (tree, own) for (name, (tree, _)), own in zip(taken.items(), of_states, strict=True)},
+        model=model_state,
+        states=taken,
         arguments=tree,
         files=dict(files or {}),
-        more_models=dict(zip(more_models, others, strict=False)),
+        more_models=more_models,
     )
 
 
@@ -146,10 +221,3 @@ def _refuse_unstorable(tensors: Tensors) -> None:
 
 def _distinct(groups: Iterable[Tensors]) -> dict[tuple[Any, ...], torch.Tensor]:
     return {storage_key(tensor): tensor for tensors in groups for tensor in tensors.values()}
-
-
-def _copied(groups: list[Tensors], copy: Copy) -> list[Tensors]:
-    """Return the groups with copied tensors; tied tensors stay tied, also across groups."""
-    distinct = _distinct(groups)
-    copies = dict(zip(distinct, copy(list(distinct.values())), strict=True))
-    return [{name: copies[storage_key(tensor)] for name, tensor in tensors.items()} for tensors in groups]

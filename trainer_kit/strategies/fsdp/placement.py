@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
 
 from trainer_kit.strategies.ddp_module import PIECE_BYTES
 from trainer_kit.utils.box import Box
@@ -16,19 +16,32 @@ from trainer_kit.utils.box import Box
 
 def box_of(tensor: DTensor) -> Box:
     """Return the part of a sharded tensor that this process holds."""
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    inside = tuple(min(start, of) for start, of in zip(offsets, tensor.shape, strict=True))
-    return Box(tuple(tensor.shape), inside, tuple(sizes))
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this process is in the mesh"
+    return box_at(tuple(tensor.shape), tuple(mesh.shape), tuple(coordinate), tensor.placements)
+
+
+def box_at(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], placements: Sequence[Placement]
+) -> Box:
+    """Return the part of a sharded tensor that the process at a coordinate of the mesh holds."""
+    sizes, offsets = _compute_local_shape_and_global_offset(shape, mesh_shape, list(coordinate), placements)
+    return Box(shape, tuple(map(min, offsets, shape)), tuple(sizes))
+
+
+def part_at(box: Box, whole: torch.Tensor) -> torch.Tensor:
+    """Return the view of a whole tensor that a box describes."""
+    for dimension, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        whole = whole.narrow(dimension, start, size)
+    return whole
 
 
 @torch.no_grad()
 def fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     """Set a tensor, sharded or not, to the values of `whole`."""
     if isinstance(tensor, DTensor):
-        box = box_of(tensor)
-        for dimension, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-            whole = whole.narrow(dimension, start, size)
-        tensor.to_local().copy_(whole)
+        tensor.to_local().copy_(part_at(box_of(tensor), whole))
     else:
         tensor.copy_(whole)
 
@@ -57,16 +70,6 @@ def fill_from_main(tensors: Mapping[str, torch.Tensor], values: Mapping[str, tor
         for name, part in zip(names, packed.split(sizes), strict=True):
             # Cloned, since a view as another dtype needs an aligned start.
             fill(tensors[name], part.clone().view(tensors[name].dtype).reshape(tensors[name].shape))
-
-
-def whole_tensors(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors with each sharded one gathered on the host; one that occurs twice is gathered once."""
-    gathered: dict[int, torch.Tensor] = {}
-    for value in tree.values():
-        if isinstance(value, DTensor) and id(value) not in gathered:
-            with torch.no_grad():
-                gathered[id(value)] = value.full_tensor().cpu()
-    return {name: gathered.get(id(value), value) for name, value in tree.items()}
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[Sequence[str]]:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -16,20 +16,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.ddp import DDP
+from trainer_kit.strategies.fsdp.collect import collect
 from trainer_kit.strategies.fsdp.even_passes import EvenPasses
 from trainer_kit.strategies.fsdp.norms import sharded_norms
-from trainer_kit.strategies.fsdp.placement import box_of, fill, whole_tensors
+from trainer_kit.strategies.fsdp.placement import box_of, fill
 from trainer_kit.strategies.fsdp.sharded_model import ShardedModel
 from trainer_kit.strategies.fsdp.units import check_units, describe_single_unit, find_units
 from trainer_kit.strategies.grad_norms import GradientNorms
 from trainer_kit.strategies.multinode import MultiNode
 from trainer_kit.strategies.precision import Precision
-from trainer_kit.utils import optimizer_state
 from trainer_kit.utils.box import Part
-from trainer_kit.utils.pytree import flatten_state, unflatten_state
+from trainer_kit.utils.pytree import map_tensors, tensors
 from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.wrappers import without_wrappers
 
+T = TypeVar("T")
 logger = logging.getLogger("trainer_kit")
 
 _AXES = ("replicate", "shard")
@@ -92,6 +93,7 @@ class FSDP(MultiNode):
         self.reshard_after_forward = reshard_after_forward
         self.reduce_each_batch = reduce_each_batch
         self.offload = offload
+        self.shards_state = not self.group.is_alone
         self._device_mesh: DeviceMesh | None = None
         self._sharded: Any = WeakIdKeyDictionary()  # sharded parameters by those before `prepare`
         self._passes = EvenPasses(self.collectives, self.autocast)
@@ -234,7 +236,24 @@ class FSDP(MultiNode):
     def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         self._reshard()
         # The parameters themselves: only object identity shows which are tied.
-        return whole_tensors(without_wrappers(model).state_dict(keep_vars=True))
+        return without_wrappers(model).state_dict(keep_vars=True)
+
+    def collect(
+        self, tensors: Sequence[torch.Tensor], owners: Sequence[int], places: Sequence[torch.Tensor | None]
+    ) -> None:
+        if self.group.is_alone:
+            super().collect(tensors, owners, places)
+            return
+        with self.group.watched():
+            collect(tensors, owners, places)
+
+    def collect_on_main(self, state: T) -> T:
+        sharded = [*{id(each): each for each in tensors(state) if isinstance(each, DTensor)}.values()]
+        places = self.device_info.host_memory(sharded) if self.is_main else []
+        self.collect(sharded, [0] * len(sharded), places or [None] * len(sharded))
+        whole = {id(each): place for each, place in zip(sharded, places, strict=False)}
+        collected: T = map_tensors(lambda each: whole.get(id(each), each), state)
+        return collected
 
     def placement(self, tensor: torch.Tensor) -> Part | None:
         return (tensor.to_local().detach(), box_of(tensor)) if isinstance(tensor, DTensor) else None
@@ -244,11 +263,6 @@ class FSDP(MultiNode):
         own = without_wrappers(model).state_dict(keep_vars=True)
         for name in state.keys() & own.keys():
             fill(own[name], state[name])
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        tree, tensors = flatten_state(optimizer_state.optimizer_state(optimizer))
-        state: dict[str, Any] = unflatten_state(tree, whole_tensors(tensors))
-        return state if self.is_main else {}
 
     def _reshard(self) -> None:
         for each in self._replicas:

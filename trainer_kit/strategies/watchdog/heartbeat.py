@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trainer_kit.errors import LostProcessError
+from trainer_kit.strategies.watchdog.mailbox import Mailbox, Message
 from trainer_kit.strategies.watchdog.peers import Beat, PeerTable, Problem, machine, read_beat, state_of
 from trainer_kit.strategies.watchdog.stack import StackLocation, locate
 from trainer_kit.utils.units import format_duration
@@ -24,6 +25,7 @@ logger = logging.getLogger("trainer_kit")
 
 _URGENT_SECONDS = 0.05
 _SUSPICIOUS_SECONDS = 1.0
+_MAIL_SECONDS = 0.05
 _STOP_SECONDS = 2.0
 _NAMED_AT_MOST = 4
 
@@ -50,7 +52,7 @@ class Heartbeat:
     Attributes:
         calls: Progress counter, which the strategy increments in each of its calls.
         steps: Optimizer steps since this start, counted by the strategy.
-        last_duty: Called before the watching thread ends this process; None: nothing.
+        last_duty: Called before the watching thread ends this process, and before others learn of it; None: nothing.
         leaving: Whether any process has announced that it leaves the run.
         error: The error by which this process ends, as reported to the others; empty without one.
     """
@@ -76,6 +78,7 @@ class Heartbeat:
         self._threads: list[threading.Thread] = []
         self._process = self._watched = 0  # PID, and ident of the watched thread
         self._wishes: queue.SimpleQueue[None] = queue.SimpleQueue()  # safe in signal handlers, unlike an Event
+        self._mail = Mailbox(lambda: self._wishes.put(None), self._has_lost_store)
         self._done = threading.Event()
         # Content of the beats.
         self._beats = self._exchanged = 0
@@ -171,25 +174,65 @@ class Heartbeat:
             self._failed_in = None
             self._urgent = False
 
+    def send(self, key: str, text: str) -> bool:
+        """Send a message to the process that receives `key`; any thread may call it.
+
+        Args:
+            key: Name of the message, used once in a run.
+            text: The message.
+
+        Returns:
+            Whether it is sent; False if the store does not answer any more.
+        """
+        return self._mail.send(Message(key, self.rank, text))
+
+    def receive(self, key: str, rank: int) -> str | None:
+        """Wait on rank 0 for a message that another process sends; any thread may call it.
+
+        Args:
+            key: Name of the message.
+            rank: Rank of the sender.
+
+        Returns:
+            The message; None if its sender has left the run, has failed, has ended or does not answer.
+        """
+        return self._mail.receive(key, rank)
+
     # The thread that talks to the store
 
     def _talk(self) -> None:
         last = False
         while not last:
-            with contextlib.suppress(queue.Empty):
-                self._wishes.get(timeout=min(self.interval, _URGENT_SECONDS) if self._urgent else self._pause())
+            self._wait_for_wish()
             last = self._done.is_set()
             self._beats += 1
-            try:
-                if not self._hung_up:
-                    self._exchange()
-            except RuntimeError as error:  # the watching thread decides whether it matters
-                logger.debug("the rendezvous store: %s", error)
-                self._hung_up = not isinstance(error, dist.DistStoreError)  # torch prints a trace for each attempt
+            self._call_store(self._exchange)
             self._exchanged = self._beats
+
+    def _wait_for_wish(self) -> None:
+        """Wait until an exchange is due or requested; meanwhile look for the messages that threads wait for."""
+        due = time.monotonic() + (min(self.interval, _URGENT_SECONDS) if self._urgent else self._pause())
+        while (seconds := due - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                self._wishes.get(timeout=min(seconds, _MAIL_SECONDS) if self._mail.is_waiting else seconds)
+                return
+            if self._mail.is_waiting:
+                self._call_store(self._serve_mail)
+
+    def _call_store(self, exchange: Callable[[], object]) -> None:
+        try:
+            if not self._hung_up:
+                exchange()
+        except RuntimeError as error:  # the watching thread decides whether it matters
+            logger.debug("the rendezvous store: %s", error)
+            self._hung_up = not isinstance(error, dist.DistStoreError)  # torch prints a trace for each attempt
+
+    def _serve_mail(self) -> None:
+        self._mail.serve(self._store, self._roster.is_missing)
 
     def _exchange(self) -> None:
         store, roster = self._store, self._roster
+        self._serve_mail()  # before the beat, which may say that this process leaves
         store.set(_key(self.rank), json.dumps(self._beat()))
         if self._announces:
             store.set("leaving", str(self._round))
@@ -249,7 +292,7 @@ class Heartbeat:
         while not self._done.wait(self._pause()):
             self._look()
             sentence = self._finding()
-            if sentence is not None and not self._excused and self._failed_in is None:
+            if sentence is not None and not self._is_excused():
                 self._end(sentence)
 
     def _look(self) -> None:
@@ -282,14 +325,16 @@ class Heartbeat:
         return self._sentence(ripe) if ripe else None
 
     def _end(self, sentence: str) -> None:
+        if self.last_duty is not None:
+            self.last_duty()  # first: the others wait for what it sends until this process announces that it leaves
+        if self._is_excused():
+            return
         self.error, self._follows = sentence.partition(f"; rank {self.rank} (this process)")[0], True
         self._left = True
         self._publish()
         self._let_others_hear()
-        if self._excused or self._failed_in is not None:
-            return  # the collective has raised in the meantime, which is better than to exit
-        if self.last_duty is not None:
-            self.last_duty()
+        if self._is_excused():
+            return
         flushing = threading.Thread(target=_flush, daemon=True)  # the main thread may hold its locks
         flushing.start()
         flushing.join(_STOP_SECONDS)
@@ -297,6 +342,10 @@ class Heartbeat:
         with contextlib.suppress(OSError):
             os.write(2, f"{sentence}\n".encode())
         os._exit(1)
+
+    def _is_excused(self) -> bool:
+        """Return whether the collective has raised in the meantime, which is better than to exit."""
+        return self._excused or self._failed_in is not None
 
     # Shared by both threads
 
@@ -323,6 +372,9 @@ class Heartbeat:
 
     def _store_silence(self) -> float:
         return time.monotonic() - max(self._roster.answered, self._roster.grace_until)
+
+    def _has_lost_store(self) -> bool:
+        return self._hung_up or not self._runs_here() or self._store_silence() >= self.patience
 
     def _store_problem(self) -> Problem:
         store = self._store

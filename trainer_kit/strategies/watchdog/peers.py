@@ -155,6 +155,13 @@ class PeerTable:
                 causes[rank] = Problem(rank, "gone", f"{_who(rank, beat)} {text}")
         return _worst_first(causes.values())
 
+    def is_missing(self, rank: int) -> bool:
+        """Return whether a process has left the run, has failed, has ended, or does not answer."""
+        beat = self._beats().get(rank)
+        if beat is None:
+            return False
+        return beat.left or bool(beat.error) or self._silence(rank) > self.patience or state_of(beat) == "gone"
+
     def suspects(self, seconds: float) -> list[Problem]:
         """Return suspects if no process is known to be missing.
 
