@@ -14,6 +14,7 @@ from trainer_kit.utils.pytree import repeated_dimensions
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
+    from trainer_kit.strategies.base import Strategy
 
 
 class EMA(Callback):
@@ -48,7 +49,9 @@ class EMA(Callback):
         self.start_step = start_step
         self._update = get_ema_multi_avg_fn(decay)
         self._averages: dict[str, torch.Tensor] = {}
-        self._weights: list[torch.Tensor] = []  # the model's own tensors, in the order of the averages
+        self._strategy: Strategy | None = None  # of the run, once it has begun
+        self._weights: list[torch.Tensor] = []  # this process's parts of the model's tensors
+        self._parts: list[torch.Tensor] = []  # and of the averages, in the same order
         self._trained: list[torch.Tensor] = []  # copies of the weights while the model has the averages
 
     def on_train_begin(self, run: Run) -> None:
@@ -56,8 +59,11 @@ class EMA(Callback):
         if not self._averages:
             self._averages = {name: _copy(tensor) for name, tensor in live.items()}
         self._check(live)
-        self._averages = {name: _like(_wide(tensor), self._averages[name]) for name, tensor in live.items()}
-        self._weights = list(live.values())
+        strategy = self._strategy = run.strategy
+        averages = {name: strategy.place_like(self._averages[name], tensor) for name, tensor in live.items()}
+        self._averages = {name: _like(_wide(tensor), averages[name]) for name, tensor in live.items()}
+        self._weights = strategy.own_parts(live.values())
+        self._parts = strategy.own_parts(self._averages.values())
 
     def on_rollback(self, run: Run, directory: Path) -> None:
         self.on_train_begin(run)  # the averages of the checkpoint, where the weights are
@@ -66,17 +72,17 @@ class EMA(Callback):
         step = run.state.step
         if step % self.every:
             return
-        averages, weights = list(self._averages.values()), [_wide(tensor) for tensor in self._weights]
+        weights = [_wide(tensor) for tensor in self._weights]
         with torch.no_grad():
             if step <= self.start_step:
-                torch._foreach_copy_(averages, weights)
+                torch._foreach_copy_(self._parts, weights)
             else:
-                self._update(averages, weights, 0)
+                self._update(self._parts, weights, 0)
 
     def on_evaluate_begin(self, run: Run) -> None:
         if self._averages and not self._trained:
             self._trained = [tensor.detach().clone() for tensor in self._weights]
-            self._fill(list(self._averages.values()))
+            self._fill(self._parts)
 
     def on_evaluate_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
         self._swap_out()
@@ -85,7 +91,7 @@ class EMA(Callback):
         self._swap_out()
 
     def copy_to(self, model: torch.nn.Module) -> None:
-        """Copy the averages into a model.
+        """Copy the averages into a model. Where the trained model is sharded, all processes call it together.
 
         Args:
             model: A model with the same parameters and buffers as the trained one, on any device.
@@ -95,9 +101,11 @@ class EMA(Callback):
         """
         live = _floating(model)
         self._check(live)
+        averages = self._averages if self._strategy is None else self._strategy.whole_tensors(self._averages)
         with torch.no_grad():
             for name, tensor in live.items():
-                tensor.copy_(self._averages[name])
+                average = averages[name]
+                tensor.copy_(average if self._strategy is None else self._strategy.place_like(average, tensor))
 
     def state_dict(self) -> dict[str, Any]:
         return {"averages": dict(self._averages)}
@@ -150,6 +158,6 @@ def _like(weight: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     wide = _wide(tensor)
-    if wide.device.type == "cpu":
-        return wide.clone() if wide.data_ptr() == tensor.data_ptr() else wide
-    return wide.cpu().to(wide.device)  # via the host: on XLA both would share one buffer, which a step frees
+    if wide.device.type == "xla":
+        return wide.cpu().to(wide.device)  # via the host: both would share one buffer, which a step frees
+    return wide.clone() if wide.dtype == tensor.dtype else wide

@@ -129,7 +129,8 @@ class Operations:
         if shape is None or shape.kind != "training":
             return
         try:
-            flops = count_on_fakes(run.model, run.batch, run.strategy.autocast())
+            with run.strategy.own_passes(run.model):
+                flops = count_on_fakes(run.model, run.batch, run.strategy.autocast())
         except RuntimeError as error:
             self.reason = f"the model is compiled, and does not run on fake tensors ({error})"
         else:

@@ -13,6 +13,7 @@ import torch
 from trainer_kit.callback import Callback, CallbackList, checked_callbacks
 from trainer_kit.callbacks import default_callbacks
 from trainer_kit.checkpoint.format.export import refuse_pickles, save_model_folder
+from trainer_kit.checkpoint.initial_weights import load_initial_weights
 from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.build import make_reading
@@ -90,6 +91,8 @@ class Trainer:
         lr_scheduler: A scheduler of `optimizer`, or a function that makes one from an optimizer; None: as
             `args.lr_scheduler_type` says.
         model_init: Makes the model after torch is seeded with `args.seed`; given instead of `model`.
+        weights: Folder of the weights to begin with: a checkpoint, or one that `save_model` or `save_pretrained` wrote.
+            With `FSDP` and `model_init`, no process holds the whole model. None: those of the model.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -126,6 +129,7 @@ class Trainer:
         optimizer: torch.optim.Optimizer | None = None,
         lr_scheduler: Any = None,
         model_init: Callable[[], torch.nn.Module] | None = None,
+        weights: str | Path | None = None,
     ) -> None:
         check_class(type(self), Trainer)
         args = args if args is not None else TrainingArguments()
@@ -137,9 +141,12 @@ class Trainer:
         _show_log(args.log_level if strategy.is_main else "error")
         if (model is None) == (model_init is None):
             raise ValueError("give either model or model_init")
-        if model_init is not None:
-            torch.manual_seed(args.seed)
-            model = strategy.make_model(model_init)
+        if weights is not None and strategy.is_main and not Path(weights).is_dir():
+            raise ValueError(f"weights={str(weights)!r} is no folder; give one that save_model() or a checkpoint wrote")
+        self._model_init = None if model_init is None else _seeded(model_init, args.seed)
+        self._weights = None if weights is None else Path(weights)  # None once they are loaded
+        if self._model_init is not None:
+            model = strategy.make_model(self._model_init, has_weights=weights is not None)
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
         check_lightning_module(model, compute_loss is not None, optimizer is not None)
@@ -241,6 +248,8 @@ class Trainer:
         run.ledger.keep_time_by(run.strategy.device_info.clock())
         check_same_start(run)
         loss = Loss(run.strategy.prepare(run.model), run.model, self.compute_loss)
+        load_initial_weights(run, self._weights, self._model_init)
+        self._weights = None
         self._probe = LossProbe(loss, run.strategy)
         return self._probe
 
@@ -371,6 +380,14 @@ class Trainer:
         run.strategy.collectives.on_main(
             lambda: save_model_folder(folder, state, run.model, run.processing_class, size, to_host)
         )
+
+
+def _seeded(model_init: Callable[[], torch.nn.Module], seed: int) -> Callable[[], torch.nn.Module]:
+    def make() -> torch.nn.Module:
+        torch.manual_seed(seed)
+        return model_init()
+
+    return make
 
 
 def _full_name(value: object) -> str:

@@ -119,7 +119,7 @@ def test_prepare_gives_back_what_it_does_not_know() -> None:
 
 
 def test_prepare_names_what_could_be_part_of_checkpoints(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", "trainer_kit"):  # a Trainer sets the logger's level
         Accelerator(cpu=True).prepare(3, Scheduler())
     assert caplog.messages.count(
         "prepare() leaves a Scheduler as it is; register_for_checkpointing() makes it part of checkpoints"

@@ -100,8 +100,9 @@ class CrashDump:
     ) -> Path | None:
         """Write `output_dir/crash-STEP` (on processes other than the main one `crash-STEP-rank-RANK`).
 
-        It synchronizes with the device, and is not collective. A process writes only for its own error, not for
-        the consequence of another process's end, a failed save, a request to leave, or Ctrl-C.
+        It synchronizes with the device, and is not collective: where the model is sharded, the folder holds no weights,
+        and a non-finite step is not run again. A process writes only for its own error, not for the consequence of
+        another process's end, a failed save, a request to leave, or Ctrl-C.
 
         Args:
             error: Error that ends the run.
@@ -136,7 +137,7 @@ class CrashDump:
         scene, pieces = self._pieces(error, scene, micro, missing)
         works = [piece.work for piece in pieces if piece.work.batch is not None]
         found = None
-        if isinstance(error, NonFiniteError) and works:
+        if isinstance(error, NonFiniteError) and works and not run.strategy.forward_together:
             found = diagnose(self.loss, works, run.strategy)
         if not run.strategy.is_main and (scene.epoch is None or (found is not None and found.is_finite)):
             return None  # the failure belongs to another process
@@ -249,6 +250,10 @@ class CrashDump:
     def _weights(self, error: Exception, report: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return the model's weights as Parameter objects: on XLA only their identity shows which are tied."""
         report["weights_by_rank"] = self.run.strategy.rank
+        if self.run.strategy.forward_together:
+            report["weights_by_rank"] = None
+            report["missing"].append("weights: each process holds a part of them, and this one may have failed alone")
+            return {}
         if isinstance(error, NonFiniteError):
             if not self.run.strategy.is_main:  # all processes have the same weights, and write at the same time
                 report["weights_by_rank"] = 0

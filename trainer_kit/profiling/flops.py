@@ -23,7 +23,11 @@ import torch
 import torch.utils.checkpoint
 from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
@@ -137,7 +141,7 @@ def count_on_fakes(model: torch.nn.Module, batch: Any, context: contextlib.Abstr
 
     Steps of a compiled model cannot be counted: torch recompiles a step under a counter, and does not show the
     operations of its kernels. The model's own code is therefore called uncompiled, with fake tensors as weights and
-    batch.
+    batch. A sharded or quantized weight is replaced by a plain one of the whole shape.
 
     Args:
         model: Model; it stays unchanged. It is called with the batch's columns by name, or with its elements.
@@ -149,7 +153,7 @@ def count_on_fakes(model: torch.nn.Module, batch: Any, context: contextlib.Abstr
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(weight) for name, weight in weights.items()}
+    fakes = {name: _fake(mode, weight) for name, weight in weights.items()}
     named = {**batch} if isinstance(batch, Mapping) else {}
     elements = () if named else tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
     inputs = tree_map_only(torch.Tensor, mode.from_tensor, (elements, named))
@@ -162,6 +166,14 @@ def count_on_fakes(model: torch.nn.Module, batch: Any, context: contextlib.Abstr
     except Exception as error:  # the user's code may raise any error
         raise RuntimeError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
     return counter.flops
+
+
+def _fake(mode: FakeTensorMode, weight: torch.Tensor) -> torch.Tensor:
+    if not is_traceable_wrapper_subclass(weight):
+        return mode.from_tensor(weight)
+    with mode:
+        plain = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    return plain.requires_grad_(weight.requires_grad)
 
 
 def _losses(outputs: Any) -> list[torch.Tensor]:

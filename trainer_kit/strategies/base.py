@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -63,6 +63,11 @@ class Strategy:
         self.session = Session(self.collectives)
         self._worst_norm: torch.Tensor | None = None  # largest norm so far, with nonfinite="stop"
 
+    @property
+    def forward_together(self) -> bool:
+        """Whether a forward or backward pass is a collective, so that no process takes one alone."""
+        return False
+
     # Shortcuts for callbacks, see `collectives`
 
     @property
@@ -118,9 +123,28 @@ class Strategy:
 
     # Model, optimizer and data
 
-    def make_model(self, model_init: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-        """Return a new model, whose values `prepare` may complete; called before `setup`."""
+    def make_model(self, model_init: Callable[[], torch.nn.Module], has_weights: bool = False) -> torch.nn.Module:
+        """Return a new model, whose values may be missing until `complete_model`; called before `setup`.
+
+        Args:
+            model_init: Makes the model.
+            has_weights: Whether weights are loaded before `complete_model`.
+        """
         return model_init()
+
+    def complete_model(
+        self, model: torch.nn.Module, loaded: Collection[str], model_init: Callable[[], torch.nn.Module] | None
+    ) -> None:
+        """Give values to the tensors of a prepared model that have none yet. Collective.
+
+        Args:
+            model: The module that `prepare` returned.
+            loaded: Names of the tensors that were loaded since.
+            model_init: Makes the model, with the same values on each call; None if there is no such function.
+
+        Raises:
+            ValueError: If a tensor has no value; the message names it.
+        """
 
     def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
         """Move the model to the device in place, and return the module that the loop calls.
@@ -188,6 +212,13 @@ class Strategy:
         """Return the context of forward passes without gradients whose number may differ between processes.
 
         All processes enter and leave it together. A strategy whose forward pass is a collective evens the number.
+        """
+        return contextlib.nullcontext()
+
+    def own_passes(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which this process alone calls the user's model, with tensors in place of its weights.
+
+        See `torch.func.functional_call`.
         """
         return contextlib.nullcontext()
 
@@ -291,6 +322,18 @@ class Strategy:
     def _can_hold(self, optimizer: torch.optim.Optimizer) -> bool:
         # fp16's gradient scaler skips steps itself while it searches for a scale.
         return (self.device_info.reads_without_sync or _is_fused(optimizer)) and not self.scales_gradients
+
+    def own_parts(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return this process's parts of tensors, which share their memory; without sharding, the tensors."""
+        return list(tensors)
+
+    def place_like(self, value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """Return `value`, whole or sharded, sharded like `tensor`, which has the same shape; not collective."""
+        return value
+
+    def whole_tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors with each sharded one gathered. Collective."""
+        return dict(tensors)
 
     def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return this process's parts of the parameters' gradients, which may be changed in place."""

@@ -31,7 +31,7 @@ def after_passes() -> dict[str, bool]:
     model = Model()
     head, before = model.head.weight, model.head.weight.detach().clone()
     options = {"mesh": init_device_mesh("cpu", (2,))}
-    sharded = ShardedModel(model, find_units(model), torch.device("cpu"), options)
+    sharded = ShardedModel(model, find_units(model), torch.device("cpu"), options, strategy.collectives)
     found = {"main's": torch.equal(model.head.weight.full_tensor(), strategy.collectives.broadcast(before))}
     found["known"] = sharded.sharded[head] is model.head.weight
     with torch.no_grad():

@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
-import xxhash
 
-from trainer_kit.strategies.collectives import Collectives
-from trainer_kit.strategies.fsdp.placement import fill_from_main
 from trainer_kit.utils.rng import generators_kept, seed_generators
 from trainer_kit.utils.transformers_models import is_transformers_model
 from trainer_kit.utils.units import join_names
@@ -22,7 +18,7 @@ from trainer_kit.utils.wrappers import model_class
 
 
 @torch.no_grad()
-def refill_buffers(model: torch.nn.Module, names: Collection[str]) -> None:
+def refill_buffers(model: torch.nn.Module, names: Collection[str]) -> set[str]:
     """Compute again buffers that no file holds, such as the frequencies of rotary embeddings, on each process.
 
     The values come from the `_init_weights()` of a transformers model, else from the owner's `reset_buffers()`.
@@ -31,59 +27,17 @@ def refill_buffers(model: torch.nn.Module, names: Collection[str]) -> None:
         model: The sharded model, on a real device.
         names: Names of the buffers, whose values `to_empty` left undefined.
 
-    Raises:
-        ValueError: If neither gives a buffer its value; the message names the buffer and its owner's class.
+    Returns:
+        Names of the buffers that have their values; neither of the two gives one to the others.
     """
-    outline = _Outline(model)
+    outline, filled = _Outline(model), set[str]()
     for path, here in _by_owner(names):
-        values = outline.initialized(path, here, "reset_buffers", seed=0)
+        values = outline.initialized(path, here)
         for name in here:
-            if name not in values:
-                owner = model_class(model.get_submodule(path)).__name__
-                raise ValueError(
-                    f"{name!r} has no value: no file holds this buffer, and {owner} has no reset_buffers() that gives "
-                    "it one; define that method, or register the buffer with persistent=True"
-                )
-            model.get_buffer(name).copy_(values[name])
-
-
-@torch.no_grad()
-def initialize_missing(model: torch.nn.Module, names: Collection[str], collectives: Collectives, seed: int) -> None:
-    """Initialize parameters and buffers that the weights folder lacks, such as a new head. Collective.
-
-    The main process computes whole tensors, one module at a time, and sends them to the others, which keep their parts.
-    So the values depend on the seed and the module's name alone, not on the number of processes.
-
-    Args:
-        model: The sharded model, on a real device.
-        names: Names of the parameters and buffers, the same on all processes.
-        collectives: Collectives of the processes, all of which have a part of the model.
-        seed: Seed of the run.
-
-    Raises:
-        ValueError: If the model's code does not initialize one; the message names it and its owner's class.
-    """
-    outline = _Outline(model) if collectives.is_main else None
-    for path, here in _by_owner(names):
-        values: dict[str, torch.Tensor] = {}
-        collectives.on_main(partial(_initialize, outline, path, here, seed, values))
-        fill_from_main({name: _tensor(model, name) for name in here}, values)
-
-
-def _initialize(
-    outline: _Outline | None, path: str, names: list[str], seed: int, values: dict[str, torch.Tensor]
-) -> None:
-    """Add the initial values of a module's tensors to `values`."""
-    assert outline is not None
-    own_seed = xxhash.xxh3_64_intdigest(f"{seed} {path}".encode()) >> 1
-    values.update(outline.initialized(path, names, "reset_parameters", own_seed))
-    for name in names:
-        if name not in values:
-            owner = model_class(outline.module.get_submodule(path)).__name__
-            raise ValueError(
-                f"{name!r} has no value: the folder lacks it and {owner} has no reset_parameters() that gives it one; "
-                "define that method, or load a folder that holds it"
-            )
+            if name in values:
+                model.get_buffer(name).copy_(values[name])
+                filled.add(name)
+    return filled
 
 
 def check_complete(model: torch.nn.Module) -> None:
@@ -159,33 +113,29 @@ class _Outline:
                 self._places.setdefault(id(empty), []).append((copied, key))
         return copied
 
-    def initialized(self, path: str, names: list[str], method: str, seed: int) -> dict[str, torch.Tensor]:
+    def initialized(self, path: str, names: list[str]) -> dict[str, torch.Tensor]:
         """Return the values that the model's code gives to tensors of one module, on the CPU; others are missing.
 
         Args:
             path: Path of the module.
             names: Names of the tensors.
-            method: Method of the module that is called where transformers' `_init_weights()` gives no value.
-            seed: Seed of the host's generators.
         """
         values: dict[str, torch.Tensor] = {}
-        for call in (self._init_weights, partial(self._call_method, method)):
+        for call in (self._init_weights, self._reset_buffers):
             left = [name for name in names if name not in values]
             # What the code does not write keeps what it had before: 0 in one run, 1 in the other.
-            runs = [self._run(call, path, left, fill, seed) for fill in (0, 1)] if left else []
+            runs = [self._run(call, path, left, fill) for fill in (0, 1)] if left else []
             values |= {name: runs[0][name] for name in left if _are_same(runs[0][name], runs[1][name])}
         return {name: value for name, value in values.items() if value.shape == _tensor(self.module, name).shape}
 
-    def _run(
-        self, call: Callable[[str], None], path: str, names: list[str], fill: int, seed: int
-    ) -> dict[str, torch.Tensor]:
+    def _run(self, call: Callable[[str], None], path: str, names: list[str], fill: int) -> dict[str, torch.Tensor]:
         """Return the tensors after a call, before which all their elements are `fill`."""
         before = {name: _tensor(self.module, name) for name in names}
         for tensor in before.values():
             self._put(tensor, _empty_like(tensor, "cpu").fill_(fill))
         try:
             with generators_kept(torch.device("cpu")):
-                seed_generators(seed)
+                seed_generators(0)
                 call(path)
             return {name: _tensor(self.module, name).detach() for name in names}
         finally:
@@ -206,9 +156,9 @@ class _Outline:
                 owner._init_weights(parents[-1])  # type: ignore[operator]
             parents.pop()
 
-    def _call_method(self, method: str, path: str) -> None:
-        if call := getattr(self.module.get_submodule(path), method, None):
-            call()
+    def _reset_buffers(self, path: str) -> None:
+        if reset := getattr(self.module.get_submodule(path), "reset_buffers", None):
+            reset()
 
 
 def _empty_like(tensor: torch.Tensor, device: str) -> torch.Tensor:

@@ -46,6 +46,23 @@ def fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
         tensor.copy_(whole)
 
 
+def sharded_like(tensor: DTensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return the values of `whole` as a tensor that is sharded like `tensor`; not collective."""
+    sharded = torch.empty_like(tensor, dtype=whole.dtype, requires_grad=False)
+    fill(sharded, whole)
+    return sharded
+
+
+def whole_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors with each sharded one gathered on all processes; one that occurs twice is gathered once."""
+    gathered: dict[int, torch.Tensor] = {}
+    for value in tensors.values():
+        if isinstance(value, DTensor) and id(value) not in gathered:
+            with torch.no_grad():
+                gathered[id(value)] = value.full_tensor()
+    return {name: gathered.get(id(value), value) for name, value in tensors.items()}
+
+
 def fill_from_main(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
     """Set tensors to the main process's values. Collective.
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from trainer_kit.strategies.ddp_module import SharedBuffers, model_facts
+from trainer_kit.strategies.collectives import Collectives
+from trainer_kit.strategies.ddp_module import SharedBuffers
+from trainer_kit.strategies.fsdp.building import check_complete, refill_buffers
 from trainer_kit.strategies.fsdp.placement import fill_from_main
 from trainer_kit.strategies.fsdp.units import Unit
 from trainer_kit.utils.pytree import map_tensors, tensors
+from trainer_kit.utils.units import join_names
 
 
 class ShardedModel:
@@ -23,6 +30,7 @@ class ShardedModel:
         units: Its units.
         device: Device of the shards.
         options: Arguments of `fully_shard`.
+        collectives: Collectives of the processes.
 
     Attributes:
         module: The user's module.
@@ -30,12 +38,17 @@ class ShardedModel:
     """
 
     def __init__(
-        self, module: torch.nn.Module, units: Sequence[Unit], device: torch.device, options: dict[str, Any]
+        self,
+        module: torch.nn.Module,
+        units: Sequence[Unit],
+        device: torch.device,
+        options: dict[str, Any],
+        collectives: Collectives,
     ) -> None:
         self.module = module
-        self.facts = model_facts(module)
+        self._collectives = collectives
         values = {name: value.detach() for name, value in _tensors(module).items()}
-        originals = dict(module.named_parameters())
+        originals, ties = dict(module.named_parameters()), _ties(module)
         for parameter in originals.values():
             if not parameter.is_contiguous():  # fully_shard takes no other
                 parameter.data = parameter.data.contiguous()
@@ -54,9 +67,25 @@ class ShardedModel:
             each.register_forward_hook(_without_views, prepend=True)
         if any(value.is_meta for value in _tensors(module).values()):
             module.to_empty(device=device)
-        fill_from_main(_tensors(module), values)
+            _tie(module, ties)
+        known = collectives.broadcast([name for name, value in values.items() if not value.is_meta])
+        fill_from_main({name: _tensors(module)[name] for name in known}, values)
+        self._undefined = _tensors(module).keys() - {*known}
         self._shared = SharedBuffers(module)
         module.register_forward_hook(self._reshard_after_evaluation)
+
+    def complete(self, loaded: Collection[str], model_init: Callable[[], torch.nn.Module] | None) -> None:
+        """Give values to tensors that had none on any process, see `Strategy.complete_model`. Collective."""
+        here = _tensors(self.module)
+        missing = [name for name in here if name in self._undefined and name not in loaded]
+        self._undefined = set()
+        filled = refill_buffers(self.module, [name for name in missing if not isinstance(here[name], Parameter)])
+        missing = [name for name in missing if name not in filled]
+        if missing:
+            values = _initial_values(missing, model_init) if self._collectives.is_main else {}
+            self._collectives.on_main(lambda: _check_values(missing, values))
+            fill_from_main({name: here[name] for name in missing}, values)
+        check_complete(self.module)
 
     def buffers_to_share(self) -> list[torch.Tensor]:
         """Return the persistent buffers, see `SharedBuffers.current`."""
@@ -72,11 +101,80 @@ class ShardedModel:
         assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(is_due)
 
+    def gather_in_generate(self, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        """Gather the root unit in the model's `generate`, if it has one, which may use parts of the model directly.
+
+        Args:
+            context: Returns the context of a forward pass.
+        """
+        if not callable(getattr(self.module, "generate", None)):
+            return
+        register_fsdp_forward_method(self.module, "generate")
+        gathered: Any = self.module.generate
+
+        @functools.wraps(gathered)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            try:
+                with context():
+                    return gathered(*args, **kwargs)
+            finally:
+                self.reshard()
+
+        self.module.generate = generate  # type: ignore[assignment]
+
+    @contextlib.contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        """Enclose forward passes that gather nothing."""
+        hooks = [(each, each._forward_pre_hooks, each._forward_hooks) for each in self._units]
+        for each in self._units:
+            state = each._get_fsdp_state()
+            each._forward_pre_hooks = _hooks_of_others(each._forward_pre_hooks, state)
+            each._forward_hooks = _hooks_of_others(each._forward_hooks, state)
+        try:
+            yield
+        finally:
+            for each, pre_hooks, post_hooks in hooks:
+                each._forward_pre_hooks, each._forward_hooks = pre_hooks, post_hooks
+
     def _reshard_after_evaluation(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         # fully_shard keeps the root unit gathered for a backward pass, which does not come here. The module's
         # parameters would then not be those of the optimizer.
         if not torch.is_grad_enabled():
             self.reshard()
+
+
+def _hooks_of_others(hooks: Mapping[int, Any], owner: Any) -> OrderedDict[int, Any]:
+    return OrderedDict((number, hook) for number, hook in hooks.items() if getattr(hook, "__self__", None) is not owner)
+
+
+def _initial_values(names: Sequence[str], model_init: Callable[[], torch.nn.Module] | None) -> dict[str, torch.Tensor]:
+    made = {} if model_init is None else _tensors(model_init())
+    return {name: made[name].detach() for name in names if name in made and not made[name].is_meta}
+
+
+def _check_values(names: Sequence[str], values: Mapping[str, torch.Tensor]) -> None:
+    if absent := [repr(name) for name in names if name not in values]:
+        raise ValueError(
+            f"no value for {join_names(absent)}: the model is on the device 'meta', "
+            "and no weights hold it; give the Trainer weights= that do, or model_init="
+        )
+
+
+def _ties(module: torch.nn.Module) -> list[list[str]]:
+    """Return the names of each tied parameter."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [tied for tied in names.values() if len(tied) > 1]
+
+
+def _tie(module: torch.nn.Module, ties: Sequence[Sequence[str]]) -> None:
+    """Tie parameters again, which `to_empty` has parted."""
+    for first, *others in ties:
+        parameter = module.get_parameter(first)
+        for name in others:
+            path, _, last = name.rpartition(".")
+            module.get_submodule(path)._parameters[last] = parameter
 
 
 def _without_views(module: torch.nn.Module, inputs: Any, output: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,10 +16,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.ddp import DDP
+from trainer_kit.strategies.ddp_module import model_facts
 from trainer_kit.strategies.fsdp.collect import collect
 from trainer_kit.strategies.fsdp.even_passes import EvenPasses
 from trainer_kit.strategies.fsdp.norms import sharded_norms
-from trainer_kit.strategies.fsdp.placement import box_of, fill
+from trainer_kit.strategies.fsdp.placement import box_of, fill, sharded_like, whole_tensors
 from trainer_kit.strategies.fsdp.sharded_model import ShardedModel
 from trainer_kit.strategies.fsdp.units import check_units, describe_single_unit, find_units
 from trainer_kit.strategies.grad_norms import GradientNorms
@@ -98,6 +99,10 @@ class FSDP(MultiNode):
         self._sharded: Any = WeakIdKeyDictionary()  # sharded parameters by those before `prepare`
         self._passes = EvenPasses(self.collectives, self.autocast)
 
+    @property
+    def forward_together(self) -> bool:
+        return not self.group.is_alone
+
     def setup(self) -> None:
         super().setup()
         assert self.precision is not None
@@ -118,12 +123,24 @@ class FSDP(MultiNode):
 
     # Model and optimizer
 
-    def make_model(self, model_init: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-        """Return a new model with values on the main process, and on the meta device on the others."""
-        if self.is_main:
+    def make_model(self, model_init: Callable[[], torch.nn.Module], has_weights: bool = False) -> torch.nn.Module:
+        """Return a new model: with values on the main process unless it has weights to load, elsewhere on "meta"."""
+        if self.group.is_alone or (self.is_main and not has_weights):
             return model_init()
         with torch.device("meta"):
             return model_init()
+
+    def complete_model(
+        self, model: torch.nn.Module, loaded: Collection[str], model_init: Callable[[], torch.nn.Module] | None
+    ) -> None:
+        """Give values to tensors that were on the meta device on all processes.
+
+        Buffers that no file holds are computed by the model's own code. The rest comes from a model that the main
+        process makes whole, in host memory.
+        """
+        for sharded in (each for each in self._replicas if each.module is model):
+            with self.group.watched():
+                sharded.complete(loaded, model_init)
 
     def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
         if self.world_size == 1:
@@ -133,10 +150,12 @@ class FSDP(MultiNode):
         assert self._device_mesh is not None, "setup() comes first"
         units = find_units(model, self.units)
         check_units(model, units)
+        self.collectives.check_same_on_all_ranks(model_facts(model))
         if not units and self.is_main:
             warn(describe_single_unit(model))
-        sharded = ShardedModel(model, units, self.device, self._shard_options())
+        sharded = ShardedModel(model, units, self.device, self._shard_options(), self.collectives)
         self._sharded.update(sharded.sharded)
+        sharded.gather_in_generate(self.autocast)
         self._passes.watch(model)
         self._replicas.append(sharded)
         return model
@@ -195,7 +214,15 @@ class FSDP(MultiNode):
                 ) from error
 
     def uneven_passes(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.group.is_alone else self._passes.evened()
+        return self._passes.evened() if self.forward_together else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def own_passes(self, model: torch.nn.Module) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for each in self._replicas:
+                if each.module is model:
+                    stack.enter_context(each.without_hooks())
+            yield
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
@@ -225,7 +252,19 @@ class FSDP(MultiNode):
             Strategy.backward(self, loss, **options)
 
     def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        return [each.to_local() if isinstance(each, DTensor) else each for each in super().gradients(parameters)]
+        return self.own_parts(super().gradients(parameters))
+
+    def own_parts(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        return [each.to_local().detach() if isinstance(each, DTensor) else each for each in tensors]
+
+    def place_like(self, value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(value, DTensor) or not isinstance(tensor, DTensor):
+            return value
+        return sharded_like(tensor, value)
+
+    def whole_tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        with self.group.watched():
+            return whole_tensors(tensors)
 
     def gradient_norms(self, parameters: list[torch.Tensor], grads: list[torch.Tensor]) -> GradientNorms:
         with self.group.watched():

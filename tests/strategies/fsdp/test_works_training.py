@@ -1,0 +1,117 @@
+"""Training under FSDP: steps that are not finite, streams, lengths, recomputation, adapters; the same as under DDP."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.block_training import Blocks, Records, arguments, rows, whole_weights
+from kit.far_info import FarInfo
+from kit.ranks import RankFailed, on_ranks, try_on_ranks
+from torch.utils.checkpoint import checkpoint
+
+from trainer_kit import Trainer
+from trainer_kit.errors import DataError, NonFiniteError
+
+
+def train_nonfinite(folder: str, strategy: str, nonfinite: str, fused: bool) -> dict[str, Any]:
+    """The second step has an infinite row, on one rank; the step is skipped on the device where that is `fused`."""
+    torch.manual_seed(0)
+    model, data = Blocks(), rows(16)
+    data[9]["x"] = torch.full((4,), float("inf")).double()
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1} if nonfinite == "rollback" else {}
+    args = arguments(folder, strategy, nonfinite=nonfinite, max_grad_value=0.05, **options)
+    trainer = Trainer(model, args, data, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused))
+    if fused:
+        trainer.run.strategy.device_info = FarInfo(trainer.run.strategy.device)
+    error = None
+    try:
+        trainer.train()
+    except NonFiniteError as raised:
+        error = str(raised)
+    return {"error": error, "weights": whole_weights(model), "step": trainer.run.state.step}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("nonfinite", ["skip", "stop", "rollback"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_are_not_finite_end_as_under_ddp(tmp_path: Path, nonfinite: str, fused: bool) -> None:
+    theirs, _ = on_ranks(2, train_nonfinite, str(tmp_path / "ddp"), "ddp", nonfinite, fused)
+    for ours in on_ranks(2, train_nonfinite, str(tmp_path / "fsdp"), "fsdp", nonfinite, fused):
+        assert (ours["error"], ours["step"]) == (theirs["error"], theirs["step"])
+        assert (ours["error"] is not None) == (nonfinite == "stop")
+        assert all(torch.isfinite(each).all() for each in ours["weights"].values())
+        torch.testing.assert_close(ours["weights"], theirs["weights"], rtol=0, atol=1e-12)
+
+
+class Recomputed(Blocks):
+    """Recomputes its blocks in the backward pass, as transformers does by the same method."""
+
+    recomputes = False
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any]) -> None:
+        self.recomputes = True
+        for block in self.blocks:
+            forward = block.forward
+            block.forward = lambda x, forward=forward: checkpoint(forward, x, **gradient_checkpointing_kwargs)
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Rows of which the last ones leave a rank without any; with `uneven`, ranks see different numbers of them."""
+
+    def __init__(self, uneven: bool = False) -> None:
+        self.uneven = uneven
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(rows(9 + 4 * (self.uneven and int(os.environ["RANK"]))))
+
+
+def padded_rows(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([sample[name] for sample in samples]) for name in ("x", "labels")}
+
+
+def train_kind(folder: str, strategy: str, kind: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    records, model, data, options = Records(), Blocks(), rows(13), {}
+    if kind == "recomputed":
+        model, options = Recomputed(), {"gradient_checkpointing": True}
+    elif kind == "lengths":
+        data = [{**row, "input_ids": torch.arange(1 + 5 * index % 7)} for index, row in enumerate(data)]
+        options = {"group_by_length": True}
+    elif kind == "stream":
+        data, options = Stream(), {"max_steps": 5}  # type: ignore[assignment]
+    args = arguments(folder, strategy, **options)
+    trainer = Trainer(model, args, data, rows(5), data_collator=padded_rows, callbacks=[records])
+    trainer.train()
+    assert kind != "recomputed" or model.recomputes
+    names = ("loss", "grad_norm", "epoch")
+    return {
+        "records": [[record.get(name) for name in names] for record in records.seen],
+        "weights": whole_weights(model), "eval_loss": trainer.evaluate()["eval_loss"],
+    }  # fmt: skip
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["recomputed", "lengths", "stream"])
+def test_kinds_of_training_are_those_of_ddp(tmp_path: Path, kind: str) -> None:
+    theirs, _ = on_ranks(2, train_kind, str(tmp_path), "ddp", kind)
+    for ours in on_ranks(2, train_kind, str(tmp_path), "fsdp", kind):
+        for record, other in zip(ours["records"], theirs["records"], strict=True):
+            assert record == pytest.approx(other, abs=1e-12)
+        assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], abs=1e-12)
+        torch.testing.assert_close(ours["weights"], theirs["weights"], rtol=0, atol=1e-12)
+
+
+def train_uneven_stream(folder: str) -> None:
+    Trainer(Blocks(), arguments(folder, "fsdp", max_steps=5), Stream(uneven=True), data_collator=padded_rows).train()
+
+
+@pytest.mark.distributed
+def test_a_stream_that_differs_between_ranks_is_refused_on_all(tmp_path: Path) -> None:
+    for each in try_on_ranks(2, train_uneven_stream, str(tmp_path)):
+        assert isinstance(each, RankFailed)
+        assert isinstance(each.error, DataError)
