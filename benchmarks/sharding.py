@@ -3,14 +3,14 @@
 `python benchmarks/sharding.py` starts 2 processes and then 4 with torchrun, which measure three things:
 
 - a step of the Trainer with `FSDP` against a hand-written loop with `fully_shard`: the same model, units, batches and
-  fused AdamW with a linear schedule, clipping to 1.0, in turn;
+  fused AdamW with a linear schedule, clipping to 1.0, a step of one after a step of the other;
 - the memory of a process in training and in a save, beyond what it has before the model is made, against the formula;
 - a save of the Trainer against `torch.distributed.checkpoint.save` and `async_save` of the same state, in turn in one
   training: how long training stands still, how much later it is when the save is on the disk, how long that takes, and
   bytes; and loading it.
 
-Numbers are medians over turns, ratios medians of the ratios of each turn. Needs 3 GB of disk space in the folder for
-temporary files.
+Numbers are medians over steps or turns, ratios medians of the ratios of each. Needs 3 GB of disk space in the folder
+for temporary files.
 """
 
 from __future__ import annotations
@@ -76,60 +76,58 @@ def show(text: str) -> None:
 # A step
 
 
-def plain_seconds(shape: Shape, steps: int) -> float:
-    """Return the seconds a step of a loop as one would write it by hand."""
-    model, optimizer = make_plain(shape)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
-    dataset = Texts(4000)
-    batches = iter(DataLoader(dataset, batch_size=BATCH, sampler=DistributedSampler(dataset)))
-    begin = 0.0
-    for step in range(1, steps + 1):
-        loss = model(**next(batches))["loss"]
+class PlainLoop:
+    """A loop as one would write it by hand, a step at a time."""
+
+    def __init__(self, shape: Shape, steps: int) -> None:
+        self.model, self.optimizer = make_plain(shape)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: max(0.0, 1 - step / steps))
+        dataset = Texts(4000)
+        self.batches = iter(DataLoader(dataset, batch_size=BATCH, sampler=DistributedSampler(dataset)))
+
+    def step(self) -> None:
+        """Take a step."""
+        loss = self.model(**next(self.batches))["loss"]
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        if step % 50 == 0:
-            loss.item()
-        if step == WARM_UP:
-            begin = time.perf_counter()
-    return (time.perf_counter() - begin) / (steps - WARM_UP)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
 
 
-class Clock(Callback):
-    """Measure the time after the warm-up."""
+class Alternate(Callback):
+    """Take a step of the plain loop after each step of the Trainer, and measure both.
 
-    def __init__(self) -> None:
-        self.begin = self.end = 0.0
+    Attributes:
+        rows: Seconds of a plain step and of the Trainer's next one.
+    """
+
+    priority = 1000
+
+    def __init__(self, loop: PlainLoop) -> None:
+        self.loop = loop
+        self.rows: list[tuple[float, float]] = []
+        self._end = self._plain = 0.0
 
     def on_step_end(self, run: Run) -> None:
-        self.end = time.perf_counter()
-        if run.state.step == WARM_UP:
-            self.begin = self.end
-
-
-def trainer_seconds(shape: Shape, steps: int) -> float:
-    """Return the seconds a step of the Trainer."""
-    clock = Clock()
-    make_trainer(shape, "step", [clock], max_steps=steps).train()
-    return (clock.end - clock.begin) / (steps - WARM_UP)
+        now = time.perf_counter()
+        if run.state.step > WARM_UP:
+            self.rows.append((self._plain, now - self._end))
+        self.loop.step()
+        self._end = time.perf_counter()
+        self._plain = self._end - now
 
 
 def compare_steps(options: argparse.Namespace) -> None:
     """Print the time of a step in both ways, and the ratio of the throughputs."""
-    shape, rows = (options.width // 2, options.layers // 2), []
-    ways = (plain_seconds, trainer_seconds)
-    for turn in range(options.turns + 1):
-        order = ways if turn % 2 else ways[::-1]
-        seconds = {way: way(shape, options.steps) for way in order}
-        if turn:  # the first warms up
-            rows.append([seconds[way] for way in ways])
-    plain, ours = (statistics.median(column) * 1e3 for column in zip(*rows, strict=True))
-    ratios = sorted(row[0] / row[1] for row in rows)
+    shape = (options.width // 2, options.layers // 2)
+    alternate = Alternate(PlainLoop(shape, options.steps))
+    make_trainer(shape, "step", [alternate], max_steps=options.steps).train()
+    plain, ours = (statistics.median(column) * 1e3 for column in zip(*alternate.rows, strict=True))
+    low, middle, high = statistics.quantiles((row[0] / row[1] for row in alternate.rows), n=4)
     show(f"plain fully_shard loop    {plain:8.1f} ms a step")
     show(f"Trainer                   {ours:8.1f} ms a step")
-    show(f"ratio of throughputs      {statistics.median(ratios):8.3f} (from {ratios[0]:.3f} to {ratios[-1]:.3f})")
+    show(f"ratio of throughputs      {middle:8.3f} (half of the steps: {low:.3f} to {high:.3f})")
 
 
 # Memory
@@ -344,9 +342,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, help="default: 2, and then 4")
     parser.add_argument("--part", choices=list(PARTS), help="default: all")
-    parser.add_argument("--steps", type=int, default=40, help="steps of a turn, for the part step (%(default)s)")
+    parser.add_argument("--steps", type=int, default=100, help="steps, for the part step (%(default)s)")
     parser.add_argument("--every", type=int, default=20, help="steps from save to save (%(default)s)")
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=5, help="saves of each way (%(default)s)")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     options = parser.parse_args()
