@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 from kit.guides import Guide
-from kit.ranks import on_ranks
+from kit.ranks import on_ranks, try_on_ranks
 
-from trainer_kit import load_checkpoint_in_model
+from trainer_kit import FSDP, Callback, Run, Trainer, load_checkpoint_in_model
 
 FOLDER = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -248,6 +251,50 @@ def test_ddp_takes_the_same_steps_on_any_number_of_processes(tmp_path: Path, pro
         assert figures["processes"] == processes
         for name in ("train_loss", "eval_loss"):
             assert figures[name] == pytest.approx(alone[name], abs=1e-5)
+
+
+TINY = ("--short", "--width", "64", "--layers", "2", "--prompt", "for x in")
+
+
+class Stop(Callback):
+    """Sends SIGTERM to the process of rank 1 in mid-epoch, between two checkpoints."""
+
+    def on_step_end(self, run: Run) -> None:
+        assert isinstance(run.strategy, FSDP)
+        if run.state.step == 13 and run.strategy.rank == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def large_model(folder: str, callbacks: Sequence[Callback] = (), *options: str) -> dict[str, Any]:
+    module = example("large_model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRAINER_KIT_FSDP", "1")  # as `trainer-kit launch --fsdp` does
+        patch.setattr(module, "Trainer", functools.partial(Trainer, callbacks=callbacks))
+        figures: dict[str, Any] = module.main(["--output-dir", folder, *TINY, *options])
+    return figures
+
+
+@pytest.mark.scenario
+@pytest.mark.parametrize("processes", [1, 3])
+def test_large_model_resumes_on_other_processes_and_writes(tmp_path: Path, processes: int) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    expected, _ = on_ranks(2, large_model, str(whole))
+    for stopped in try_on_ranks(2, large_model, str(broken), [Stop()]):
+        assert isinstance(stopped.error, SystemExit), stopped
+        assert stopped.error.code == 143
+    assert {path.name for path in broken.glob("checkpoint-*")} == {"checkpoint-10", "checkpoint-13"}
+    assert not (broken / "model").exists()
+
+    resumed = on_ranks(processes, large_model, str(broken), [], "--resume")
+    assert resumed[0]["processes"] == processes
+    assert not (broken / "earlier-1").exists()  # where a training from the beginning moves what is there
+    for name in ("train_loss", "eval_loss"):
+        assert resumed[0][name] == pytest.approx(expected[name], abs=1e-4)
+    assert resumed[0]["text"].startswith("for x in")
+    assert len(resumed[0]["text"]) > 10
+    assert not any("text" in each for each in resumed[1:])
+    for part in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (broken / "model" / part).exists()
 
 
 def test_manual_loop_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,10 @@ from trainer_kit.strategies.device_info import DeviceInfo
 from trainer_kit.strategies.session import Session
 
 GUIDE = Guide("docs/strategies.md")
-METHODS = re.findall(r"^\| (`.*?) \|", GUIDE.text.partition("## The methods")[2].partition("\n## ")[0], re.MULTILINE)
+METHODS, SHARDED = (
+    re.findall(r"^\| (`.*?) \|", GUIDE.text.partition(f"## {title}")[2].partition("\n## ")[0], re.MULTILINE)
+    for title in ("The methods", "Sharded models")
+)
 SHORT = {"rank", "world_size", "is_main", "gather", "barrier", "scales_gradients"}
 
 
@@ -83,10 +86,10 @@ def test_the_blocks_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_page_names_each_method_once() -> None:
-    named = [name for cell in METHODS for name in re.findall(r"`(\w+)`", cell)]
+    named = [name for cell in (*METHODS, *SHARDED) for name in re.findall(r"`(\w+)`", cell)]
     public = {name for name, _ in inspect.getmembers(Strategy, callable) if not name.startswith("_")}
     assert sorted(named) == sorted(public - SHORT)
-    assert len(named) <= 26
+    assert len(named) <= 36
 
 
 def test_the_page_names_the_parts() -> None:
