@@ -10,6 +10,8 @@ import torch
 from kit.architectures import llama
 from kit.ranks import on_ranks
 from kit.token_training import whole
+from scenarios.task import StopAt
+from torch import nn
 
 from trainer_kit import Callback, Run, Trainer, TrainingArguments
 from trainer_kit.callbacks import EMA
@@ -82,3 +84,37 @@ def test_a_resume_has_the_bits_of_the_checkpoint(tmp_path: Path, before: str, af
         for ours, theirs in zip(last, further, strict=True):
             assert torch.equal(ours, theirs) or before != after
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+class Counts(nn.Module):
+    """A weight for each sample, from which a step takes 1 / (samples of the step) if it sees the sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = nn.Parameter(torch.zeros(48, 1, dtype=torch.float64))
+        self.blocks = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))  # the units
+
+    def forward(self, index: torch.Tensor) -> dict[str, torch.Tensor]:
+        zero = self.blocks(torch.zeros(1, 1)).sum() * 0
+        return {"loss": self.seen[index].mean() + zero}
+
+
+def see(folder: str, world: int, steps: int) -> torch.Tensor:
+    args = TrainingArguments(
+        output_dir=folder, num_train_epochs=1, use_cpu=True, report_to="none", disable_tqdm=True, log_level="error",
+        per_device_train_batch_size=12 // world, learning_rate=1.0, lr_scheduler_type="constant", optim="sgd",
+        max_grad_norm=0.0, save_strategy="steps", save_steps=1,
+    )  # fmt: skip
+    samples = [{"index": torch.tensor(index)} for index in range(48)]
+    trainer = Trainer(Counts(), args, samples, callbacks=[StopAt(steps)], strategy=FSDP(device="cpu"))
+    trainer.train(resume_from_checkpoint=True)
+    return whole(trainer.run.model.seen).detach().flatten()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("worlds", [(2, 1, 2, 1), pytest.param((4, 3, 2, 4), marks=pytest.mark.slow)], ids=str)
+def test_each_sample_of_an_epoch_is_seen_once(tmp_path: Path, worlds: tuple[int, ...]) -> None:
+    for step, world in enumerate(worlds, start=1):
+        seen = on_ranks(world, see, str(tmp_path / "run"), world, step)[0]
+        expected = torch.full((12 * step,), -1 / 12, dtype=torch.float64)
+        torch.testing.assert_close(seen[seen != 0], expected, rtol=0, atol=1e-15)
