@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint
 from ddp_loop import BATCH, WARM_UP, Net, Texts
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -39,6 +39,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from trainer_kit import FSDP, Callback, Run, Trainer, TrainingArguments
 from trainer_kit.memory import estimate
+
+dcp: Any = torch.distributed.checkpoint
 
 MIB = 2**20
 Shape = tuple[int, int]
@@ -163,7 +165,7 @@ def peak_of(shape: Shape, has_save: bool) -> int:
     make_trainer(shape, f"memory-{has_save}", [peak], **changes).train()
     peaks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(peaks, peak.nbytes - before)
-    return max(peaks)
+    return int(max(peaks))
 
 
 def compare_memory(options: argparse.Namespace) -> None:

@@ -14,7 +14,6 @@ from trainer_kit.utils.pytree import repeated_dimensions
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
-    from trainer_kit.strategies.base import Strategy
 
 
 class EMA(Callback):
@@ -49,7 +48,7 @@ class EMA(Callback):
         self.start_step = start_step
         self._update = get_ema_multi_avg_fn(decay)
         self._averages: dict[str, torch.Tensor] = {}
-        self._strategy: Strategy | None = None  # of the run, once it has begun
+        self._run: Run | None = None  # once it has begun
         self._weights: list[torch.Tensor] = []  # this process's parts of the model's tensors
         self._parts: list[torch.Tensor] = []  # and of the averages, in the same order
         self._trained: list[torch.Tensor] = []  # copies of the weights while the model has the averages
@@ -59,7 +58,7 @@ class EMA(Callback):
         if not self._averages:
             self._averages = {name: _copy(tensor) for name, tensor in live.items()}
         self._check(live)
-        strategy = self._strategy = run.strategy
+        self._run, strategy = run, run.strategy
         averages = {name: strategy.place_like(self._averages[name], tensor) for name, tensor in live.items()}
         self._averages = {name: _like(_wide(tensor), averages[name]) for name, tensor in live.items()}
         self._weights = strategy.own_parts(live.values())
@@ -101,11 +100,12 @@ class EMA(Callback):
         """
         live = _floating(model)
         self._check(live)
-        averages = self._averages if self._strategy is None else self._strategy.whole_tensors(self._averages)
+        strategy = None if self._run is None else self._run.strategy
+        averages = self._averages if strategy is None else strategy.whole_tensors(self._averages)
         with torch.no_grad():
             for name, tensor in live.items():
                 average = averages[name]
-                tensor.copy_(average if self._strategy is None else self._strategy.place_like(average, tensor))
+                tensor.copy_(average if strategy is None else strategy.place_like(average, tensor))
 
     def state_dict(self) -> dict[str, Any]:
         return {"averages": dict(self._averages)}

@@ -29,7 +29,8 @@ PIECES_PER_STEP = 24
 
 def generate(folder: Path, prompt: str, tokens: int) -> str:
     """Load a folder with transformers, and continue `prompt`."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     written = model.generate(**inputs, max_new_tokens=tokens, do_sample=True, temperature=0.6)

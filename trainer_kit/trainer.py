@@ -132,7 +132,7 @@ class Trainer:
         weights: str | Path | None = None,
     ) -> None:
         check_class(type(self), Trainer)
-        args = args if args is not None else TrainingArguments()
+        args = TrainingArguments() if args is None else args
         if not isinstance(args, TrainingArguments):
             raise TypeError(f"args is a {_full_name(args)}; give trainer_kit's TrainingArguments")
         guard_standard_streams()
@@ -141,17 +141,13 @@ class Trainer:
         _show_log(args.log_level if strategy.is_main else "error")
         if (model is None) == (model_init is None):
             raise ValueError("give either model or model_init")
-        if weights is not None and strategy.is_main and not Path(weights).is_dir():
-            raise ValueError(f"weights={str(weights)!r} is no folder; give one that save_model() or a checkpoint wrote")
-        self._model_init = None if model_init is None else _seeded(model_init, args.seed)
-        self._weights = None if weights is None else Path(weights)  # None once they are loaded
-        if self._model_init is not None:
-            model = strategy.make_model(self._model_init, has_weights=weights is not None)
+        self._weights = None if weights is None else _checked_folder(weights, strategy)  # None once they are loaded
+        self._model_init = model_init and _seeded(model_init, args.seed)
+        model = strategy.make_model(self._model_init, has_weights=weights is not None) if self._model_init else model
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
         check_lightning_module(model, compute_loss is not None, optimizer is not None)
-        if not callable(lr_scheduler) and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
-            raise ValueError("lr_scheduler belongs to another optimizer; give that one as optimizer=, or a function")
+        _check_scheduler(lr_scheduler, optimizer)
         if args.eval_strategy != "no" and eval_dataset is None:
             warn(f"eval_strategy={args.eval_strategy!r} has no effect without eval_dataset")
         takes_mask = compute_loss is not None or takes_column(model, "attention_mask")
@@ -380,6 +376,17 @@ class Trainer:
         run.strategy.collectives.on_main(
             lambda: save_model_folder(folder, state, run.model, run.processing_class, size, to_host)
         )
+
+
+def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    if not callable(scheduler) and getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ValueError("lr_scheduler belongs to another optimizer; give that one as optimizer=, or a function")
+
+
+def _checked_folder(weights: str | Path, strategy: Strategy) -> Path:
+    if strategy.is_main and not Path(weights).is_dir():  # other machines may not see it
+        raise ValueError(f"weights={str(weights)!r} is no folder; give one that save_model() or a checkpoint wrote")
+    return Path(weights)
 
 
 def _seeded(model_init: Callable[[], torch.nn.Module], seed: int) -> Callable[[], torch.nn.Module]:

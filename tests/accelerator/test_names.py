@@ -22,7 +22,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 # Arguments that are left out here, or have another default; docs/coming-from.md says why.
 LEFT_OUT = {
     "Accelerator": {
-        "deepspeed_plugin", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin", "rng_types", "dynamo_backend",
+        "deepspeed_plugin", "torch_tp_plugin", "megatron_lm_plugin", "rng_types", "dynamo_backend",
         "dynamo_plugin", "deepspeed_plugins", "parallelism_config",
     },
     "Accelerator.autocast": {"autocast_handler"},
@@ -39,6 +39,12 @@ LEFT_OUT = {
     "DistributedDataParallelKwargs": {
         "dim", "broadcast_buffers", "check_reduction", "comm_hook", "comm_wrapper", "comm_state_option",
     },
+    "FullyShardedDataParallelPlugin": {
+        "sharding_strategy", "backward_prefetch", "mixed_precision_policy", "auto_wrap_policy", "ignored_modules",
+        "state_dict_type", "state_dict_config", "optim_state_dict_config", "limit_all_gathers", "use_orig_params",
+        "param_init_fn", "sync_module_states", "forward_prefetch", "activation_checkpointing",
+        "activation_checkpointing_offload", "cpu_ram_efficient_loading", "min_num_params",
+    },
     "InitProcessGroupKwargs": {"backend", "init_method"},
     "ProjectConfiguration": {"save_on_each_node"},
     "load_checkpoint_in_model": {
@@ -53,6 +59,9 @@ OTHER_DEFAULTS = {
     ("Accelerator.on_process", "process_index"),
     ("DistributedDataParallelKwargs", "bucket_cap_mb"),
     ("DistributedDataParallelKwargs", "gradient_as_bucket_view"),
+    ("FullyShardedDataParallelPlugin", "cpu_offload"),
+    ("FullyShardedDataParallelPlugin", "fsdp_version"),
+    ("FullyShardedDataParallelPlugin", "reshard_after_forward"),
     ("GradientAccumulationPlugin", "num_steps"),
     ("InitProcessGroupKwargs", "timeout"),
     ("load_checkpoint_in_model", "strict"),

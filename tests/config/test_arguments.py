@@ -206,6 +206,21 @@ def test_an_unknown_name_is_refused_with_the_nearest(unknown: str, nearest: str)
         dataclasses.replace(TrainingArguments(), **settings)
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("fsdp", "use strategy='fsdp', or Trainer(strategy=FSDP(...)) for its options"),
+        ("fsdp_config", "use strategy='fsdp', or Trainer(strategy=FSDP(...)) for its options"),
+        ("ddp_timeout", "use Trainer(strategy=DDP(ddp_timeout=...))"),
+    ],
+)
+def test_a_name_of_transformers_is_refused_with_what_stands_for_it(name: str, remedy: str) -> None:
+    for make in (lambda settings: TrainingArguments(**settings), TrainingArguments.from_dict):
+        with pytest.raises(TypeError) as raised:
+            make({name: 1})
+        assert str(raised.value) == f"TrainingArguments has no field {name!r}; {remedy}"
+
+
 def test_the_signature_is_that_of_the_dataclass() -> None:
     parameters = inspect.signature(TrainingArguments).parameters
     assert list(parameters) == [field.name for field in dataclasses.fields(TrainingArguments)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import os
 import random
 import re
 import shutil
@@ -326,8 +327,10 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=60, help="for each number of ranks (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--strategy", choices=("ddp", "fsdp"), default="ddp")
     parser.add_argument("--report", type=Path, help="file for the kills as JSON")
     options = parser.parse_args()
+    os.environ["CHAOS_STRATEGY"] = options.strategy  # for the processes that `starts` forks
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     told = []
     for ranks in options.ranks:

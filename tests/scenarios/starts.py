@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from scenarios.moments import Death, Read, ReadStateless, ReadStream, Watch
 from trainer_kit.callbacks import read_log
 from trainer_kit.checkpoint.format import ownership
 from trainer_kit.strategies import ddp, process_group
+from trainer_kit.strategies.fsdp.strategy import FSDP
 
 STEPS, SAVE_STEPS = 50, 4
 ARGUMENTS = {
@@ -64,6 +66,9 @@ class Start(NamedTuple):
         return self.folder / "run"
 
 
+STRATEGIES: dict[str, Callable[..., ddp.DDP]] = {"ddp": ddp.DDP, "fsdp": functools.partial(FSDP, units=["head"])}
+
+
 def train(start: Start, rank: int, port: int) -> None:
     """What a process does; it leaves in a file what it ended with."""
     log = os.open(start.file("log", rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -84,7 +89,7 @@ def train(start: Start, rank: int, port: int) -> None:
         start.output_dir, watch, *[SaveFirst()] * start.saves_first,
         dataset=DATA[start.data](watch),
         model=task.Formats(),
-        strategy=ddp.DDP(device="cpu", heartbeat_timeout=4.0),
+        strategy=STRATEGIES[os.environ.get("CHAOS_STRATEGY", "ddp")](device="cpu", heartbeat_timeout=4.0),
         dataloader_num_workers=start.workers, async_save=start.async_save, **ARGUMENTS,
     )  # fmt: skip
     trainer.run.eval_dataset = Read(watch, 10, "evaluation")

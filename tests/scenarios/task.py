@@ -163,7 +163,8 @@ def checksum(*trees: Any) -> str:
             for value in tree:
                 add(value)
         elif isinstance(tree, torch.Tensor):
-            found.update(tree.detach().cpu().contiguous().numpy().tobytes())
+            whole = tree.full_tensor() if hasattr(tree, "full_tensor") else tree  # all ranks come here
+            found.update(whole.detach().cpu().contiguous().numpy().tobytes())
         else:
             found.update(repr(tree).encode())
 

@@ -25,7 +25,7 @@ LIMIT = 600
 @pytest.mark.timeout(LIMIT + 30)
 def test_whenever_a_run_is_killed_it_ends_with_the_same_bits(tmp_path: Path) -> None:
     reports = {ranks: tmp_path / f"{ranks}.json" for ranks in KILLS}
-    processes = {ranks: start(ranks, report) for ranks, report in reports.items()}
+    processes = {ranks: start(ranks, report, KILLS[ranks]) for ranks, report in reports.items()}
     try:
         outputs = {ranks: process.communicate(timeout=LIMIT)[0] for ranks, process in processes.items()}
     finally:
@@ -41,8 +41,19 @@ def test_whenever_a_run_is_killed_it_ends_with_the_same_bits(tmp_path: Path) -> 
     assert {row["card"] for row in kills[2]} >= {chaos.ALL, *chaos.moments.ON_ANY_RANK}
 
 
-def start(ranks: int, report: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, chaos.__file__, "--ranks", str(ranks), "--kills", str(KILLS[ranks])]
+@pytest.mark.timeout(LIMIT + 30)
+def test_whenever_a_sharded_run_is_killed_it_ends_with_the_same_bits(tmp_path: Path) -> None:
+    process = start(2, tmp_path / "report.json", 20, "--strategy", "fsdp")
+    try:
+        output, _ = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    assert len(json.loads((tmp_path / "report.json").read_text())) == 20
+
+
+def start(ranks: int, report: Path, kills: int, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, chaos.__file__, "--ranks", str(ranks), "--kills", str(kills), *options]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "TMPDIR": str(report.parent),

@@ -18,6 +18,7 @@ from trainer_kit.accelerator.checkpointing import Checkpointing
 from trainer_kit.accelerator.loader import PreparedLoader
 from trainer_kit.accelerator.options import (
     DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     ProjectConfiguration,
     ddp_options,
@@ -69,6 +70,8 @@ class Accelerator(Checkpointing):
         gradient_accumulation_steps: Batches per optimizer step on each process; see `accumulate`.
         cpu: Whether to train on the CPU even where there is an accelerator; the launcher can also request it.
         dataloader_config: See `DataLoaderConfiguration`.
+        fsdp_plugin: Shards the model over the processes, as `trainer-kit launch --fsdp` does, with these options; None:
+            the launcher's choice.
         log_with: "tensorboard", "jsonl" (`log.jsonl`), "all" of these, an object with `log(values, step)`, or a list.
         project_dir: See `ProjectConfiguration`.
         project_config: See `ProjectConfiguration`; its `project_dir` takes precedence.
@@ -95,6 +98,7 @@ class Accelerator(Checkpointing):
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
         *,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         log_with: Any = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
@@ -115,10 +119,12 @@ class Accelerator(Checkpointing):
         if project.project_dir is None:
             project.project_dir = project_dir
         args = TrainingArguments(
+            strategy="auto" if fsdp_plugin is None else "fsdp",
             mixed_precision=mixed_precision or environment.mixed_precision(),  # type: ignore[arg-type]  # checked there
             use_cpu=cpu or environment.use_cpu(),
         )
-        strategy = choose_strategy(args, downcast_bf16=downcast_bf16, **ddp_options(kwargs_handlers or ()))
+        options = ddp_options(kwargs_handlers or ()) | ({} if fsdp_plugin is None else fsdp_plugin.options())
+        strategy = choose_strategy(args, downcast_bf16=downcast_bf16, **options)
         strategy.shapes = ShapeLedger(by_hand=True)
         super().__init__(strategy, log_with, project)
         self.strategy.setup()
@@ -372,13 +378,15 @@ class Accelerator(Checkpointing):
             return None
         trained = [parameter for parameter in chosen if parameter.grad is not None]
         if norm_type != 2 or not trained:
-            return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type)
+            total = torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type)
+            return self.strategy.whole_tensors({"total": total})["total"]
         grads = self.strategy.gradients(trained)
         total = self.strategy.gradient_norms(trained, grads).total
         # max_norm / (total + 1e-6), at most 1, as in torch.nn.utils.clip_grad_norm_.
         torch._foreach_mul_(grads, (max_norm / (total + 1e-6)).clamp(max=1.0))
         return total
 
+    @torch.no_grad()
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip each element of the gradients to ±`clip_value`; do nothing while gradients accumulate.
 
@@ -387,7 +395,9 @@ class Accelerator(Checkpointing):
             clip_value: Largest absolute value.
         """
         if (chosen := self._complete(parameters)) is not None:
-            torch.nn.utils.clip_grad_value_(chosen, clip_value)
+            grads = self.strategy.gradients(parameter for parameter in chosen if parameter.grad is not None)
+            torch._foreach_clamp_min_(grads, -clip_value)
+            torch._foreach_clamp_max_(grads, clip_value)
 
     def _complete(self, parameters: Any) -> list[torch.Tensor] | None:
         """Return the parameters, with gradients unscaled from fp16; None while gradients accumulate."""

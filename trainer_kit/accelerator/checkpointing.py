@@ -108,7 +108,7 @@ class Checkpointing(Tracking):
         self.flow.dispatch()
         detached: dict[int, torch.Tensor] = {}  # XLA recognizes tied tensors only by object identity
         state = self.strategy.collect_on_main(self.strategy.model_state(model))
-        if self.strategy.shards_state and not self.is_main_process:
+        if self.strategy.is_sharded and not self.is_main_process:
             return {}
         return {name: detached.setdefault(id(value), value.detach()) for name, value in state.items()}
 
@@ -306,7 +306,7 @@ class Checkpointing(Tracking):
         for (name, parameter), holders in zip(named, held, strict=True):
             if holders:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                summed[name] = self.strategy.collectives.all_reduce(gradient.to_dense())
+                summed[name] = self.strategy.summed_gradient(gradient)
         return summed
 
     def _trained(self) -> list[tuple[str, torch.Tensor]]:
@@ -419,8 +419,8 @@ class Checkpointing(Tracking):
     def _restore_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
         for name, parameter in self._trained():
             parameter.grad = None
-            if name in gradients and self.strategy.rank == 0:  # the saved sum of all processes
-                parameter.grad = torch.empty_like(parameter).copy_(gradients[name])
+            if name in gradients:
+                self.strategy.restore_gradient(parameter, gradients[name])
 
 
 def _numbered(name: str, objects: Sequence[Any]) -> Iterator[tuple[str, Any]]:

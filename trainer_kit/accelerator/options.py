@@ -23,6 +23,7 @@ class DistributedType(str, enum.Enum):
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
     MULTI_GPU = "MULTI_GPU"
+    FSDP = "FSDP"
     XLA = "XLA"
     TPU = "XLA"
 
@@ -106,6 +107,39 @@ class InitProcessGroupKwargs:
     """Arguments of the process group; `timeout` limits how long a process waits in a collective."""
 
     timeout: timedelta = timedelta(minutes=30)
+
+
+@dataclasses.dataclass(kw_only=True)
+class FullyShardedDataParallelPlugin:
+    """Options of a model that is sharded over the processes, see `trainer_kit.FSDP`.
+
+    Args:
+        fsdp_version: Only 2, torch's `fully_shard`.
+        reshard_after_forward: See `trainer_kit.FSDP`.
+        cpu_offload: See `trainer_kit.FSDP(offload=)`.
+        transformer_cls_names_to_wrap: Class names of the modules that are gathered as one; None: the blocks that the
+            model repeats.
+
+    Raises:
+        ValueError: If `fsdp_version` is not 2.
+    """
+
+    fsdp_version: int = 2
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+    transformer_cls_names_to_wrap: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.fsdp_version != 2:
+            raise ValueError(f"fsdp_version={self.fsdp_version!r} is not available; use 2, torch's fully_shard")
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of `FSDP`."""
+        return {
+            "reshard_after_forward": self.reshard_after_forward,
+            "offload": self.cpu_offload,
+            "units": self.transformer_cls_names_to_wrap,
+        }
 
 
 def ddp_options(handlers: Iterable[Any]) -> dict[str, Any]:

@@ -85,6 +85,8 @@ class ProcessInfo:
             return DistributedType.XLA
         if self.num_processes == 1:
             return DistributedType.NO
+        if self.strategy.is_sharded:
+            return DistributedType.FSDP
         return DistributedType.MULTI_CPU if self.device.type == "cpu" else DistributedType.MULTI_GPU
 
     # Execution on selected processes

@@ -125,7 +125,7 @@ class AsyncSaver:
         save = strategy.collectives.on_main(lambda: self._open(snapshot))
         self.is_busy = True
         writers = self._writers_of(division)
-        if save is None or not (strategy.shards_state or strategy.rank in writers):
+        if save is None or not (strategy.is_sharded or strategy.rank in writers):
             return
         take = self._take(self._share(snapshot.result(), division))
         if strategy.is_main:
@@ -180,7 +180,7 @@ class AsyncSaver:
             OSError: If a process cannot take part in writing a sharded state; raised on all processes.
         """
         strategy, collectives = self.run.strategy, self.run.strategy.collectives
-        if len(self.writers) == 1 and not strategy.shards_state:
+        if len(self.writers) == 1 and not strategy.is_sharded:
             return None
         division, error = None, snapshot.exception()
         if error is None:
@@ -194,7 +194,7 @@ class AsyncSaver:
         if apart[0] > 0:  # else the main process raises its error
             rank, (digest, problem) = collectives.describe_rank(apart[0]), answers[apart[0]]
             why = "has other tensors in its model or optimizer" if digest else f"cannot give its state ({problem})"
-            if strategy.shards_state:
+            if strategy.is_sharded:
                 raise OSError(f"{rank} {why}")
             self.writers = [0]
             if collectives.is_main:
@@ -204,7 +204,7 @@ class AsyncSaver:
     def _shared(self, snapshot: Snapshot) -> list[str]:
         """Return the names of the states that all processes have alike, so that they can write them together."""
         strategy, states = self.run.strategy, snapshot.states.items()
-        if not strategy.shards_state:
+        if not strategy.is_sharded:
             return [*SHARED]
         sharded = [
             name
@@ -228,7 +228,7 @@ class AsyncSaver:
 
         With `async_save=False`, the snapshot itself is written. Collective if the strategy shards the state.
         """
-        is_sharded = self.run.strategy.shards_state
+        is_sharded = self.run.strategy.is_sharded
         if not (self.run.args.async_save or is_sharded):
             return lambda: share
         taken: Future[Snapshot] = Future()
@@ -237,6 +237,8 @@ class AsyncSaver:
                 self._reserving.result()
             taken.set_result(self._collected(share) if is_sharded else share.copied(self.copies.take))
         except Exception as error:
+            if is_sharded and not isinstance(error, OSError):
+                raise  # the processes no longer agree on what they collect
             taken.set_exception(error)
 
         def complete() -> Snapshot:

@@ -330,7 +330,7 @@ class CheckpointManager:
         return taken.result
 
     def _states_with(self, optimizer_state: Callable[[], dict[str, Any]], evaluation_is_due: bool) -> States:
-        if not (self.run.strategy.is_main or self.run.strategy.shards_state):
+        if not (self.run.strategy.is_main or self.run.strategy.is_sharded):
             return lambda committed: {"optimizer": optimizer_state()}
         return lambda committed: self._states(committed, optimizer_state(), evaluation_is_due)
 

@@ -28,13 +28,17 @@ _NAMED_OTHERWISE = {
     "lr": "learning_rate",
     "epochs": "num_train_epochs",
     "batch_size": "per_device_train_batch_size",
-    "fsdp": "strategy",
-    "fsdp_config": "strategy",
-    "ddp_find_unused_parameters": "strategy",
-    "ddp_bucket_cap_mb": "strategy",
-    "ddp_timeout": "strategy",
-    "ddp_backend": "strategy",
-    "ddp_broadcast_buffers": "strategy",
+}
+_SHARDED = "use strategy='fsdp', or Trainer(strategy=FSDP(...)) for its options"
+# What to do instead of giving other trainers' fields that are no fields here.
+_REMEDIES = {
+    "fsdp": _SHARDED,
+    "fsdp_config": _SHARDED,
+    "ddp_find_unused_parameters": "use Trainer(strategy=DDP(find_unused_parameters=...))",
+    "ddp_bucket_cap_mb": "use Trainer(strategy=DDP(bucket_cap_mb=...))",
+    "ddp_timeout": "use Trainer(strategy=DDP(ddp_timeout=...))",
+    "ddp_backend": "the device decides: gloo on CPUs, nccl on NVIDIA GPUs",
+    "ddp_broadcast_buffers": "buffers are always broadcast, after each step",
 }
 
 
@@ -113,7 +117,7 @@ def _refuse_unknown_names(cls: type[T]) -> type[T]:
 
     @functools.wraps(generated)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        check_names(cls, kwargs, _NAMED_OTHERWISE)
+        check_names(cls, kwargs, _NAMED_OTHERWISE, _REMEDIES)
         generated(self, *args, **kwargs)
 
     cls.__init__ = init  # type: ignore[method-assign]
@@ -379,7 +383,7 @@ class TrainingArguments:
             TypeError: If a field is unknown or a value has the wrong type.
             ValueError: If a value is not allowed.
         """
-        check_names(cls, values, _NAMED_OTHERWISE)
+        check_names(cls, values, _NAMED_OTHERWISE, _REMEDIES)
         return cls(**values)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -28,19 +28,24 @@ class Rule(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-def check_names(cls: type, names: Iterable[Any], synonyms: Mapping[str, str]) -> None:
+def check_names(
+    cls: type, names: Iterable[Any], synonyms: Mapping[str, str], remedies: Mapping[str, str] | None = None
+) -> None:
     """Check that all names are fields of the dataclass `cls`.
 
     Args:
         cls: The dataclass.
         names: The names to check.
         synonyms: Field names by other names for them that are not similar in spelling.
+        remedies: What to do instead, for names that stand for no field.
 
     Raises:
         TypeError: If a name is unknown; the message has the first such name and the nearest known one.
     """
     known = [field.name for field in dataclasses.fields(cls)]
     for name in names:
+        if remedies and name in remedies:
+            raise TypeError(f"{cls.__name__} has no field {name!r}; {remedies[name]}")
         if name not in known:
             nearest = synonyms.get(name) or difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
             raise TypeError(f"{cls.__name__} has no field {name!r}; the nearest known name is {nearest!r}")

@@ -211,9 +211,10 @@ def advise_run(
         optimizer: The user's optimizer; None for the one that `args.optim` selects.
         device_memory: Bytes, or a string such as "24GiB"; None for that of the device, if it is present.
     """
+    processes = run.strategy.world_size
     return advise(
         run.model, run.args, batch, device_memory=device_memory, compute_loss=compute_loss, optimizer=optimizer,
-        device=run.strategy.device, world_size=run.strategy.world_size, samples=samples,
+        device=run.strategy.device, world_size=processes, fsdp=run.strategy.count_shards(processes), samples=samples,
     )  # fmt: skip
 
 

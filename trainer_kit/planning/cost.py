@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from trainer_kit.data.map_loader import MicroBatch
 from trainer_kit.memory import Anatomy, estimate
 from trainer_kit.memory.advice import advise, capacity
@@ -15,6 +13,7 @@ from trainer_kit.memory.errors import first_line
 from trainer_kit.planning.planned_training import PlannedTraining
 from trainer_kit.planning.sections import Batch, Compute, MemorySection, StepsSection
 from trainer_kit.profiling.peak_flops import computing_dtype, peak_of
+from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.pytree import tensors
 from trainer_kit.utils.units import format_count, format_size
 
@@ -25,18 +24,18 @@ class CostSection:
     Args:
         subject: The training; its run's optimizer has the planned type.
         micro_batch: A micro-batch of the run; None if none could be read.
-        device: Device of the run.
+        strategy: The run's own strategy.
         processes: Number of processes of the run.
     """
 
     def __init__(
-        self, subject: PlannedTraining, micro_batch: MicroBatch | None, device: torch.device, processes: int
+        self, subject: PlannedTraining, micro_batch: MicroBatch | None, strategy: Strategy, processes: int
     ) -> None:
         self.run = run = subject.run
-        self.device = device
+        self.device = strategy.device
         self.given: dict[str, Any] = {
-            "compute_loss": subject.compute_loss, "optimizer": subject.optimizer, "device": device,
-            "world_size": processes,
+            "compute_loss": subject.compute_loss, "optimizer": subject.optimizer, "device": self.device,
+            "world_size": processes, "fsdp": strategy.count_shards(processes),
         }  # fmt: skip
         self.anatomy: Anatomy | None = None
         self.note = "no batch could be read"

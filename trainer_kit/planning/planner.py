@@ -105,7 +105,7 @@ class _Rehearsal:
         data, steps = self._data(), self._steps(cadence)
         start, hardware = self._start(), self._hardware()
         storage = self._storage(cadence, trial)
-        cost = CostSection(subject, first.largest, self.strategy.device, self.stage.world_size)
+        cost = CostSection(subject, first.largest, self.strategy, self.stage.world_size)
         metrics = MetricCheck()
         if cadence.evaluations:
             metrics = check_metrics(subject, rates.scheduler if rates else None, self.reading)

@@ -39,8 +39,8 @@ class Strategy:
         device: Device of the model and the batches.
         devices: Number of devices over which a batch of this process is divided; a batch has
             `devices * per_device_train_batch_size` samples.
-        shards_state: Whether a process may hold a part of a tensor of the model or the optimizer; all processes then
-            call `collect` in each save.
+        is_sharded: Whether a process may hold a part of a tensor of the model or the optimizer; a forward pass, a
+            backward pass and a save are collectives then.
         static_shapes: Whether each new batch shape costs a compilation, so that loaders avoid new shapes.
         shapes: The batch shapes that were fed to the model.
         reason: Why this strategy was chosen, for logs.
@@ -49,7 +49,7 @@ class Strategy:
         session: Preemption, restarts and folders of the run's processes and machines.
     """
 
-    shards_state: bool = False
+    is_sharded: bool = False
     device: torch.device = torch.device("cpu")
     devices: int = 1
     static_shapes: bool = False
@@ -62,11 +62,6 @@ class Strategy:
         self.collectives = Collectives()
         self.session = Session(self.collectives)
         self._worst_norm: torch.Tensor | None = None  # largest norm so far, with nonfinite="stop"
-
-    @property
-    def forward_together(self) -> bool:
-        """Whether a forward or backward pass is a collective, so that no process takes one alone."""
-        return False
 
     # Shortcuts for callbacks, see `collectives`
 
@@ -180,6 +175,10 @@ class Strategy:
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the user's module inside the one that `prepare` returned."""
         return model
+
+    def count_shards(self, processes: int) -> int:
+        """Return over how many processes a run with `processes` of them shards its model; 1: it does not."""
+        return 1
 
     def release_models(self) -> None:
         """Drop all references to prepared models."""
@@ -348,6 +347,18 @@ class Strategy:
         """
         return gradient_norms(parameters, grads)
 
+    def summed_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a parameter's gradients of an unfinished step over all processes, sharded as they are.
+
+        Collective.
+        """
+        return self.collectives.all_reduce(gradient.to_dense())
+
+    def restore_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Set a parameter's gradients to what `summed_gradient` returned, as their sum over all processes."""
+        if self.is_main:
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Free the gradients, without the profiler scope that `optimizer.zero_grad` opens each time."""
         for group in optimizer.param_groups:
@@ -371,7 +382,7 @@ class Strategy:
     def collect(
         self, tensors: Sequence[torch.Tensor], owners: Sequence[int], places: Sequence[torch.Tensor | None]
     ) -> None:
-        """Copy tensors of a model or an optimizer, whole, to their owners. Collective if `shards_state`.
+        """Copy tensors of a model or an optimizer, whole, to their owners. Collective if `is_sharded`.
 
         Args:
             tensors: The same tensors in the same order on all processes.
@@ -384,7 +395,7 @@ class Strategy:
     def collect_on_main(self, state: T) -> T:
         """Return nested dicts, lists and tuples with sharded tensors whole and on the host, on the main process.
 
-        Collective if `shards_state`; on the other processes the tensors stay as they are.
+        Collective if `is_sharded`; on the other processes the tensors stay as they are.
         """
         return state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from trainer_kit.utils.user_warnings import warn
 
 
 def choose_strategy(
-    args: TrainingArguments, strategy: Strategy | None = None, *, downcast_bf16: bool = False, **ddp: Any
+    args: TrainingArguments, strategy: Strategy | None = None, *, downcast_bf16: bool = False, **options: Any
 ) -> Strategy:
     """Return the strategy for a run.
 
@@ -22,14 +23,14 @@ def choose_strategy(
         args: The arguments of the run.
         strategy: The user's own strategy; None: choose by `args.strategy` and the launcher's environment.
         downcast_bf16: Argument of `XLA`, if that is chosen.
-        ddp: Arguments of `DDP` or `MultiNode`, if one is chosen.
+        options: Arguments of `DDP`, `MultiNode` or `FSDP`, if one is chosen.
 
     Raises:
         TypeError: If `strategy` is no Strategy.
         ValueError: If a launcher started several processes, but each would train alone.
     """
     if strategy is None:
-        strategy = _by_name(args, downcast_bf16, ddp)
+        strategy = _by_name(args, downcast_bf16, options)
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy={strategy!r} is no Strategy; give an instance such as SingleDevice('cuda:1')")
     if strategy.precision is None:
@@ -37,10 +38,10 @@ def choose_strategy(
     return strategy
 
 
-def _by_name(args: TrainingArguments, downcast_bf16: bool, ddp: Mapping[str, Any]) -> Strategy:
+def _by_name(args: TrainingArguments, downcast_bf16: bool, options: Mapping[str, Any]) -> Strategy:
     place = environment.place()
     name, reason = _name(args, place)
-    strategy = _made(name, args, place, downcast_bf16, ddp)
+    strategy = _made(name, args, place, downcast_bf16, options)
     strategy.reason = "; ".join([reason, *_why_device(args, strategy)])
     return strategy
 
@@ -72,14 +73,14 @@ def _why_device(args: TrainingArguments, strategy: Strategy) -> list[str]:
 
 
 def _made(
-    name: str, args: TrainingArguments, place: environment.Place, downcast_bf16: bool, ddp: Mapping[str, Any]
+    name: str, args: TrainingArguments, place: environment.Place, downcast_bf16: bool, options: Mapping[str, Any]
 ) -> Strategy:
     device = "cpu" if args.use_cpu else None
     # Imported lazily: torch.distributed is slow to import.
     if name == "ddp":
         from trainer_kit.strategies.ddp import DDP
 
-        return DDP(device=device, **ddp)
+        return DDP(device=device, **options)
     if name == "xla":
         from trainer_kit.strategies.xla.strategy import XLA
 
@@ -87,13 +88,15 @@ def _made(
     if name == "multinode":
         from trainer_kit.strategies.multinode import MultiNode
 
-        return MultiNode(device=device, **ddp)
+        return MultiNode(device=device, **options)
     if name == "fsdp":
         from trainer_kit.strategies.fsdp.strategy import FSDP
 
-        if unknown := [option for option in ddp if option != "ddp_timeout"]:
-            raise ValueError(f"{unknown[0]}={ddp[unknown[0]]!r} is an option of DDP, but strategy is 'fsdp'; remove it")
-        return FSDP(device=device, **ddp)
+        known = inspect.signature(FSDP).parameters
+        for option, value in options.items():
+            if option not in known:
+                raise ValueError(f"{option}={value!r} is an option of DDP, but strategy is 'fsdp'; remove it")
+        return FSDP(device=device, **options)
     if place.world_size > 1:
         raise ValueError(
             f"a launcher started {place.world_size} processes, but strategy={args.strategy!r} trains with one: each "

@@ -12,6 +12,7 @@ from kit.block_training import Blocks, Records, make_trainer, whole, whole_weigh
 from kit.ranks import on_ranks
 
 from trainer_kit.callbacks import EMA, Freezing, Throughput
+from trainer_kit.checkpoint import read_state
 
 
 def compiled_without_a_compiler(train: Any) -> Any:
@@ -60,7 +61,8 @@ def averaged(folder: str, strategy: str) -> dict[str, Any]:
     copied = Blocks()
     ema.copy_to(copied)
     return {
-        "weights": whole_weights(trainer.run.model), "copied": whole_weights(copied), "loss": trainer.evaluate()["eval_loss"],
+        "weights": whole_weights(trainer.run.model), "copied": whole_weights(copied),
+        "loss": trainer.evaluate()["eval_loss"],
         "averages": {name: whole(value) for name, value in ema.state_dict()["averages"].items()},
         "losses": [record["eval_loss"] for record in seen.evaluated],
     }  # fmt: skip
@@ -108,3 +110,24 @@ def test_averages_of_a_checkpoint_go_on(tmp_path: Path) -> None:
     (theirs, _), ours = (on_ranks(2, resumed_averages, str(tmp_path), each) for each in ("ddp", "fsdp"))
     for each in ours:
         torch.testing.assert_close(each, theirs, rtol=0, atol=1e-12)
+
+
+def saved_averages(folder: str, steps: int, resume: bool) -> dict[str, Any]:
+    ema = EMA(decay=0.9)
+    trainer = make_trainer(folder, "fsdp", [ema], max_steps=steps, lr_scheduler_type="constant", save_strategy="epoch")
+    trainer.train(resume_from_checkpoint=resume)
+    averages = {name: whole(value) for name, value in ema.state_dict()["averages"].items()}
+    return {"averages": averages, "weights": whole_weights(trainer.run.model)}
+
+
+@pytest.mark.distributed
+def test_checkpoints_hold_whole_averages_and_go_on_with_the_same_bits(tmp_path: Path) -> None:
+    through, _ = on_ranks(2, saved_averages, str(tmp_path / "through"), 4, resume=False)
+    half, _ = on_ranks(2, saved_averages, str(tmp_path / "halves"), 2, resume=False)
+    (checkpoint,) = (tmp_path / "halves").glob("checkpoint-*")
+    kept = read_state(checkpoint, "callbacks")["EMA"]["averages"]
+    assert kept.keys() == half["averages"].keys()
+    assert all(torch.equal(kept[name], average) for name, average in half["averages"].items())
+    for each in on_ranks(2, saved_averages, str(tmp_path / "halves"), 4, resume=True):
+        for kind in ("averages", "weights"):
+            assert all(torch.equal(value, through[kind][name]) for name, value in each[kind].items())

@@ -76,7 +76,8 @@ def llama() -> LlamaForCausalLM:
 
 def t5() -> T5ForConditionalGeneration:
     config = T5Config(
-        vocab_size=31, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0, dropout_rate=0.0
+        vocab_size=31, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0,
+        decoder_start_token_id=0,
     )  # fmt: skip
     return T5ForConditionalGeneration(config)
 

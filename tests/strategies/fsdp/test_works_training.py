@@ -12,9 +12,10 @@ import torch
 from kit.block_training import Blocks, Records, arguments, rows, whole_weights
 from kit.far_info import FarInfo
 from kit.ranks import RankFailed, on_ranks, try_on_ranks
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer_kit import Trainer
+from trainer_kit import Trainer, load_checkpoint_in_model
 from trainer_kit.errors import DataError, NonFiniteError
 
 
@@ -115,3 +116,46 @@ def test_a_stream_that_differs_between_ranks_is_refused_on_all(tmp_path: Path) -
     for each in try_on_ranks(2, train_uneven_stream, str(tmp_path)):
         assert isinstance(each, RankFailed)
         assert isinstance(each.error, DataError)
+
+
+class Adapted(nn.Module):
+    """A frozen layer in bfloat16 and an adapter of low rank in float32, as peft puts them in the place of a layer."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer.to(torch.bfloat16).requires_grad_(requires_grad=False)
+        self.narrow = nn.Linear(layer.in_features, 2, bias=False)
+        self.wide = nn.Linear(2, layer.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.wide(self.narrow(x.float())).to(x.dtype)
+
+
+class Adapters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Adapted(nn.Linear(4, 4)) for _ in range(3)))
+        self.head = nn.Linear(4, 5).to(torch.bfloat16).requires_grad_(requires_grad=False)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.blocks(x.to(torch.bfloat16))).float()
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def train_adapters(folder: str, strategy: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Adapters()
+    Trainer(model, arguments(folder, strategy, save_strategy="epoch"), rows(13)).train()
+    return whole_weights(model)
+
+
+@pytest.mark.distributed
+def test_adapters_in_float32_train_within_frozen_weights_in_bfloat16(tmp_path: Path) -> None:
+    (theirs, _), ours = (on_ranks(2, train_adapters, str(tmp_path / each), each) for each in ("ddp", "fsdp"))
+    torch.manual_seed(0)
+    assert not torch.equal(theirs["blocks.0.wide.weight"], Adapters().blocks[0].wide.weight)
+    for each in ours:
+        torch.testing.assert_close(each, theirs, rtol=0, atol=1e-6)
+    saved = Adapters()
+    load_checkpoint_in_model(saved, max((tmp_path / "fsdp").glob("checkpoint-*")))
+    assert all(torch.equal(value, ours[0][name]) for name, value in saved.state_dict().items())

@@ -24,7 +24,7 @@ def sharded_norms(parameters: list[torch.Tensor], grads: list[torch.Tensor]) -> 
                 if placement.is_shard():
                     groups.setdefault(parameter.device_mesh.get_group(axis), []).append(index)
     for group, indices in groups.items():
-        squares = each[indices].square()
+        squares = each[indices].double().square()
         dist.all_reduce(squares, group=group)
-        each[indices] = squares.sqrt()
+        each[indices] = squares.sqrt().to(each.dtype)
     return GradientNorms(each, torch.linalg.vector_norm(each), parameters)

@@ -55,8 +55,6 @@ class ShardedModel:
         for unit in reversed(units):  # inner units come before those around them
             fully_shard(unit.module, **options)
         fully_shard(module, **options)
-        now = dict(module.named_parameters())
-        self.sharded = WeakIdKeyDictionary({parameter: now[name] for name, parameter in originals.items()})
         self._units = [each for each in module.modules() if isinstance(each, FSDPModule)]
         for each in self._units:
             # The loss contract sums gradients. A divisor other than 1 would become a reduction that gloo lacks and
@@ -68,6 +66,9 @@ class ShardedModel:
         if any(value.is_meta for value in _tensors(module).values()):
             module.to_empty(device=device)
             _tie(module, ties)
+        now = dict(module.named_parameters())
+        self.sharded = WeakIdKeyDictionary({parameter: now[name] for name, parameter in originals.items()})
+        self._named = now
         known = collectives.broadcast([name for name, value in values.items() if not value.is_meta])
         fill_from_main({name: _tensors(module)[name] for name in known}, values)
         self._undefined = _tensors(module).keys() - {*known}
@@ -95,6 +96,11 @@ class ShardedModel:
         """Free the gathered weights, so that the module's parameters are the sharded ones."""
         for each in self._units:
             each.reshard()
+
+    @property
+    def trained(self) -> dict[str, torch.Tensor]:
+        """The sharded parameters that need a gradient, by name."""
+        return {name: each for name, each in self._named.items() if each.requires_grad}
 
     def set_gradient_sync(self, is_due: bool) -> None:
         """Choose whether a backward pass reduces gradients over the processes."""

@@ -21,6 +21,7 @@ from trainer_kit.strategies.fsdp.collect import collect
 from trainer_kit.strategies.fsdp.even_passes import EvenPasses
 from trainer_kit.strategies.fsdp.norms import sharded_norms
 from trainer_kit.strategies.fsdp.placement import box_of, fill, sharded_like, whole_tensors
+from trainer_kit.strategies.fsdp.same_passes import SamePasses
 from trainer_kit.strategies.fsdp.sharded_model import ShardedModel
 from trainer_kit.strategies.fsdp.units import check_units, describe_single_unit, find_units
 from trainer_kit.strategies.grad_norms import GradientNorms
@@ -94,14 +95,11 @@ class FSDP(MultiNode):
         self.reshard_after_forward = reshard_after_forward
         self.reduce_each_batch = reduce_each_batch
         self.offload = offload
-        self.shards_state = not self.group.is_alone
+        self.is_sharded = not self.group.is_alone
         self._device_mesh: DeviceMesh | None = None
         self._sharded: Any = WeakIdKeyDictionary()  # sharded parameters by those before `prepare`
         self._passes = EvenPasses(self.collectives, self.autocast)
-
-    @property
-    def forward_together(self) -> bool:
-        return not self.group.is_alone
+        self._same = SamePasses(self.collectives)
 
     def setup(self) -> None:
         super().setup()
@@ -153,12 +151,18 @@ class FSDP(MultiNode):
         self.collectives.check_same_on_all_ranks(model_facts(model))
         if not units and self.is_main:
             warn(describe_single_unit(model))
-        sharded = ShardedModel(model, units, self.device, self._shard_options(), self.collectives)
+        device = torch.device("cpu") if self.offload else self.device
+        sharded = ShardedModel(model, units, device, self._shard_options(), self.collectives)
         self._sharded.update(sharded.sharded)
         sharded.gather_in_generate(self.autocast)
         self._passes.watch(model)
+        for unit in units:
+            unit.module.register_forward_pre_hook(self._record(unit.name), prepend=True)
         self._replicas.append(sharded)
         return model
+
+    def _record(self, name: str) -> Callable[..., None]:
+        return lambda module, inputs: self._same.record_unit(name)
 
     def _shard_options(self) -> dict[str, Any]:
         assert self.precision is not None
@@ -170,6 +174,9 @@ class FSDP(MultiNode):
             "mp_policy": MixedPrecisionPolicy() if self.precision.dtype is None else policy,
             "offload_policy": CPUOffloadPolicy(self.device.type == "cuda") if self.offload else OffloadPolicy(),
         }
+
+    def count_shards(self, processes: int) -> int:
+        return max(1, processes // self.mesh.get("replicate", 1))
 
     def release_models(self) -> None:
         super().release_models()
@@ -213,8 +220,14 @@ class FSDP(MultiNode):
                     "model(...), in compute_loss too, not a method of it or its parts"
                 ) from error
 
-    def uneven_passes(self) -> contextlib.AbstractContextManager[None]:
-        return self._passes.evened() if self.forward_together else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def uneven_passes(self) -> Iterator[None]:
+        if not self.is_sharded:
+            yield
+            return
+        with self._passes.evened():
+            yield
+        self._same.check()
 
     @contextlib.contextmanager
     def own_passes(self, model: torch.nn.Module) -> Iterator[None]:
@@ -222,7 +235,11 @@ class FSDP(MultiNode):
             for each in self._replicas:
                 if each.module is model:
                     stack.enter_context(each.without_hooks())
-            yield
+            self._same.is_recording = False
+            try:
+                yield
+            finally:
+                self._same.is_recording = True
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
@@ -250,6 +267,23 @@ class FSDP(MultiNode):
             )
         with self.group.watched():
             Strategy.backward(self, loss, **options)
+        if self.is_sharded:
+            self._same.record_gradients(self._trained_by_name())
+
+    def _trained_by_name(self) -> dict[str, torch.Tensor]:
+        named = ((number, *each) for number, model in enumerate(self._replicas) for each in model.trained.items())
+        return {name if number == 0 else f"{name} (of model {number})": each for number, name, each in named}
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        nonfinite: str = "ignore",
+    ) -> GradientNorms | None:
+        if self.is_sharded:
+            self._same.check()
+        return super().step(optimizer, max_norm, max_value, nonfinite)
 
     def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return self.own_parts(super().gradients(parameters))
@@ -265,6 +299,12 @@ class FSDP(MultiNode):
     def whole_tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         with self.group.watched():
             return whole_tensors(tensors)
+
+    def summed_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+    def restore_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        parameter.grad = self.place_like(gradient, parameter)
 
     def gradient_norms(self, parameters: list[torch.Tensor], grads: list[torch.Tensor]) -> GradientNorms:
         with self.group.watched():
@@ -288,9 +328,11 @@ class FSDP(MultiNode):
 
     def collect_on_main(self, state: T) -> T:
         sharded = [*{id(each): each for each in tensors(state) if isinstance(each, DTensor)}.values()]
-        places = self.device_info.host_memory(sharded) if self.is_main else []
-        self.collect(sharded, [0] * len(sharded), places or [None] * len(sharded))
-        whole = {id(each): place for each, place in zip(sharded, places, strict=False)}
+        places: Sequence[torch.Tensor | None] = [None] * len(sharded)
+        if self.is_main:
+            places = self.device_info.host_memory(sharded)
+        self.collect(sharded, [0] * len(sharded), places)
+        whole = {id(each): place for each, place in zip(sharded, places, strict=True) if place is not None}
         collected: T = map_tensors(lambda each: whole.get(id(each), each), state)
         return collected
 

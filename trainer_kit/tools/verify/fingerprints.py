@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 GENERATOR = "generator "
 """Prefix of a random generator's mark."""
@@ -70,7 +71,8 @@ def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def mark_of(value: Any) -> str | None:
     """Return the mark of one value; None for an object of unknown content."""
     if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{[*value.shape]} {_checksum(tensor_bytes(value))}"
+        parts = [_checksum(tensor_bytes(part)) for part in parts_of(value)]
+        return f"{str(value.dtype).removeprefix('torch.')}{[*value.shape]} {' '.join(parts)}"
     if isinstance(value, np.ndarray):
         return f"{value.dtype}{[*value.shape]} {_checksum(value.tobytes())}"
     if (state := _generator_state(value)) is not None:
@@ -87,8 +89,16 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}… {_checksum(text.encode())}"
 
 
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the plain tensors that hold a tensor here, such as this process's part of a sharded one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    held = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [part for each in held if isinstance(each, torch.Tensor) for part in parts_of(each)]
+
+
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the tensor's bytes on the host."""
+    """Return a plain tensor's bytes on the host."""
     tensor = tensor.detach()
     dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
     host = dense.resolve_conj().resolve_neg().cpu().contiguous()

@@ -19,7 +19,7 @@ from trainer_kit.callback import Callback
 from trainer_kit.data.map_loader import MicroBatch
 from trainer_kit.run import Run
 from trainer_kit.tools.verify.compare import Line, first_difference, read_lines, records_file
-from trainer_kit.tools.verify.fingerprints import attributes, leaves, marks, sample_marks, state_marks
+from trainer_kit.tools.verify.fingerprints import attributes, leaves, marks, parts_of, sample_marks, state_marks
 from trainer_kit.tools.verify.kill_plan import MOMENTS, Kill, checkpoint_step
 from trainer_kit.trainer import Trainer
 from trainer_kit.utils.pytree import flatten_state
@@ -226,9 +226,8 @@ class Recorder:
         part, _, rest = name.partition(".")
         value = live.get(part, {}).get(rest)
         if isinstance(value, torch.Tensor):
-            save_file(
-                {f"{step} {name}": value.detach().cpu().contiguous().clone()}, self.file.with_suffix(".safetensors")
-            )
+            held = parts_of(value)[0].detach().cpu()
+            save_file({f"{step} {name}": held.contiguous().clone()}, self.file.with_suffix(".safetensors"))
 
     def _write(self, entry: Mapping[str, Any], mode: str) -> None:
         with open(self.file, mode, encoding="utf-8") as file:  # closed after each write: this process may be killed
