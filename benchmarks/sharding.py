@@ -9,7 +9,7 @@
   training: how long training stands still, how much later it is when the save is on the disk, how long that takes, and
   bytes; and loading it.
 
-Numbers are medians over steps or turns, ratios medians of the ratios of each. Needs 3 GB of disk space in the folder
+Numbers are medians over steps or turns, ratios medians of the ratios of each. Needs 4 GB of disk space in the folder
 for temporary files.
 """
 
@@ -345,8 +345,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, help="default: 2, and then 4")
     parser.add_argument("--part", choices=list(PARTS), help="default: all")
     parser.add_argument("--steps", type=int, default=100, help="steps, for the part step (%(default)s)")
-    parser.add_argument("--every", type=int, default=20, help="steps from save to save (%(default)s)")
-    parser.add_argument("--turns", type=int, default=5, help="saves of each way (%(default)s)")
+    parser.add_argument("--every", type=int, default=12, help="steps from save to save (%(default)s)")
+    parser.add_argument("--turns", type=int, default=3, help="saves of each way (%(default)s)")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     options = parser.parse_args()
