@@ -28,7 +28,7 @@ def collected(sizes: tuple[int, ...], owners: list[int], bundle: int) -> list[An
     """What lies on this process, of tensors of which the last is not sharded."""
     strategy = FSDP(device="cpu")
     strategy.setup()
-    collect.PIECE_BYTES = bundle
+    collect.BUNDLE_BYTES = bundle
     placements = [Replicate(), Shard(0)] if len(sizes) == 2 else [Shard(0)]
     mesh = init_device_mesh("cpu", sizes)
     whole = values()

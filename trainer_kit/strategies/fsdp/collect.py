@@ -12,9 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from trainer_kit.strategies.ddp_module import PIECE_BYTES
 from trainer_kit.strategies.fsdp.placement import box_at, part_at
 from trainer_kit.utils.box import Box
+
+BUNDLE_BYTES = 2**24
+"""Bytes that an owner receives in one round; a larger tensor travels alone."""
 
 Bundle = list[int]
 """Numbers of the tensors that one owner receives at the same time."""
@@ -44,7 +46,7 @@ def collect(tensors: Sequence[torch.Tensor], owners: Sequence[int], places: Sequ
 
 def _add(bundles: list[Bundle], number: int, tensors: Sequence[torch.Tensor]) -> None:
     """Add a tensor to an owner's last bundle, or to a new one if that is full."""
-    if bundles[-1] and sum(tensors[each].nbytes for each in [*bundles[-1], number]) > PIECE_BYTES:
+    if bundles[-1] and sum(tensors[each].nbytes for each in [*bundles[-1], number]) > BUNDLE_BYTES:
         bundles.append([])
     bundles[-1].append(number)
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -102,6 +102,8 @@ class FSDP(MultiNode):
         self._same = SamePasses(self.collectives)
 
     def setup(self) -> None:
+        if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+            raise ImportError(f"FSDP needs torch 2.9 or newer, but this is {torch.__version__}; update it, or use DDP")
         super().setup()
         assert self.precision is not None
         if self.precision.mode == "fp16" and not self.group.is_alone:
