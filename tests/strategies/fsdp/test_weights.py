@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kit.architectures import llama
-from kit.ranks import on_ranks
+from kit.ranks import free_port, on_ranks
 from kit.token_training import whole
 from torch import nn
 
@@ -102,3 +104,62 @@ def test_what_is_no_folder_of_the_model(tmp_path: Path) -> None:
     Trainer(Classifier(), TrainingArguments(output_dir=str(tmp_path))).save_model(tmp_path / "saved")
     with pytest.raises(ValueError, match=r"lacks .* all that this LlamaForCausalLM has"):
         begin(str(tmp_path), "llama", str(tmp_path / "saved"), "single")
+
+
+MEMORY = """
+import gc, sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from trainer_kit import FSDP, Callback, Precision, Trainer, TrainingArguments
+
+config = LlamaConfig(vocab_size=4000, hidden_size=512, intermediate_size=2048, num_hidden_layers=12,
+                     num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=64)
+
+def kilobytes(name):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1])
+
+class Peak(Callback):
+    def on_train_begin(self, run):
+        self.kilobytes = kilobytes("VmHWM")
+
+folder = sys.argv[1]
+if len(sys.argv) > 2:
+    LlamaForCausalLM(config).save_pretrained(folder + "/saved", max_shard_size="50MB")
+    sys.exit()
+args = TrainingArguments(folder + "/run", max_steps=1, save_strategy="no", report_to="none", use_cpu=True,
+                         disable_tqdm=True, log_level="error")
+strategy, peak = FSDP(device="cpu", precision=Precision()), Peak()
+strategy.setup()
+gc.collect()
+open("/proc/self/clear_refs", "w").write("5")  # VmHWM begins again
+before = kilobytes("VmRSS")
+samples = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 16
+trainer = Trainer(args=args, train_dataset=samples, model_init=lambda: LlamaForCausalLM(config), callbacks=[peak],
+                  weights=folder + "/saved", strategy=strategy)
+trainer.train()
+print((peak.kilobytes - before) * 1024 / sum(each.to_local().nbytes for each in trainer.run.model.parameters()))
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_process_holds_more_than_its_shards(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", MEMORY, str(tmp_path)]
+    subprocess.run([*command, "make"], check=True, timeout=120)
+    environment = os.environ | {
+        "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+    }  # fmt: skip
+    ranks = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert all(float(output.split()[-1]) < 1.2 for output in outputs), outputs
