@@ -63,3 +63,24 @@ def test_recomputed_activations_and_frozen_layers(tmp_path: Path, name: str) -> 
     for weights, _, _ in on_ranks(2, train, str(tmp_path), name, 1, options | {"strategy": "fsdp"}, frozen):
         for key, weight in expected.items():
             torch.testing.assert_close(weights[key], weight, rtol=0, atol=1e-6, msg=key)
+
+
+def train_bf16(folder: str, batch_size: int, strategy: str) -> tuple[float, set[torch.dtype]]:
+    torch.manual_seed(0)
+    args = TrainingArguments(
+        output_dir=folder, use_cpu=True, strategy=strategy, report_to="none", disable_tqdm=True, log_level="error",
+        save_strategy="no", max_steps=4, per_device_train_batch_size=batch_size, mixed_precision="bf16",
+        learning_rate=1e-2, lr_scheduler_type="constant",
+    )  # fmt: skip
+    trainer = Trainer(ARCHITECTURES["llama"](), args, texts("llama") * 2)
+    output = trainer.train()
+    states = [value for state in trainer.run.optimizer.state.values() for value in state.values()]
+    return output.training_loss, {each.dtype for each in [*trainer.run.model.parameters(), *states]}
+
+
+@pytest.mark.distributed
+def test_bf16_is_close_to_one_process_and_keeps_float32_weights(tmp_path: Path) -> None:
+    expected, dtypes = train_bf16(str(tmp_path), 4, "single")
+    for loss, found in on_ranks(2, train_bf16, str(tmp_path), 2, "fsdp"):
+        assert loss == pytest.approx(expected, rel=1e-2)
+        assert found == dtypes == {torch.float32}
