@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import zlib
 from collections.abc import Mapping
@@ -10,6 +11,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trainer_kit.strategies.collectives import Collectives
+
+_MOST = 100_000
+"""Calls of units that are kept, such as those of a long `generate`."""
 
 
 class SamePasses:
@@ -29,7 +33,7 @@ class SamePasses:
     def __init__(self, collectives: Collectives) -> None:
         self.is_recording = True
         self._collectives = collectives
-        self._units: list[str] = []  # called since the last check
+        self._units: collections.deque[str] = collections.deque(maxlen=_MOST)  # called since the last check
         self._used: list[dict[str, int | None]] = []  # by backward pass: reductions of each parameter's gradient
 
     def record_unit(self, name: str) -> None:
@@ -47,8 +51,9 @@ class SamePasses:
         Raises:
             ValueError: If they differ; the message names the first difference. Raised on all processes.
         """
-        own = self._units, self._used
-        self._units, self._used = [], []
+        own = [*self._units], self._used
+        self._units.clear()
+        self._used = []
         checksum = zlib.crc32(repr(own).encode()) >> 8  # small enough for a sum of squares
         total, squares = self._collectives.all_reduce_ints([checksum, checksum**2])
         if squares * self._collectives.world_size == total**2:

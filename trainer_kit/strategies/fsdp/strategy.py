@@ -43,7 +43,7 @@ _REFUSED_OPTIMIZERS = {
     "LBFGS": "joins all parameters in one vector",
     "SparseAdam": "needs sparse gradients",
 }
-"""Optimizers of torch that fail or step wrongly on sharded parameters, and why."""
+"""Optimizers that fail or step wrongly on sharded parameters, and why."""
 
 
 class FSDP(MultiNode):
@@ -193,7 +193,7 @@ class FSDP(MultiNode):
         if self.group.is_alone:
             return super().prepare_optimizer(optimizer)
         name = type(optimizer).__name__
-        if type(optimizer).__module__.startswith("torch.optim") and name in _REFUSED_OPTIMIZERS:
+        if name in _REFUSED_OPTIMIZERS:
             raise ValueError(f"{name} {_REFUSED_OPTIMIZERS[name]}, which FSDP shards; use AdamW, Adam or SGD")
         if any(parameter in self._sharded for parameter in optimizer.state):
             raise ValueError(

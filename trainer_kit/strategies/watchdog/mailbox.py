@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -55,7 +56,9 @@ class Mailbox:
         """Wait for a message of another process; return None if that process is missing, or the store is."""
         message = Message(key, rank)
         self._awaited.append(message)
-        self._wait(message)
+        if not self._wait(message):
+            with contextlib.suppress(ValueError):  # it has come in the meantime
+                self._awaited.remove(message)
         return message.text
 
     def serve(self, store: Store, is_missing: Callable[[int], bool]) -> None:
