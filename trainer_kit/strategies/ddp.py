@@ -237,7 +237,7 @@ class DDP(SingleDevice):
     ) -> GradientNorms | None:
         if self.group.heartbeat is None:
             return super().step(optimizer, max_norm, max_value, nonfinite)
-        self._check_optimizer(optimizer)
+        self._check_step(optimizer)
         norms = super().step(optimizer, max_norm, max_value, nonfinite)
         # Only the buffers of this optimizer's models: another model's graph may still need its own (GANs).
         buffers = [buffer for replica in self._trained[optimizer] for buffer in replica.buffers_to_share()]
@@ -247,7 +247,7 @@ class DDP(SingleDevice):
         self.group.heartbeat.steps += 1
         return norms
 
-    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse parameters whose gradients would not be exchanged."""
         if optimizer in self._trained:
             return

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer_kit.utils.tied_parameters import names_by_parameter
 from trainer_kit.utils.units import join_names
+
+T = TypeVar("T")
 
 PIECE_BYTES = 64 * 2**20
 """Bytes that one collective sends at most."""
@@ -111,7 +114,7 @@ class Replica(torch.nn.Module):
                 parameter.grad = torch.zeros_like(parameter)
             if parameter.grad is not None:
                 gradients.append(parameter.grad)
-        for piece in _pieces(gradients):
+        for piece in pieces(gradients, tensor_bytes):
             packed = torch.cat([gradient.reshape(-1) for gradient in piece]).div_(dist.get_world_size())
             sent = packed.bfloat16() if compress else packed
             dist.all_reduce(sent)
@@ -191,12 +194,8 @@ class SharedBuffers:
 
 def model_facts(module: torch.nn.Module) -> dict[str, str]:
     """Return descriptions of parameters and buffers by name, which must agree on all processes."""
-    names: dict[torch.Tensor, list[str]] = {}
-    facts = dict[str, str]()
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-        facts[f"parameter {name}"] = _described(parameter)
-    for tied in names.values():
+    facts = {f"parameter {name}": _described(each) for name, each in module.named_parameters(remove_duplicate=False)}
+    for tied in names_by_parameter(module).values():
         for name in tied if len(tied) > 1 else ():
             facts[f"parameter {name}"] += f", tied: {', '.join(sorted(tied))}"
     buffers = SharedBuffers(module)
@@ -209,28 +208,34 @@ def take_from_main(tensors: Sequence[torch.Tensor]) -> None:
 
     Small tensors are packed together, as bytes, since not every backend supports every dtype.
     """
-    for piece in _pieces(tensors):
+    for piece in pieces(tensors, tensor_bytes):
         packed = torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in piece])
         dist.broadcast(packed, 0)
         if dist.get_rank() == 0:
             continue
-        sizes = [tensor.numel() * tensor.element_size() for tensor in piece]
+        sizes = [tensor_bytes(tensor) for tensor in piece]
         with torch.no_grad():
             for tensor, values in zip(piece, packed.split(sizes), strict=True):
                 # Cloned, since a view as another dtype needs an aligned start.
                 tensor.copy_(values.clone().view(tensor.dtype).reshape(tensor.shape))
 
 
-def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    piece: list[torch.Tensor] = []
+def pieces(items: Iterable[T], nbytes: Callable[[T], int], limit: int = PIECE_BYTES) -> Iterator[list[T]]:
+    """Divide items into lists of at most `limit` bytes, in order; a larger item has a list alone, an empty one none."""
+    piece: list[T] = []
     size = 0
-    for tensor in tensors:
-        if not tensor.numel():
+    for item in items:
+        if not nbytes(item):
             continue
-        if piece and size + tensor.numel() * tensor.element_size() > PIECE_BYTES:
+        if piece and size + nbytes(item) > limit:
             yield piece
             piece, size = [], 0
-        piece.append(tensor)
-        size += tensor.numel() * tensor.element_size()
+        piece.append(item)
+        size += nbytes(item)
     if piece:
         yield piece
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Return the size of a tensor's elements in bytes."""
+    return tensor.numel() * tensor.element_size()

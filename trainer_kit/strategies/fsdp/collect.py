@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from trainer_kit.strategies.ddp_module import pieces, tensor_bytes
 from trainer_kit.strategies.fsdp.placement import box_at, part_at
 from trainer_kit.utils.box import Box
 
@@ -34,21 +35,18 @@ def collect(tensors: Sequence[torch.Tensor], owners: Sequence[int], places: Sequ
         owners: Rank of each tensor's owner.
         places: Host tensors for the copies; None for a tensor of another owner.
     """
-    rank, bundles = dist.get_rank(), dict[int, list[Bundle]]()
+    rank, sharded = dist.get_rank(), dict[int, Bundle]()  # by owner
     for number, (tensor, owner, place) in enumerate(zip(tensors, owners, places, strict=True)):
         if isinstance(tensor, DTensor):
-            _add(bundles.setdefault(owner, [[]]), number, tensors)
+            sharded.setdefault(owner, []).append(number)
         elif owner == rank and place is not None:
             place.copy_(tensor)
+    bundles = {
+        owner: [*pieces(numbers, lambda number: tensor_bytes(tensors[number]), BUNDLE_BYTES)]
+        for owner, numbers in sharded.items()
+    }
     for bundle_round in itertools.zip_longest(*bundles.values(), fillvalue=[]):
         _exchange(tensors, dict(zip(bundles, bundle_round, strict=True)), places)
-
-
-def _add(bundles: list[Bundle], number: int, tensors: Sequence[torch.Tensor]) -> None:
-    """Add a tensor to an owner's last bundle, or to a new one if that is full."""
-    if bundles[-1] and sum(tensors[each].nbytes for each in [*bundles[-1], number]) > BUNDLE_BYTES:
-        bundles.append([])
-    bundles[-1].append(number)
 
 
 def _exchange(

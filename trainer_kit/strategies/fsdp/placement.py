@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
-from trainer_kit.strategies.ddp_module import PIECE_BYTES
+from trainer_kit.strategies.ddp_module import pieces, tensor_bytes
 from trainer_kit.utils.box import Box
 
 
@@ -74,8 +74,8 @@ def fill_from_main(tensors: Mapping[str, torch.Tensor], values: Mapping[str, tor
     """
     is_alone = not dist.is_initialized()
     is_main = is_alone or dist.get_rank() == 0
-    for names in _pieces(tensors):
-        sizes = [tensors[name].numel() * tensors[name].element_size() for name in names]
+    for names in pieces(tensors, lambda name: tensor_bytes(tensors[name])):
+        sizes = [tensor_bytes(tensors[name]) for name in names]
         if is_main:
             packed = torch.cat(
                 [values[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8) for name in names]
@@ -87,19 +87,3 @@ def fill_from_main(tensors: Mapping[str, torch.Tensor], values: Mapping[str, tor
         for name, part in zip(names, packed.split(sizes), strict=True):
             # Cloned, since a view as another dtype needs an aligned start.
             fill(tensors[name], part.clone().view(tensors[name].dtype).reshape(tensors[name].shape))
-
-
-def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[Sequence[str]]:
-    names: list[str] = []
-    size = 0
-    for name, tensor in tensors.items():
-        nbytes = tensor.numel() * tensor.element_size()
-        if not nbytes:
-            continue
-        if names and size + nbytes > PIECE_BYTES:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += nbytes
-    if names:
-        yield names

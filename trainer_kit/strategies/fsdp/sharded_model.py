@@ -19,6 +19,7 @@ from trainer_kit.strategies.fsdp.building import check_complete, refill_buffers
 from trainer_kit.strategies.fsdp.placement import fill_from_main
 from trainer_kit.strategies.fsdp.units import Unit
 from trainer_kit.utils.pytree import map_tensors, tensors
+from trainer_kit.utils.tied_parameters import names_by_parameter, tie_again
 from trainer_kit.utils.units import join_names
 
 
@@ -48,7 +49,7 @@ class ShardedModel:
         self.module = module
         self._collectives = collectives
         values = {name: value.detach() for name, value in _tensors(module).items()}
-        originals, ties = dict(module.named_parameters()), _ties(module)
+        originals, ties = dict(module.named_parameters()), names_by_parameter(module).values()
         for parameter in originals.values():
             if not parameter.is_contiguous():  # fully_shard takes no other
                 parameter.data = parameter.data.contiguous()
@@ -65,7 +66,7 @@ class ShardedModel:
             each.register_forward_hook(_without_views, prepend=True)
         if any(value.is_meta for value in _tensors(module).values()):
             module.to_empty(device=device)
-            _tie(module, ties)
+            tie_again(module, ties)
         now = dict(module.named_parameters())
         self.sharded = WeakIdKeyDictionary({parameter: now[name] for name, parameter in originals.items()})
         self._named = now
@@ -164,23 +165,6 @@ def _check_values(names: Sequence[str], values: Mapping[str, torch.Tensor]) -> N
             f"no value for {join_names(absent)}: the model is on the device 'meta', "
             "and no weights hold it; give the Trainer weights= that do, or model_init="
         )
-
-
-def _ties(module: torch.nn.Module) -> list[list[str]]:
-    """Return the names of each tied parameter."""
-    names: dict[torch.Tensor, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return [tied for tied in names.values() if len(tied) > 1]
-
-
-def _tie(module: torch.nn.Module, ties: Sequence[Sequence[str]]) -> None:
-    """Tie parameters again, which `to_empty` has parted."""
-    for first, *others in ties:
-        parameter = module.get_parameter(first)
-        for name in others:
-            path, _, last = name.rpartition(".")
-            module.get_submodule(path)._parameters[last] = parameter
 
 
 def _without_views(module: torch.nn.Module, inputs: Any, output: Any) -> Any:

@@ -276,16 +276,9 @@ class FSDP(MultiNode):
         named = ((number, *each) for number, model in enumerate(self._replicas) for each in model.trained.items())
         return {name if number == 0 else f"{name} (of model {number})": each for number, name, each in named}
 
-    def step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        max_norm: float | None = None,
-        max_value: float | None = None,
-        nonfinite: str = "ignore",
-    ) -> GradientNorms | None:
-        if self.is_sharded:
-            self._same.check()
-        return super().step(optimizer, max_norm, max_value, nonfinite)
+    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super()._check_step(optimizer)
+        self._same.check()
 
     def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return self.own_parts(super().gradients(parameters))

@@ -24,13 +24,12 @@ from trainer_kit.strategies.xla.model import (
     DOWNCAST,
     downcast_module,
     let_transformers_trace,
-    names_by_parameter,
     renew_threads,
-    tie_again,
 )
 from trainer_kit.strategies.xla.optimizer import computes_on_device, varying_rates
 from trainer_kit.strategies.xla.session import XLASession
 from trainer_kit.utils.pytree import map_tensors, move, tensors
+from trainer_kit.utils.tied_parameters import names_by_parameter, tie_again
 from trainer_kit.utils.units import format_count
 from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.wrappers import without_wrappers
