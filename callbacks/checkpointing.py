@@ -29,7 +29,7 @@ class Checkpointing(Callback):
 
     def __init__(self) -> None:
         self._saved_step = 0
-        self._due = float("inf")  # by the monotonic clock, in seconds
+        self._due: float | None = None  # by the monotonic clock, in seconds
 
     def on_train_begin(self, run: Run) -> None:
         self._saved_step = run.state.step
@@ -38,7 +38,8 @@ class Checkpointing(Callback):
             run.requests.save = True
 
     def on_step_end(self, run: Run) -> None:
-        if EventSchedule(run.args).is_due_after_step("save", run.state.step) or time.monotonic() >= self._due:
+        is_time = self._due is not None and time.monotonic() >= self._due
+        if is_time or EventSchedule(run.args).is_due_after_step("save", run.state.step):
             run.requests.save = True
             self._wind_up(run)
 

@@ -44,11 +44,13 @@ class Compilation(Callback):
         self._is_warm = False
         self._warm_up_steps = self._last_warm_up_epoch = 0
         self._compiled_steps = self._evaluations = 0
+        self._most_compiled_steps = _COMPILED_STEPS
 
     def on_train_begin(self, run: Run) -> None:
         state = run.state
         self._began = self._mark = _measure(run)
         self._training, self._warned = True, False
+        self._most_compiled_steps = _COMPILED_STEPS * min(3, run.args.gradient_accumulation_steps)
         self._warm_up_steps = state.step + _LEAST_STEPS
         self._last_warm_up_epoch = state.epoch + (state.position > 0)
         self._compiled_steps = self._evaluations = 0
@@ -56,9 +58,9 @@ class Compilation(Callback):
     def on_step_begin(self, run: Run) -> None:
         if self._warned:
             return
-        state, allowed = run.state, _COMPILED_STEPS * min(3, run.args.gradient_accumulation_steps)
+        state = run.state
         is_past = state.step >= self._warm_up_steps and state.epoch > self._last_warm_up_epoch
-        self._is_warm = is_past or self._compiled_steps >= allowed
+        self._is_warm = is_past or self._compiled_steps >= self._most_compiled_steps
         self._mark = _measure(run)
 
     def on_step_end(self, run: Run) -> None:

@@ -59,10 +59,10 @@ class EMA(Callback):
             self._averages = {name: _copy(tensor) for name, tensor in live.items()}
         self._check(live)
         self._run, strategy = run, run.strategy
-        averages = {name: strategy.place_like(self._averages[name], tensor) for name, tensor in live.items()}
+        averages = {name: strategy.sharding.place_like(self._averages[name], tensor) for name, tensor in live.items()}
         self._averages = {name: _like(_wide(tensor), averages[name]) for name, tensor in live.items()}
-        self._weights = strategy.own_parts(live.values())
-        self._parts = strategy.own_parts(self._averages.values())
+        self._weights = strategy.sharding.own_parts(live.values())
+        self._parts = strategy.sharding.own_parts(self._averages.values())
 
     def on_rollback(self, run: Run, directory: Path) -> None:
         self.on_train_begin(run)  # the averages of the checkpoint, where the weights are
@@ -101,11 +101,11 @@ class EMA(Callback):
         live = _floating(model)
         self._check(live)
         strategy = None if self._run is None else self._run.strategy
-        averages = self._averages if strategy is None else strategy.whole_tensors(self._averages)
+        averages = self._averages if strategy is None else strategy.sharding.whole_tensors(self._averages)
         with torch.no_grad():
             for name, tensor in live.items():
                 average = averages[name]
-                tensor.copy_(average if strategy is None else strategy.place_like(average, tensor))
+                tensor.copy_(average if strategy is None else strategy.sharding.place_like(average, tensor))
 
     def state_dict(self) -> dict[str, Any]:
         return {"averages": dict(self._averages)}

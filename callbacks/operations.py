@@ -30,7 +30,7 @@ class Operations:
         self.due = self.unknown = 0
         self.reason: str | None = None
         self._left = 0
-        self._is_compiled = False
+        self._counts_on_fakes = False
         self._counter: FlopCounter | None = None
         self._noted, self._batch = Flops(), 0  # operations before the latest batch, and its number
         self._known: dict[int, tuple[int, Flops]] = {}  # by id of the shape: elements, operations of one batch
@@ -44,13 +44,15 @@ class Operations:
         self._known, self._sum, self.reason = {}, Flops(), None
         self._trained = _trained(run.model)
         self._take(run)
-        self._is_compiled = any(
+        is_compiled = any(
             getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
             for module in run.model.modules()
         )
+        # A process that computes a part of each layer would count a part of its operators.
+        self._counts_on_fakes = is_compiled or run.strategy.collectives.reader_size > 1
         if run.strategy.static_shapes:
             self.reason = "steps are recorded and compiled as a whole, where counting would make them compile again"
-        self._left = 0 if self.reason or self._is_compiled else _MOST_STEPS
+        self._left = 0 if self.reason or self._counts_on_fakes else _MOST_STEPS
         self.due, self.unknown = min(self._left, 1), 0
 
     def start(self, run: Run) -> None:
@@ -101,7 +103,7 @@ class Operations:
     def so_far(self, run: Run) -> Flops:
         """Return the operations of this process since training began; zero if they are not known."""
         shapes = run.strategy.shapes
-        if self._is_compiled and not self._known and self.reason is None:
+        if self._counts_on_fakes and not self._known and self.reason is None:
             self._count_compiled(run)
         if not shapes.complete and self.reason is None:
             self.reason = "batches came in more shapes than are kept"

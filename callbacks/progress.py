@@ -49,7 +49,7 @@ class Progress(Callback):
     def on_train_begin(self, run: Run) -> None:
         self._close()
         # On XLA the second step is another computation, since it starts from a state that the first one makes.
-        self._compiling_steps = 2 if run.strategy.static_shapes else int(run.args.torch_compile)
+        self._compiling_steps = 2 if run.strategy.static_shapes else int(run.args.torch_compile is not False)
         self._compiles_evaluation = self._compiling_steps > 0
         if run.strategy.is_main:
             bar = _bar_class()

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from trainer_kit.callback import Callback
-from trainer_kit.profiling.peak_flops import computing_dtype, peak_of
+from trainer_kit.profiling.peak_flops import TERA, computing_dtype, peak_of, tf32_peak
 
 from .operations import Operations
 
@@ -73,6 +75,7 @@ class Throughput(Callback):
         self._operations.begin(run)
         self._in_all, self._peak, self._counting_since = [0.0, 0.0, 0.0], None, None
         self._told.clear()
+        _suggest_tf32(run)
         self._seconds, self._recorded = self._measure(run)
         self._since = self._recorded
 
@@ -141,12 +144,14 @@ class Throughput(Callback):
         operations = self._operations
         fails = operations.reason is not None
         parts = (*divmod(int(model), _LARGE), *divmod(int(hardware), _LARGE))
-        sums = run.strategy.collectives.all_reduce_ints([*parts, operations.unknown, fails])
+        collectives = run.strategy.collectives
+        sums = collectives.all_reduce_ints([*parts, operations.unknown, fails])
         operations.expect(sums[4])
         if sums[5] or not any(sums[:2]):
             self._tell("FLOP/s are left out", operations.reason)
             return None
-        return float(sums[0] * _LARGE + sums[1]), float(sums[2] * _LARGE + sums[3])
+        size = collectives.reader_size  # each process counts the whole model
+        return (sums[0] * _LARGE + sums[1]) / size, (sums[2] * _LARGE + sums[3]) / size
 
     def _use(self, run: Run, seconds: float, model: float, hardware: float) -> dict[str, float]:
         figures = {"model_flops_per_second": model / seconds, "hardware_flops_per_second": hardware / seconds}
@@ -165,6 +170,21 @@ class Throughput(Callback):
         if reason is not None and what not in self._told:
             self._told.add(what)
             _logger.info("%s: %s", what, reason)
+
+
+def _suggest_tf32(run: Run) -> None:
+    """Log that matrix products could be faster, if the device has TF32 and the run computes in full float32."""
+    device = run.strategy.device
+    if run.args.float32_matmul_precision is not None or not run.strategy.is_main:
+        return
+    if computing_dtype(run.model, run.args.mixed_precision) != torch.float32 or (faster := tf32_peak(device)) is None:
+        return
+    peak = peak_of(device, torch.float32).flops_per_second
+    _logger.info(
+        "this run computes in float32, at up to %.0f TFLOP/s on this device; float32_matmul_precision='high' (TF32) "
+        "allows %.0f, mixed_precision='bf16' more; 'highest' keeps float32 without this line",
+        peak / TERA, faster.flops_per_second / TERA,
+    )  # fmt: skip
 
 
 def _by_activity(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from kit.fake_cuda import Gpus, fake_cuda
 
 # Ignored where a shell started the tests in the background.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -34,6 +35,21 @@ def _log_level() -> Iterator[None]:
     level = logger.level
     yield
     logger.setLevel(level)
+
+
+@pytest.fixture
+def gpus() -> Iterator[Gpus]:
+    """One simulated GPU; a race fails the test."""
+    with fake_cuda() as gpus:
+        yield gpus
+    assert gpus.races == []
+
+
+@pytest.fixture
+def cuda(request: pytest.FixtureRequest) -> None:
+    """A GPU: the real one of this machine, else a simulated one."""
+    if not torch.cuda.is_available():
+        request.getfixturevalue("gpus")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

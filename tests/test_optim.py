@@ -147,7 +147,7 @@ def test_adamw_is_not_fused_where_torch_cannot(model: nn.Module) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.usefixtures("cuda")
 def test_adamw_is_fused_on_cuda_and_steps() -> None:
     model = nn.Linear(3, 3).cuda()
     optimizer = make_optimizer(model, arguments())

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer_kit.config.arguments import TrainingArguments, parse_options
+from trainer_kit.utils.adafactor import Adafactor
 from trainer_kit.utils.pytree import strides_of_copy
 from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.wrappers import model_class, without_wrappers
@@ -40,7 +41,8 @@ def make_optimizer(model: nn.Module, args: TrainingArguments) -> torch.optim.Opt
 
     - adamw_torch: `torch.optim.AdamW`, fused if the parameters' device and dtype allow it.
     - sgd: `torch.optim.SGD`, with the momentum, dampening and nesterov of `args.optim_args`.
-    - adafactor: `torch.optim.Adafactor`; its learning rate is relative to the size of the weights.
+    - adafactor: `torch.optim.Adafactor`; its learning rate is relative to the size of the weights. On CUDA its step
+      does not wait for the device.
     - adamw_8bit: `AdamW8bit` of bitsandbytes, else of torchao.
 
     Raises:
@@ -57,7 +59,8 @@ def make_optimizer(model: nn.Module, args: TrainingArguments) -> torch.optim.Opt
         options: dict[str, Any] = (parse_options(args.optim_args) or {}) if args.optim_args is not None else {}
         return torch.optim.SGD(groups, lr=args.learning_rate, **options)
     if args.optim == "adafactor":
-        return torch.optim.Adafactor(groups, lr=args.learning_rate)
+        is_cuda = all(parameter.is_cuda for group in groups for _, parameter in group["params"])
+        return (Adafactor if is_cuda else torch.optim.Adafactor)(groups, lr=args.learning_rate)
     if args.optim == "adamw_8bit":
         optimizer: torch.optim.Optimizer = _adamw_8bit()(groups, **adam)
         return optimizer

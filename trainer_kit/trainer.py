@@ -243,7 +243,7 @@ class Trainer:
         run.strategy.setup()
         run.ledger.keep_time_by(run.strategy.device_info.clock())
         check_same_start(run)
-        loss = Loss(run.strategy.prepare(run.model), run.model, self.compute_loss)
+        loss = Loss(run.strategy.prepare(run.model), run.model, self.compute_loss, run.args.chunked_cross_entropy)
         load_initial_weights(run, self._weights, self._model_init)
         self._weights = None
         self._probe = LossProbe(loss, run.strategy)
@@ -370,7 +370,7 @@ class Trainer:
         if self._probe is None:
             run.strategy.setup()
         model = run.model if self._probe is None else self._probe.loss.model
-        state = run.strategy.collect_on_main(run.strategy.model_state(model))
+        state = run.strategy.sharding.collect_on_main(run.strategy.model_state(model))
         folder, size = Path(output_dir or self.args.output_dir), max_shard_size or self.args.max_shard_size
         to_host = run.strategy.device_info.to_host
         run.strategy.collectives.on_main(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -90,3 +91,23 @@ def test_fp16_takes_the_scale_out_of_each_optimizers_gradients_once(clips: bool,
         second.zero_grad()
     assert other.weight.item() == -1.0
     assert one.weight.item() == (0.0 if overflows else -1.0)
+
+
+def test_whether_a_step_was_skipped_can_be_read_later() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    one, other = Weight(), Weight()
+    optimizers: Any = [torch.optim.SGD(model.parameters(), lr=1.0) for model in (one, other)]
+    one, other, first, second = accelerator.prepare(one, other, *optimizers)
+    accelerator.backward(one(0.5) + other(float("inf")))
+    first.step()
+    second.step()
+    second.zero_grad()
+    accelerator.backward(one(0.5) + other(0.5))  # the scaler begins a new step
+    copied = copy.deepcopy(second)
+    assert not first.step_was_skipped
+    assert second.step_was_skipped
+    assert second.step_was_skipped  # again
+    assert copied.step_was_skipped
+    second.step()
+    assert not second.step_was_skipped
+    assert accelerator.optimizer_step_was_skipped is False

@@ -132,7 +132,7 @@ def test_in_a_training_on_a_device_without_content(make_run: Callable[..., Run])
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.usefixtures("cuda")
 def test_the_parts_of_a_gpus_memory(tmp_path: Path) -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:

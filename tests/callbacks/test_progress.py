@@ -154,9 +154,11 @@ def test_the_bar_says_that_the_first_steps_of_a_start_are_compiled(
     callback.on_train_end(run, None)
 
 
-@pytest.mark.parametrize(("compiles", "first"), [(True, "compiling (step 1)"), (False, "train")])
+@pytest.mark.parametrize(
+    ("compiles", "first"), [(True, "compiling (step 1)"), ({}, "compiling (step 1)"), (False, "train")]
+)
 def test_with_torch_compile_it_is_the_first_step(
-    make_run: Callable[..., Run], screen: Screen, take_step: Any, compiles: bool, first: str
+    make_run: Callable[..., Run], screen: Screen, take_step: Any, compiles: Any, first: str
 ) -> None:
     run, callback = make_run(torch_compile=compiles), Progress()
     callback.on_train_begin(run)

@@ -377,3 +377,27 @@ def test_the_operations_of_a_training_with_batches_of_many_shapes(tmp_path: Path
     trainer = train(tmp_path, Texts(), [everything])
     (callback,) = (each for each in trainer.events.callbacks if isinstance(each, Throughput))
     assert callback._operations.so_far(trainer.run) == everything.counter.flops
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_said"),
+    [({}, True), ({"mixed_precision": "bf16"}, False), ({"float32_matmul_precision": "highest"}, False)],
+)
+def test_tf32_is_suggested_where_it_would_help(
+    make: Callable[..., Run],
+    callback: Throughput,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    arguments: dict[str, Any],
+    is_said: bool,
+) -> None:
+    run = make(**arguments)
+    monkeypatch.setattr(run.strategy, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with caplog.at_level(logging.INFO, "trainer_kit"):
+        callback.on_train_begin(run)
+    found = [text for text in caplog.messages if "TF32" in text]
+    assert len(found) == is_said
+    if is_said:
+        assert "float32_matmul_precision='high' (TF32) allows 156" in found[0]

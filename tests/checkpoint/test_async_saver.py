@@ -22,7 +22,7 @@ from scenarios.task import digest, make_trainer
 
 from trainer_kit import DDP, Callback, Run, SaveError
 from trainer_kit.callbacks import read_log
-from trainer_kit.checkpoint import async_saver, load_tensors, newest_valid, read_state, save
+from trainer_kit.checkpoint import async_saver, contribution, load_tensors, newest_valid, read_state
 from trainer_kit.checkpoint.save import Save
 from trainer_kit.strategies.session import Session
 
@@ -45,13 +45,13 @@ class Release(Callback):
 
 def held_back(monkeypatch: pytest.MonkeyPatch, wait: Callable[[], Any]) -> None:
     """Lets each write of a checkpoint begin with `wait()`."""
-    write = save.write_part
+    write = contribution.write_part
 
     def patched(*args: Any, **kwargs: Any) -> Any:
         wait()
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(save, "write_part", patched)
+    monkeypatch.setattr(contribution, "write_part", patched)
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, *numbers: int, error: Exception | None = None) -> list[int]:

@@ -230,6 +230,13 @@ def test_a_scale_that_makes_no_sense_is_skipped(tmp_path: Path, caplog: pytest.L
     assert "scale=-3.0 makes no sense; it must be above 0" in caplog.text
 
 
+def test_a_schedule_whose_step_makes_no_sense_is_refused(stopped: Path, tmp_path: Path) -> None:
+    folder = copied(stopped, tmp_path)
+    put(folder / "checkpoint-4", "state/lr_scheduler.json", ("last_epoch",), None)
+    with pytest.raises(ValueError, match=r"the Schedule does not take the state in .*checkpoint-4: TypeError"):
+        train(folder)
+
+
 def outcome(folder: Path) -> str:
     """The bits of the resumed run, or that a sentence refuses it as another training's."""
     try:

@@ -276,7 +276,7 @@ def test_without_a_checkpoint_the_step_is_told(tmp_path: Path, monkeypatch: pyte
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("trainer_kit.checkpoint.save.write_part", full)
+    monkeypatch.setattr("trainer_kit.checkpoint.contribution.write_part", full)
     with pytest.raises(NonFiniteError, match="is not finite"):
         make(tmp_path, Points(17)).train()
 

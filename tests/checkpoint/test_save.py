@@ -6,6 +6,8 @@ import dataclasses
 import errno
 import json
 import logging
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,11 +15,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from trainer_kit.checkpoint import Snapshot, load_tensors, read_state, save, take_snapshot, verify
+from trainer_kit.checkpoint import Snapshot, contribution, load_tensors, read_state, save, take_snapshot, verify
 from trainer_kit.checkpoint.format import ownership
 from trainer_kit.checkpoint.format.commit import open_staging
 from trainer_kit.checkpoint.save import Save
 from trainer_kit.strategies.base import Strategy
+from trainer_kit.strategies.sharding import Sharding
 
 WEIGHTS = {"a": torch.arange(6.0), "b": torch.arange(4.0)}
 OPTIMIZER = {"exp_avg": torch.ones(5)}
@@ -66,13 +69,25 @@ def begun(tmp_path: Path) -> Save:
     return Save(3, open_staging(tmp_path, "checkpoint-3"), "unique")
 
 
+def given(
+    snapshot: Snapshot | Exception, complete: Callable[[], None] = lambda: None
+) -> Future[contribution.Contribution]:
+    future: Future[contribution.Contribution] = Future()
+    if isinstance(snapshot, Exception):
+        future.set_exception(snapshot)
+    else:
+        taken = contribution.Contribution(snapshot, Sharding(), [], [], [], complete)
+        future.set_result(taken.prepared(torch.Tensor.cpu))
+    return future
+
+
 def commit(begun: Save, snapshot: Snapshot, session: Session) -> Path:
-    return begun.commit(lambda: snapshot, strategy(0, session), [1], "5GB", lambda: None)
+    return begun.commit(given(snapshot), strategy(0, session), [1], "5GB", lambda: None)
 
 
 def test_two_parts_are_one_checkpoint(begun: Save, parts: list[Snapshot]) -> None:
     session = Session()
-    begun.send_part(lambda: parts[1], strategy(1, session), "5GB")
+    begun.send_part(given(parts[1]), strategy(1, session), "5GB")
     path = commit(begun, parts[0], session)
     assert path == begun.staging.with_name("checkpoint-3")
     verify(path)
@@ -103,11 +118,8 @@ def test_a_process_without_a_report_fails_the_save(begun: Save, parts: list[Snap
 def test_each_failure_of_a_part_is_reported(
     begun: Save, parts: list[Snapshot], error: Exception, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def take() -> Snapshot:
-        raise error
-
     session = Session()
-    begun.send_part(take, strategy(1, session), "5GB")
+    begun.send_part(given(error), strategy(1, session), "5GB")
     is_bug = isinstance(error, ArithmeticError)
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * is_bug
     with pytest.raises(OSError, match=rf"^rank 1 \(south\): {text}$"):
@@ -115,13 +127,13 @@ def test_each_failure_of_a_part_is_reported(
     assert not begun.staging.exists()
 
 
-def test_a_part_that_is_interrupted_is_reported(begun: Save) -> None:
-    def take() -> Snapshot:
+def test_a_part_that_is_interrupted_is_reported(begun: Save, parts: list[Snapshot]) -> None:
+    def interrupted() -> None:
         raise KeyboardInterrupt
 
     session = Session()
     with pytest.raises(KeyboardInterrupt):
-        begun.send_part(take, strategy(1, session), "5GB")
+        begun.send_part(given(parts[1], interrupted), strategy(1, session), "5GB")
     assert [json.loads(text) for text in session.sent.values()] == [{"error": "it was interrupted"}]
 
 
@@ -139,8 +151,8 @@ def test_the_folder_is_removed_once_no_process_writes_there(
         assert session.awaited == [1]
         remove(folder)
 
-    begun.send_part(lambda: parts[1], strategy(1, session), "5GB")
-    monkeypatch.setattr(save, "write_part", full)
+    begun.send_part(given(parts[1]), strategy(1, session), "5GB")
+    monkeypatch.setattr(contribution, "write_part", full)
     monkeypatch.setattr(save, "remove_folder", removed)
     with pytest.raises(OSError, match="No space"):
         commit(begun, parts[0], session)
@@ -151,6 +163,6 @@ def test_a_part_that_comes_too_late_leaves_no_folder(begun: Save, parts: list[Sn
     session = Session()
     with pytest.raises(OSError, match="ended before"):
         commit(begun, parts[0], session)
-    begun.send_part(lambda: parts[1], strategy(1, session), "5GB")
+    begun.send_part(given(parts[1]), strategy(1, session), "5GB")
     assert "No such file" in next(iter(session.sent.values()))
     assert not list(begun.staging.parent.iterdir())

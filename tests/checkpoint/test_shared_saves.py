@@ -17,10 +17,13 @@ from kit.ranks import RankFailed, on_ranks, try_on_ranks
 from torch import nn
 
 from trainer_kit import Callback, Run, SaveError, Trainer, TrainingArguments
-from trainer_kit.checkpoint import find_checkpoints, load_tensors, read_state, save, verify
+from trainer_kit.callbacks import EMA
+from trainer_kit.checkpoint import contribution, find_checkpoints, load_tensors, read_state, verify
 from trainer_kit.checkpoint.format import ownership
 from trainer_kit.checkpoint.manager import CheckpointManager
+from trainer_kit.checkpoint.staging import HostStaging
 from trainer_kit.strategies.ddp import DDP
+from trainer_kit.strategies.fsdp.strategy import FSDP
 from trainer_kit.strategies.process_session import ProcessSession
 
 STEPS = 6
@@ -45,6 +48,13 @@ class Net(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels)}
 
 
+class Sharded(FSDP):
+    """Each process holds a part of the network."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(units=["hidden"], **options)
+
+
 SAMPLES = [{"x": torch.tensor(number % 12), "labels": torch.tensor((5 * number) % 12)} for number in range(48)]
 
 
@@ -54,6 +64,7 @@ def train(
     part_bytes: int = 64,
     damage: Damage | None = None,
     callbacks: Sequence[Callback] = (),
+    kind: type[DDP] = DDP,
     **arguments: Any,
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Train on the processes of this run; return the weights and the warnings of this process."""
@@ -64,7 +75,7 @@ def train(
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ownership, "PART_BYTES", part_bytes)
-            strategy = DDP(device="cpu", heartbeat_timeout=4.0)
+            strategy = kind(device="cpu", heartbeat_timeout=4.0)
             if damage is not None:
                 damage(patch, strategy.rank)
             given = {
@@ -80,7 +91,8 @@ def train(
             trainer.train(resume_from_checkpoint=True)
     finally:
         logging.getLogger("trainer_kit").removeHandler(handler)
-    return {name: tensor.clone() for name, tensor in trainer.run.model.state_dict().items()}, records
+    whole = strategy.sharding.whole_tensors(trainer.run.model.state_dict())
+    return {name: tensor.clone() for name, tensor in whole.items()}, records
 
 
 def files(folder: Path) -> list[str]:
@@ -128,7 +140,7 @@ def test_any_layout_resumes_it_with_the_same_bits(tmp_path: Path, monkeypatch: p
 
 def _full_on(rank: int, step: int) -> Damage:
     def damage(patch: pytest.MonkeyPatch, own: int) -> None:
-        write = save.write_part
+        write = contribution.write_part
 
         def full(staging: Path, *args: Any) -> Any:
             if f"checkpoint-{step}-" in staging.name:
@@ -136,19 +148,22 @@ def _full_on(rank: int, step: int) -> Damage:
             return write(staging, *args)
 
         if own == rank:
-            patch.setattr(save, "write_part", full)
+            patch.setattr(contribution, "write_part", full)
 
     return damage
 
 
-def train_with_a_full_disk(folder: str, async_save: bool) -> Any:
-    return train(folder, damage=_full_on(2, 4), async_save=async_save)
+def train_with_a_full_disk(folder: str, async_save: bool, kind: type[DDP]) -> Any:
+    return train(folder, damage=_full_on(2, 4), async_save=async_save, kind=kind)
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("kind", [DDP, Sharded])
 @pytest.mark.parametrize("async_save", [True, False])
-def test_a_full_disk_of_one_process_is_a_warning_that_names_it(tmp_path: Path, async_save: bool) -> None:
-    results = on_ranks(3, train_with_a_full_disk, str(tmp_path), async_save)
+def test_a_full_disk_of_one_process_is_a_warning_that_names_it(
+    tmp_path: Path, async_save: bool, kind: type[DDP]
+) -> None:
+    results = on_ranks(3, train_with_a_full_disk, str(tmp_path), async_save, kind)
     assert [path.name for path in find_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-6"]
     [warning] = [record for record in results[0][1] if "could not be written" in record]
     assert "the checkpoint of step 4 could not be written: rank 2: [Errno 28] No space left on device" in warning
@@ -186,9 +201,9 @@ def test_whatever_one_process_fails_with_fails_the_save_of_all(
         assert sentence in str(result.error)
 
 
-def train_until_signalled(folder: str, number: signal.Signals) -> Any:
+def train_until_signalled(folder: str, number: signal.Signals, kind: type[DDP]) -> Any:
     def damage(patch: pytest.MonkeyPatch, rank: int) -> None:
-        write = save.write_part
+        write = contribution.write_part
 
         def signalled(staging: Path, *args: Any) -> Any:
             if "checkpoint-4-" in staging.name:
@@ -196,19 +211,23 @@ def train_until_signalled(folder: str, number: signal.Signals) -> Any:
             return write(staging, *args)
 
         if rank == 1:
-            patch.setattr(save, "write_part", signalled)
+            patch.setattr(contribution, "write_part", signalled)
 
-    return train(folder, damage=damage)
+    return train(folder, damage=damage, kind=kind)
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("kind", [DDP, Sharded])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_process_lost_in_its_part_costs_no_older_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
-    straight = on_ranks(2, train, str(tmp_path / "straight"))
+def test_a_process_lost_in_its_part_costs_no_older_checkpoint(
+    tmp_path: Path, number: signal.Signals, kind: type[DDP]
+) -> None:
+    """With FSDP, the other process waits for parts of tensors meanwhile."""
+    straight = on_ranks(2, train, str(tmp_path / "straight"), kind=kind)
     with pytest.raises((AssertionError, EOFError, ConnectionError)):
-        on_ranks(2, train_until_signalled, str(tmp_path / "run"), number)
+        on_ranks(2, train_until_signalled, str(tmp_path / "run"), number, kind)
     assert [path.name for path in find_checkpoints(tmp_path / "run")] == ["checkpoint-2"]
-    again = on_ranks(2, train, str(tmp_path / "run"))
+    again = on_ranks(2, train, str(tmp_path / "run"), kind=kind)
     assert equal(again[0][0], straight[0][0])
 
 
@@ -225,31 +244,32 @@ class FailAt(Callback):
             raise ArithmeticError("told to fail")
 
 
-def train_with_an_error_on_one(folder: str, failing: int) -> Any:
+def train_with_an_error_on_one(folder: str, failing: int, kind: type[DDP]) -> Any:
     callback = FailAt(failing)
 
     def damage(patch: pytest.MonkeyPatch, rank: int) -> None:
-        write = save.write_part
+        write = contribution.write_part
 
         def slow(staging: Path, *args: Any) -> Any:
             if "checkpoint-4-" in staging.name and rank == failing:
                 callback.has_failed.wait(60)
             return write(staging, *args)
 
-        patch.setattr(save, "write_part", slow)
+        patch.setattr(contribution, "write_part", slow)
 
-    return train(folder, damage=damage, callbacks=[callback])
+    return train(folder, damage=damage, callbacks=[callback], kind=kind)
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("kind", [DDP, Sharded])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_of_one_process_waits_for_its_part(tmp_path: Path, failing: int) -> None:
-    straight = on_ranks(2, train, str(tmp_path / "straight"))
+def test_an_error_of_one_process_waits_for_its_part(tmp_path: Path, failing: int, kind: type[DDP]) -> None:
+    straight = on_ranks(2, train, str(tmp_path / "straight"), kind=kind)
     with pytest.raises((AssertionError, EOFError, ConnectionError)):
-        on_ranks(2, train_with_an_error_on_one, str(tmp_path / "run"), failing)
+        on_ranks(2, train_with_an_error_on_one, str(tmp_path / "run"), failing, kind)
     assert [path.name for path in find_checkpoints(tmp_path / "run")] == ["checkpoint-2", "checkpoint-4"]
     verify(tmp_path / "run" / "checkpoint-4")
-    again = on_ranks(2, train, str(tmp_path / "run"))
+    again = on_ranks(2, train, str(tmp_path / "run"), kind=kind)
     assert equal(again[0][0], straight[0][0])
 
 
@@ -312,3 +332,65 @@ def test_only_processes_that_see_the_folder_write(tmp_path: Path) -> None:
     assert on_ranks(3, writers_where_one_does_not_see_the_folder, str(tmp_path)) == [[0, 2]] * 3
     verify(tmp_path / "checkpoint-6")
     assert len(files(tmp_path / "checkpoint-6")) == 4
+
+
+class CountedOnMain(Callback):
+    """Keeps tensors that only the main process changes, more of them with each step."""
+
+    def __init__(self) -> None:
+        self.counts = [torch.zeros(100), torch.zeros(100)]
+
+    def on_step_end(self, run: Run) -> None:
+        if run.strategy.is_main:
+            self.counts = [*(each + 1 for each in self.counts), torch.full((3,), float(run.state.step))]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": self.counts}
+
+
+def train_with_counts_and_averages(folder: str) -> Any:
+    return train(folder, steps=4, kind=Sharded, callbacks=[CountedOnMain(), EMA(decay=0.5)])
+
+
+@pytest.mark.distributed
+def test_the_main_process_counts_for_what_is_not_sharded(tmp_path: Path) -> None:
+    """Also in a state that has sharded tensors, as the callbacks' with an EMA."""
+    (_, records), (_, others) = on_ranks(2, train_with_counts_and_averages, str(tmp_path))
+    assert not [text for text in (*records, *others) if "checkpoint" in text]
+    for step in (2, 4):
+        verify(tmp_path / f"checkpoint-{step}")
+        states = (read_state(tmp_path / f"checkpoint-{step}", "callbacks") or {}).values()
+        counts = next(state["counts"] for state in states if "counts" in state)
+        assert [each.tolist() for each in counts[:2]] == [[float(step)] * 100] * 2
+        assert [each.tolist() for each in counts[2:]] == [[float(step)] * 3] * step
+
+
+class Halve(Callback):
+    """Changes the optimizer's state while it is copied."""
+
+    def on_step_begin(self, run: Run) -> None:
+        assert run.optimizer is not None
+        for state in run.optimizer.state.values():
+            state["exp_avg"].mul_(0.5)
+
+
+def train_and_change_the_state(folder: str, kind: type[DDP]) -> Any:
+    def damage(patch: pytest.MonkeyPatch, rank: int) -> None:
+        complete = HostStaging.complete
+
+        def slow(self: HostStaging) -> None:
+            threading.Event().wait(0.3)
+            complete(self)
+
+        patch.setattr(HostStaging, "complete", slow)
+
+    return train(folder, steps=3, damage=damage, callbacks=[Halve()], kind=kind)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", [DDP, Sharded])
+def test_a_state_that_changes_while_it_is_copied_fails_the_save(tmp_path: Path, kind: type[DDP]) -> None:
+    (_, records), _ = on_ranks(2, train_and_change_the_state, str(tmp_path), kind)
+    [warning] = [text for text in records if "could not be written" in text]
+    assert "the optimizer's state was written to while it was copied" in warning
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["checkpoint-3"]

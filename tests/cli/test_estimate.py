@@ -124,7 +124,8 @@ def test_what_nobody_says_is_as_in_training(config: str, asked: list[Asked]) -> 
 def test_the_options_are_those_of_the_training(config: str, asked: list[Asked], dash: str) -> None:
     words = (
         "--batch-size 3 --seq-len 16 --optim sgd --mixed-precision bf16 --gradient-checkpointing --dtype bfloat16 "
-        "--gradient-accumulation-steps 4 --num-processes 2 --fsdp 2 --device cpu --device-memory 24GiB"
+        "--gradient-accumulation-steps 4 --num-processes 2 --fsdp 2 --device cpu --device-memory 24GiB "
+        "--chunked-cross-entropy"
     )
     assert main(["estimate", config, *re.sub(r"(?<=\w)-", dash, words).split()]) == 0
     [(model, args, batch, others)] = asked
@@ -133,6 +134,7 @@ def test_the_options_are_those_of_the_training(config: str, asked: list[Asked], 
         optim="sgd",
         mixed_precision="bf16",
         gradient_checkpointing=True,
+        chunked_cross_entropy=True,
         gradient_accumulation_steps=4,
     )
     assert [*batch["input_ids"].shape] == [3, 16]

@@ -63,7 +63,7 @@ def noises(dataset: Any, plan: list[BatchIndices], seed: int = 1) -> dict[int, f
 
 
 def plan_of(layout: Layout, epoch: int = 0, position: int = 0, seed: int = 1) -> list[BatchIndices]:
-    ranks = [layout._replace(rank=rank) for rank in range(layout.world_size)]
+    ranks = [layout._replace(reader=rank) for rank in range(layout.readers)]
     order = permutation(LENGTH, seed, epoch)
     return [slot for rank in ranks for slot in slots(order, epoch, position, rank)]
 

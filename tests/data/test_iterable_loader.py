@@ -429,8 +429,8 @@ def test_a_limit_only_cuts_what_a_process_has(
     layout = Layout(*shape)
     assume(not drop_last or length >= layout.global_micro_batch_size)
     numbers = []
-    for rank in range(layout.world_size):
-        own = layout._replace(rank=rank)
+    for rank in range(layout.readers):
+        own = layout._replace(reader=rank)
         whole = [*loader(kind(length), own, drop_last=drop_last).micro_batches(0, 0, 5)]
         cut = [*loader(kind(length), own._replace(limit=limit), drop_last=drop_last).micro_batches(0, 0, 5)]
         counted = [[micro for micro in each if micro.counts.samples] for each in (whole, cut)]
@@ -475,7 +475,7 @@ def test_without_the_last_only_whole_rows_are_trained_on(
 ) -> None:
     used = length - length % (size * processes)
     layout = Layout(size, accumulation, processes)
-    loaders = [loader(Plain(length), layout._replace(rank=rank), drop_last=True) for rank in range(processes)]
+    loaders = [loader(Plain(length), layout._replace(reader=rank), drop_last=True) for rank in range(processes)]
     if used == 0:
         with pytest.raises(ValueError, match="train_dataset gave no sample"):
             list(loaders[0].micro_batches(0, 0, 1))

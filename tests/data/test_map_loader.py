@@ -125,8 +125,8 @@ def test_batches_are_the_same_for_any_workers_and_after_a_resume(workers: int) -
 def test_samples_are_the_same_in_any_layout(layout: Layout, position: int) -> None:
     expected = noises(list(loader(Counting(32, noisy=True), Layout(32)).micro_batches(0, 0, 1)))
     found = {}
-    for rank in range(layout.world_size):
-        one = loader(Counting(32, noisy=True), layout._replace(rank=rank))
+    for rank in range(layout.readers):
+        one = loader(Counting(32, noisy=True), layout._replace(reader=rank))
         found |= noises(list(one.micro_batches(0, position, one.steps_left(0, position))))
     assert found == {index: expected[index] for index in permutation(32, SEED, 0)[position:].tolist()}
 
@@ -207,8 +207,8 @@ def test_workers_leave_whose_process_was_killed_while_they_started() -> None:
 )
 def test_a_step_is_counted_whole_before_its_first_batch_is_worked_on(length: int, layout: Layout) -> None:
     windows = []
-    for rank in range(layout.world_size):
-        one = loader(Counting(length), layout._replace(rank=rank))
+    for rank in range(layout.readers):
+        one = loader(Counting(length), layout._replace(reader=rank))
         micro_batches = list(one.micro_batches(0, 0, one.steps_left(0, 0)))
         per_step: dict[int, list[MicroBatch]] = {}
         for micro in micro_batches:
@@ -230,9 +230,9 @@ def test_a_step_is_counted_whole_before_its_first_batch_is_worked_on(length: int
 
 def test_a_stand_in_counts_nothing() -> None:
     dataset = Counting(5)
-    micro_batches = list(loader(dataset, Layout(4, world_size=2, rank=1)).micro_batches(0, 0, 1))
+    micro_batches = list(loader(dataset, Layout(4, readers=2, reader=1)).micro_batches(0, 0, 1))
     assert [micro.counts.samples for micro in micro_batches] == [1]
-    micro_batches = list(loader(dataset, Layout(5, world_size=2, rank=1)).micro_batches(0, 0, 1))
+    micro_batches = list(loader(dataset, Layout(5, readers=2, reader=1)).micro_batches(0, 0, 1))
     assert [(micro.counts, len(micro.indices)) for micro in micro_batches] == [(Counts(0, 0, 0, 0), 2)]
 
 
@@ -291,8 +291,8 @@ def test_datasets_that_hold_no_batch_are_refused() -> None:
     with pytest.raises(ValueError, match="train_dataset is empty"):
         loader(Counting(0), Layout(2))
     with pytest.raises(ValueError, match="dataloader_drop_last=True leaves nothing of 5 samples in batches of 6"):
-        loader(Counting(5), Layout(2, world_size=3), drop_last=True)
-    assert loader(Counting(6), Layout(2, world_size=3), drop_last=True).epoch_length == 6
+        loader(Counting(5), Layout(2, readers=3), drop_last=True)
+    assert loader(Counting(6), Layout(2, readers=3), drop_last=True).epoch_length == 6
 
 
 def test_drop_last_leaves_the_last_batch_out() -> None:
@@ -334,7 +334,7 @@ def test_evaluation_reads_each_sample_once_and_always_the_same(workers: int) -> 
 
 def test_evaluation_of_nothing_gives_nothing_and_idle_ranks_read_nothing() -> None:
     assert list(evaluation_batches(Counting(0), Layout(4), reading())) == []
-    assert list(evaluation_batches(Counting(3), Layout(4, world_size=2, rank=1), reading())) == []
+    assert list(evaluation_batches(Counting(3), Layout(4, readers=2, reader=1), reading())) == []
 
 
 class Columns(list[Any]):
@@ -392,8 +392,8 @@ def test_what_can_be_read_in_any_order() -> None:
 def test_what_is_passed_over_is_not_even_read(layout: Layout, ranges: list[tuple[int, int, int]]) -> None:
     passed_over = [(epoch, start, start + size) for epoch, start, size in ranges]
     dataset, found = Counting(30), list[int]()
-    for rank in range(layout.world_size):
-        one = loader(dataset, layout._replace(rank=rank))
+    for rank in range(layout.readers):
+        one = loader(dataset, layout._replace(reader=rank))
         one.passed_over = passed_over
         steps = one.steps_left(0, 0) + one.steps_left(1, 0)
         micro_batches = list(one.micro_batches(0, 0, steps))

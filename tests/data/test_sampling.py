@@ -35,7 +35,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def ranks(layout: Layout) -> list[Layout]:
-    return [layout._replace(rank=rank) for rank in range(layout.world_size)]
+    return [layout._replace(reader=rank) for rank in range(layout.readers)]
 
 
 def plans(order: torch.Tensor, position: int, layout: Layout) -> list[list[BatchIndices]]:
@@ -94,7 +94,7 @@ def test_resuming_at_any_step_gives_exactly_the_remaining_slots(
 def test_a_step_holds_the_same_samples_under_any_layout_with_the_same_global_batch(
     length: int, one: Layout, other: Layout
 ) -> None:
-    other = other._replace(batch_size=one.batch_size * one.accumulation * one.world_size, accumulation=1, world_size=1)
+    other = other._replace(batch_size=one.batch_size * one.accumulation * one.readers, accumulation=1, readers=1)
     assert one.global_batch_size == other.global_batch_size
     order = permutation(length, 7, 2)
     assert steps_of(plans(order, 0, one)) == steps_of(plans(order, 0, other))
@@ -145,7 +145,7 @@ def test_a_limit_only_cuts_what_a_rank_has(length: int, layout: Layout) -> None:
 
 
 def test_a_short_last_step_is_spread_with_stand_ins() -> None:
-    layout = Layout(batch_size=2, accumulation=2, world_size=3)  # 12 a step, 6 a row
+    layout = Layout(batch_size=2, accumulation=2, readers=3)  # 12 a step, 6 a row
     plan = plans(torch.arange(15), 0, layout)
     last = [[(slot.indices, not slot.is_dummy) for slot in rank if slot.window_stop == 15] for rank in plan]
     assert last == [[([12, 13], True)], [([14], True)], [([12, 13], False)]]

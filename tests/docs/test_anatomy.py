@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kit.guides import Guide, unsaid
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from trainer_kit import Trainer, TrainingArguments
 from trainer_kit.cli.main import main
@@ -96,7 +97,7 @@ def test_the_arguments_are_ours() -> None:
     given = re.findall(r"`(\w+)=([^`]+)`", GUIDE.text)
     fields = {name: ast.literal_eval(value) for name, value in given}
     assert TrainingArguments(**fields)
-    assert len(given) == 7
+    assert len(given) == 9
 
 
 def test_the_names_are_those_of_the_records(tmp_path: Path) -> None:
@@ -166,3 +167,24 @@ def test_attention_that_keeps_its_scores_and_inference_take_what_is_told(folder:
     subject.model.set_attn_implementation("eager")
     found = estimate(subject.model, TrainingArguments(), subject.batch, device="cuda")
     assert f"the same estimate is {found.peak / 2**30:.2f} GiB" in " ".join(GUIDE.text.split())
+
+
+@pytest.mark.slow
+def test_chunks_of_logits_save_what_the_guide_says() -> None:
+    shape: dict[str, Any] = {
+        "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+    }  # fmt: skip
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(Qwen3Config(**shape))
+    ids = torch.ones(4, 1024, dtype=torch.int64)
+    batch = {"input_ids": ids, "attention_mask": ids, "labels": ids}
+    found = []
+    for recomputes in (False, True):
+        for chunked in (True, False):
+            args = TrainingArguments(
+                mixed_precision="bf16", gradient_checkpointing=recomputes, chunked_cross_entropy=chunked
+            )
+            found.append(f"{estimate(model, args, batch, device='cuda').peak / 2**30:.1f}")
+    passage = GUIDE.text.partition("- **Logits**")[2].partition("\n- **")[0]
+    assert re.findall(r"([\d.]+)\s+GiB", passage) == found

@@ -16,6 +16,7 @@ from trainer_kit import SingleDevice, Strategy, Trainer, TrainingArguments
 from trainer_kit.strategies.collectives import Collectives
 from trainer_kit.strategies.device_info import DeviceInfo
 from trainer_kit.strategies.session import Session
+from trainer_kit.strategies.sharding import Sharding
 
 GUIDE = Guide("docs/strategies.md")
 METHODS, SHARDED = (
@@ -96,6 +97,7 @@ def test_the_page_names_each_method_once() -> None:
 
 def test_the_page_names_the_parts() -> None:
     strategy = Strategy()
-    for attribute, kind in (("device_info", DeviceInfo), ("collectives", Collectives), ("session", Session)):
+    parts = {"device_info": DeviceInfo, "collectives": Collectives, "session": Session, "sharding": Sharding}
+    for attribute, kind in parts.items():
         assert type(getattr(strategy, attribute)) is kind
         assert f"| `{attribute}` | `{'/'.join(kind.__module__.split('.')[1:])}.py: {kind.__name__}` |" in GUIDE.text

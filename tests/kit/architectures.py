@@ -13,6 +13,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     ModernBertConfig,
@@ -37,11 +39,19 @@ def llama(**changes: Any) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**{**_LLAMA, **changes}))
 
 
+def mistral(**changes: Any) -> nn.Module:
+    return MistralForCausalLM(MistralConfig(**{**_LLAMA, **changes}))
+
+
+def qwen3(**changes: Any) -> nn.Module:
+    return Qwen3ForCausalLM(Qwen3Config(**{**_LLAMA, "head_dim": 8, **changes}))
+
+
 ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**_GPT2, bos_token_id=0, eos_token_id=0)),
     "llama": llama,
     "llama-tied": lambda: llama(tie_word_embeddings=True),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_LLAMA, head_dim=8)),
+    "qwen3": qwen3,
     "bert": lambda: BertForMaskedLM(BertConfig(**_BERT)),
     "modernbert": lambda: ModernBertForMaskedLM(ModernBertConfig(**_BERT, **_SPECIAL)),
     "t5": lambda: T5ForConditionalGeneration(T5Config(**_T5, decoder_start_token_id=0)),

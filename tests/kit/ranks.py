@@ -166,12 +166,21 @@ def _serve(port: int) -> None:
         ddp.shut_down()
         if dist.is_initialized():  # a process that failed leaves its group as it is
             dist.destroy_process_group()
+        _forget_meshes()
         try:
             answer = pickle.dumps(result)
             pickle.loads(answer)
         except Exception as error:  # whatever its __reduce__ does
             answer = pickle.dumps(("raised", None, f"{error}: {result}"))
         connection.send_bytes(answer)
+
+
+def _forget_meshes() -> None:
+    """DTensor keeps plans by mesh: an equal mesh of the next call would use the groups of this one, which are gone."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
 
 
 def _end_with_parent(parent: int) -> None:

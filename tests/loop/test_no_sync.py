@@ -1,34 +1,26 @@
 """A step that does not log never waits for the device.
 
-On a CPU nothing waits, so the same is shown in three ways: on the meta device, whose tensors hold nothing that could be
-read; on the CPU, by the operators (and methods of tensors) that would wait on a GPU, counted from the moment a step's
-batches are fetched to its end; and on a GPU, where CUDA itself raises on each of them.
+On a CPU nothing waits, so the same is shown in two ways: on the meta device, whose tensors hold nothing that could be
+read; and on a GPU, a simulated one where there is no real one, which raises on each wait or counts them.
 """
 
 from __future__ import annotations
 
+import threading
+import typing
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
 import torch
-from kit.far_info import FarInfo
+from kit.fake_cuda import Gpus, Wait
 from kit.sync_debug import SyncDebug
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from trainer_kit import Callback, Run, SingleDevice, Trainer, TrainingArguments
-
-aten = torch.ops.aten
-WAITING = {
-    aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.nonzero, aten.equal, aten.masked_select, aten._unique2,
-    aten.allclose, aten.index, aten.repeat_interleave,
-}  # fmt: skip
-METHODS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
+from trainer_kit import Accelerator, Callback, Run, SingleDevice, Trainer, TrainingArguments
 
 
 class Classifier(nn.Module):
@@ -60,83 +52,36 @@ def pair(model: nn.Module, batch: Any) -> Any:
     return nn.functional.cross_entropy(logits, batch["labels"], reduction="sum"), (batch["labels"] != -100).sum()
 
 
-class Waits(TorchDispatchMode):
-    """Counts what would wait for a device."""
+class Window(Callback):
+    """Watches all from the beginning of the second step to the end of the last one, step by step.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-        self._patches = pytest.MonkeyPatch()
+    The first step looks at how the model counts its labels, and at the space on the disk.
+    """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in WAITING and not self._is_indexed_by_numbers(func, args):
-            self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-    def _is_indexed_by_numbers(self, func: Any, args: Any) -> bool:
-        """Indexing waits only where a mask says how many there are."""
-        return func.overloadpacket is aten.index and all(
-            place is None or place.dtype not in (torch.bool, torch.uint8) for place in args[1]
-        )
-
-    def __enter__(self) -> Waits:
-        for name in METHODS:
-            self._patches.setattr(torch.Tensor, name, self._watched(getattr(torch.Tensor, name), name))
-        super().__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
-        self._patches.undo()
-
-    def _watched(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def watched(tensor: torch.Tensor, *args: Any) -> Any:
-            self.seen.append(name)
-            return method(tensor, *args)
-
-        return watched
-
-
-class GlobalBatch(Callback):
-    """Watches every step from the second on; the first looks at how the model counts its labels."""
-
-    priority = -1000
+    priority = 1000  # the last to hear of a step's end
 
     def __init__(self, waits: Any) -> None:
         self.waits = waits
         self.steps = 0
 
     def on_step_begin(self, run: Run) -> None:
-        if run.state.step > 0:
+        if run.state.step == 1:
             self.waits.__enter__()
 
-
-class WindowEnd(Callback):
-    """The last to hear of a step's end."""
-
-    priority = 1000
-
-    def __init__(self, window: GlobalBatch) -> None:
-        self.window = window
-
     def on_step_end(self, run: Run) -> None:
-        if run.state.step > 1:
-            self.window.waits.__exit__(None, None, None)
-            self.window.steps += 1
-
-
-class LikeAnAccelerator(SingleDevice):
-    def __init__(self, device: str) -> None:
-        super().__init__(device)
-        self.device_info = FarInfo(self.device)
+        if run.state.step == 1:
+            return
+        self.waits.__exit__(None, None, None)
+        self.steps += 1
+        if run.state.step < run.total_steps:
+            self.waits.__enter__()
 
 
 def arguments(folder: Path, **changes: Any) -> TrainingArguments:
     values: dict[str, Any] = {
         "output_dir": str(folder), "max_steps": 12, "logging_steps": 100, "save_steps": 100, "log_level": "error",
         "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "max_grad_norm": 1.0, "weight_decay": 0.1,
+        "report_to": "none", "disable_tqdm": True,
     }  # fmt: skip
     return TrainingArguments(**(values | changes))
 
@@ -152,23 +97,71 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", CASES.values(), ids=list(CASES))
-@pytest.mark.parametrize("kind", ["classifier", "gpt2", "pair"])
-def test_no_operator_of_a_step_waits(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
-    model, dataset = (gpt2(), texts()) if kind == "gpt2" else (Classifier(), points())
-    window = GlobalBatch(Waits())
-    trainer = Trainer(
-        model, arguments(tmp_path, use_cpu=True, **changes), dataset, callbacks=[window, WindowEnd(window)],
-        compute_loss=pair if kind == "pair" else None, strategy=LikeAnAccelerator("cpu"),
-    )  # fmt: skip
-    trainer.train()
+class Waits:
+    """What a simulated GPU makes this thread wait for, in the contexts of all steps."""
+
+    def __init__(self, gpus: Gpus) -> None:
+        self.seen: list[Wait] = []
+        self._gpus = gpus
+        self._begin: int | None = None
+
+    def __enter__(self) -> None:
+        self._begin = len(self._gpus.waits)
+
+    def __exit__(self, *_: object) -> None:
+        new = self._gpus.waits[self._begin :]
+        self.seen += [wait for wait in new if wait.thread == threading.current_thread().name]
+
+
+def waits_of(gpus: Gpus, folder: Path, **changes: Any) -> list[Wait]:
+    """Return the waits of 11 steps."""
+    window = Window(Waits(gpus))
+    Trainer(Classifier(), arguments(folder, **changes), points(), callbacks=[window]).train()
     assert window.steps == 11
-    assert window.waits.seen == []
+    return window.waits.seen  # type: ignore[no-any-return]
 
 
-def test_the_counter_sees_what_waits(tmp_path: Path) -> None:
-    class LoaderConfig(Callback):
+NAMES = sorted(set(typing.get_args(typing.get_type_hints(TrainingArguments)["optim"])) - {"adamw_8bit"})
+"""The optimizers by name, except those of packages that tests do not have."""
+
+
+@pytest.mark.parametrize("mode", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("optim", NAMES)
+def test_no_optimizer_waits(gpus: Gpus, tmp_path: Path, optim: str, mode: str) -> None:
+    """With fp16, torch's gradient scaler asks before each step of an optimizer that is not fused."""
+    asks = mode == "fp16" and optim != "adamw_torch"
+    seen = waits_of(gpus, tmp_path, optim=optim, mixed_precision=mode, nonfinite="ignore")
+    assert [wait.what for wait in seen] == ["aten._local_scalar_dense"] * (11 if asks else 0), seen
+
+
+@pytest.mark.parametrize("mode", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("follows", [False, True])
+def test_no_hand_written_step_waits(gpus: Gpus, mode: str, follows: bool) -> None:
+    """With fp16, a schedule asks in each step whether its optimizer has stepped."""
+    accelerator = Accelerator(mixed_precision=mode, gradient_accumulation_steps=2)
+    model = Classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    loader = DataLoader(points(), batch_size=4)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if follows:
+        schedule = accelerator.prepare(schedule)
+    waits = Waits(gpus)
+    for batch in loader:
+        with waits, accelerator.accumulate(model):
+            accelerator.backward(model(**batch)["loss"])
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            if follows:
+                schedule.step()
+            optimizer.zero_grad()
+    asks = mode == "fp16" and follows
+    assert len(waits.seen) == (8 if asks else 0), waits.seen
+    assert not accelerator.optimizer_step_was_skipped
+
+
+def test_the_counter_sees_what_waits(gpus: Gpus, tmp_path: Path) -> None:
+    class Reader(Callback):
         def on_step_end(self, run: Run) -> None:
             assert run.local_loss is not None
             if run.state.step == 3:
@@ -179,21 +172,16 @@ def test_the_counter_sees_what_waits(tmp_path: Path) -> None:
                 losses = run.local_loss.reshape(1)
                 losses[losses > 0]
 
-    window = GlobalBatch(Waits())
-    args = arguments(tmp_path, use_cpu=True)
-    Trainer(Classifier(), args, points(), callbacks=[window, LoaderConfig(), WindowEnd(window)]).train()
-    assert {"item", "aten._local_scalar_dense.default", "tolist", "__bool__", "aten.index.Tensor"} <= set(
-        window.waits.seen
-    )
+    window = Window(Waits(gpus))
+    Trainer(Classifier(), arguments(tmp_path), points(), callbacks=[window, Reader()]).train()
+    whats = ["aten._local_scalar_dense", "copy to the host", "aten._local_scalar_dense", "aten.index"]
+    assert [wait.what for wait in window.waits.seen] == whats
 
 
-def test_skipping_with_an_optimizer_that_is_not_fused_has_to_wait(tmp_path: Path) -> None:
+def test_skipping_with_an_optimizer_that_is_not_fused_has_to_wait(gpus: Gpus, tmp_path: Path) -> None:
     """Known and documented: the host decides whether such an optimizer steps."""
-    window = GlobalBatch(Waits())
-    args = arguments(tmp_path, use_cpu=True, nonfinite="skip", optim="sgd")
-    strategy = LikeAnAccelerator("cpu")
-    Trainer(Classifier(), args, points(), callbacks=[window, WindowEnd(window)], strategy=strategy).train()
-    assert window.waits.seen.count("item") == window.steps == 11
+    seen = waits_of(gpus, tmp_path, nonfinite="skip", optim="sgd")
+    assert [wait.what for wait in seen] == ["aten._local_scalar_dense"] * 11
 
 
 class MetaDevice(SingleDevice):
@@ -247,8 +235,9 @@ def test_cudas_debug_mode_is_not_left_on(monkeypatch: pytest.MonkeyPatch) -> Non
     assert modes == ["error", "default"]
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("changes", CASES.values(), ids=list(CASES))
 @pytest.mark.parametrize("kind", ["classifier", "gpt2", "pair", "labels on the device"])
 def test_cuda_sees_no_wait(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
@@ -257,9 +246,9 @@ def test_cuda_sees_no_wait(tmp_path: Path, kind: str, changes: dict[str, Any]) -
     model, dataset = (gpt2(), texts()) if kind == "gpt2" else (Classifier(), points())
     if kind == "labels on the device":
         dataset = [{name: value.cuda() for name, value in sample.items()} for sample in dataset]
-    window = GlobalBatch(SyncDebug())
+    window = Window(SyncDebug())
     trainer = Trainer(
-        model, arguments(tmp_path, **changes), dataset, callbacks=[window, WindowEnd(window)],
+        model, arguments(tmp_path, **changes), dataset, callbacks=[window],
         compute_loss=pair if kind == "pair" else None, strategy=SingleDevice("cuda"),
     )  # fmt: skip
     try:

@@ -9,9 +9,11 @@ import pytest
 import torch
 from kit.branches import Branches, own_rank, points, quiet
 from kit.ranks import RankFailed, try_on_ranks
+from kit.split_training import PLAN, Tower
 
 from trainer_kit import Trainer
 from trainer_kit.strategies.ddp import DDP
+from trainer_kit.strategies.fsdp.strategy import FSDP
 
 
 class Share(torch.utils.data.IterableDataset[Any]):
@@ -30,6 +32,32 @@ def train_shares(folder: str) -> None:
 def test_a_stream_that_divides_itself_by_rank_is_refused(tmp_path: Path) -> None:
     for result in try_on_ranks(2, train_shares, str(tmp_path)):
         assert "train_dataset does not give all processes the same samples" in str(result.error)
+
+
+class Masked(torch.utils.data.Dataset[Any]):
+    """Gives rank 1 samples without labels from some call on."""
+
+    reads = 0
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.reads += 1
+        tokens = torch.arange(4) + index % 7
+        return {"input_ids": tokens, "attention_mask": torch.ones(4).long(),
+                "labels": torch.full((4,), -100) if own_rank() == 1 and self.reads > 8 else tokens}  # fmt: skip
+
+
+def train_masked(folder: str) -> None:
+    strategy = FSDP(device="cpu", mesh={"shard": 1, "tensor": 2}, tensor_parallel=PLAN)
+    Trainer(Tower(), quiet(folder, per_device_train_batch_size=2), Masked(), strategy=strategy).train()
+
+
+@pytest.mark.distributed
+def test_ranks_that_compute_layers_together_must_read_the_same(tmp_path: Path) -> None:
+    for result in try_on_ranks(2, train_masked, str(tmp_path)):
+        assert "ranks 0 to 1 compute layers together, but have read other batches" in str(result.error)
 
 
 class Broken(torch.utils.data.Dataset[Any]):

@@ -149,8 +149,9 @@ def test_a_plan_of_a_resume_changes_no_file(tmp_path: Path) -> None:
     assert any("checkpoint-8 is skipped" in warning for warning in plan.warnings)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("moved", [False, True])
 def test_a_training_on_a_gpu_has_the_same_bits_after_a_plan(tmp_path: Path, moved: bool) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainer_kit.profiling import peak_flops
-from trainer_kit.profiling.peak_flops import computing_dtype, listed_peak, measured_peak, peak_of
+from trainer_kit.profiling.peak_flops import computing_dtype, listed_peak, measured_peak, peak_of, tf32_peak
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,24 @@ def test_tf32_counts_where_torch_may_use_it(monkeypatch: pytest.MonkeyPatch) -> 
         assert peak_of(device, torch.bfloat16).flops_per_second == 312e12
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))  # which has none
         assert peak_of(device, torch.float32).flops_per_second == 19.5e12
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_device_with_tf32_is_known_where_it_may_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, before = torch.device("cuda", 0), torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        peak = tf32_peak(device)
+        assert peak is not None
+        assert peak.flops_per_second == 156e12
+        assert tf32_peak(torch.device("cpu")) is None
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-16GB")
+        assert tf32_peak(device) is None
+        torch.set_float32_matmul_precision("high")
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
+        assert tf32_peak(device) is None
     finally:
         torch.set_float32_matmul_precision(before)
 

@@ -134,7 +134,7 @@ def test_what_is_done_again_is_lost_though_the_device_is_behind(book: Ledger, cl
 
 
 def test_a_rollback_counts_all_since_the_checkpoint_as_lost(book: Ledger, clock: Clock) -> None:
-    book._seconds = {"forward": 10.0, "down": 7.0, "lost": 2.0}
+    book._seconds.update({"forward": 10.0, "down": 7.0, "lost": 2.0})
     state = {"seconds": {"forward": 4.0, "lost": 1.0}, "time": 0.0}
     clock.come_to = clock.now = 3.0
     book.go_back(state)

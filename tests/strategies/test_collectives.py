@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from trainer_kit.strategies.base import Strategy
+from trainer_kit.strategies.collectives import Collectives
 
 
 def test_one_process_is_all_processes() -> None:
@@ -29,3 +30,15 @@ def test_one_process_is_all_processes() -> None:
     strategy.collectives.rank = strategy.collectives.local_rank = 1
     assert not strategy.is_main
     assert not strategy.collectives.is_local_main
+
+
+def test_readers_are_processes_that_read_the_same_batches() -> None:
+    collectives = Collectives(rank=5, world_size=8)
+    assert (collectives.reader, collectives.readers) == (5, 8)
+    collectives.reader_size = 2
+    assert (collectives.reader, collectives.readers) == (2, 4)
+    assert collectives.once_a_reader([*"aabbccdd"]) == [*"abcd"]
+    total = torch.tensor([6, 2**61])  # what all processes have, here alone
+    assert collectives.sum_over_readers(total).tolist() == [3, 2**60]
+    assert collectives.read_scalars([torch.tensor(3.0)], summed=True) == [1.5]
+    assert collectives.read_scalars([torch.tensor(3.0)]) == [3.0]

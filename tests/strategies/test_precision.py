@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from trainer_kit import Callback, Precision, Run, Trainer, TrainingArguments
+from trainer_kit.strategies import choose_strategy
 
 CPU = torch.device("cpu")
 
@@ -33,6 +34,20 @@ def test_a_models_own_dtype_is_left_alone() -> None:
 def test_an_unknown_mode_is_refused(mode: Any) -> None:
     with pytest.raises(ValueError, match=r"mixed_precision=.* is not known; use one of 'no', 'fp16', 'bf16'"):
         Precision(mode)
+
+
+@pytest.mark.parametrize(("given", "expected"), [("high", "high"), ("medium", "medium"), (None, "highest")])
+def test_matrix_products_of_float32_have_the_precision_given(given: str | None, expected: str) -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        args = TrainingArguments(use_cpu=True, float32_matmul_precision=given)
+        strategy = choose_strategy(args)
+        assert torch.get_float32_matmul_precision() == "highest"
+        strategy.setup()
+        assert torch.get_float32_matmul_precision() == expected
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_the_scaler_is_kept() -> None:

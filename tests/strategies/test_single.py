@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,16 +15,9 @@ from trainer_kit import Callback, Run, SingleDevice, Trainer, TrainingArguments
 from trainer_kit.strategies import choose_strategy
 from trainer_kit.strategies.precision import Precision
 
-on_cuda = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-
 
 def needs_cuda(test: Any) -> Any:
-    for mark in on_cuda:
-        test = mark(test)
-    return test
+    return pytest.mark.gpu(pytest.mark.usefixtures("cuda")(test))
 
 
 class Classifier(nn.Module):
@@ -200,6 +194,20 @@ def test_cuda_copies_ahead_without_mixing_batches_up(workers: int) -> None:
             batch = batch * 1.0
         seen.append((micro.indices, batch[:, [0, -1]].mean(1)))
     assert [column.tolist() for _, column in seen] == [[float(index) for index in indices] for indices, _ in seen]
+
+
+@needs_cuda
+def test_cuda_yields_each_batch_before_an_error_of_the_next_one() -> None:
+    def batches() -> Iterator[SimpleNamespace]:
+        yield from (SimpleNamespace(batch=torch.ones(1)) for _ in range(2))
+        raise OSError("the third batch")
+
+    strategy = SingleDevice("cuda")
+    strategy.setup()
+    found = []
+    with pytest.raises(OSError, match="the third batch"):
+        found.extend(strategy.prepare_loader(batches()))
+    assert len(found) == 2
 
 
 @needs_cuda

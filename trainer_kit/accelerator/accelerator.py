@@ -161,7 +161,7 @@ class Accelerator(Checkpointing):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether an optimizer skipped its last step because fp16 gradients overflowed."""
+        """Whether an optimizer skipped its last step because fp16 gradients overflowed; may wait for the device."""
         return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
     # Preparing
@@ -379,9 +379,9 @@ class Accelerator(Checkpointing):
         trained = [parameter for parameter in chosen if parameter.grad is not None]
         if norm_type != 2 or not trained:
             total = torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type)
-            return self.strategy.whole_tensors({"total": total})["total"]
-        grads = self.strategy.gradients(trained)
-        total = self.strategy.gradient_norms(trained, grads).total
+            return self.strategy.sharding.whole_tensors({"total": total})["total"]
+        grads = self.strategy.sharding.gradients(trained)
+        total = self.strategy.sharding.gradient_norms(trained, grads).total
         # max_norm / (total + 1e-6), at most 1, as in torch.nn.utils.clip_grad_norm_.
         torch._foreach_mul_(grads, (max_norm / (total + 1e-6)).clamp(max=1.0))
         return total
@@ -395,7 +395,7 @@ class Accelerator(Checkpointing):
             clip_value: Largest absolute value.
         """
         if (chosen := self._complete(parameters)) is not None:
-            grads = self.strategy.gradients(parameter for parameter in chosen if parameter.grad is not None)
+            grads = self.strategy.sharding.gradients([each for each in chosen if each.grad is not None])
             torch._foreach_clamp_min_(grads, -clip_value)
             torch._foreach_clamp_max_(grads, clip_value)
 

@@ -107,8 +107,8 @@ class Checkpointing(Tracking):
         """
         self.flow.dispatch()
         detached: dict[int, torch.Tensor] = {}  # XLA recognizes tied tensors only by object identity
-        state = self.strategy.collect_on_main(self.strategy.model_state(model))
-        if self.strategy.is_sharded and not self.is_main_process:
+        state = self.strategy.sharding.collect_on_main(self.strategy.model_state(model))
+        if self.strategy.sharding.is_active and not self.is_main_process:
             return {}
         return {name: detached.setdefault(id(value), value.detach()) for name, value in state.items()}
 
@@ -195,7 +195,7 @@ class Checkpointing(Tracking):
         folder = self._folder(given, "save_state()")
         self.flow.dispatch()  # computes all tensors in one graph, not one by one as they are read
         self.strategy.collectives.on_main(self._check_optimizers)
-        models, states = self.strategy.collect_on_main(
+        models, states = self.strategy.sharding.collect_on_main(
             ([self.strategy.model_state(model) for model in self._prepared.models], self._states())
         )
         directory = self.strategy.collectives.on_main(lambda: self._commit(folder, given, models, states))
@@ -306,7 +306,8 @@ class Checkpointing(Tracking):
         for (name, parameter), holders in zip(named, held, strict=True):
             if holders:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                summed[name] = self.strategy.summed_gradient(gradient)
+                is_sum = self.strategy.sharding.is_active  # the backward pass has summed it already
+                summed[name] = gradient if is_sum else self.strategy.collectives.all_reduce(gradient.to_dense())
         return summed
 
     def _trained(self) -> list[tuple[str, torch.Tensor]]:
@@ -383,7 +384,7 @@ class Checkpointing(Tracking):
                 stem=name,
                 is_verified=True,
                 load_state=self.strategy.load_model_state,
-                placement=self.strategy.placement,
+                placement=self.strategy.sharding.placement,
             )
         for name, each in (
             *_numbered("optimizer", prepared.optimizers),
@@ -392,7 +393,7 @@ class Checkpointing(Tracking):
         ):
             is_optimizer = isinstance(each, PreparedOptimizer)
             saved = (
-                read_optimizer_state(source, name, each.optimizer, self.strategy.placement)
+                read_optimizer_state(source, name, each.optimizer, self.strategy.sharding.placement)
                 if is_optimizer
                 else read_state(source, name)
             )
@@ -419,8 +420,10 @@ class Checkpointing(Tracking):
     def _restore_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
         for name, parameter in self._trained():
             parameter.grad = None
-            if name in gradients:
-                self.strategy.restore_gradient(parameter, gradients[name])
+            if name in gradients and self.strategy.sharding.is_active:
+                parameter.grad = self.strategy.sharding.place_like(gradients[name], parameter)
+            elif name in gradients and self.strategy.is_main:  # the next backward pass sums them over all processes
+                parameter.grad = torch.empty_like(parameter).copy_(gradients[name])
 
 
 def _numbered(name: str, objects: Sequence[Any]) -> Iterator[tuple[str, Any]]:

@@ -85,7 +85,7 @@ class ProcessInfo:
             return DistributedType.XLA
         if self.num_processes == 1:
             return DistributedType.NO
-        if self.strategy.is_sharded:
+        if self.strategy.sharding.is_active:
             return DistributedType.FSDP
         return DistributedType.MULTI_CPU if self.device.type == "cpu" else DistributedType.MULTI_GPU
 

@@ -139,15 +139,25 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         optimizer: The user's optimizer.
-        step_was_skipped: Whether the last step was skipped because fp16 gradients overflowed.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, strategy: Strategy, flow: AccumulationState) -> None:
         # Not super().__init__(): parameters and state are the user's optimizer's.
         self.optimizer = optimizer
-        self.step_was_skipped = False
         self._strategy = strategy
         self._flow = flow
+        self._was_skipped = False
+        self._overflows: list[torch.Tensor] = []  # of the last step, until they are read
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped because fp16 gradients overflowed.
+
+        The first read after a step with fp16 waits for the device.
+        """
+        overflows, self._overflows = self._overflows, []
+        self._was_skipped = self._was_skipped or any(overflow.item() for overflow in overflows)
+        return self._was_skipped
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not set yet in a copy
@@ -155,7 +165,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer, "step_was_skipped": self.step_was_skipped, "_flow": self._flow}
+        skipped = self.step_was_skipped
+        return {"optimizer": self.optimizer, "_was_skipped": skipped, "_overflows": [], "_flow": self._flow}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -216,11 +227,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self._flow.has_stepped()
             return loss
         if scaler is not None:
-            # The host is about to read whether gradients have overflowed.
+            # The host may be about to read whether gradients have overflowed.
             self._strategy.unscale(self.optimizer)
             self._flow.dispatch()
         self._strategy.step(self.optimizer)
-        self.step_was_skipped = precision is not None and precision.has_overflowed(self.optimizer)
+        self._was_skipped, self._overflows = False, [] if precision is None else precision.overflows(self.optimizer)
         self._flow.has_stepped()
         return None
 
@@ -228,7 +239,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
 class PreparedScheduler:
     """The user's scheduler, which steps only when its optimizer does.
 
-    It skips calls while gradients accumulate, and after a step that was skipped because fp16 gradients overflowed.
+    It skips calls while gradients accumulate, and after a step that was skipped because fp16 gradients overflowed. With
+    fp16 it therefore waits for the device in each step: the next learning rate depends on the answer.
 
     Args:
         scheduler: The user's scheduler.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
 import shutil
 import threading
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from trainer_kit.checkpoint import (
     prune,
     take_snapshot,
 )
+from trainer_kit.checkpoint.contribution import Contribution, align_with_main
 from trainer_kit.checkpoint.format.commit import open_staging
 from trainer_kit.checkpoint.format.json_files import is_too_large
 from trainer_kit.checkpoint.format.ownership import Division
-from trainer_kit.checkpoint.format.safetensors_writer import storage_key
-from trainer_kit.checkpoint.save import Outcome, Save, Take
+from trainer_kit.checkpoint.format.snapshot import Copy
+from trainer_kit.checkpoint.save import Outcome, Save
 from trainer_kit.checkpoint.staging import HostStaging
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.errors import SaveError
@@ -42,6 +44,9 @@ States = Callable[[list[Committed]], Mapping[str, Any]]
 
 SHARED = ("optimizer",)
 """States that all processes have alike, so that several can write them together."""
+
+_LOSS_SECONDS = 5.0
+"""Time in which parts that a lost process has sent still arrive."""
 
 
 class AsyncSaver:
@@ -114,24 +119,24 @@ class AsyncSaver:
         """
         assert not self.is_busy, "one save at a time"
         strategy = self.run.strategy
-        strategy.session.set_abort_handler(self.drain)
+        strategy.session.set_abort_handler(lambda: self.drain(after_loss=True))
         committed = self._with(Committed(f"{CHECKPOINT_PREFIX}{self.run.state.step}", 0, metric))
         snapshot = self._try_snapshot(model_state, lambda: states(committed))
         try:
-            division = self._agree(snapshot)
+            taken, division = self._agree(snapshot)
         except OSError as error:
             self._fail(str(error))
             return
         save = strategy.collectives.on_main(lambda: self._open(snapshot))
         self.is_busy = True
-        writers = self._writers_of(division)
-        if save is None or not (strategy.is_sharded or strategy.rank in writers):
+        if save is None or strategy.rank not in (contributors := self._contributors(division)):
             return
-        take = self._take(self._share(snapshot.result(), division))
+        assert taken is not None, "the processes have agreed"
+        contribution = self._contribute(self._share(taken, division))
         if strategy.is_main:
-            self._submit(lambda: self._write(take, save, writers[1:], committed, protect))
-        elif strategy.rank in writers:
-            self._submit(lambda: save.send_part(take, strategy, self.run.args.max_shard_size))
+            self._submit(lambda: self._write(contribution, save, contributors[1:], committed, protect))
+        else:
+            self._submit(lambda: save.send_part(contribution, strategy, self.run.args.max_shard_size))
 
     def _fail(self, error: str) -> None:
         """End a save that cannot begin."""
@@ -171,50 +176,48 @@ class AsyncSaver:
             taken.set_exception(error)
         return taken
 
-    def _agree(self, snapshot: Future[Snapshot]) -> Division | None:
-        """Return how the processes write together; None if the main process writes alone. Collective.
+    def _agree(self, snapshot: Future[Snapshot]) -> tuple[Snapshot | None, Division | None]:
+        """Return the snapshot to write and how the processes write it together. Collective.
 
-        If a process cannot take part, the main process writes alone from then on, which is logged.
+        The snapshot is None if this process has none, the division if the main process writes alone. If a process
+        cannot take part, the main process writes alone from then on, which is logged.
 
         Raises:
             OSError: If a process cannot take part in writing a sharded state; raised on all processes.
         """
         strategy, collectives = self.run.strategy, self.run.strategy.collectives
-        if len(self.writers) == 1 and not strategy.is_sharded:
-            return None
-        division, error = None, snapshot.exception()
-        if error is None:
-            taken = snapshot.result()
-            division = taken.divide(self._shared(taken), len(self.writers), self.run.args.max_shard_size)
+        error, division, pinned = snapshot.exception(), None, set[str]()
+        taken = snapshot.result() if error is None else None
+        if len(self.writers) == 1 and not strategy.sharding.is_active:
+            return taken, None
+        if strategy.sharding.is_active:
+            taken, pinned = align_with_main(taken, SHARED, strategy)
+        if taken is not None:
+            division = taken.divide(
+                {*SHARED, *pinned},
+                len(self.writers),
+                self.run.args.max_shard_size,
+                lambda name, tensor: name in pinned and not strategy.sharding.is_sharded(tensor),
+            )
         answers = collectives.gather_object((division and division.digest, f"{type(error).__name__}: {error}"))
         digests = [digest for digest, _ in answers]
         apart = [rank for rank, digest in enumerate(digests) if digest is None or digest != digests[0]]
         if not apart:
-            return division
+            return taken, division
         if apart[0] > 0:  # else the main process raises its error
             rank, (digest, problem) = collectives.describe_rank(apart[0]), answers[apart[0]]
             why = "has other tensors in its model or optimizer" if digest else f"cannot give its state ({problem})"
-            if strategy.is_sharded:
+            if strategy.sharding.is_active:
                 raise OSError(f"{rank} {why}")
             self.writers = [0]
             if collectives.is_main:
                 logger.warning("the main process writes all checkpoints alone, since %s %s", rank, why)
-        return None
+        return taken, None
 
-    def _shared(self, snapshot: Snapshot) -> list[str]:
-        """Return the names of the states that all processes have alike, so that they can write them together."""
-        strategy, states = self.run.strategy, snapshot.states.items()
-        if not strategy.is_sharded:
-            return [*SHARED]
-        sharded = [
-            name
-            for name, (_, tensors) in states
-            if any(strategy.placement(each) is not None for each in tensors.values())
-        ]
-        return [*SHARED, *(name for name in sharded if name not in SHARED)]
-
-    def _writers_of(self, division: Division | None) -> list[int]:
-        """Return the ranks that write a part, the main one first."""
+    def _contributors(self, division: Division | None) -> list[int]:
+        """Return the ranks that write a part or have parts of what others write, the main one first."""
+        if self.run.strategy.sharding.is_active:
+            return [*range(self.run.strategy.world_size)]
         return self.writers[: division.writers if division is not None else 1]
 
     def _share(self, snapshot: Snapshot, division: Division | None) -> Snapshot:
@@ -223,46 +226,30 @@ class AsyncSaver:
         writer = self.writers.index(rank) if rank in self.writers else len(self.writers)
         return dataclasses.replace(snapshot, division=division, writer=writer)
 
-    def _take(self, share: Snapshot) -> Take:
-        """Return a function that completes this process's copy in the thread, or raises why there is none.
-
-        With `async_save=False`, the snapshot itself is written. Collective if the strategy shards the state.
-        """
-        is_sharded = self.run.strategy.is_sharded
-        if not (self.run.args.async_save or is_sharded):
-            return lambda: share
-        taken: Future[Snapshot] = Future()
+    def _contribute(self, share: Snapshot) -> Future[Contribution]:
+        """Return what this process gives to a save, or why it cannot. Collective if sharding is active."""
+        contribution: Future[Contribution] = Future()
         try:
             if self._reserving is not None:
                 self._reserving.result()
-            taken.set_result(self._collected(share) if is_sharded else share.copied(self.copies.take))
+            taken = self._contribution(share, self.copies.take)
+            contribution.set_result(taken.prepared(self.run.strategy.device_info.to_host))
         except Exception as error:
-            if is_sharded and not isinstance(error, OSError):
-                raise  # the processes no longer agree on what they collect
-            taken.set_exception(error)
-
-        def complete() -> Snapshot:
-            copied = taken.result()
+            contribution.set_exception(error)
+        if not self.run.strategy.sharding.is_active:
+            return contribution
+        collectives = self.run.strategy.collectives
+        failed = collectives.gather_object(contribution.exception() is not None)
+        if any(failed) and contribution.exception() is None:  # that process sends no parts, so that none does
             self.copies.complete()
-            return copied
+            who = collectives.describe_rank(failed.index(True))
+            contribution = Future()
+            contribution.set_exception(OSError(errno.ENOMEM, f"{who} has no copy of its part of the state"))
+        return contribution
 
-        return complete
-
-    def _collected(self, share: Snapshot) -> Snapshot:
-        """Return this process's share with whole tensors on the host. Collective."""
-        stored = [(tensor, self.writers[writer]) for tensor, writer in share.stored()]
-        whole: dict[Any, torch.Tensor] = {}
-
-        def collect(own: list[torch.Tensor]) -> list[torch.Tensor]:
-            known = {storage_key(tensor) for tensor, _ in stored}
-            rest = [(each, self.run.strategy.rank) for each in own if storage_key(each) not in known]
-            tensors, owners = zip(*stored, *rest, strict=True)
-            for tensor, place in zip(tensors, self.copies.collect(tensors, owners), strict=True):
-                if place is not None:
-                    whole[storage_key(tensor)] = place
-            return [whole[storage_key(tensor)] for tensor in own]
-
-        return share.copied(collect)
+    def _contribution(self, share: Snapshot, copy: Copy) -> Contribution:
+        contribution = Contribution.of(share, self.writers, self.run.strategy.sharding)
+        return contribution.copied(copy, self.copies.complete) if self.run.args.async_save else contribution
 
     def _submit(self, write: Callable[[], Outcome | None]) -> None:
         """Write in the thread; with `async_save=False`, write now."""
@@ -278,7 +265,7 @@ class AsyncSaver:
 
     def wait_for_staging(self) -> None:
         """Wait until staging is complete, so that the optimizer may change its state."""
-        if self.copies.is_under_way:
+        if self.is_busy and self.copies.is_under_way:
             with self.run.ledger.during("saving"):
                 self.copies.wait()
 
@@ -322,14 +309,22 @@ class AsyncSaver:
             f"the checkpoint of step {self.failed.step} could not be written: {self.failed.error}; {self._kept()}"
         )
 
-    def drain(self) -> None:
-        """Wait for the pending save after an error, and log its failure. Not collective."""
+    def drain(self, after_loss: bool = False) -> None:
+        """Wait for the pending save after an error, and log its failure. Not collective.
+
+        Args:
+            after_loss: Whether another process is lost. A save that waits for parts of other processes is given up.
+        """
         with self._drain_lock:
             pending, self._pending, self.is_busy = self._pending, None, False
             if pending is None:
                 return
             if not pending.done():
                 logger.warning("the checkpoint that was begun is still being written; waiting for it")
+            while after_loss and not wait([pending], _LOSS_SECONDS).done:
+                if self.run.strategy.sharding.is_waiting:
+                    logger.warning("the checkpoint that was begun needs parts of the lost process; it is given up")
+                    return
             if error := pending.exception():
                 logger.warning("the checkpoint that was begun could not be written: %s", error)
                 return
@@ -358,12 +353,12 @@ class AsyncSaver:
         strategy = self.run.strategy
         snapshot = self._try_snapshot(model_state, lambda: states([]))
         try:
-            division = self._agree(snapshot)
+            taken, division = self._agree(snapshot)
         except OSError:
             return  # the first save reports it
         strategy.collectives.on_main(lambda: self._check_space(snapshot))
-        if self.run.args.async_save and strategy.rank in self._writers_of(division) and snapshot.exception() is None:
-            self._share(snapshot.result(), division).copied(self._reserve)
+        if self.run.args.async_save and strategy.rank in self._contributors(division) and taken is not None:
+            self._contribution(self._share(taken, division), self._reserve)
 
     def _check_space(self, taken: Future[Snapshot]) -> None:
         try:
@@ -399,11 +394,16 @@ class AsyncSaver:
         return [*others, dataclasses.replace(new, number=number, metric=metric)]
 
     def _write(
-        self, take: Take, save: Save, others: list[int], committed: list[Committed], protect: Collection[str]
+        self,
+        contribution: Future[Contribution],
+        save: Save,
+        others: list[int],
+        committed: list[Committed],
+        protect: Collection[str],
     ) -> Outcome:
         args = self.run.args
         try:
-            save.commit(take, self.run.strategy, others, args.max_shard_size, self.confirm)
+            save.commit(contribution, self.run.strategy, others, args.max_shard_size, self.confirm)
             self.confirm()
             return Outcome(save.step, prune(self.folder, committed, retention(args), protect, self.is_own))
         except (OSError, MemoryError) as error:

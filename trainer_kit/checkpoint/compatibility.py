@@ -244,14 +244,14 @@ def load_scheduler(run: Run, directory: Path) -> None:
     assert optimizer is not None
     try:
         scheduler.load_state_dict(read_state(directory, "lr_scheduler"))
+        if isinstance(scheduler, LambdaLR):  # the saved rate follows the old schedule length
+            for group, peak, rate in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+                group["lr"] = peak * rate(scheduler.last_epoch)
     except Exception as error:
         raise ValueError(
             f"the {type(scheduler).__name__} does not take the state in {directory}: {type(error).__name__}: {error}; "
             f"resume with the same schedule, or {_ANEW}"
         ) from error
-    if isinstance(scheduler, LambdaLR):  # the saved rate follows the old schedule length
-        for group, peak, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-            group["lr"] = peak * factor(scheduler.last_epoch)
 
 
 def report_changes(run: Run, plan: RunLength, earlier: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
@@ -285,7 +285,7 @@ def _report_layout(run: Run, plan: RunLength, saved: Mapping[str, Any]) -> None:
     """Log a changed number of processes, batch size or accumulation, and the consequences."""
     now, changes = plan.state_dict(), []
     for name, text in (
-        ("processes", "on {} processes instead of {}"),
+        ("processes", "with {} processes that read data instead of {}"),
         ("batch_size", "with batches of {} samples instead of {}"),
         ("accumulation", "with {} of them a step instead of {}"),
     ):

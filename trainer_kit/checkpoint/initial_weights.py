@@ -39,7 +39,7 @@ def load_initial_weights(run: Run, directory: Path | None, model_init: Callable[
             strict=False,
             is_verified=False,
             load_state=strategy.load_model_state,
-            placement=strategy.placement,
+            placement=strategy.sharding.placement,
         )
         strategy.session.release_checkpoint_copies()
         loaded = names - {*missing}

@@ -250,7 +250,7 @@ class CheckpointManager:
         run = self.run
         assert run.optimizer is not None
         check_weights(run.model, directory)  # before anything is written
-        placement = run.strategy.placement
+        placement = run.strategy.sharding.placement
         optimizer = fitting_optimizer_state(run, directory, placement)
         load_weights(
             run.model, directory, is_verified=True, load_state=run.strategy.load_model_state, placement=placement
@@ -313,7 +313,7 @@ class CheckpointManager:
             source,
             is_verified=False,
             load_state=strategy.load_model_state,
-            placement=strategy.placement,
+            placement=strategy.sharding.placement,
         )
         strategy.session.release_checkpoint_copies()
         logger.info("loaded the best model, %s (%s)", best, self.run.state.best_metric)
@@ -330,7 +330,7 @@ class CheckpointManager:
         return taken.result
 
     def _states_with(self, optimizer_state: Callable[[], dict[str, Any]], evaluation_is_due: bool) -> States:
-        if not (self.run.strategy.is_main or self.run.strategy.is_sharded):
+        if not (self.run.strategy.is_main or self.run.strategy.sharding.is_active):
             return lambda committed: {"optimizer": optimizer_state()}
         return lambda committed: self._states(committed, optimizer_state(), evaluation_is_due)
 

@@ -6,17 +6,16 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
-from trainer_kit.checkpoint import Committed, FileEntry, Snapshot
-from trainer_kit.checkpoint.format.commit import commit_staging, write_part
+from trainer_kit.checkpoint import Committed, FileEntry
+from trainer_kit.checkpoint.contribution import Contribution
+from trainer_kit.checkpoint.format.commit import commit_staging
 from trainer_kit.checkpoint.format.disk import remove_folder
 from trainer_kit.strategies.base import Strategy
 
 logger = logging.getLogger("trainer_kit")
-
-Take = Callable[[], Snapshot]
-"""Returns this process's snapshot, or raises why there is none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Save:
 
     def commit(
         self,
-        take: Take,
+        contribution: Future[Contribution],
         strategy: Strategy,
         others: Sequence[int],
         max_shard_size: int | str,
@@ -61,7 +60,7 @@ class Save:
         If this fails, the staging folder is removed, after the other processes have ended their parts.
 
         Args:
-            take: Returns the snapshot.
+            contribution: What this process gives.
             strategy: The strategy.
             others: Ranks of the other processes that write a part.
             max_shard_size: See `write_checkpoint`.
@@ -76,28 +75,28 @@ class Save:
         """
         try:
             try:
-                snapshot = take()
-                written = write_part(self.staging, snapshot, max_shard_size, strategy.device_info.to_host)
+                given = contribution.result()
+                written = given.write(self.staging, max_shard_size)
             finally:  # of all others, so that none writes to the folder any more
                 reports = {rank: strategy.session.receive(self._key_of(rank), rank) for rank in others}
             for rank, report in reports.items():
                 written |= _entries(strategy.collectives.describe_rank(rank), report)
-            return commit_staging(self.staging, written, snapshot, confirm)
+            return commit_staging(self.staging, written, given.snapshot, confirm)
         except BaseException:
             remove_folder(self.staging)
             raise
 
-    def send_part(self, take: Take, strategy: Strategy, max_shard_size: int | str) -> None:
+    def send_part(self, contribution: Future[Contribution], strategy: Strategy, max_shard_size: int | str) -> None:
         """Write the part of another process, and report its files or its failure to the main process.
 
         Args:
-            take: Returns the snapshot.
+            contribution: What this process gives.
             strategy: The strategy.
             max_shard_size: See `write_checkpoint`.
         """
         report: dict[str, object] = {"error": "it was interrupted"}
         try:
-            written = write_part(self.staging, take(), max_shard_size, strategy.device_info.to_host)
+            written = contribution.result().write(self.staging, max_shard_size)
             report = {"files": {name: dataclasses.asdict(entry) for name, entry in written.items()}}
         except (OSError, MemoryError) as error:
             report = {"error": str(error) or "no memory"}

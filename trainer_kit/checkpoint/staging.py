@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +28,8 @@ class HostStaging:
     def __init__(self, run: Run) -> None:
         self.run = run
         self._places: list[torch.Tensor] = []
-        self._later: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # from, to, version
+        self._later: list[tuple[torch.Tensor, torch.Tensor]] = []  # from, to
+        self._stable: list[tuple[torch.Tensor, int]] = []  # with their versions; they must not change until `complete`
         self._moment: Any = None
         self._done = threading.Event()
         self._done.set()
@@ -49,39 +49,20 @@ class HostStaging:
         Raises:
             OSError: If the host lacks memory for the copies.
         """
-        strategy = self.run.strategy
+        strategy, optimizer = self.run.strategy, self.run.optimizer
+        assert optimizer is not None
         self._places = places = self._memory_for(tensors)
-        stable = self._of_the_optimizer() if strategy.device_info.supports_concurrent_copy else set()
+        states = [*state_tensors(optimizer)] if strategy.device_info.supports_concurrent_copy else []
+        parts = strategy.sharding.own_parts(states)
+        stable = {address(tensor) for tensor in parts} - {0}
         pairs = [(tensor, place, address(tensor) in stable) for tensor, place in zip(tensors, places, strict=True)]
-        self._later = [(tensor, place, tensor._version) for tensor, place, waits in pairs if waits]
+        self._later = [(tensor, place) for tensor, place, waits in pairs if waits]
+        # An operation on a sharded tensor counts there alone, one on its part in the part alone.
+        self._stable = [(tensor, tensor._version) for tensor in (*states, *parts)]
         self._moment = strategy.device_info.record_event()
         now = [(tensor, place) for tensor, place, waits in pairs if not waits]
         strategy.device_info.copy_to_host([tensor for tensor, _ in now], [place for _, place in now])
         self._done.clear()
-        return places
-
-    def collect(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> list[torch.Tensor | None]:
-        """Return host copies of the tensors that this process owns, and None for the others. Collective.
-
-        Args:
-            tensors: Tensors, of which each process may hold a part; the same ones in the same order on all processes.
-            owners: Rank of each tensor's owner.
-
-        Raises:
-            OSError: If a process lacks memory for its copies; raised on all processes.
-        """
-        strategy, error = self.run.strategy, None
-        is_own = [owner == strategy.rank for owner in owners]
-        try:
-            self._places = self._memory_for([tensor for tensor, own in zip(tensors, is_own, strict=True) if own])
-        except OSError as lacks:
-            error = lacks
-        if any(failed := strategy.collectives.gather_object(error is not None)):
-            who = strategy.collectives.describe_rank(failed.index(True))
-            raise error or OSError(errno.ENOMEM, f"{who} has no host memory for a copy of its part of the state")
-        own = iter(self._places)
-        places = [next(own) if is_mine else None for is_mine in is_own]
-        strategy.collect(tensors, owners, places)
         return places
 
     def complete(self) -> None:
@@ -91,10 +72,10 @@ class HostStaging:
             OSError: If a tensor changed during the copy, so that the copy may be inconsistent.
         """
         try:
-            later, self._later = self._later, []
-            sources = [tensor for tensor, _, _ in later]
-            self.run.strategy.device_info.copy_to_host(sources, [place for _, place, _ in later], self._moment)
-            if any(tensor._version != version for tensor, _, version in later):
+            (later, self._later), (stable, self._stable) = (self._later, []), (self._stable, [])
+            sources, places = [tensor for tensor, _ in later], [place for _, place in later]
+            self.run.strategy.device_info.copy_to_host(sources, places, self._moment)
+            if any(tensor._version != version for tensor, version in stable):
                 raise OSError(
                     "the optimizer's state was written to while it was copied, before the optimizer's step (by a "
                     "listener); set async_save=False"
@@ -123,7 +104,3 @@ class HostStaging:
             size = format_size(sum(tensor.nbytes for tensor in tensors))
             text = f"no host memory for a copy of the state ({size}); set async_save=False"
             raise OSError(errno.ENOMEM, text) from error
-
-    def _of_the_optimizer(self) -> set[int]:
-        assert self.run.optimizer is not None
-        return {address(tensor) for tensor in state_tensors(self.run.optimizer)} - {0}

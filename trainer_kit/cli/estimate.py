@@ -35,6 +35,8 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("mixed-precision", "mixed_precision", {"choices": ("no", "fp16", "bf16"), "help": "what to compute in"}),
     ("gradient-checkpointing", "gradient_checkpointing",
      {"action": "store_true", "help": "compute activations again in the backward pass"}),
+    ("chunked-cross-entropy", "chunked_cross_entropy",
+     {"action": "store_true", "help": "compute a language model's logits and loss in chunks of tokens"}),
     ("gradient-accumulation-steps", "gradient_accumulation_steps",
      {"type": int, "metavar": "N", "help": "micro-batches of a step (default: 1)"}),
 )  # fmt: skip

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from trainer_kit.config import environment
+from trainer_kit.config.compile_options import CompileOptions
 from trainer_kit.config.validation import Rule, check_names, check_values, load_fields, save_fields
 from trainer_kit.utils.units import parse_size
 
@@ -34,10 +35,14 @@ _SHARDED = "use strategy='fsdp', or Trainer(strategy=FSDP(...)) for its options"
 _REMEDIES = {
     "fsdp": _SHARDED,
     "fsdp_config": _SHARDED,
+    "use_liger_kernel": "use chunked_cross_entropy=True, which needs no other package",
+    "tf32": "use float32_matmul_precision='high' for tf32=True, 'highest' for False",
     "ddp_find_unused_parameters": "use Trainer(strategy=DDP(find_unused_parameters=...))",
     "ddp_bucket_cap_mb": "use Trainer(strategy=DDP(bucket_cap_mb=...))",
     "ddp_timeout": "use Trainer(strategy=DDP(ddp_timeout=...))",
     "ddp_backend": "the device decides: gloo on CPUs, nccl on NVIDIA GPUs",
+    "torch_compile_backend": "use torch_compile={'backend': ...}",
+    "torch_compile_mode": "use torch_compile={'mode': ...}",
     "ddp_broadcast_buffers": "buffers are always broadcast, after each step",
 }
 
@@ -164,9 +169,16 @@ class TrainingArguments:
         max_grad_norm: Largest total norm of the gradients, by scaling; 0: no limit.
         max_grad_value: Largest absolute value of a gradient's element, by clipping; None: no limit.
         mixed_precision: Precision of forward passes: "no", "fp16" or "bf16". Default: the launcher's, else "no".
+        float32_matmul_precision: Precision of matrix products of float32 tensors: "highest" is float32; "high" allows
+            TF32, with 10 bits of mantissa, which NVIDIA GPUs from Ampere on compute about 8 times as fast; "medium"
+            allows bfloat16 too. See `torch.set_float32_matmul_precision`. None: as the program has set it.
         seed: Seed of the order of samples, of dropout and of all other random numbers of a run.
-        torch_compile: Whether to compile the model with `torch.compile`.
+        torch_compile: Whether to compile the model with `torch.compile`, or a dict of its options: "mode", "backend",
+            "dynamic" and "fullgraph". With "regional": True, only the blocks that the model repeats are compiled, and
+            their code once, so that training starts sooner. See `CompileOptions`.
         gradient_checkpointing: Whether to recompute activations in the backward pass, to save memory.
+        chunked_cross_entropy: Whether a causal language model of transformers computes its logits and its loss in
+            chunks of tokens, to save memory. Loss and gradients are the same up to rounding. Not with `compute_loss`.
         logging_strategy: When to log a record: every `logging_steps` ("steps"), after each "epoch" and at the end, or
             "no".
         logging_steps: Steps between two records.
@@ -244,9 +256,11 @@ class TrainingArguments:
     mixed_precision: Literal["no", "fp16", "bf16"] = dataclasses.field(
         default_factory=environment.mixed_precision  # type: ignore[arg-type]  # checked like any other value
     )
+    float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
     seed: _Seed = 42
-    torch_compile: bool = False
+    torch_compile: bool | dict[str, Any] = False
     gradient_checkpointing: bool = False
+    chunked_cross_entropy: bool = False
     logging_strategy: Literal["steps", "epoch", "no"] = "steps"
     logging_steps: _Count = 50
     logging_first_step: bool = False
@@ -308,6 +322,7 @@ class TrainingArguments:
                 "nonfinite='rollback' needs checkpoints to go back to; set save_strategy to another than 'no'"
             )
         self._check_optimizer_options()
+        CompileOptions.read(self.torch_compile)
         if self.strategy == "xla" and self.use_cpu:
             raise ValueError("strategy='xla' and use_cpu=True contradict each other; set one of them")
         if self.pad_to_lengths is not None and self.pad_to_multiple_of is not None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from operator import attrgetter
 from typing import Literal
 
 from trainer_kit.config.arguments import TrainingArguments
 
 Event = Literal["log", "evaluate", "save"]
 
-_ARGUMENTS: dict[Event, tuple[str, str]] = {
-    "log": ("logging_strategy", "logging_steps"),
-    "evaluate": ("eval_strategy", "eval_steps"),
-    "save": ("save_strategy", "save_steps"),
+_READ: dict[Event, attrgetter[tuple[str, int | None]]] = {
+    "log": attrgetter("logging_strategy", "logging_steps"),
+    "evaluate": attrgetter("eval_strategy", "eval_steps"),
+    "save": attrgetter("save_strategy", "save_steps"),
 }
-"""Names of the arguments that schedule an event."""
+"""Read the arguments that schedule an event: its strategy, and the steps between two."""
 
 
 class EventSchedule:
@@ -29,21 +30,21 @@ class EventSchedule:
 
     def is_due_after_step(self, event: Event, step: int) -> bool:
         """Return whether an event is due after a step because of the step's number."""
-        args, (strategy, interval) = self._args, _ARGUMENTS[event]
-        if getattr(args, strategy) != "steps":
+        strategy, interval = _READ[event](self._args)
+        if strategy != "steps":
             return False
-        is_first_record = event == "log" and step == 1 and args.logging_first_step
-        return is_first_record or step % (getattr(args, interval) or args.logging_steps) == 0
+        is_first_record = event == "log" and step == 1 and self._args.logging_first_step
+        return is_first_record or step % (interval or self._args.logging_steps) == 0
 
     def is_due_after_epoch(self, event: Event) -> bool:
         """Return whether an event is due at the end of each epoch."""
-        return bool(getattr(self._args, _ARGUMENTS[event][0]) == "epoch")
+        return _READ[event](self._args)[0] == "epoch"
 
     def is_due_at_end(self, event: Event) -> bool:
         """Return whether an event is due after the last step, which may be in the middle of an epoch."""
         if event == "evaluate":
             return self.is_due_after_epoch(event)
-        return bool(getattr(self._args, _ARGUMENTS[event][0]) != "no")
+        return _READ[event](self._args)[0] != "no"
 
     @property
     def saves_best(self) -> bool:

@@ -72,4 +72,5 @@ def _check_dataset(role: str, dataset: Any) -> None:
 
 
 def _layout(strategy: Strategy, batch_size: int, accumulation: int = 1) -> Layout:
-    return Layout(batch_size * strategy.devices, accumulation, strategy.world_size, strategy.rank)
+    collectives = strategy.collectives
+    return Layout(batch_size * strategy.devices, accumulation, collectives.readers, collectives.reader)

@@ -58,11 +58,14 @@ def stack(samples: list[Any]) -> Any:
         ValueError: If the samples' sizes or keys differ; the message names the column.
     """
     first = samples[0]
-    if type(first) is dict and all(type(value) is torch.Tensor for value in first.values()):
+    if type(first) is dict and {*map(type, first.values())} == {torch.Tensor}:
         # Twice as fast as the general path, which raises a clear error if this one fails.
-        with contextlib.suppress(KeyError, RuntimeError, TypeError):
-            if all(len(sample) == len(first) for sample in samples):
-                return {key: torch.stack([sample[key] for sample in samples]) for key in first}
+        try:
+            batch = {key: torch.stack([sample[key] for sample in samples]) for key in first}
+            if sum(map(len, samples)) == len(first) * len(samples):  # no sample has more columns
+                return batch
+        except (KeyError, RuntimeError, TypeError):
+            pass
     return _stack(samples)
 
 

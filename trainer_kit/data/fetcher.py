@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any
 
@@ -42,6 +43,7 @@ class Fetcher(Dataset[Any]):
         self.seed = seed
         self.draws = False
         self.epoch: int | None = None
+        self._reads_many = _reads_many(type(dataset))
 
     def __getitem__(self, slot: BatchIndices) -> tuple[BatchIndices, Any]:
         if slot.epoch != self.epoch:
@@ -56,23 +58,22 @@ class Fetcher(Dataset[Any]):
         samples = []
         for index in slot.indices:
             seed_generators(mix(self.seed, slot.epoch, index, _SAMPLE))
-            samples.append(self._sample(index))
+            samples += self._one_by_one([index])
         seed_generators(mix(self.seed, slot.epoch, slot.indices[0], _COLLATE))
         return slot, self.collate(samples)
 
     def _samples(self, indices: list[int]) -> list[Any]:
         """Read all samples in one call if the dataset has `__getitems__`, as Hugging Face's datasets do."""
-        if _reads_many(type(self.dataset)):
-            try:
+        if self._reads_many:
+            with contextlib.suppress(Exception):  # reading one by one names the failing sample
                 samples: list[Any] = self.dataset.__getitems__(indices)
                 return samples
-            except Exception:
-                return [self._sample(index) for index in indices]  # names the failing sample
-        return [self._sample(index) for index in indices]
+        return self._one_by_one(indices)
 
-    def _sample(self, index: int) -> Any:
+    def _one_by_one(self, indices: list[int]) -> list[Any]:
+        dataset, index = self.dataset, -1
         try:
-            return self.dataset[index]
+            return [dataset[index := each] for each in indices]
         except Exception as error:
             raise DataError(f"the dataset raised at index {index}: {type(error).__name__}: {error}") from error
 

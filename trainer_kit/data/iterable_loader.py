@@ -120,7 +120,7 @@ class StreamLoader:
 
     def _rows_between(self, start: int, stop: int) -> int:
         """Count the rows of batches between two positions; the second is the end of an epoch or a part."""
-        size, processes = self.layout.batch_size, self.layout.world_size
+        size, processes = self.layout.batch_size, self.layout.readers
         if stop == self.epoch_length:
             return self._rows_from(start) - self._rows_from(stop)
         if self._readers == 1:
@@ -129,7 +129,7 @@ class StreamLoader:
 
     def _rows_from(self, position: int) -> int:
         """Count the rows of batches from a position to the end of an epoch."""
-        batches, processes = self._batches_from(position), self.layout.world_size
+        batches, processes = self._batches_from(position), self.layout.readers
         return batches // processes if self.drop_last else -(-batches // processes)
 
     def _batches_from(self, position: int) -> int:
@@ -213,7 +213,7 @@ class StreamLoader:
             ]
 
     def _rows(self, epoch: int, position: int, data_state: dict[str, Any] | None) -> Iterator[_Row]:
-        processes = self.layout.world_size
+        processes = self.layout.readers
         cuts = [start for start, _ in ranges(self.passed_over, epoch)]
         for _, part in groupby(self._batches(epoch, position, data_state), key=lambda batch: batch.part):
             while (row := _dealt(islice(part, processes), self.layout)) is not None:
@@ -240,10 +240,10 @@ class StreamLoader:
 def stream_evaluation_batches(dataset: Any, layout: Layout, reading: LoaderConfig) -> Iterator[tuple[Any, Counts]]:
     """Yield this process's batches of an evaluation over an iterable dataset, with their counts.
 
-    Every process reads the whole dataset. Its k-th batch is number k * world_size + rank, in the order of the dataset
+    Every process reads the whole dataset. Its k-th batch is number k * readers + reader, in the order of the dataset
     or, with several workers, of their batches in turn.
     """
-    for read in islice(StreamReader(dataset, layout, reading).rounds(), layout.rank, None, layout.world_size):
+    for read in islice(StreamReader(dataset, layout, reading).rounds(), layout.reader, None, layout.readers):
         for batch, samples in zip(read.parts, read.sizes, strict=True):
             yield batch, count(batch, samples)
 
@@ -255,7 +255,7 @@ def _dealt(batches: Iterator[_Batch], layout: Layout) -> _Row | None:
     for number, (read, start, part) in enumerate(batches):
         if number == 0:
             first, first_samples, row_start, row_part = read.parts[0], read.sizes[0], start, part
-        if number == layout.rank:
+        if number == layout.reader:
             places = itertools.accumulate(read.sizes, initial=start)
             pieces = [
                 _Piece(each, count(each, samples), place, samples)

@@ -64,8 +64,8 @@ class GlobalBatch:
 
     def numbers(self) -> tuple[int, int, int, int]:
         """Return the samples, tokens, labels and shifted labels counted on the host; 0 for counts on a device."""
-        labels, shifted = (each if isinstance(each, int) else 0 for each in (self.labels, self.shifted))
-        return self.samples, self.tokens, labels, shifted
+        labels = self.labels if isinstance(self.labels, int) else 0
+        return self.samples, self.tokens, labels, self.shifted if isinstance(self.shifted, int) else 0
 
     def set_numbers(self, sums: Sequence[int], reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Set the counts to those of all processes.

@@ -287,7 +287,7 @@ class StreamReader(IterableDataset[Any]):
             # There is no report if the mark is the epoch's start anyway.
             yield _Report(sum(batches) if before or not self._has_state else 0)
             cursor = _Cursor(self, worker)
-            cursor.skip(before, bar=worker == self.layout.rank == 0)
+            cursor.skip(before, bar=worker == self.layout.reader == 0)
             is_exact = cursor.repeats(since, hexdigest)
         yield _Report(is_exact=is_exact)
         return cursor
@@ -333,7 +333,7 @@ class StreamReader(IterableDataset[Any]):
         yield from items
 
     def _say_again(self, samples: int, why: str) -> None:
-        if samples and self.layout.rank == 0:
+        if samples and self.layout.reader == 0:
             remedy = "; give it state_dict and load_state_dict to resume at once" if why == _NO_STATE else ""
             warn(
                 f"{why}: {samples} samples of epoch {self.epoch} are read again and skipped, which takes as long as "
@@ -341,7 +341,7 @@ class StreamReader(IterableDataset[Any]):
             )
 
     def _say_inexact(self) -> None:
-        if self.layout.rank == 0:
+        if self.layout.reader == 0:
             warn(
                 f"train_dataset gives other samples in epoch {self.epoch} than before: this resume is not exact; make "
                 "its order follow from its files and set_epoch alone"

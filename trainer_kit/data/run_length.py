@@ -56,7 +56,7 @@ class RunLength:
     def state_dict(self) -> dict[str, Any]:
         layout = self.layout
         return {
-            "processes": layout.world_size,
+            "processes": layout.readers,
             "batch_size": layout.batch_size,
             "accumulation": layout.accumulation,
             "units": dict(self.units),

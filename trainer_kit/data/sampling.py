@@ -28,22 +28,22 @@ class Layout(NamedTuple):
     Attributes:
         batch_size: Samples of one micro-batch on one process.
         accumulation: Micro-batches of one step on one process.
-        world_size: Number of processes.
-        rank: Rank of this process.
+        readers: Number of processes that read samples of their own.
+        reader: Number of this process among these, from 0.
         limit: Maximal samples of one pass; larger micro-batches are cut into parts, each of which the loop takes as a
             micro-batch. The samples of a step and a process do not depend on it. None: no limit.
     """
 
     batch_size: int
     accumulation: int = 1
-    world_size: int = 1
-    rank: int = 0
+    readers: int = 1
+    reader: int = 0
     limit: int | None = None
 
     @property
     def global_micro_batch_size(self) -> int:
         """Samples of one micro-batch over all processes."""
-        return self.batch_size * self.world_size
+        return self.batch_size * self.readers
 
     @property
     def global_batch_size(self) -> int:
@@ -173,11 +173,9 @@ def slots(
         layout: Batch size, accumulation and processes.
         passed_over: Ranges (start, stop) of the epoch to skip.
     """
-    kept = parts(position, len(order), passed_over)
-    for first, stop in _windows(kept, layout):
-        pieces = [
-            piece for row in range(first, stop, layout.global_micro_batch_size) for piece in _pieces(row, stop, layout)
-        ]
+    kept, size = parts(position, len(order), passed_over), layout.global_micro_batch_size
+    for first, stop in _windows(kept, layout.global_batch_size):
+        pieces = [piece for row in range(first, stop, size) for piece in _pieces(row, stop, layout)]
         for number, piece in enumerate(pieces):
             # A dummy batch has the step's first samples.
             begin, end = piece or (first, min(first + min(layout.at_once, _STAND_IN), stop))
@@ -196,16 +194,18 @@ def slots(
 
 def _pieces(row: int, stop: int, layout: Layout) -> list[tuple[int, int] | None]:
     """Return (start, stop) of this process's parts of a row of batches; None where only other processes have one."""
-    start = row + layout.rank * layout.batch_size
+    start = row + layout.reader * layout.batch_size
+    if layout.limit is None:
+        return [(start, min(start + layout.batch_size, stop)) if start < stop else None]
     own = layout.cut(start, min(start + layout.batch_size, stop)) if start < stop else []
     return [*own, *[None] * (layout.parts(min(layout.batch_size, stop - row)) - len(own))]
 
 
-def _windows(kept: list[tuple[int, int]], layout: Layout) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of each optimizer step; a skipped range ends a step."""
+def _windows(kept: list[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of each optimizer step of `size` samples; a skipped range ends a step."""
     for first, last in kept:
-        for start in range(first, last, layout.global_batch_size):
-            yield start, min(start + layout.global_batch_size, last)
+        for start in range(first, last, size):
+            yield start, min(start + size, last)
 
 
 def evaluation_slots(length: int, layout: Layout) -> Iterator[BatchIndices]:

@@ -137,7 +137,7 @@ class CrashDump:
         scene, pieces = self._pieces(error, scene, micro, missing)
         works = [piece.work for piece in pieces if piece.work.batch is not None]
         found = None
-        if isinstance(error, NonFiniteError) and works and not run.strategy.is_sharded:
+        if isinstance(error, NonFiniteError) and works and not run.strategy.sharding.is_active:
             found = diagnose(self.loss, works, run.strategy)
         if not run.strategy.is_main and (scene.epoch is None or (found is not None and found.is_finite)):
             return None  # the failure belongs to another process
@@ -250,7 +250,7 @@ class CrashDump:
     def _weights(self, error: Exception, report: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return the model's weights as Parameter objects: on XLA only their identity shows which are tied."""
         report["weights_by_rank"] = self.run.strategy.rank
-        if self.run.strategy.is_sharded:
+        if self.run.strategy.sharding.is_active:
             report["weights_by_rank"] = None
             report["missing"].append("weights: each process holds a part of them, and this one may have failed alone")
             return {}

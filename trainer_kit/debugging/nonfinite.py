@@ -14,9 +14,9 @@ import torch
 
 from trainer_kit.loss.batch import count
 from trainer_kit.loss.loss import Loss
-from trainer_kit.loss.probe import buffers_aside
 from trainer_kit.loss.replay import ReplayBatch, replay
 from trainer_kit.strategies.base import Strategy
+from trainer_kit.utils.module_modes import buffers_aside
 from trainer_kit.utils.pytree import tensors
 
 Kind = Literal["inf", "nan"]

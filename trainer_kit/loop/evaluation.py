@@ -61,7 +61,7 @@ class PredictionOutput(NamedTuple):
 
 
 class _Tally(NamedTuple):
-    """One process's totals of an evaluation, gathered on all processes.
+    """One reader's totals of an evaluation, gathered on all processes.
 
     Attributes:
         samples: Number of samples.
@@ -127,7 +127,7 @@ class Evaluator:
 
         Args:
             batches: This process's batches on the host, with their counts. Batches are dealt out in turn: the k-th
-                one here is number k * world_size + rank of the dataset.
+                one here is number k * readers + reader of the dataset.
             prefix: Prefix of each metric's name: "eval" gives "eval_loss".
             keep: Whether to return predictions and labels. Host memory then grows with the dataset on every process;
                 with `compute_metrics` alone it grows on the main process.
@@ -219,7 +219,8 @@ class Evaluator:
                 self.inspection.detect_label_shift(batch)
         # A model that draws random numbers in evaluation gives the same result after a restart and for any number of
         # workers or processes.
-        strategy.seed(mix(self.run.args.seed, -1, number * strategy.world_size + strategy.rank))
+        of_all = number * strategy.collectives.readers + strategy.collectives.reader
+        strategy.seed(mix(self.run.args.seed, -1, of_all))
         predictions = self._predictions(batch, counts, mean, captured, with_loss, predicts)
         predictions = strategy.collectives.unshard(predictions) if predicts else None
         strategy.device_info.mark_step()
@@ -235,15 +236,13 @@ class Evaluator:
         loss, calls = self.loss, []
         value: torch.Tensor | None
         with self.run.strategy.autocast():
-            if loss.compute_loss is not None and with_loss:
+            if with_loss and (loss.compute_loss is not None or not predicts):
                 value, items = loss(batch)
                 calls, outputs, loss.outputs = captured.copy(), loss.outputs, None
             else:
                 outputs = loss.output(batch)
                 value, items = found_loss(outputs), None
         captured.clear()
-        if value is None and not predicts:
-            loss(batch)  # raises the error that explains the missing loss
         if value is not None:
             mean.add(value, items, loss.items(counts))
         if not predicts:
@@ -267,8 +266,9 @@ class Evaluator:
             collected.add(predictions, labels)
 
     def _agreed(self, own: _Tally) -> list[_Tally]:
-        """Gather the totals of all processes on all of them, before anything larger."""
-        tallies = self.run.strategy.collectives.gather_object(own)
+        """Gather the totals of all readers on all processes, before anything larger."""
+        collectives = self.run.strategy.collectives
+        tallies = collectives.gather_object(own)
         if any(tally.interrupted for tally in tallies):
             raise EvaluationInterrupted
         for tally in tallies:
@@ -278,7 +278,7 @@ class Evaluator:
             raise ValueError("the dataset to evaluate is empty; give at least one sample")
         # A process whose batches did not show it takes the answer of another one.
         self.loss.shifts = next((tally.shifts for tally in tallies if tally.shifts is not None), None)
-        return tallies
+        return collectives.once_a_reader(tallies)
 
     def _scores(self, prediction: EvalPrediction, others: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the values of all metrics, on the main process."""
@@ -320,12 +320,9 @@ class _Collected:
 
     def arrays(self, strategy: Strategy, everywhere: bool) -> tuple[Any, Any]:
         """Return predictions and labels in the dataset's order: on all processes, or on the main one only."""
-        shares = (
-            strategy.collectives.gather_object(self.blocks)
-            if everywhere
-            else strategy.collectives.gather_to_main(self.blocks)
-        )
-        self.blocks = []
+        collectives = strategy.collectives
+        shares = collectives.gather_object(self.blocks) if everywhere else collectives.gather_to_main(self.blocks)
+        shares, self.blocks = collectives.once_a_reader(shares), []
         blocks = [
             block for row in itertools.zip_longest(*shares) for block in row if block is not None
         ]  # dealt out in turn

@@ -151,10 +151,11 @@ def gather_metrics(metrics: Mapping[str, Metric], strategy: Strategy, updated: b
         updated: Whether this process's metrics have seen a sample; always true on the main process.
 
     Returns:
-        On the main process, the states of each other process by name, for `joined_result`; elsewhere an empty list.
+        On the main process, the states of each other reader by name, for `joined_result`; elsewhere an empty list.
     """
     share = {name: _share(metric) for name, metric in metrics.items()} if updated and not strategy.is_main else None
-    return [each for each in strategy.collectives.gather_to_main(share) if each is not None]
+    shares = strategy.collectives.once_a_reader(strategy.collectives.gather_to_main(share))
+    return [each for each in shares if each is not None]
 
 
 def joined_result(metric: Metric, others: list[Any]) -> Any:

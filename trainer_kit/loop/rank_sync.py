@@ -60,26 +60,34 @@ class RankSync:
             if flag:
                 setattr(asked, name, False)
         here = (1, window.stop, int(window.closes_epoch)) if window is not None else (0, 0, 0)
-        sums = run.strategy.collectives.all_reduce_ints(
-            [*flags, *here, *(window.numbers() if window is not None else (0, 0, 0, 0))]
-        )
-        self.all_have_read = sums[6] == run.strategy.world_size
+        collectives = run.strategy.collectives
+        sums = collectives.all_reduce_ints([*flags, *here, *(window.numbers() if window is not None else (0, 0, 0, 0))])
+        self.all_have_read = sums[6] == collectives.world_size
         if window is not None:
-            self.disagreement = _disagreement(here, sums[6:9], run.strategy.world_size)
-            if self.disagreement is None:
-                window.set_numbers(sums[9:], run.strategy.collectives.all_reduce)
+            self.disagreement = _disagreement(here, sums[6:9], collectives.world_size)
+        if collectives.world_size > 1:
+            self._set_counts(window, sums[9:])
         if not any(sums[:6]):
             return pending.log or pending.evaluate or pending.save or pending.stop or pending.written
         for name, asking in zip(_FLAGS, sums, strict=False):
             if asking:
                 setattr(pending, name, True)
         if sums[5]:
-            codes = run.strategy.collectives.gather_object(asked.exit_code if leaves else None)
+            codes = collectives.gather_object(asked.exit_code if leaves else None)
             pending.exit_code = next((code for code in codes if code is not None), _TOLD_TO_LEAVE)
             run.requests.exit_code = pending.exit_code
             pending.stop = True
             pending.save = pending.save or run.args.save_strategy != "no"
         return True
+
+    def _set_counts(self, window: GlobalBatch | None, sums: Sequence[int]) -> None:
+        """Set the counts of a global batch to those of all readers, from the sums over all ranks. Collective."""
+        collectives = self.run.strategy.collectives
+        if collectives.reader_size > 1:
+            numbers = collectives.gather_object(window.numbers() if window is not None else None)
+            self.disagreement = self.disagreement or _different_peers(numbers, collectives.reader_size)
+        if window is not None and self.disagreement is None:
+            window.set_numbers([total // collectives.reader_size for total in sums], collectives.sum_over_readers)
 
 
 def _disagreement(here: tuple[int, int, int], sums: Sequence[int], processes: int) -> str | None:
@@ -91,6 +99,17 @@ def _disagreement(here: tuple[int, int, int], sums: Sequence[int], processes: in
             "train_dataset does not give all processes the same samples; it must not divide itself by rank: each "
             "process takes its share of the whole"
         )
+    return None
+
+
+def _different_peers(numbers: Sequence[tuple[int, ...] | None], size: int) -> str | None:
+    """Return what is wrong if processes that count as one reader have not counted the same in their batches."""
+    for first in range(0, len(numbers), size):
+        if len({*numbers[first : first + size]}) > 1:
+            return (
+                f"ranks {first} to {first + size - 1} compute layers together, but have read other batches; "
+                "train_dataset must give all processes the same samples"
+            )
     return None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainer_kit.checkpoint.manager import CheckpointManager, check_stateful, check_storable
+from trainer_kit.config.compile_options import CompileOptions
 from trainer_kit.data.build import make_train_loader
 from trainer_kit.debugging.crash_dump import CrashDump
 from trainer_kit.loop.batch_size_finder import BatchSizeFinder
@@ -49,8 +50,8 @@ def set_up_training(
     run, args, events, loss = evaluation.run, evaluation.run.args, evaluation.events, evaluation.probe.loss
     if args.gradient_checkpointing:
         run.strategy.enable_activation_checkpointing(run.model)
-    if args.torch_compile:
-        run.strategy.compile(run.model)
+    if args.torch_compile is not False:
+        run.strategy.compile(run.model, CompileOptions.read(args.torch_compile))
     run.model.train()
     run.model.zero_grad()  # gradients may be left from an interrupted training or from the user's code
     run.optimizer = run.strategy.prepare_optimizer(optimizer or make_optimizer(run.model, args))

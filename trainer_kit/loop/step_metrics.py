@@ -61,9 +61,6 @@ class MetricBuffer:
     def __init__(self) -> None:
         self._waiting: list[tuple[StepSpan, torch.Tensor | None, GradientNorms | None]] = []
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def append(self, taken: StepSpan, loss: torch.Tensor | None, norms: GradientNorms | None) -> None:
         """Keep this rank's share of a step's loss (a scalar; None if the step has no items) and its gradient norms."""
         self._waiting.append((taken, loss, norms))
@@ -94,22 +91,24 @@ class StepMetrics:
 
     Args:
         run: The run; its optimizer is made.
+
+    Attributes:
+        unread: Number of steps since the last read.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.history = MetricBuffer()
-
-    def __len__(self) -> int:
-        return len(self.history)
+        self.unread = 0
 
     def append(self, taken: StepSpan, has_items: bool = True) -> None:
         """Keep the gradient norms of the step just taken and, if it has items, its loss."""
+        self.unread += 1
         self.history.append(taken, self.run.local_loss if has_items else None, self.run.last_norms)
 
     def forget(self) -> None:
         """Drop the unread steps, which a rollback has undone."""
-        self.history = MetricBuffer()
+        self.history, self.unread = MetricBuffer(), 0
 
     def read(self, newest_checkpoint: Callable[[], Path | None] = lambda: None) -> None:
         """Add the steps since the last read to `run.state`. Waits for the device once.
@@ -120,13 +119,14 @@ class StepMetrics:
         Raises:
             NonFiniteError: If a step is not finite and `nonfinite` is "stop" or "rollback".
         """
-        state = self.run.state
+        state, self.unread = self.run.state, 0
         for figures in self.history.read(self.run.strategy):
-            if self._ends_the_run(figures):
+            is_finite = math.isfinite((figures.loss or 0.0) + (figures.norm or 0.0))  # the rest is for other steps
+            if not is_finite and self._ends_the_run(figures):
                 raise self._error(figures, newest_checkpoint())
             if figures.norm is not None:
                 state.grad_norm = figures.norm
-            if not figures.has_finite_gradient and self._leaves_out():
+            if not is_finite and not figures.has_finite_gradient and self._leaves_out():
                 state.skipped_steps += 1
                 if figures.loss is None or not math.isfinite(figures.loss):
                     continue

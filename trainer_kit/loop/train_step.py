@@ -136,12 +136,14 @@ class TrainStep:
         batch = run.batch = self._to_device(micro_batch.batch)
         items, total = loss.items(micro_batch.counts), loss.items(global_batch)
         # A step's only micro-batch has weight 1, whatever its number of items.
-        if not (micro_batch.index == 0 and micro_batch.is_last and isinstance(items, int) and items):
+        has_items = isinstance(items, int) and items > 0
+        if not (micro_batch.index == 0 and micro_batch.is_last and has_items):
             items, total = strategy.device_info.traced_scalar(items), strategy.device_info.traced_scalar(total)
-        is_known = loss.returns_sum_and_count is not None
-        with contextlib.nullcontext() if is_known else strategy.uneven_passes():
-            if not (isinstance(items, int) and items):
-                batch = loss.with_valid_labels(batch, items, strategy.autocast)
+        if loss.returns_sum_and_count is None:
+            with strategy.uneven_passes():
+                batch = batch if has_items else loss.with_valid_labels(batch, items, strategy.autocast)
+        elif not has_items:
+            batch = loss.with_valid_labels(batch, items, strategy.autocast)
         run.ledger.enter("forward")
         strategy.seed(mix(run.args.seed, global_batch.epoch, micro_batch.start))
         with _SYNC if micro_batch.is_last else strategy.no_sync(loss.model):
@@ -236,15 +238,16 @@ class TrainStep:
         run, strategy, count = self._run, self._run.strategy, self._item_count
         assert run.optimizer is not None
         assert run.local_loss is not None
+        collectives = strategy.collectives
         if isinstance(count, int):
-            count = strategy.collectives.all_reduce_ints([count])[0]
+            count = collectives.all_reduce_ints([count])[0] // collectives.reader_size
         elif isinstance(count, torch.Tensor):
-            count = strategy.collectives.all_reduce(count)
+            count = collectives.sum_over_readers(count)
         else:
-            count = sum(strategy.collectives.gather_object(count))
+            count = sum(collectives.once_a_reader(collectives.gather_object(count)))
         parameters = [p for group in run.optimizer.param_groups for p in group["params"] if p.grad is not None]
         run.local_loss = scale_gradients(
-            strategy.gradients(parameters),
+            strategy.sharding.gradients(parameters),
             run.local_loss,
             global_batch.samples,
             strategy.device_info.traced_scalar(count),

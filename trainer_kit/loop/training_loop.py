@@ -174,7 +174,9 @@ class TrainingLoop:
         if not self._has_checked_space and args.save_strategy != "no":  # the optimizer's state exists now
             self._has_checked_space = True
             self.checkpoints.check_space(run.strategy.model_state(self.loss.model))
-        self._request(lambda event: self._schedule.is_due_after_step(event, run.state.step))
+        requests, schedule, step = run.requests, self._schedule, run.state.step
+        requests.log = requests.log or schedule.is_due_after_step("log", step)
+        requests.evaluate = requests.evaluate or schedule.is_due_after_step("evaluate", step)
         if global_batch.closes_epoch:
             call("on_epoch_end", run)
             self._request(self._schedule.is_due_after_epoch)
@@ -185,7 +187,7 @@ class TrainingLoop:
         prefetches = not (global_batch.closes_epoch or is_last)
         if self._step.prefetch() if prefetches else self._sync.sync():
             self._handle_requests()
-        elif len(self._metrics) >= _MAX_UNREAD_STEPS:
+        elif self._metrics.unread >= _MAX_UNREAD_STEPS:
             self._read_metrics()
 
     def _record_step(self, global_batch: GlobalBatch) -> None:

@@ -81,7 +81,9 @@ def labels_of(batch: Any) -> torch.Tensor | None:
     Labels are the entry `labels` (or `label`) of a dict, the last element of a tuple or list, or the attribute
     `labels`, `label` or `y` of an object (torch_geometric's batches).
     """
-    if isinstance(batch, (tuple, list)):
+    if type(batch) is dict and "labels" in batch and batch["labels"] is not None:
+        labels = batch["labels"]
+    elif isinstance(batch, (tuple, list)):
         labels = batch[-1] if len(batch) > 1 else None
     else:
         name = _label_name(batch)
@@ -111,6 +113,8 @@ def _count_labels(labels: torch.Tensor) -> Any:
 
 
 def _count_tokens(batch: Any) -> int:
+    if type(batch) is dict and "input_ids" not in batch:
+        return 0
     if not isinstance(batch, Mapping) or not isinstance(ids := batch.get("input_ids"), torch.Tensor):
         return 0
     mask = batch.get("attention_mask")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from trainer_kit.loss.batch import IGNORED, is_whole, labels_of, with_labels
+from trainer_kit.loss.deferred_logits import ChunkedLanguageModel
 from trainer_kit.loss.dtype_errors import explain_dtypes
 from trainer_kit.strategies.collectives import Collectives
 from trainer_kit.utils.module_modes import evaluating
@@ -32,6 +33,10 @@ class Loss:
         compute_loss: `compute_loss(model, batch)` returns the mean over the batch's items, a scalar tensor, or
             `(loss_sum, count)`. Outputs may follow: `(mean, outputs)` or `(loss_sum, count, outputs)`. None: the loss
             that the model returns.
+        chunked: Whether the model computes its loss in chunks of tokens, see `ChunkedLanguageModel`.
+
+    Raises:
+        ValueError: If `chunked`, and the model's loss cannot be computed in chunks.
 
     Attributes:
         outputs: The outputs that `compute_loss` returned in the last call without gradient; None if it returned none.
@@ -39,13 +44,24 @@ class Loss:
         returns_sum_and_count: Whether `compute_loss` returns `(loss_sum, count)`; None if not known yet.
     """
 
-    def __init__(self, model: torch.nn.Module, module: torch.nn.Module, compute_loss: ComputeLoss | None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        module: torch.nn.Module,
+        compute_loss: ComputeLoss | None,
+        chunked: bool = False,
+    ) -> None:
+        if chunked and compute_loss is not None:
+            raise ValueError(
+                "chunked_cross_entropy=True computes the model's own loss; set it to False, or leave out compute_loss="
+            )
         self.model = model
         self.module = module
         self.compute_loss = compute_loss
         self.outputs: Any = None
         self.shifts: bool | None = None
         self.returns_sum_and_count: bool | None = None if compute_loss is not None else False
+        self._chunked = ChunkedLanguageModel(module) if chunked else None
 
     def __call__(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """Compute the loss of one batch.
@@ -58,7 +74,13 @@ class Loss:
                 do not match, or (on CPU) if a label is outside the classes.
         """
         try:
-            result = call(self.model, batch) if self.compute_loss is None else self.compute_loss(self.model, batch)
+            if self.compute_loss is not None:
+                result = self.compute_loss(self.model, batch)
+            elif self._chunked is not None:
+                with self._chunked.deferring():
+                    result = call(self.model, batch)
+            else:
+                result = call(self.model, batch)
         except IndexError as error:
             if (sentence := _outside_the_classes(error)) is None:
                 raise
@@ -171,7 +193,7 @@ def takes_column(module: torch.nn.Module, name: str) -> bool:
 
 def call(model: torch.nn.Module, batch: Any) -> Any:
     """Call `model(**batch)` for a dict, `model(*batch)` for a tuple or list, else `model(batch)`."""
-    if isinstance(batch, Mapping):
+    if type(batch) is dict or isinstance(batch, Mapping):  # the first is far quicker
         return model(**batch)
     if isinstance(batch, (tuple, list)):
         return model(*batch)
@@ -180,7 +202,7 @@ def call(model: torch.nn.Module, batch: Any) -> Any:
 
 def found_loss(output: Any) -> torch.Tensor | None:
     """Return the loss in a model's output: a scalar, `loss`, or the first element; None without a scalar tensor."""
-    if isinstance(output, Mapping):
+    if type(output) is dict or isinstance(output, Mapping):
         output = output.get("loss")
     elif isinstance(output, (tuple, list)):
         output = output[0] if output else None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from trainer_kit.loss.batch import IGNORED, is_whole, labels_of, samples_of, shape_of, with_labels
 from trainer_kit.loss.loss import Loss, columns_of
 from trainer_kit.strategies.base import Strategy
+from trainer_kit.utils.module_modes import buffers_aside
 from trainer_kit.utils.pytree import keys, map_tensors, tensors
 from trainer_kit.utils.units import join_names, pluralize
 from trainer_kit.utils.user_warnings import warn
@@ -147,19 +147,6 @@ class LossProbe:
     def _gives_up(self, question: str, answer: bool | None) -> bool:
         self._tries[question] += 1
         return answer is None and self._tries[question] >= _TRIES
-
-
-@contextlib.contextmanager
-def buffers_aside(module: torch.nn.Module) -> Iterator[None]:
-    """Replace a module's buffers by copies, and restore the originals on exit."""
-    kept = [(each, name, buffer) for each in module.modules() for name, buffer in each._buffers.items()]
-    for each, name, buffer in kept:
-        each._buffers[name] = None if buffer is None else buffer.clone()
-    try:
-        yield
-    finally:
-        for each, name, buffer in kept:
-            each._buffers[name] = buffer
 
 
 def _is_nothing(loss: float) -> bool:

@@ -214,7 +214,8 @@ def advise_run(
     processes = run.strategy.world_size
     return advise(
         run.model, run.args, batch, device_memory=device_memory, compute_loss=compute_loss, optimizer=optimizer,
-        device=run.strategy.device, world_size=processes, fsdp=run.strategy.count_shards(processes), samples=samples,
+        device=run.strategy.device, world_size=processes, fsdp=run.strategy.sharding.count_shards(processes),
+        samples=samples,
     )  # fmt: skip
 
 
@@ -298,6 +299,8 @@ def _other_arguments(
         changes["optim"] = "adamw_8bit"
     if not args.gradient_checkpointing:
         changes["gradient_checkpointing"] = True
+    if not args.chunked_cross_entropy:
+        changes["chunked_cross_entropy"] = True
     found = [option for name, value in changes.items() if (option := tried({name: value})) is not None]
     found.sort(key=lambda option: option.peak)
     together = None

@@ -32,11 +32,11 @@ def layout_warnings(data: Data, layout: Layout, run: Run) -> Iterator[str]:
     elif rest := left % window:
         yield f"the last step of each epoch is short: {rest:,} of {window:,} samples"
     last = left % row
-    idle = layout.world_size - -(-last // layout.batch_size) if last else 0
+    idle = layout.readers - -(-last // layout.batch_size) if last else 0
     if idle:
         when = "in every step" if left < row else "in the last micro-batch of each epoch"
         verbs = "has no samples, and waits" if idle == 1 else "have no samples, and wait"
-        yield f"{when} {idle:,} of {layout.world_size:,} processes {verbs} for the others"
+        yield f"{when} {idle:,} of {layout.readers:,} processes {verbs} for the others"
     if last % layout.batch_size == 1 and (norm := _batch_norm(run.model)) is not None:
         yield (
             f"the last batch of each epoch is a single sample, which the batch norm {norm!r} may refuse in training; "

@@ -33,9 +33,10 @@ class CostSection:
     ) -> None:
         self.run = run = subject.run
         self.device = strategy.device
+        self.processes = processes
         self.given: dict[str, Any] = {
             "compute_loss": subject.compute_loss, "optimizer": subject.optimizer, "device": self.device,
-            "world_size": processes, "fsdp": strategy.count_shards(processes),
+            "world_size": processes, "fsdp": strategy.sharding.count_shards(processes),
         }  # fmt: skip
         self.anatomy: Anatomy | None = None
         self.note = "no batch could be read"
@@ -92,7 +93,7 @@ class CostSection:
             peak = peak_of(self.device, computing_dtype(self.run.model, self.run.args.mixed_precision))
         except LookupError as error:
             return Compute(step, work, None, str(error), None)
-        at_once = peak.flops_per_second * batch.processes * batch.devices
+        at_once = peak.flops_per_second * self.processes * batch.devices
         return Compute(step, work, peak.flops_per_second, peak.source, work / at_once)
 
 

@@ -33,6 +33,7 @@ class Stage(Strategy):
         super().__init__(copy.copy(real.precision))
         self.collectives.world_size = processes or real.world_size
         self.collectives.rank = real.rank if processes is None else 0
+        self.collectives.reader_size = real.collectives.reader_size
 
 
 def _devices(real: Strategy) -> int:

@@ -52,7 +52,7 @@ def try_step(run: Run, batch: Any, compute_loss: ComputeLoss | None) -> Trial:
         model = fakes.copy(run.model)
         if run.args.gradient_checkpointing:
             strategy.enable_activation_checkpointing(model)
-        loss, shapes = Loss(model, model, compute_loss), fakes.batch(batch)
+        loss, shapes = Loss(model, model, compute_loss, run.args.chunked_cross_entropy), fakes.batch(batch)
         with fakes.computing():
             missed = _without_gradient(loss, shapes, Stage(strategy, None, torch.device("cpu")))
             return Trial(missed, None, is_real=False)
@@ -63,7 +63,7 @@ def try_step(run: Run, batch: Any, compute_loss: ComputeLoss | None) -> Trial:
         model = copy.deepcopy(run.model)
         if run.args.gradient_checkpointing:
             strategy.enable_activation_checkpointing(model)
-        loss, batch = Loss(model, model, compute_loss), strategy.to_device(batch)
+        loss, batch = Loss(model, model, compute_loss, run.args.chunked_cross_entropy), strategy.to_device(batch)
         LossProbe(loss, strategy).detect_label_shift(batch)  # reports errors in the batch's columns
         return Trial(_without_gradient(loss, batch, strategy), None, is_real=True)
     except Exception as error:

@@ -186,7 +186,7 @@ class _Rehearsal:
             args.per_device_train_batch_size,
             stage.devices,
             args.gradient_accumulation_steps,
-            stage.world_size,
+            stage.collectives.readers,
             self.loader.layout.global_batch_size,
         )
 

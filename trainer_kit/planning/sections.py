@@ -13,7 +13,7 @@ class Batch:
         per_device: Samples of one micro-batch on one device.
         devices: Devices of one process that share a micro-batch.
         accumulation: Micro-batches of a step.
-        processes: Number of processes of the run.
+        processes: Number of processes that read samples of their own.
         samples: Samples of a step.
     """
 

@@ -91,6 +91,16 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
     return listed_peak(torch.cuda.get_device_name(device), "tf32" if uses_tf32 else dtype)
 
 
+def tf32_peak(device: torch.device) -> Peak | None:
+    """Return the peak in TF32 of a device that has it but may not use it; None for any other."""
+    if device.type != "cuda" or _allows_tf32():
+        return None
+    try:
+        return listed_peak(torch.cuda.get_device_name(device), "tf32")
+    except LookupError:
+        return None
+
+
 def listed_peak(name: str, dtype: torch.dtype | str) -> Peak:
     """Return the peak of a device in the table.
 

@@ -6,19 +6,21 @@ import contextlib
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 
+from trainer_kit.config.compile_options import CompileOptions
 from trainer_kit.strategies.batch_shapes import ShapeLedger
 from trainer_kit.strategies.collectives import Collectives
+from trainer_kit.strategies.compilation import compile_model
 from trainer_kit.strategies.device_info import DeviceInfo
-from trainer_kit.strategies.grad_norms import GradientNorms, gradient_norms, gradient_values
+from trainer_kit.strategies.grad_norms import GradientNorms
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.session import Session
+from trainer_kit.strategies.sharding import Sharding
 from trainer_kit.utils import optimizer_state
-from trainer_kit.utils.box import Part
 from trainer_kit.utils.pytree import move
 from trainer_kit.utils.rng import seed_generators
 from trainer_kit.utils.wrappers import model_class, without_wrappers
@@ -29,8 +31,8 @@ T = TypeVar("T")
 class Strategy:
     """Use of devices and processes by a run: placement, precision, gradients, optimizer steps and states.
 
-    A subclass overrides the methods that differ. It replaces `device_info`, `collectives` or `session` by a subclass
-    in its `__init__` or `setup`.
+    A subclass overrides the methods that differ. It replaces `device_info`, `collectives`, `session` or `sharding` by
+    a subclass in its `__init__` or `setup`.
 
     Args:
         precision: Mixed precision; None: the Trainer sets it from `args.mixed_precision`.
@@ -39,17 +41,15 @@ class Strategy:
         device: Device of the model and the batches.
         devices: Number of devices over which a batch of this process is divided; a batch has
             `devices * per_device_train_batch_size` samples.
-        is_sharded: Whether a process may hold a part of a tensor of the model or the optimizer; a forward pass, a
-            backward pass and a save are collectives then.
         static_shapes: Whether each new batch shape costs a compilation, so that loaders avoid new shapes.
         shapes: The batch shapes that were fed to the model.
         reason: Why this strategy was chosen, for logs.
         device_info: Memory, time, random numbers and host copies of the device.
         collectives: The layout of the processes and their collectives.
         session: Preemption, restarts and folders of the run's processes and machines.
+        sharding: Division of the model's and the optimizer's tensors over the processes.
     """
 
-    is_sharded: bool = False
     device: torch.device = torch.device("cpu")
     devices: int = 1
     static_shapes: bool = False
@@ -61,6 +61,7 @@ class Strategy:
         self.device_info = DeviceInfo(self.device)
         self.collectives = Collectives()
         self.session = Session(self.collectives)
+        self.sharding = Sharding()
         self._worst_norm: torch.Tensor | None = None  # largest norm so far, with nonfinite="stop"
 
     # Shortcuts for callbacks, see `collectives`
@@ -168,17 +169,17 @@ class Strategy:
             "use torch.utils.checkpoint in its forward"
         )
 
-    def compile(self, model: torch.nn.Module) -> None:
-        """Compile the model by torch.compile at its first call."""
-        model.compile()
+    def compile(self, model: torch.nn.Module, options: CompileOptions) -> None:
+        """Compile the model by torch.compile at its first call.
+
+        Raises:
+            ValueError: If the options do not fit the model or this strategy.
+        """
+        compile_model(self.unwrap(model), options)
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the user's module inside the one that `prepare` returned."""
         return model
-
-    def count_shards(self, processes: int) -> int:
-        """Return over how many processes a run with `processes` of them shards its model; 1: it does not."""
-        return 1
 
     def release_models(self) -> None:
         """Drop all references to prepared models."""
@@ -281,10 +282,10 @@ class Strategy:
         assert self.precision is not None, "setup() comes first"
         self.unscale(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        grads = self.gradients(parameters)
+        grads = self.sharding.gradients(parameters)
         norms = None
         if grads and (max_norm or nonfinite != "ignore"):
-            norms = self.gradient_norms(parameters, grads)
+            norms = self.sharding.gradient_norms(parameters, grads)
             if max_norm:
                 # max_norm / (total + 1e-6), at most 1, as in torch.nn.utils.clip_grad_norm_.
                 torch._foreach_mul_(grads, (norms.total + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0))
@@ -297,7 +298,7 @@ class Strategy:
         elif norms is not None and nonfinite == "stop" and self._can_hold(optimizer):
             # The running maximum stays non-finite after the first bad step.
             judged = norms.total if self._worst_norm is None else torch.maximum(self._worst_norm, norms.total)
-            self._worst_norm, norms = judged, norms._replace(held=True)
+            self._worst_norm, norms = judged, GradientNorms(norms.each, norms.total, parameters, held=True)
         self._take_step(optimizer, judged)
         return norms
 
@@ -308,7 +309,7 @@ class Strategy:
             self.precision.step(optimizer)
         elif norm is None:
             optimizer.step()
-        elif _is_fused(optimizer) and not self.device_info.reads_without_sync:
+        elif not self.device_info.reads_without_sync and _is_fused(optimizer):
             # `torch.amp.GradScaler` passes found_inf to a fused optimizer in the same way.
             optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
             try:
@@ -322,43 +323,6 @@ class Strategy:
         # fp16's gradient scaler skips steps itself while it searches for a scale.
         return (self.device_info.reads_without_sync or _is_fused(optimizer)) and not self.scales_gradients
 
-    def own_parts(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return this process's parts of tensors, which share their memory; without sharding, the tensors."""
-        return list(tensors)
-
-    def place_like(self, value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `value`, whole or sharded, sharded like `tensor`, which has the same shape; not collective."""
-        return value
-
-    def whole_tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return tensors with each sharded one gathered. Collective."""
-        return dict(tensors)
-
-    def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return this process's parts of the parameters' gradients, which may be changed in place."""
-        return [gradient_values(parameter) for parameter in parameters]
-
-    def gradient_norms(self, parameters: list[torch.Tensor], grads: list[torch.Tensor]) -> GradientNorms:
-        """Return the norms of the parameters' gradients.
-
-        Args:
-            parameters: Parameters with gradients.
-            grads: What `gradients` returned for them.
-        """
-        return gradient_norms(parameters, grads)
-
-    def summed_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a parameter's gradients of an unfinished step over all processes, sharded as they are.
-
-        Collective.
-        """
-        return self.collectives.all_reduce(gradient.to_dense())
-
-    def restore_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Set a parameter's gradients to what `summed_gradient` returned, as their sum over all processes."""
-        if self.is_main:
-            parameter.grad = torch.empty_like(parameter).copy_(gradient)
-
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Free the gradients, without the profiler scope that `optimizer.zero_grad` opens each time."""
         for group in optimizer.param_groups:
@@ -371,33 +335,9 @@ class Strategy:
         """Return the model's tensors by the user's own names, without the prefixes of wrappers.
 
         A tensor may still be sharded over devices: `device_info.to_host` and `copy_to_host` return the full tensor to
-        write. One that is sharded over processes is whole after `collect`.
+        write. See `sharding` for one that is sharded over processes.
         """
         return without_wrappers(self.unwrap(model)).state_dict()
-
-    def placement(self, tensor: torch.Tensor) -> Part | None:
-        """Return the part of a model's or an optimizer's tensor that this process holds; None if it holds all of it."""
-        return None
-
-    def collect(
-        self, tensors: Sequence[torch.Tensor], owners: Sequence[int], places: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Copy tensors of a model or an optimizer, whole, to their owners. Collective if `is_sharded`.
-
-        Args:
-            tensors: The same tensors in the same order on all processes.
-            owners: Rank of each tensor's owner.
-            places: Host tensors for the copies, from `device_info.host_memory`; None for another owner's tensor.
-        """
-        own = [(tensor, place) for tensor, place in zip(tensors, places, strict=True) if place is not None]
-        self.device_info.copy_to_host([tensor for tensor, _ in own], [place for _, place in own])
-
-    def collect_on_main(self, state: T) -> T:
-        """Return nested dicts, lists and tuples with sharded tensors whole and on the host, on the main process.
-
-        Collective if `is_sharded`; on the other processes the tensors stay as they are.
-        """
-        return state
 
     def load_model_state(self, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
         """Load tensors by their names in `model_state`; called once for each file.

@@ -205,8 +205,13 @@ def _signature(tree: Any) -> Any:
     """Return a hashable key: the nesting, with each tensor's shape and dtype."""
     if isinstance(tree, torch.Tensor):
         return tree.shape, tree.dtype
-    if isinstance(tree, Mapping):
-        return tuple([(name, _signature(value)) for name, value in tree.items()])
+    if type(tree) is dict or isinstance(tree, Mapping):
+        return tuple(
+            [
+                (name, (value.shape, value.dtype) if type(value) is torch.Tensor else _signature(value))
+                for name, value in tree.items()
+            ]
+        )
     if isinstance(tree, (list, tuple)):
         return tuple([_signature(value) for value in tree])
     return None

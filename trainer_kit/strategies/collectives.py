@@ -17,12 +17,31 @@ class Collectives:
         rank: Rank of this process among all processes, from 0.
         local_rank: Rank of this process on its machine, from 0.
         world_size: Number of processes.
+
+    Attributes:
+        reader_size: Number of consecutive processes that read the same batches and count as one reader of the data; 1
+            unless layers are split over processes.
     """
 
     def __init__(self, rank: int = 0, local_rank: int = 0, world_size: int = 1) -> None:
         self.rank = rank
         self.local_rank = local_rank
         self.world_size = world_size
+        self.reader_size = 1
+
+    @property
+    def reader(self) -> int:
+        """Number of this process's reader, from 0: its share of the data."""
+        return self.rank // self.reader_size
+
+    @property
+    def readers(self) -> int:
+        """Number of readers, over which the data is divided."""
+        return self.world_size // self.reader_size
+
+    def once_a_reader(self, values: Sequence[T]) -> list[T]:
+        """Return one value of each reader, from the values of all processes by rank."""
+        return [*values[:: self.reader_size]]
 
     @property
     def is_alone(self) -> bool:
@@ -47,6 +66,13 @@ class Collectives:
         """Return the elementwise sum ("sum") or maximum ("max") of the tensor over all processes."""
         return tensor
 
+    def sum_over_readers(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the elementwise sum of the tensor over all readers."""
+        total = self.all_reduce(tensor)
+        if self.reader_size == 1:
+            return total
+        return torch.div(total, self.reader_size, rounding_mode=None if total.is_floating_point() else "floor")
+
     def all_reduce_ints(self, numbers: Sequence[int]) -> Sequence[int]:
         """Return each of the host's integers, below 2**63, summed over all processes."""
         return numbers
@@ -56,12 +82,12 @@ class Collectives:
 
         Args:
             scalars: Tensors without dimensions, all of one dtype; equally many on all processes if `summed`.
-            summed: Whether to sum each over all processes.
+            summed: Whether to sum each over all readers.
         """
         if not scalars:
             return []
         stacked = torch.stack([*scalars])
-        values: list[float] = (self.all_reduce(stacked) if summed else stacked).tolist()
+        values: list[float] = (self.sum_over_readers(stacked) if summed else stacked).tolist()
         return values
 
     def unshard(self, outputs: Any) -> Any:

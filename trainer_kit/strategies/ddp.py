@@ -16,6 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer_kit.config import environment
+from trainer_kit.config.compile_options import CompileOptions
+from trainer_kit.strategies.ddp_buckets import FixedBuckets
 from trainer_kit.strategies.ddp_module import Replica, take_from_main
 from trainer_kit.strategies.grad_norms import GradientNorms
 from trainer_kit.strategies.precision import Precision
@@ -45,7 +47,8 @@ class DDP(SingleDevice):
         find_unused_parameters: Whether each backward pass searches for parameters that the loss does not use, which
             costs time.
         static_graph: Whether each step runs the same graph, see torch's DistributedDataParallel.
-        bucket_cap_mb: Size of a gradient bucket in MiB; None: torch's default.
+        bucket_cap_mb: Size of a gradient bucket in MiB; None: torch's default. The buckets are the same in every step,
+            see `FixedBuckets`.
         gradient_as_bucket_view: Whether gradients are views of the buckets, which saves one copy of all gradients.
         ddp_timeout: Seconds after which a collective fails because a process has not joined it.
         gradient_compression: "bf16" sends gradients in bfloat16; "no" sends them in their own dtype.
@@ -97,7 +100,7 @@ class DDP(SingleDevice):
         self.sync_batch_norm = sync_batch_norm
         self.gradient_compression = gradient_compression
         self.options: dict[str, Any] = {
-            "find_unused_parameters": find_unused_parameters,
+            "find_unused_parameters": find_unused_parameters and not static_graph,  # a static graph finds them anyway
             "static_graph": static_graph,
             "bucket_cap_mb": bucket_cap_mb,
             "gradient_as_bucket_view": gradient_as_bucket_view,
@@ -156,6 +159,12 @@ class DDP(SingleDevice):
         self._replicas = [each for each in self._replicas if each.module is not model] + [replica]
         return replica
 
+    def compile(self, model: torch.nn.Module, options: CompileOptions) -> None:
+        if not self.group.is_alone and torch.__version__ < "2.9":
+            # The parts of a graph would overwrite each other's buffers, see github.com/pytorch/pytorch/pull/160745.
+            torch._dynamo.config.optimize_ddp = False
+        super().compile(model, options)
+
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Check that all processes have the same parameters in the same order: the state is saved by position."""
         prepared = super().prepare_optimizer(optimizer)
@@ -183,9 +192,9 @@ class DDP(SingleDevice):
         self._replicas = []
         self._trained.clear()
 
-    def _wrap(self, module: torch.nn.Module) -> DistributedDataParallel:
+    def _wrap(self, module: torch.nn.Module) -> FixedBuckets:
         devices = [self.device] if self.device.type == "cuda" else None
-        wrapped = DistributedDataParallel(module, device_ids=devices, **self.options, **_SENDS_BY_ITSELF)
+        wrapped = FixedBuckets(module, device_ids=devices, **self.options, **_SENDS_BY_ITSELF)
         if self.gradient_compression == "bf16":
             # Wrapped in a lambda: torch refuses its own hook on gloo by name, although gloo can send bfloat16.
             wrapped.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
+from trainer_kit.strategies.ddp_buckets import FixedBuckets
 from trainer_kit.utils.tied_parameters import names_by_parameter
 from trainer_kit.utils.units import join_names
 
@@ -43,7 +43,7 @@ class Replica(torch.nn.Module):
     def __init__(
         self,
         module: torch.nn.Module,
-        wrap: Callable[[torch.nn.Module], DistributedDataParallel],
+        wrap: Callable[[torch.nn.Module], FixedBuckets],
         watched: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         later: bool = False,
     ) -> None:
@@ -57,7 +57,7 @@ class Replica(torch.nn.Module):
         self._shared = SharedBuffers(module)
         self._trained: list[bool] = []
         # In a tuple: as a submodule it would register the parameters twice.
-        self._synchronized: tuple[DistributedDataParallel | None] = (None,)
+        self._synchronized: tuple[FixedBuckets | None] = (None,)
         self.alive.add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ class Replica(torch.nn.Module):
             with self._watched():
                 return module(*args, **kwargs)
         except RuntimeError as error:
-            if (sentence := self._without_gradient(error)) is None:
+            if (sentence := self._without_gradient(error, module.reduced)) is None:
                 raise
             raise ValueError(sentence) from error
 
@@ -125,7 +125,7 @@ class Replica(torch.nn.Module):
         """Drop the DistributedDataParallel, which holds a reference to the process group."""
         self._trained, self._synchronized = [], (None,)
 
-    def _synchronized_module(self) -> DistributedDataParallel | None:
+    def _synchronized_module(self) -> FixedBuckets | None:
         """Return the DistributedDataParallel; None if no parameter needs a gradient, or the exchange is deferred."""
         if self.later:
             return None
@@ -136,13 +136,13 @@ class Replica(torch.nn.Module):
             self._synchronized = (self._wrap(self.module) if any(trained) else None,)
         return self._synchronized[0]
 
-    def _without_gradient(self, error: RuntimeError) -> str | None:
+    def _without_gradient(self, error: RuntimeError, reduced: list[torch.nn.Parameter]) -> str | None:
         """Explain torch's error "Expected to have finished reduction"; return None for any other error."""
         if "Expected to have finished reduction in the prior iteration" not in str(error):
             return None
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        trained = [name for name, parameter in self._named if parameter.requires_grad]
-        names = [trained[int(number)] for number in found[1].split()] if found else ["some parameters"]
+        unused = {reduced[int(number)] for number in found[1].split()} if found else set()
+        names = [name for name, parameter in self._named if parameter in unused] or ["some parameters"]
         return (
             f"{join_names(names, most=None)} took no part in the loss of the step before; freeze what is not used, or "
             "set strategy=DDP(find_unused_parameters=True) (for an Accelerator: kwargs_handlers="

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,11 +42,11 @@ def _norms(grads: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return torch._foreach_norm(grads, 2, torch.float32 if grads[0].dtype in _HALF else None)
 
 
-def gradient_values(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter's gradient; for a sparse one, coalesce it in place and return its values."""
-    gradient = parameter.grad
-    assert gradient is not None
-    if gradient.is_sparse:
-        gradient = parameter.grad = gradient.coalesce()
-        return gradient.values()
-    return gradient
+def gradient_values(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the parameters' gradients; coalesce sparse ones in place, and return their values."""
+    grads: list[Any] = [parameter.grad for parameter in parameters]
+    for number, grad in enumerate(grads):
+        if grad.is_sparse:
+            grads[number] = parameters[number].grad = grad.coalesce()
+            grads[number] = grads[number].values()
+    return grads

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+_NO_AUTOCAST = contextlib.nullcontext()
 _DTYPES = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -16,15 +17,18 @@ class Precision:
     Args:
         mode: "no" (the model's own dtype), "bf16", or "fp16" (with a gradient scaler, see
             https://docs.pytorch.org/docs/stable/amp.html).
+        float32_matmul: Precision of matrix products of float32 tensors, which `setup` sets for the whole process; see
+            `torch.set_float32_matmul_precision`. None: as it is set.
 
     Raises:
         ValueError: If `mode` is another value.
     """
 
-    def __init__(self, mode: str = "no") -> None:
+    def __init__(self, mode: str = "no", float32_matmul: str | None = None) -> None:
         if mode not in _DTYPES:
             raise ValueError(f"mixed_precision={mode!r} is not known; use one of 'no', 'fp16', 'bf16'")
         self.mode = mode
+        self.float32_matmul = float32_matmul
         self.dtype = _DTYPES[mode]
         self.scaler: torch.amp.GradScaler | None = None
         self._unscaled: list[torch.optim.Optimizer] = []
@@ -32,13 +36,15 @@ class Precision:
 
     def setup(self, device: torch.device) -> None:
         """Reset the state, and create a gradient scaler for "fp16"."""
+        if self.float32_matmul is not None:
+            torch.set_float32_matmul_precision(self.float32_matmul)
         self._unscaled, self._has_stepped = [], False
         self.scaler = torch.amp.GradScaler(device.type) if self.mode == "fp16" else None
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """Return the autocast context of a forward pass and its loss."""
         if self.dtype is None:
-            return contextlib.nullcontext()
+            return _NO_AUTOCAST
         return torch.autocast(device.type, dtype=self.dtype)
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
@@ -61,11 +67,10 @@ class Precision:
         self.scaler.step(optimizer)
         self._has_stepped = True
 
-    def has_overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the last step was skipped because its gradients overflowed; waits for the device."""
-        if self.scaler is None:
-            return False
-        return any(found.item() for found in self.scaler._found_inf_per_device(optimizer).values())
+    def overflows(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """Return a scalar for each device, not 0 if the last step was skipped because gradients overflowed there."""
+        found = {} if self.scaler is None else self.scaler._found_inf_per_device(optimizer)
+        return [each.clone() for each in found.values()]  # the scaler adds those of other optimizers to its own
 
     def _update(self) -> None:
         """Update the scale for the next step, once all optimizers have stepped."""

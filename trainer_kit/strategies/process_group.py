@@ -207,7 +207,8 @@ if _FORKS_MAY_HANG and hasattr(os, "register_at_fork"):
 
 def failed_to_communicate(error: RuntimeError) -> bool:
     """Return whether an error comes from a collective, not from the user's code; gloo raises plain RuntimeErrors."""
-    return isinstance(error, dist.DistError) or "gloo/transport" in str(error) or "application timeout" in str(error)
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or "gloo/transport" in text or "application timeout" in text
 
 
 def _meet(place: Place) -> Store:

@@ -34,7 +34,7 @@ def choose_strategy(
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy={strategy!r} is no Strategy; give an instance such as SingleDevice('cuda:1')")
     if strategy.precision is None:
-        strategy.precision = Precision(args.mixed_precision)
+        strategy.precision = Precision(args.mixed_precision, args.float32_matmul_precision)
     return strategy
 
 

@@ -52,14 +52,20 @@ class SingleDevice(Strategy):
         return super().prepare_loader(batches)
 
     def _copied_ahead(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Copy the next batch to the GPU on a side stream while the current one is in use."""
+        """Copy the next batch to the GPU on a side stream while the current one is in use.
+
+        An error of the next batch is raised after the current one.
+        """
         stream = torch.cuda.Stream(self.device)
         waiting: Any = None
-        for item in batches:
-            with torch.cuda.stream(stream):
-                item.batch = map_tensors(self._pinned_copy, item.batch)
+        for item in _with_error(batches):
+            if not isinstance(item, Exception):
+                with torch.cuda.stream(stream):
+                    item.batch = map_tensors(self._pinned_copy, item.batch)
             if waiting is not None:
                 yield waiting
+            if isinstance(item, Exception):
+                raise item
             # Synchronized only now: work enqueued for the previous batch must not wait for this copy.
             _hand_over(item.batch, stream)
             waiting = item
@@ -70,6 +76,14 @@ class SingleDevice(Strategy):
         if tensor.device.type == "cpu":
             tensor = tensor if tensor.is_pinned() else tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
+
+
+def _with_error(items: Iterable[T]) -> Iterator[T | Exception]:
+    """Yield the items, and the error that ends them."""
+    try:
+        yield from items
+    except Exception as error:
+        yield error
 
 
 def _best_device() -> torch.device:

@@ -42,7 +42,10 @@ def move(tree: Any, device: torch.device, non_blocking: bool = False) -> Any:
     if isinstance(tree, torch.Tensor):
         return tree if tree.device == device else tree.to(device, non_blocking=non_blocking)
     if isinstance(tree, (dict, UserDict)):
-        moved = {key: move(value, device, non_blocking) for key, value in tree.items()}
+        moved = {
+            key: value if type(value) is torch.Tensor and value.device == device else move(value, device, non_blocking)
+            for key, value in tree.items()
+        }
         return moved if type(tree) is dict else _like(tree, moved)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(move(value, device, non_blocking) for value in tree))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,21 +28,24 @@ def values() -> list[torch.Tensor]:
     ]
 
 
-def collected(sizes: tuple[int, ...], owners: list[int], bundle: int) -> list[Any]:
-    """What lies on this process, of tensors of which the last is not sharded."""
+def collected(sizes: tuple[int, ...], owners: list[int], bundle: int, taken: int) -> list[Any]:
+    """The tensors that this process takes, the first ones of its own; the live ones have changed meanwhile."""
     strategy = FSDP(device="cpu")
     strategy.setup()
-    collect.BUNDLE_BYTES = bundle
+    usual, collect.BUNDLE_BYTES = collect.BUNDLE_BYTES, bundle
     placements = [Replicate(), Shard(0)] if len(sizes) == 2 else [Shard(0)]
     mesh = init_device_mesh("cpu", sizes)
-    whole = values()
-    tensors: list[torch.Tensor] = [distribute_tensor(each, mesh, placements) for each in whole[:-1]]
-    tensors.append(whole[-1])
-    owned = [owner == strategy.rank for owner in owners]
-    places = [torch.empty_like(each) if own else None for each, own in zip(whole, owned, strict=True)]
-    strategy.collect(tensors, owners, places)
+    tensors = [distribute_tensor(each, mesh, placements) for each in values()]
+    parts = [each.to_local().clone() for each in tensors]
+    for each in tensors:
+        each.to_local().zero_()
+    collector = collect.ShardCollector(tensors, parts, owners, torch.device("cpu"), strategy.sharding.save_group)
+    own = [tensor for tensor, owner in zip(tensors, owners, strict=True) if owner == strategy.rank]
+    whole = [collector.take(tensor) for tensor in own[:taken]]
+    collector.finish()
+    collect.BUNDLE_BYTES = usual  # this process runs other tests too
     strategy.teardown()
-    return places
+    return whole
 
 
 @pytest.mark.distributed
@@ -49,27 +56,74 @@ def collected(sizes: tuple[int, ...], owners: list[int], bundle: int) -> list[An
     ids=str,
 )
 def test_each_owner_has_its_tensors_whole(sizes: tuple[int, ...], owners: list[int], bundle: int) -> None:
-    for rank, places in enumerate(on_ranks(sizes[0], collected, sizes, owners, bundle)):
-        for owner, place, value in zip(owners, places, values(), strict=True):
-            assert (place is not None) == (owner == rank)
-            if place is not None:
-                assert torch.equal(place, value)
+    for taken in (6, 1):
+        check(on_ranks(sizes[0], collected, sizes, owners, bundle, taken), owners, taken)
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_owners_in_several_copies_of_a_model() -> None:
-    for rank, places in enumerate(on_ranks(4, collected, (2, 2), [0, 1, 2, 3, 3, 2], 16)):
-        for owner, place, value in zip([0, 1, 2, 3, 3, 2], places, values(), strict=True):
-            assert (place is not None) == (owner == rank)
-            assert place is None or torch.equal(place, value)
+    owners = [0, 1, 2, 3, 3, 2]
+    check(on_ranks(4, collected, (2, 2), owners, 16, 6), owners, 6)
+
+
+def check(found: list[Any], owners: list[int], taken: int) -> None:
+    for rank, whole in enumerate(found):
+        own = [value for value, owner in zip(values(), owners, strict=True) if owner == rank]
+        for one, value in zip(whole, own[:taken], strict=True):
+            assert torch.equal(one, value)
+            assert one.dtype == value.dtype
+
+
+def collected_twice() -> list[Any]:
+    strategy = FSDP(device="cpu")
+    strategy.setup()
+    tensor = distribute_tensor(torch.arange(5.0), init_device_mesh("cpu", (2,)), [Shard(0)])
+    part = tensor.to_local()
+    collector = collect.ShardCollector([tensor] * 3, [part] * 3, [0, 1, 0], torch.device("cpu"))
+    whole = [collector.take(tensor) for _ in range(2 if strategy.is_main else 1)]
+    collector.finish()
+    strategy.teardown()
+    return whole
+
+
+@pytest.mark.distributed
+def test_a_tensor_may_go_to_several_owners() -> None:
+    """As weights that a state shares with the model."""
+    for whole, count in zip(on_ranks(2, collected_twice), (2, 1), strict=True):
+        assert len(whole) == count
+        assert all(torch.equal(each, torch.arange(5.0)) for each in whole)
+
+
+def left_alone(folder: str) -> Any:
+    strategy = FSDP(device="cpu")
+    strategy.setup()
+    tensor = distribute_tensor(torch.arange(5.0), init_device_mesh("cpu", (2,)), [Shard(0)])
+    parts = [tensor.to_local()]
+    if not strategy.is_main:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with (
+        pytest.raises(OSError, match="another process left before it had sent its part"),
+        strategy.sharding.collecting([tensor], parts, [0], torch.Tensor.cpu) as whole,
+    ):
+        whole(tensor)
+    Path(folder, "raised").touch()
+    os._exit(0)
+
+
+@pytest.mark.distributed
+def test_a_process_that_dies_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(EOFError):  # of the process that is gone
+        on_ranks(2, left_alone, str(tmp_path))
+    assert (tmp_path / "raised").exists()
 
 
 def on_main() -> Any:
     strategy = FSDP(device="cpu")
     strategy.setup()
     tensor = distribute_tensor(torch.arange(6.0), init_device_mesh("cpu", (2,)), [Shard(0)])
-    state = strategy.collect_on_main({"one": [tensor, 3], "tied": tensor, "plain": torch.ones(2)})
+    state = strategy.sharding.collect_on_main({"one": [tensor, 3], "tied": tensor, "plain": torch.ones(2)})
     strategy.teardown()
     if not strategy.is_main:
         return state["tied"].to_local().tolist()

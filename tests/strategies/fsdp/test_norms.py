@@ -23,7 +23,7 @@ def norms_here() -> tuple[list[float], float]:
     parameters += [nn.Parameter(distribute_tensor(each, mesh, [Shard(0)])) for each in whole[1:]]
     for parameter in parameters:
         parameter.grad = parameter.detach().clone()
-    norms = sharded_norms(parameters, strategy.gradients(parameters))
+    norms = sharded_norms(parameters, strategy.sharding.gradients(parameters))
     strategy.teardown()
     return norms.each.tolist(), norms.total.item()
 

@@ -26,9 +26,15 @@ LAYOUTS: dict[str, tuple[int, Any]] = {
     "fsdp 2": (2, lambda: FSDP(device="cpu")),
     "fsdp 3": (3, lambda: FSDP(device="cpu")),
     "fsdp 4": (4, lambda: FSDP(device="cpu")),
+    "tensor 2": (2, lambda: FSDP(device="cpu", mesh={"tensor": 2}, tensor_parallel="auto")),
+    "tensor 2 x shard 2": (
+        4,
+        lambda: FSDP(device="cpu", mesh={"shard": 2, "tensor": 2}, tensor_parallel="auto"),
+    ),
     "hsdp 2x2": (4, lambda: FSDP(device="cpu", mesh={"replicate": 2, "shard": 2})),
 }
 QUICK = [("single", "fsdp 2"), ("ddp 2", "fsdp 2"), ("fsdp 2", "single"), ("fsdp 2", "ddp 2"), ("fsdp 2", "fsdp 2")]
+QUICK += [("tensor 2 x shard 2", "fsdp 2"), ("ddp 2", "tensor 2 x shard 2"), ("tensor 2", "tensor 2")]
 SLOW = [(one, other) for one in LAYOUTS for other in LAYOUTS if (one, other) not in QUICK and one != "single" != other]
 
 
@@ -56,13 +62,14 @@ def train(folder: str, layout: str, steps: int, resume: bool) -> tuple[list[torc
     ownership.PART_BYTES = 1000  # small models have several writers
     torch.manual_seed(0)
     world, make = LAYOUTS[layout]
+    readers = world // 2 if "tensor" in layout else world
     samples = [{"input_ids": torch.arange(4) + index, "labels": torch.arange(4) + index} for index in range(24)]
     args = TrainingArguments(
         output_dir=folder, max_steps=steps, save_steps=1, use_cpu=True, report_to="none", disable_tqdm=True,
-        log_level="error", per_device_train_batch_size=12 // world, learning_rate=1e-2, lr_scheduler_type="constant",
+        log_level="error", per_device_train_batch_size=12 // readers, learning_rate=1e-2, lr_scheduler_type="constant",
     )  # fmt: skip
     ema, seen = EMA(decay=0.5), Held()
-    model = llama(tie_word_embeddings=True).double()
+    model = llama(tie_word_embeddings=True, num_key_value_heads=2, intermediate_size=34).double()
     trainer = Trainer(model, args, samples, callbacks=[ema, seen], strategy=make and make())
     trainer.train(resume_from_checkpoint=resume)
     averages = [whole(each).clone() for each in ema.state_dict()["averages"].values()]

@@ -15,23 +15,15 @@ from trainer_kit.callbacks import EMA, Freezing, Throughput
 from trainer_kit.checkpoint import read_state
 
 
-def compiled_without_a_compiler(train: Any) -> Any:
-    """Calls `train` with torch.compile's backend that generates no code."""
-    compile_ = torch.nn.Module.compile
-    torch.nn.Module.compile = lambda module: compile_(module, backend="aot_eager")  # type: ignore[method-assign]
+def throughput(folder: str, strategy: str, compiled: bool | dict[str, Any]) -> dict[str, Any]:
+    records = Records()
+    trainer = make_trainer(folder, strategy, [records], torch_compile=compiled)
     try:
         with warnings.catch_warnings():  # torch's compiler looks at the gradients of gathered weights
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-            return train()
+            trainer.train()
     finally:
-        torch.nn.Module.compile = compile_  # type: ignore[method-assign]
         torch._dynamo.reset()
-
-
-def throughput(folder: str, strategy: str, compiled: bool) -> dict[str, Any]:
-    records = Records()
-    trainer = make_trainer(folder, strategy, [records], torch_compile=compiled)
-    compiled_without_a_compiler(trainer.train)
     counted = next(each for each in trainer.events.callbacks if isinstance(each, Throughput))
     parts = {name: value * 2**30 for name, value in records.seen[-1].items() if name.startswith("anatomy/")}
     return {
@@ -42,8 +34,12 @@ def throughput(folder: str, strategy: str, compiled: bool) -> dict[str, Any]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("compiled", [False, True])
-def test_operations_are_those_of_whole_weights_and_memory_that_of_shards(tmp_path: Path, compiled: bool) -> None:
+@pytest.mark.parametrize(
+    "compiled", [False, {"backend": "aot_eager"}, {"backend": "aot_eager", "regional": True}], ids=str
+)
+def test_operations_are_those_of_whole_weights_and_memory_that_of_shards(
+    tmp_path: Path, compiled: bool | dict[str, Any]
+) -> None:
     theirs = on_ranks(2, throughput, str(tmp_path), "ddp", compiled)
     for ours, other in zip(on_ranks(2, throughput, str(tmp_path), "fsdp", compiled), theirs, strict=True):
         assert ours["names"] == other["names"] >= {"model_flops_per_second"}

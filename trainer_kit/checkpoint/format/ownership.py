@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 
 import torch
@@ -34,7 +34,12 @@ class Division:
         return 1 + max((shard.writer for shards in self.shards.values() for shard in shards), default=0)
 
 
-def divide(groups: Mapping[str, Mapping[str, torch.Tensor]], writers: int, max_shard_size: int | str) -> Division:
+def divide(
+    groups: Mapping[str, Mapping[str, torch.Tensor]],
+    writers: int,
+    max_shard_size: int | str,
+    is_pinned: Callable[[str, torch.Tensor], bool] = lambda stem, tensor: False,
+) -> Division:
     """Divide groups of tensors among writers.
 
     The result depends on names, ties, dtypes and whole shapes alone, so that all processes with the same tensors
@@ -44,6 +49,7 @@ def divide(groups: Mapping[str, Mapping[str, torch.Tensor]], writers: int, max_s
         groups: Tensors by name, by the stem of their files.
         writers: Number of processes that can write to the folder.
         max_shard_size: Largest size of a file's tensors, in bytes or as "300MB"; a larger tensor gets its own file.
+        is_pinned: Returns whether writer 0 must write a tensor of a group.
 
     Raises:
         ValueError: If `max_shard_size` is invalid.
@@ -52,7 +58,13 @@ def divide(groups: Mapping[str, Mapping[str, torch.Tensor]], writers: int, max_s
     sizes = [
         {name: tensors[name].nbytes for name in aliases} for tensors, aliases in zip(groups.values(), ties, strict=True)
     ]
-    owners = assign_writers(sizes, writers)
+    free = [
+        {name: size for name, size in each.items() if not is_pinned(stem, tensors[name])}
+        for (stem, tensors), each in zip(groups.items(), sizes, strict=True)
+    ]
+    owners = [
+        dict.fromkeys(each, 0) | assigned for each, assigned in zip(sizes, assign_writers(free, writers), strict=True)
+    ]
     shards = {
         stem: plan_shards(tensors, aliases, PurePosixPath(stem).name, max_shard_size, owner)
         for (stem, tensors), aliases, owner in zip(groups.items(), ties, owners, strict=True)

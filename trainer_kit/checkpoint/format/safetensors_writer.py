@@ -51,7 +51,7 @@ class Shard:
 
     Attributes:
         file: Name of the file.
-        aliases: Other names of each tensor in the file, by the name under which it is stored.
+        aliases: Other names of each tensor in the file, by the name under which it is stored, in the file's order.
         writer: Number of the process that writes the file, among those that write together.
     """
 
@@ -135,9 +135,14 @@ def plan_shards(
     groups = groups or [(0, [])]
     files = [f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     return [
-        Shard(file, {name: aliases[name] for name in names}, writer)
+        Shard(file, {name: aliases[name] for name in _in_order(names, tensors)}, writer)
         for file, (writer, names) in zip(files if len(groups) > 1 else [f"{stem}.safetensors"], groups, strict=True)
     ]
+
+
+def _in_order(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return names in a file's order: largest elements first, so that each tensor is aligned to its element size."""
+    return sorted(names, key=lambda name: (-tensors[name].element_size(), name))
 
 
 def write_shards(
@@ -240,22 +245,20 @@ def _content(
     safetensors' own writer needs the whole shard on the host, makes files readable only by their owner, and drops the
     errno of a full disk.
     """
-    # Largest elements first, so that each tensor is aligned to its element size.
-    names = sorted(aliases, key=lambda name: (-tensors[name].element_size(), name))
-    header = _header(names, tensors, aliases)
+    header = _header(tensors, aliases)
     yield struct.pack("<Q", len(header)) + header
-    for name in names:
+    for name in aliases:
         yield _bytes_of(tensors[name], to_host)
 
 
-def _header(names: Iterable[str], tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, list[str]]) -> bytes:
+def _header(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, list[str]]) -> bytes:
     metadata = {"format": "pt", **{alias: name for name, others in aliases.items() for alias in others}}
-    as_real = [name for name in names if tensors[name].dtype in AS_REAL]
+    as_real = [name for name in aliases if tensors[name].dtype in AS_REAL]
     if as_real:
         metadata[COMPLEX] = json.dumps(as_real)
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
-    for name in names:
+    for name in aliases:
         tensor, start = tensors[name], end
         end += tensor.nbytes
         real = AS_REAL.get(tensor.dtype)
@@ -267,7 +270,7 @@ def _header(names: Iterable[str], tensors: Mapping[str, torch.Tensor], aliases: 
 
 def _bytes_of(tensor: torch.Tensor, to_host: ToHost) -> memoryview:
     """Return a tensor's bytes on the host, without a copy if it is contiguous there."""
-    host = to_host(tensor.detach().resolve_conj().resolve_neg()).contiguous()
+    host = to_host(tensor).detach().resolve_conj().resolve_neg().contiguous()
     content: memoryview = host.reshape(-1).view(torch.uint8).numpy().data
     return content
 

@@ -66,20 +66,30 @@ class Snapshot:
         """Size of all tensors in bytes, counting tied ones once."""
         return sum(tensor.nbytes for tensor in _distinct(self.groups.values()).values())
 
-    def divide(self, shared: Collection[str], writers: int, max_shard_size: int | str) -> Division:
+    def divide(
+        self,
+        shared: Collection[str],
+        writers: int,
+        max_shard_size: int | str,
+        is_pinned: Callable[[str, torch.Tensor], bool] = lambda name, tensor: False,
+    ) -> Division:
         """Return how several processes can write the model and some states together.
 
         Args:
             shared: Names of the states that all processes have, in addition to the model.
             writers: Number of the processes.
             max_shard_size: See `write_checkpoint`.
+            is_pinned: Returns whether writer 0 must write a tensor of a state, which has this name.
 
         Raises:
             ValueError: If `max_shard_size` is invalid.
         """
         together = {"model", *(f"{STATE_FOLDER}/{name}" for name in shared)}
         return divide(
-            {stem: tensors for stem, tensors in self.groups.items() if stem in together}, writers, max_shard_size
+            {stem: tensors for stem, tensors in self.groups.items() if stem in together},
+            writers,
+            max_shard_size,
+            lambda stem, tensor: is_pinned(PurePosixPath(stem).name, tensor),
         )
 
     def shards(self, stem: str, max_shard_size: int | str) -> Sequence[Shard]:
@@ -95,8 +105,7 @@ class Snapshot:
 
     def stored(self) -> Iterator[tuple[torch.Tensor, int]]:
         """Yield the divided tensors and the numbers of their writers, in the same order on all processes."""
-        assert self.division is not None
-        for stem, shards in self.division.shards.items():
+        for stem, shards in self.division.shards.items() if self.division is not None else ():
             for shard in shards:
                 for name in shard.aliases:
                     yield self.groups[stem][name], shard.writer

@@ -143,8 +143,9 @@ def read_trainer(directory: Path) -> dict[str, Any] | None:
     file.check(trainer, _TRAINER)
     file.check(trainer["counters"], _COUNTERS, "counters.")
     file.check(trainer["plan"], _PLAN, "plan.")
-    processes, allowed = trainer["plan"]["processes"], f"{manifest.world_size}, as the manifest says"
-    file.require(processes == manifest.world_size, "plan.processes", processes, allowed)
+    processes = trainer["plan"]["processes"]  # those that read samples of their own
+    allowed = f"{manifest.world_size}, as the manifest says, or a divisor of it"
+    file.require(manifest.world_size % processes == 0, "plan.processes", processes, allowed)
     _check_counters(file, trainer["counters"], manifest.step)
     _check_units(file, trainer)
     _check_committed(file, trainer["committed"])

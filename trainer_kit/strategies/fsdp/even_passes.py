@@ -60,11 +60,19 @@ class EvenPasses:
         try:
             yield
             while self._agree(0):
-                self._counts = False
-                self._repeat()
-                self._counts = True
+                with self.uncounted():
+                    self._repeat()
         finally:
             self._counts, self._last = False, None
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Enclose passes that all processes make, within one that they have agreed on."""
+        before, self._counts = self._counts, False
+        try:
+            yield
+        finally:
+            self._counts = before
 
     def _agree(self, passes: int) -> bool:
         """Return whether any process has another pass; share an input with processes that have had none."""

@@ -21,7 +21,7 @@ def sharded_norms(parameters: list[torch.Tensor], grads: list[torch.Tensor]) -> 
     for index, parameter in enumerate(parameters):
         if isinstance(parameter, DTensor):
             for axis, placement in enumerate(parameter.placements):
-                if placement.is_shard():
+                if not placement.is_replicate():
                     groups.setdefault(parameter.device_mesh.get_group(axis), []).append(index)
     for group, indices in groups.items():
         squares = each[indices].double().square()

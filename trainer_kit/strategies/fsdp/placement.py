@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from trainer_kit.strategies.ddp_module import pieces, tensor_bytes
 from trainer_kit.utils.box import Box
@@ -26,8 +25,16 @@ def box_at(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], placements: Sequence[Placement]
 ) -> Box:
     """Return the part of a sharded tensor that the process at a coordinate of the mesh holds."""
-    sizes, offsets = _compute_local_shape_and_global_offset(shape, mesh_shape, list(coordinate), placements)
-    return Box(shape, tuple(map(min, offsets, shape)), tuple(sizes))
+    offsets, sizes = [0] * len(shape), list(shape)
+    # `fully_shard` divides the part that the axis "tensor", the innermost, has left of a tensor.
+    for placement, processes, number in [*zip(placements, mesh_shape, coordinate, strict=True)][::-1]:
+        if not placement.is_replicate():
+            dimension: int = placement.dim  # type: ignore[attr-defined]
+            most = -(-sizes[dimension] // processes)
+            start = min(most * number, sizes[dimension])
+            offsets[dimension] += start
+            sizes[dimension] = min(most, sizes[dimension] - start)
+    return Box(shape, tuple(offsets), tuple(sizes))
 
 
 def part_at(box: Box, whole: torch.Tensor) -> torch.Tensor:
@@ -58,9 +65,18 @@ def whole_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     gathered: dict[int, torch.Tensor] = {}
     for value in tensors.values():
         if isinstance(value, DTensor) and id(value) not in gathered:
-            with torch.no_grad():
-                gathered[id(value)] = value.full_tensor()
+            gathered[id(value)] = gather(value)
     return {name: gathered.get(id(value), value) for name, value in tensors.items()}
+
+
+@torch.no_grad()
+def gather(tensor: DTensor) -> torch.Tensor:
+    """Return a sharded tensor, whole on all processes. Collective."""
+    placements = [*tensor.placements]
+    for axis in range(len(placements)):  # one by one: torch warns where several axes divide one dimension
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
 
 
 def fill_from_main(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:

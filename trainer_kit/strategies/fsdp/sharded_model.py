@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
@@ -17,6 +18,7 @@ from trainer_kit.strategies.collectives import Collectives
 from trainer_kit.strategies.ddp_module import SharedBuffers
 from trainer_kit.strategies.fsdp.building import check_complete, refill_buffers
 from trainer_kit.strategies.fsdp.placement import fill_from_main
+from trainer_kit.strategies.fsdp.tensor_parallel import Place, SplitModules, on_whole_mesh
 from trainer_kit.strategies.fsdp.units import Unit
 from trainer_kit.utils.pytree import map_tensors, tensors
 from trainer_kit.utils.tied_parameters import names_by_parameter, tie_again
@@ -32,6 +34,8 @@ class ShardedModel:
         device: Device of the shards.
         options: Arguments of `fully_shard`.
         collectives: Collectives of the processes.
+        places: Modules to split over the axis "tensor", which `mesh` then has.
+        mesh: The mesh with all axes.
 
     Attributes:
         module: The user's module.
@@ -45,6 +49,8 @@ class ShardedModel:
         device: torch.device,
         options: dict[str, Any],
         collectives: Collectives,
+        places: Sequence[Place] = (),
+        mesh: DeviceMesh | None = None,
     ) -> None:
         self.module = module
         self._collectives = collectives
@@ -53,9 +59,14 @@ class ShardedModel:
         for parameter in originals.values():
             if not parameter.is_contiguous():  # fully_shard takes no other
                 parameter.data = parameter.data.contiguous()
+        self._split = None
+        if mesh is not None and "tensor" in (mesh.mesh_dim_names or ()):
+            self._split = SplitModules(module, places, mesh["tensor"])
         for unit in reversed(units):  # inner units come before those around them
             fully_shard(unit.module, **options)
         fully_shard(module, **options)
+        if self._split is not None and mesh is not None:
+            on_whole_mesh(module, mesh)
         self._units = [each for each in module.modules() if isinstance(each, FSDPModule)]
         for each in self._units:
             # The loss contract sums gradients. A divisor other than 1 would become a reduction that gloo lacks and
@@ -138,7 +149,8 @@ class ShardedModel:
             each._forward_pre_hooks = _hooks_of_others(each._forward_pre_hooks, state)
             each._forward_hooks = _hooks_of_others(each._forward_hooks, state)
         try:
-            yield
+            with contextlib.nullcontext() if self._split is None else self._split.without_hooks():
+                yield
         finally:
             for each, pre_hooks, post_hooks in hooks:
                 each._forward_pre_hooks, each._forward_hooks = pre_hooks, post_hooks

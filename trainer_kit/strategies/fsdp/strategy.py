@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import datetime
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from trainer_kit.config.compile_options import CompileOptions
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.ddp import DDP
 from trainer_kit.strategies.ddp_module import model_facts
-from trainer_kit.strategies.fsdp.collect import collect
 from trainer_kit.strategies.fsdp.even_passes import EvenPasses
-from trainer_kit.strategies.fsdp.norms import sharded_norms
-from trainer_kit.strategies.fsdp.placement import box_of, fill, sharded_like, whole_tensors
+from trainer_kit.strategies.fsdp.placement import fill
+from trainer_kit.strategies.fsdp.same_gradients import SameGradients
+from trainer_kit.strategies.fsdp.same_outputs import SameOutputs
 from trainer_kit.strategies.fsdp.same_passes import SamePasses
 from trainer_kit.strategies.fsdp.sharded_model import ShardedModel
+from trainer_kit.strategies.fsdp.sharding import MeshSharding
+from trainer_kit.strategies.fsdp.tensor_parallel import Place, check_plan, find_places
 from trainer_kit.strategies.fsdp.units import check_units, describe_single_unit, find_units
-from trainer_kit.strategies.grad_norms import GradientNorms
 from trainer_kit.strategies.multinode import MultiNode
 from trainer_kit.strategies.precision import Precision
-from trainer_kit.utils.box import Part
-from trainer_kit.utils.pytree import map_tensors, tensors
 from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.wrappers import without_wrappers
 
-T = TypeVar("T")
-logger = logging.getLogger("trainer_kit")
-
-_AXES = ("replicate", "shard")
+_AXES = ("replicate", "shard", "tensor")
 
 _REFUSED_OPTIMIZERS = {
     "Adafactor": "computes with whole matrices",
@@ -55,7 +53,10 @@ class FSDP(MultiNode):
 
     Args:
         mesh: Number of processes by axis; their product is the number of processes. "shard": processes that hold the
-            parts of one copy of the model. "replicate": copies of the model. None: all processes on "shard".
+            parts of one copy of the model. "replicate": copies of the model. "tensor": consecutive processes that
+            compute the parts of single layers, on the same batches. None: all processes on "shard".
+        tensor_parallel: Modules that are split over the axis "tensor": "auto" for the plan that a transformers model
+            has of its own, or "colwise" or "rowwise" by pattern (`fnmatch`) of module names. None without that axis.
         units: Patterns (`fnmatch`) of the names or class names of modules that are gathered as one; None: the blocks
             that the model repeats.
         reshard_after_forward: Whether gathered weights are freed after the forward pass and gathered again for the
@@ -78,6 +79,7 @@ class FSDP(MultiNode):
         self,
         *,
         mesh: Mapping[str, int] | None = None,
+        tensor_parallel: Literal["auto"] | Mapping[str, str] | None = None,
         units: Sequence[str] | None = None,
         reshard_after_forward: bool = True,
         reduce_each_batch: bool = True,
@@ -91,15 +93,20 @@ class FSDP(MultiNode):
             ddp_timeout=ddp_timeout, heartbeat_timeout=heartbeat_timeout, device=device, precision=precision
         )
         self.mesh = _checked_mesh(mesh, self.world_size)
+        check_plan(tensor_parallel, self.mesh.get("tensor", 1))
+        self.tensor_parallel = tensor_parallel
+        self.collectives.reader_size = self.mesh.get("tensor", 1)
         self.units = units
         self.reshard_after_forward = reshard_after_forward
         self.reduce_each_batch = reduce_each_batch
         self.offload = offload
-        self.is_sharded = not self.group.is_alone
+        self.sharding: MeshSharding = MeshSharding(self.group, self.mesh)
         self._device_mesh: DeviceMesh | None = None
         self._sharded: Any = WeakIdKeyDictionary()  # sharded parameters by those before `prepare`
         self._passes = EvenPasses(self.collectives, self.autocast)
         self._same = SamePasses(self.collectives)
+        self._same_gradients: SameGradients | None = None  # these two with the axis "tensor"
+        self._same_outputs: SameOutputs | None = None
 
     def setup(self) -> None:
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
@@ -114,6 +121,8 @@ class FSDP(MultiNode):
         if self._device_mesh is None and not self.group.is_alone:
             names = tuple(self.mesh)
             self._device_mesh = init_device_mesh(self.device.type, tuple(self.mesh.values()), mesh_dim_names=names)
+            # A slow disk holds up others in a save; the heartbeat notices lost processes.
+            self.sharding.save_group = dist.new_group(timeout=datetime.timedelta(days=7), backend="gloo")
 
     def _report(self, places: list[tuple[str, str]]) -> None:
         if self.group.place.has_several_machines:
@@ -150,12 +159,18 @@ class FSDP(MultiNode):
         assert self._device_mesh is not None, "setup() comes first"
         units = find_units(model, self.units)
         check_units(model, units)
+        places = self._places(model)
         self.collectives.check_same_on_all_ranks(model_facts(model))
         if not units and self.is_main:
             warn(describe_single_unit(model))
         device = torch.device("cpu") if self.offload else self.device
-        sharded = ShardedModel(model, units, device, self._shard_options(), self.collectives)
+        sharded = ShardedModel(model, units, device, self._shard_options(), self.collectives, places, self._device_mesh)
         self._sharded.update(sharded.sharded)
+        if places:
+            self._same_outputs = SameOutputs(
+                model, places, sharded.without_hooks, self._passes.uncounted, self.collectives
+            )
+            self._same_gradients = SameGradients(self.collectives, self._device_mesh["tensor"].get_group())
         sharded.gather_in_generate(self.autocast)
         self._passes.watch(model)
         for unit in units:
@@ -163,22 +178,33 @@ class FSDP(MultiNode):
         self._replicas.append(sharded)
         return model
 
+    def _places(self, model: torch.nn.Module) -> list[Place]:
+        if self.tensor_parallel is None or "tensor" not in self.mesh:
+            return []
+        return find_places(model, self.tensor_parallel, self.mesh["tensor"])
+
     def _record(self, name: str) -> Callable[..., None]:
         return lambda module, inputs: self._same.record_unit(name)
 
     def _shard_options(self) -> dict[str, Any]:
         assert self.precision is not None
+        assert self._device_mesh is not None
         # Activations keep their dtype, which autocast chooses.
         policy = MixedPrecisionPolicy(self.precision.dtype, torch.float32, cast_forward_inputs=False)
         return {
-            "mesh": self._device_mesh,
+            "mesh": self._device_mesh[tuple(name for name in self.mesh if name != "tensor")],
             "reshard_after_forward": self.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy() if self.precision.dtype is None else policy,
             "offload_policy": CPUOffloadPolicy(self.device.type == "cuda") if self.offload else OffloadPolicy(),
         }
 
-    def count_shards(self, processes: int) -> int:
-        return max(1, processes // self.mesh.get("replicate", 1))
+    def compile(self, model: torch.nn.Module, options: CompileOptions) -> None:
+        if options.fullgraph and not self.group.is_alone:
+            raise ValueError(
+                "torch_compile has fullgraph=True, which is not possible with FSDP, whose gathers divide the graph; "
+                "use fullgraph=False"
+            )
+        super().compile(model, options)
 
     def release_models(self) -> None:
         super().release_models()
@@ -211,7 +237,8 @@ class FSDP(MultiNode):
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
-        with self.group.watched(), super().autocast():
+        explained = contextlib.nullcontext() if self._same_outputs is None else self._same_outputs.explained()
+        with self.group.watched(), explained, super().autocast():
             try:
                 yield
             except RuntimeError as error:
@@ -224,7 +251,7 @@ class FSDP(MultiNode):
 
     @contextlib.contextmanager
     def uneven_passes(self) -> Iterator[None]:
-        if not self.is_sharded:
+        if not self.sharding.is_active:
             yield
             return
         with self._passes.evened():
@@ -237,6 +264,8 @@ class FSDP(MultiNode):
             for each in self._replicas:
                 if each.module is model:
                     stack.enter_context(each.without_hooks())
+            if self._same_outputs is not None:
+                stack.enter_context(self._same_outputs.paused())
             self._same.is_recording = False
             try:
                 yield
@@ -267,9 +296,11 @@ class FSDP(MultiNode):
                 "the loss was computed from sharded weights without calling the model; call model(...), in "
                 "compute_loss too, not a method of it or its parts"
             )
+        if self._same_gradients is not None:
+            self._same_gradients.record_loss(loss)
         with self.group.watched():
             Strategy.backward(self, loss, **options)
-        if self.is_sharded:
+        if self.sharding.is_active:
             self._same.record_gradients(self._trained_by_name())
 
     def _trained_by_name(self) -> dict[str, torch.Tensor]:
@@ -279,31 +310,9 @@ class FSDP(MultiNode):
     def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
         super()._check_step(optimizer)
         self._same.check()
-
-    def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        return self.own_parts(super().gradients(parameters))
-
-    def own_parts(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        return [each.to_local().detach() if isinstance(each, DTensor) else each for each in tensors]
-
-    def place_like(self, value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(value, DTensor) or not isinstance(tensor, DTensor):
-            return value
-        return sharded_like(tensor, value)
-
-    def whole_tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        with self.group.watched():
-            return whole_tensors(tensors)
-
-    def summed_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-    def restore_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        parameter.grad = self.place_like(gradient, parameter)
-
-    def gradient_norms(self, parameters: list[torch.Tensor], grads: list[torch.Tensor]) -> GradientNorms:
-        with self.group.watched():
-            return sharded_norms(parameters, grads)
+        if self._same_gradients is not None:
+            with self.group.watched():
+                self._same_gradients.check(self._trained_by_name())
 
     # States
 
@@ -311,28 +320,6 @@ class FSDP(MultiNode):
         self._reshard()
         # The parameters themselves: only object identity shows which are tied.
         return without_wrappers(model).state_dict(keep_vars=True)
-
-    def collect(
-        self, tensors: Sequence[torch.Tensor], owners: Sequence[int], places: Sequence[torch.Tensor | None]
-    ) -> None:
-        if self.group.is_alone:
-            super().collect(tensors, owners, places)
-            return
-        with self.group.watched():
-            collect(tensors, owners, places)
-
-    def collect_on_main(self, state: T) -> T:
-        sharded = [*{id(each): each for each in tensors(state) if isinstance(each, DTensor)}.values()]
-        places: Sequence[torch.Tensor | None] = [None] * len(sharded)
-        if self.is_main:
-            places = self.device_info.host_memory(sharded)
-        self.collect(sharded, [0] * len(sharded), places)
-        whole = {id(each): place for each, place in zip(sharded, places, strict=True) if place is not None}
-        collected: T = map_tensors(lambda each: whole.get(id(each), each), state)
-        return collected
-
-    def placement(self, tensor: torch.Tensor) -> Part | None:
-        return (tensor.to_local().detach(), box_of(tensor)) if isinstance(tensor, DTensor) else None
 
     def load_model_state(self, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
         self._reshard()
@@ -354,11 +341,11 @@ def _checked_mesh(mesh: Mapping[str, int] | None, processes: int) -> dict[str, i
             f"mesh={mesh!r} must give a number of processes for each axis, such as {{'shard': {processes}}}"
         )
     unknown = [name for name in mesh if name not in _AXES]
-    if unknown or "shard" not in mesh:
-        raise ValueError(f"mesh={dict(mesh)!r} must have the axis 'shard', and may have 'replicate'")
+    if unknown or not {"shard", "tensor"} & mesh.keys():
+        raise ValueError(f"mesh={dict(mesh)!r} must have the axis 'shard' or 'tensor', and may have 'replicate'")
     if math.prod(mesh.values()) != processes or min(mesh.values()) < 1:
         raise ValueError(
             f"mesh={dict(mesh)!r} is for {math.prod(mesh.values())} processes, but this run has {processes}; the "
             "product of its sizes must be the number of processes"
         )
-    return {name: mesh[name] for name in _AXES if name in mesh}
+    return {name: mesh.get(name, 1) for name in _AXES if name in mesh or name == "shard"}

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from trainer_kit.utils.repeated_blocks import can_be_block, repeated_blocks
 from trainer_kit.utils.units import format_size, join_names
 
 
@@ -114,7 +115,7 @@ def describe_single_unit(model: nn.Module) -> str:
 
 def _repeated(model: nn.Module) -> set[nn.Module]:
     """Return the units that are found without patterns."""
-    found = set(_repeated_children(model))
+    found = set(repeated_blocks(model))
     for places in _places(model, found).values():
         if len(places) > 1:
             found -= places.keys()
@@ -124,17 +125,6 @@ def _repeated(model: nn.Module) -> set[nn.Module]:
     return found
 
 
-def _repeated_children(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of the outermost lists of at least two modules of one class."""
-    children = [*module.children()]
-    is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
-    if is_list and len(children) > 1 and len(set(map(type, children))) == 1 and all(map(_can_be_unit, children)):
-        yield from children
-        return
-    for child in children:
-        yield from _repeated_children(child)
-
-
 def _input_embedding(model: nn.Module) -> nn.Module | None:
     """Return the input embedding of a transformers model if it is tied to nothing."""
     getter: Any = getattr(model, "get_input_embeddings", None)
@@ -142,7 +132,7 @@ def _input_embedding(model: nn.Module) -> nn.Module | None:
         embedding = getter and getter()
     except NotImplementedError:  # transformers' answer for a model without one
         return None
-    if not isinstance(embedding, nn.Module) or not _can_be_unit(embedding):
+    if not isinstance(embedding, nn.Module) or not can_be_block(embedding):
         return None
     own = {*embedding.parameters()}
     names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter in own]
@@ -154,7 +144,7 @@ def _matched(model: nn.Module, pattern: str) -> list[nn.Module]:
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         is_match = fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(type(module).__name__, pattern)
-        if name and is_match and _can_be_unit(module) and not any(outer in found for outer in _prefixes(name)):
+        if name and is_match and can_be_block(module) and not any(outer in found for outer in _prefixes(name)):
             found[name] = module
     if not found:
         raise ValueError(
@@ -199,11 +189,6 @@ def _prefixes(name: str) -> Iterator[str]:
     """Yield the names of the modules around this name, innermost first, without the root's."""
     while name := name.rpartition(".")[0]:
         yield name
-
-
-def _can_be_unit(module: nn.Module) -> bool:
-    """Return whether a module has parameters and a forward pass, before which they can be gathered."""
-    return type(module).forward is not nn.Module.forward and next(module.parameters(), None) is not None
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:

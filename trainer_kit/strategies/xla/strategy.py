@@ -14,6 +14,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer_kit.config import environment
+from trainer_kit.config.compile_options import CompileOptions
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.process_group import ProcessGroup
@@ -197,8 +198,8 @@ class XLA(Strategy):
             if hasattr(module, "_gradient_checkpointing_func"):  # of transformers
                 module._gradient_checkpointing_func = recompute
 
-    def compile(self, model: torch.nn.Module) -> None:
-        logger.warning("torch_compile=True has no effect on XLA, which compiles everything by itself")
+    def compile(self, model: torch.nn.Module, options: CompileOptions) -> None:
+        logger.warning("torch_compile has no effect on XLA, which compiles everything by itself")
 
     def release_models(self) -> None:
         self._moved.clear()

@@ -1,0 +1,58 @@
+"""Compilation of a model, or of the blocks that it repeats, by `torch.compile`."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from trainer_kit.config.compile_options import CompileOptions
+from trainer_kit.utils.repeated_blocks import repeated_blocks
+from trainer_kit.utils.transformers_models import is_transformers_model
+from trainer_kit.utils.wrappers import model_class
+
+
+def compile_model(model: torch.nn.Module, options: CompileOptions) -> None:
+    """Compile a model in place, so that the names of its weights stay; its code is compiled at its first call.
+
+    Args:
+        model: The user's model.
+        options: What to compile, and how.
+
+    Raises:
+        ValueError: If the options are regional and the model repeats no block.
+    """
+    if not options.regional:
+        _compile(model, options)
+        return
+    blocks = [*repeated_blocks(model)]
+    if not blocks:
+        raise ValueError(
+            f"torch_compile has regional=True, but {model_class(model).__name__} repeats no block (a ModuleList or "
+            "Sequential of modules of one class); use regional=False"
+        )
+    for block in blocks:
+        _compile(block, options)
+    for module in model.modules():
+        if is_transformers_model(module) and "use_cache" in inspect.signature(module.forward).parameters:
+            module.register_forward_pre_hook(_without_cache, with_kwargs=True)
+
+
+def _compile(module: torch.nn.Module, options: CompileOptions) -> None:
+    if not type(module).forward.__module__.startswith("torch.nn."):
+        module.compile(**options.for_torch())
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    # The compiler skips functions of torch.nn unless other code calls them, so that module.compile() has no effect.
+    module._compiled_call_impl = torch.compile(call, **options.for_torch())
+
+
+def _without_cache(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Make no key-value cache unless the caller asks for one: each block's part of it would be compiled separately."""
+    if kwargs.get("use_cache") is None and kwargs.get("past_key_values") is None:
+        kwargs["use_cache"] = False
+    return args, kwargs

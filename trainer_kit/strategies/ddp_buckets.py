@@ -1,0 +1,40 @@
+"""`FixedBuckets`: DistributedDataParallel with the same gradient buckets in every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+
+class FixedBuckets(DistributedDataParallel):
+    """DistributedDataParallel with the same gradient buckets in every step.
+
+    The place of a gradient in its bucket decides in which order three or more processes sum it, and so its last bits.
+    torch divides the parameters into buckets again after the first backward pass, in the order in which their gradients
+    became ready. In a resumed run that pass belongs to another step, so the run would have other bits.
+
+    Here the buckets depend on the model alone. They hold the parameters in reverse order of registration. Gradients
+    become ready in this order if the model uses its layers in the order of registration.
+
+    Args:
+        module: The user's module.
+        **options: See DistributedDataParallel.
+
+    Attributes:
+        reduced: The parameters with a gradient, by the index that torch's errors name.
+    """
+
+    reduced: list[torch.nn.Parameter]
+
+    def __init__(self, module: torch.nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        # Without this call the second forward pass divides the parameters again, with it the first one.
+        self.reducer._push_all_rebuilt_params()
+
+    def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
+        self.reduced, are_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        if not self.find_unused_parameters:  # with it, torch divides them once, and reverses the buckets itself
+            self.reduced, are_sparse = self.reduced[::-1], are_sparse[::-1]
+        return self.reduced, are_sparse
