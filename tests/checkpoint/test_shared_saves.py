@@ -224,7 +224,7 @@ def test_a_process_lost_in_its_part_costs_no_older_checkpoint(
 ) -> None:
     """With FSDP, the other process waits for parts of tensors meanwhile."""
     straight = on_ranks(2, train, str(tmp_path / "straight"), kind=kind)
-    with pytest.raises((AssertionError, EOFError, ConnectionError)):
+    with pytest.raises(AssertionError):
         on_ranks(2, train_until_signalled, str(tmp_path / "run"), number, kind)
     assert [path.name for path in find_checkpoints(tmp_path / "run")] == ["checkpoint-2"]
     again = on_ranks(2, train, str(tmp_path / "run"), kind=kind)
@@ -265,7 +265,7 @@ def train_with_an_error_on_one(folder: str, failing: int, kind: type[DDP]) -> An
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_of_one_process_waits_for_its_part(tmp_path: Path, failing: int, kind: type[DDP]) -> None:
     straight = on_ranks(2, train, str(tmp_path / "straight"), kind=kind)
-    with pytest.raises((AssertionError, EOFError, ConnectionError)):
+    with pytest.raises(AssertionError):
         on_ranks(2, train_with_an_error_on_one, str(tmp_path / "run"), failing, kind)
     assert [path.name for path in find_checkpoints(tmp_path / "run")] == ["checkpoint-2", "checkpoint-4"]
     verify(tmp_path / "run" / "checkpoint-4")

@@ -11,8 +11,8 @@
         assert on_ranks(2, gradients, 5) == [...]  # what each rank returned, in order of rank
 
 Each call sets the variables that torchrun sets, with a port of its own, and ends with the process group destroyed. An
-exception of a rank is raised here, the first one's, with its traceback as a note. A call that does not end within
-`timeout` seconds ends the processes and fails.
+exception of a rank is raised here, the first one's, rather than the end of a process that waited for it. A call that
+does not end within `timeout` seconds ends the processes and fails.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _pool: list[_Rank] = []
 
 
 class RankFailed(AssertionError):
-    """A rank raised; the text is its traceback, `error` what it raised (None where that cannot be pickled)."""
+    """A rank raised or ended; `error` is what it raised (None if it ended, or if that cannot be pickled)."""
 
     def __init__(self, rank: int, error: BaseException | None, text: str) -> None:
-        super().__init__(f"rank {rank} raised:\n{text}")
+        super().__init__(f"rank {rank} failed:\n{text}")
         self.rank = rank
         self.error = error
 
@@ -47,9 +47,9 @@ class RankFailed(AssertionError):
 def on_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any) -> Any:
     """Runs `function(*args, **kwargs)` on `world_size` processes; returns what each returned, in order of rank."""
     results = try_on_ranks(world_size, function, *args, timeout=timeout, **kwargs)
-    for result in results:
-        if isinstance(result, RankFailed):
-            raise result
+    failed = [result for result in results if isinstance(result, RankFailed)]
+    if failed:
+        raise next((failure for failure in failed if failure.error is not None), failed[0])
     return results
 
 
@@ -60,7 +60,13 @@ def try_on_ranks(world_size: int, function: Callable[..., Any], *args: Any, time
         port = free_port()
         for rank, process in enumerate(_pool[:world_size]):
             process.begin(rank, world_size, port, function, args, kwargs)
-        return [process.end(rank, world_size, timeout) for rank, process in enumerate(_pool[:world_size])]
+        results = []
+        for rank, process in enumerate(_pool[:world_size]):
+            has_ended = any(each.process.poll() is not None for each in _pool)
+            results.append(process.end(rank, world_size, min(timeout, 10) if has_ended else timeout))
+        if any(each.process.poll() is not None for each in _pool):
+            _end()
+        return results
     except BaseException:
         _end()
         raise
@@ -93,7 +99,10 @@ class _Rank:
     def end(self, rank: int, world_size: int, timeout: float) -> Any:
         if not self.connection.poll(timeout):
             raise AssertionError(f"rank {rank} of {world_size} does not end within {timeout} s")
-        result = pickle.loads(self.connection.recv_bytes())
+        try:
+            result = pickle.loads(self.connection.recv_bytes())
+        except EOFError:
+            return RankFailed(rank, None, f"it ended with exit code {self.process.wait(timeout)}")
         return RankFailed(rank, *result[1:]) if result[0] == "raised" else result[1]
 
 

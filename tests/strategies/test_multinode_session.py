@@ -126,6 +126,7 @@ def seen_by_all(folder: Path, can_mark: bool) -> tuple[str, bool, list[str], lis
         path = strategy.session.fetch_checkpoint(folder / "shared")
         whole = contents(path) == {name: content(name) for name in FILES}
         strategy.session.release_checkpoint_copies()
+        strategy.barrier()  # `find_writers` marks the folder for a moment
         return str(path), whole, records, strategy.session.find_writers(folder / "shared")
 
 

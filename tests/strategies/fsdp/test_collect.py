@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.ranks import on_ranks
+from kit.ranks import RankFailed, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -114,7 +114,7 @@ def left_alone(folder: str) -> Any:
 
 @pytest.mark.distributed
 def test_a_process_that_dies_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(EOFError):  # of the process that is gone
+    with pytest.raises(RankFailed, match="ended with exit code"):
         on_ranks(2, left_alone, str(tmp_path))
     assert (tmp_path / "raised").exists()
 
