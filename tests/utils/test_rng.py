@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trainer_kit.strategies.base import Strategy
+from trainer_kit.utils.rng import generators_kept, seed_generators
+
+USES: dict[str, Callable[[], object]] = {
+    "normal": np.random.standard_normal,  # every second one comes without a draw
+    "normals": lambda: np.random.randn(3),
+    "uniform": np.random.rand,
+    "shuffle": lambda: np.random.permutation(700),  # more words than the state has
+    "python": random.random,
+    "gauss": lambda: random.gauss(0, 1),
+    "torch": lambda: torch.rand(3),
+    "seed": lambda: seed_generators(7),
+}
 
 
 def draws() -> tuple[float, float, float]:
@@ -23,3 +39,55 @@ def test_seeding_reaches_every_generator_of_the_host() -> None:
     assert not set(first) & set(second)
     strategy.seed(2**63 - 1)
     assert draws() == first
+
+
+@given(st.integers(0, 2**32 - 1), *[st.lists(st.sampled_from(list(USES)), max_size=5)] * 3)
+def test_generators_are_kept(seed: int, before: list[str], inside: list[str], after: list[str]) -> None:
+    def use(with_context: bool) -> list[object]:
+        seed_generators(seed)
+        for name in before:
+            USES[name]()
+        if with_context:
+            with generators_kept(torch.device("cpu")):
+                for name in inside:
+                    USES[name]()
+        return [*map(repr, (USES[name]() for name in after)), *draws(), np.random.standard_normal(2).tolist()]
+
+    assert use(True) == use(False)
+
+
+def test_a_context_begins_with_the_state_outside() -> None:
+    for number in range(3):
+        seed_generators(1)
+        np.random.standard_normal(number)
+        expected = np.random.standard_normal(3).tolist()
+        seed_generators(1)
+        np.random.standard_normal(number)
+        with generators_kept(torch.device("cpu")):
+            assert np.random.standard_normal(3).tolist() == expected
+        assert np.random.standard_normal(3).tolist() == expected
+
+
+def test_generators_are_kept_after_an_error() -> None:
+    seed_generators(1)
+    expected = draws()
+    seed_generators(1)
+
+    def fail() -> None:
+        draws()
+        raise KeyError
+
+    with pytest.raises(KeyError), generators_kept(torch.device("cpu")):
+        fail()
+    assert draws() == expected
+
+
+def test_another_generator_of_numpy_is_kept() -> None:
+    usual = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        with generators_kept(torch.device("cpu")):
+            first = np.random.rand(3).tolist()
+        assert np.random.rand(3).tolist() == first
+    finally:
+        np.random.set_bit_generator(usual)

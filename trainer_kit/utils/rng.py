@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+
+_MT19937_BYTES = 625 * 4
+"""Memory of the state of numpy's MT19937: 624 words and an index."""
 
 
 def seed_generators(value: int) -> None:
@@ -37,10 +41,41 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
 @contextlib.contextmanager
 def generators_kept(device: torch.device) -> Iterator[None]:
     """Restore the generators of the host, and of `device` if it is a CUDA device, at the end of the context."""
-    python, numpy = random.getstate(), np.random.get_state()
+    python, numpy, host = random.getstate(), _NumpyState(), torch.get_rng_state()
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
+        yield
     finally:
         random.setstate(python)
-        np.random.set_state(numpy)
+        numpy.restore()
+        torch.set_rng_state(host)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, device)
+
+
+class _NumpyState:
+    """State of numpy's global generator, copied as memory.
+
+    `np.random.get_state` and `set_state` convert it number by number, which takes longer than to read a small batch.
+    """
+
+    def __init__(self) -> None:
+        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy's stubs lack it
+        self._state: dict[str, Any] | None = None
+        if type(generator) is not np.random.MT19937:
+            self._state = np.random.get_state(legacy=False)
+            return
+        self._address = generator.ctypes.state_address
+        self._memory = ctypes.string_at(self._address, _MT19937_BYTES)
+        # Normal numbers are drawn in pairs. The second is kept outside of that memory, and comes without a draw.
+        number = np.random.standard_normal()
+        if ctypes.string_at(self._address, _MT19937_BYTES) == self._memory:
+            self._state = np.random.get_state(legacy=False) | {"has_gauss": 1, "gauss": number}
+        self.restore()
+
+    def restore(self) -> None:
+        if self._state is not None:
+            np.random.set_state(self._state)
+        else:
+            np.random.seed(0)  # drops a number that is kept
+            ctypes.memmove(self._address, self._memory, _MT19937_BYTES)
