@@ -42,6 +42,7 @@ def stepped(make: Callable[..., torch.optim.Optimizer], **given: Any) -> torch.o
         ("AdamW", torch.optim.AdamW, {}),
         ("SGD", torch.optim.SGD, {"lr": 0.1}),
         ("SGD with momentum", torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        ("Muon", torch.optim.Muon, {}),
         ("Adafactor", torch.optim.Adafactor, {}),
         ("8-bit AdamW", EightBitAdam, {}),
     ],

@@ -44,8 +44,8 @@ def make_sharding(model: torch.nn.Module, args: TrainingArguments, shards: int, 
         raise ValueError(f"fsdp={shards} must divide the number of processes, {world_size}")
     if args.mixed_precision == "fp16":
         raise ValueError("mixed_precision='fp16' is not possible with fsdp; use 'bf16' or 'no'")
-    if args.optim == "adafactor":
-        raise ValueError("optim='adafactor' is not possible with fsdp; use 'adamw_torch' or 'sgd'")
+    if args.optim in ("adafactor", "muon", "adamw_8bit"):
+        raise ValueError(f"optim={args.optim!r} is not possible with fsdp; use 'adamw_torch' or 'sgd'")
     from trainer_kit.strategies.fsdp.units import check_units, find_units, unit_sizes  # slow to import
 
     units = find_units(model)

@@ -38,6 +38,7 @@ _AXES = ("replicate", "shard", "tensor")
 _REFUSED_OPTIMIZERS = {
     "Adafactor": "computes with whole matrices",
     "Muon": "computes with whole matrices",
+    "AdamW8bit": "keeps blocks of states that span the parts of a matrix",
     "LBFGS": "joins all parameters in one vector",
     "SparseAdam": "needs sparse gradients",
 }
