@@ -246,7 +246,15 @@ class Schedule(LambdaLR):
         self.last_epoch, self._step_count = step, step + 1
         self._last_lr = [peak * factor(step) for peak, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]
         for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            group["lr"] = rate
+            set_rate(group, rate)
+
+
+def set_rate(group: dict[str, Any], rate: Any) -> None:
+    """Set a group's learning rate; in place if it is a tensor, which compiled steps read."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 def make_scheduler(
