@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from kit.models import Embedded
 from kit.trainer import arguments
 from torch import nn
 
 from trainer_kit import Trainer
 from trainer_kit.optim import make_optimizer, make_scheduler
-from trainer_kit.utils.muon import Muon, hidden_matrices
+from trainer_kit.utils.muon import Muon
 
 if not hasattr(torch.optim, "Muon"):
     pytest.skip("this torch has no Muon", allow_module_level=True)
@@ -82,45 +83,12 @@ def test_a_transformers_model_trains_as_by_hand(tmp_path: Path) -> None:
         assert not torch.equal(own, theirs[name])
 
 
-def test_embeddings_and_the_head_are_no_hidden_matrices() -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
-    )
-    model = transformers.LlamaForCausalLM(config)
-    assert names(model) == {
-        *(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkvo"),
-        *(f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
-    }
-    assert "score.weight" not in names(transformers.LlamaForSequenceClassification(config))
-
-
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pos_embed = nn.Parameter(torch.zeros(4, 8))
-        self.bias_table = nn.Parameter(torch.zeros(4, 8))
-        self.table = nn.Embedding(6, 8)
-        self.convolution = nn.Conv1d(8, 8, 3)
-        self.first = nn.Linear(8, 8)
-        self.last = nn.Linear(8, 2)
-        self.norm = nn.LayerNorm(2)
-
-
-def names(model: nn.Module) -> set[str]:
-    hidden = hidden_matrices(model)
-    return {name for name, each in model.named_parameters() if each in hidden}
-
-
-def test_a_plain_models_last_matrix_is_its_head() -> None:
-    assert names(Plain()) == {"first.weight"}
-
-
 def optimizer_of(model: nn.Module, **changes: Any) -> torch.optim.Optimizer:
     return make_optimizer(model, arguments(Path(), optim="muon", learning_rate=0.1, weight_decay=0.5, **changes))
 
 
 def test_groups_have_the_schedules_rate_and_the_decay_of_other_optimizers() -> None:
-    optimizer = optimizer_of(Plain(), optim_args="nesterov=false")
+    optimizer = optimizer_of(Embedded(), optim_args="nesterov=false")
     assert [(group["weight_decay"], group.get("nesterov")) for group in optimizer.param_groups] == [
         (0.5, False), (0.5, None), (0.0, None),
     ]  # fmt: skip
@@ -137,7 +105,7 @@ def steps(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], 
 
 
 def test_copies_and_added_groups_step_on_their_own() -> None:
-    model = Plain()
+    model = Embedded()
     optimizer = optimizer_of(model)
     steps(optimizer, model.parameters(), 0)
     other, model_copy = copy.deepcopy((optimizer, model))
@@ -153,7 +121,7 @@ def test_copies_and_added_groups_step_on_their_own() -> None:
 
 
 def test_hooks_run_once_a_step_and_a_closure_is_called() -> None:
-    model, seen = Plain(), []
+    model, seen = Embedded(), []
     torch.optim.AdamW(model.parameters())
     torch.optim.Muon([model.first.weight])  # from now on torch's own steps call hooks
     optimizer = optimizer_of(model)
@@ -169,7 +137,7 @@ def test_a_model_without_hidden_matrices_is_refused() -> None:
 
 
 def test_frozen_others_leave_muon_alone() -> None:
-    model = Plain().requires_grad_(False)
+    model = Embedded().requires_grad_(False)
     model.first.weight.requires_grad_(True)
     (group,) = optimizer_of(model).param_groups
     assert group["params"] == [model.first.weight]

@@ -149,10 +149,15 @@ class TrainingArguments:
         warmup_ratio: Warmup as a fraction of all steps.
         max_grad_norm: Largest total norm of the gradients, by scaling; 0: no limit.
         max_grad_value: Largest absolute value of a gradient's element, by clipping; None: no limit.
-        mixed_precision: Precision of forward passes: "no", "fp16" or "bf16". Default: the launcher's, else "no".
+        mixed_precision: Precision of forward passes: "no", "fp16", "bf16", or "fp8": bf16, and the products of hidden
+            linear layers in 8 bits by torchao, on NVIDIA GPUs of compute capability 8.9 or later (Ada, Hopper); only
+            faster with `torch_compile`. Default: the launcher's, else "no".
         float32_matmul_precision: Precision of matrix products of float32 tensors: "highest" is float32; "high" allows
             TF32, with 10 bits of mantissa, which NVIDIA GPUs from Ampere on compute about 8 times as fast; "medium"
             allows bfloat16 too. See `torch.set_float32_matmul_precision`. None: as the program has set it.
+        channels_last: Whether convolutions' weights, and floating-point tensors of batches with 4 dimensions (samples,
+            channels, height, width), lie in memory with the channels last, for which GPUs and CPUs have faster
+            convolutions; with 5 dimensions too. Shapes and checkpoints are the same, results up to rounding.
         seed: Seed of the order of samples, of dropout and of all other random numbers of a run.
         torch_compile: Whether to compile the model with `torch.compile`, or a dict of its options: "mode", "backend",
             "dynamic" and "fullgraph". With "regional": True, only the blocks that the model repeats are compiled, and
@@ -234,10 +239,11 @@ class TrainingArguments:
     warmup_ratio: _Ratio = 0.0
     max_grad_norm: _NotNegative = 1.0
     max_grad_value: _Positive | None = None
-    mixed_precision: Literal["no", "fp16", "bf16"] = dataclasses.field(
+    mixed_precision: Literal["no", "fp16", "bf16", "fp8"] = dataclasses.field(
         default_factory=environment.mixed_precision  # type: ignore[arg-type]  # checked like any other value
     )
     float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
+    channels_last: bool = False
     seed: _Seed = 42
     torch_compile: bool | dict[str, Any] = False
     gradient_checkpointing: bool = False

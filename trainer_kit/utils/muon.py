@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_kit.utils.wrappers import without_wrappers
+from trainer_kit.utils.hidden_matrices import hidden_matrices
 
 _OWN_OPTION = "ns_steps"
 """Option that groups of Muon have, and groups of AdamW do not."""
@@ -65,11 +65,8 @@ class Muon(torch.optim.Optimizer):
 def split_matrices(model: nn.Module, groups: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Divide parameter groups into those for Muon and those for AdamW.
 
-    Muon takes the 2-D parameters but those of embeddings, biases, and the head: the output embeddings of a transformers
-    model, or the last module with a 2-D parameter.
-
     Args:
-        model: The model.
+        model: The model, whose `hidden_matrices` Muon takes.
         groups: Groups, whose "params" are (name, parameter) pairs.
     """
     matrices = hidden_matrices(model)
@@ -81,29 +78,3 @@ def split_matrices(model: nn.Module, groups: list[dict[str, Any]]) -> tuple[list
         ]
         divided.append([group for group in parts if group["params"]])
     return divided[0], divided[1]
-
-
-def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
-    """Return the 2-D parameters of hidden layers."""
-    model = without_wrappers(model)
-    found: set[nn.Parameter] = set()
-    others: set[nn.Parameter] = set()
-    last: set[nn.Parameter] = set()
-    for path, module in model.named_modules():
-        own = {f"{path}.{name}".lower(): each for name, each in module.named_parameters(recurse=False)}
-        two = {name: each for name, each in own.items() if each.ndim == 2}
-        found.update(two.values())
-        last = set(two.values()) or last
-        is_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        others.update(each for name, each in two.items() if is_table or "embed" in name or "bias" in name)
-    head = _output_embeddings(model)
-    return found - others - (last if head is None else set(head.parameters()))
-
-
-def _output_embeddings(model: nn.Module) -> nn.Module | None:
-    """Return the output embeddings of a transformers model that has some, else None."""
-    try:
-        head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
-    except NotImplementedError:
-        return None
-    return head

@@ -23,7 +23,7 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that a tensor consists of: itself, or those inside one of torchao, which share its memory."""
     if not is_quantized(tensor):
         return [tensor]
-    names, _ = tensor.__tensor_flatten__()
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     return [part for name in names for part in parts_of(getattr(tensor, name))]
 
 
