@@ -146,6 +146,36 @@ def test_adamw_is_not_fused_where_torch_cannot(model: nn.Module) -> None:
     optimizer.step()
 
 
+class Sparse(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(4, 2, sparse=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "text", "is_fused"),
+    [
+        (lambda: nn.Linear(3, 3), None, True),
+        (lambda: nn.Linear(3, 3), "momentum=0.9,nesterov=true", True),
+        (lambda: nn.Linear(3, 3), "momentum=0.9,dampening=0.5", False),
+        (lambda: nn.Linear(3, 3, dtype=torch.complex64), None, False),
+        (Sparse, None, False),
+    ],
+)
+def test_sgd_is_fused_where_its_kernel_takes_the_same_step(
+    make: Callable[[], nn.Module], text: str | None, is_fused: bool
+) -> None:
+    model = make()
+    optimizer = make_optimizer(model, arguments(optim="sgd", optim_args=text, weight_decay=0.0))
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert [bool(group["fused"]) for group in optimizer.param_groups] == [is_fused] * len(optimizer.param_groups)
+    if isinstance(model, Sparse):
+        model(torch.tensor([1])).sum().backward()
+    else:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 def test_adamw_is_fused_on_cuda_and_steps() -> None:
@@ -457,7 +487,7 @@ def test_options_of_sgd_mean_what_they_mean_in_transformers(options: str, tmp_pa
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert torch.equal(model.weight, other.weight)
+    torch.testing.assert_close(model.weight, other.weight, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize(

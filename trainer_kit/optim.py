@@ -8,16 +8,19 @@ import logging
 import math
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer_kit.config.arguments import TrainingArguments, parse_options
+from trainer_kit.config.arguments import TrainingArguments
+from trainer_kit.config.optimizer_options import optimizer_options
 from trainer_kit.utils.adafactor import Adafactor
+from trainer_kit.utils.muon import Muon, split_matrices
 from trainer_kit.utils.pytree import strides_of_copy
+from trainer_kit.utils.sgd import SGD
 from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.wrappers import model_class, without_wrappers
 
@@ -28,6 +31,8 @@ Factor = Callable[[int], float]
 
 # Device types with a fused AdamW in torch.
 _FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}
+# Device types with a fused SGD in all releases of torch that this package supports.
+_SGD_DEVICES = {"cpu", "cuda"}
 
 # Matches LayerNorm, BatchNorm2d, LlamaRMSNorm and LayerNormalization, but not LogNormal.
 _NORM_NAME = re.compile(r"norm(?!al(?!i))", re.IGNORECASE)
@@ -40,13 +45,18 @@ def make_optimizer(model: nn.Module, args: TrainingArguments) -> torch.optim.Opt
     normalization modules. Each group has the names of its parameters as `param_names`.
 
     - adamw_torch: `torch.optim.AdamW`, fused if the parameters' device and dtype allow it.
-    - sgd: `torch.optim.SGD`, with the momentum, dampening and nesterov of `args.optim_args`.
+    - sgd: `torch.optim.SGD`, with the momentum, dampening and nesterov of `args.optim_args`, fused if device, dtype and
+      options allow it.
     - adafactor: `torch.optim.Adafactor`; its learning rate is relative to the size of the weights. On CUDA its step
       does not wait for the device.
+    - muon: `torch.optim.Muon` for the matrices of hidden layers, with the momentum, nesterov and ns_steps of
+      `args.optim_args`, and AdamW for embeddings, the head and all other parameters. One learning rate serves both, see
+      `trainer_kit.utils.muon.Muon`; the head is the model's output embeddings, else its last module with a matrix.
     - adamw_8bit: `AdamW8bit` of bitsandbytes, else of torchao.
 
     Raises:
-        ValueError: If no parameter requires a gradient.
+        ValueError: If no parameter requires a gradient, or `args.optim` is "muon" and there is no hidden matrix.
+        RuntimeError: If `args.optim` is "muon", which this release of torch lacks.
         ImportError: If `args.optim` is "adamw_8bit" and neither of its packages can be imported.
     """
     groups = parameter_groups(model, args.weight_decay)
@@ -55,9 +65,11 @@ def make_optimizer(model: nn.Module, args: TrainingArguments) -> torch.optim.Opt
         "betas": (args.adam_beta1, args.adam_beta2),
         "eps": args.adam_epsilon,
     }
+    options = optimizer_options(args.optim, args.optim_args)
     if args.optim == "sgd":
-        options: dict[str, Any] = (parse_options(args.optim_args) or {}) if args.optim_args is not None else {}
-        return torch.optim.SGD(groups, lr=args.learning_rate, **options)
+        return _sgd(model, groups, args.learning_rate, options)
+    if args.optim == "muon":
+        return _muon(model, groups, adam, options)
     if args.optim == "adafactor":
         is_cuda = all(parameter.is_cuda for group in groups for _, parameter in group["params"])
         return (Adafactor if is_cuda else torch.optim.Adafactor)(groups, lr=args.learning_rate)
@@ -65,6 +77,25 @@ def make_optimizer(model: nn.Module, args: TrainingArguments) -> torch.optim.Opt
         optimizer: torch.optim.Optimizer = _adamw_8bit()(groups, **adam)
         return optimizer
     return torch.optim.AdamW(groups, **adam, fused=_can_fuse(groups) or None)
+
+
+def _sgd(model: nn.Module, groups: list[dict[str, Any]], rate: float, options: dict[str, Any]) -> torch.optim.Optimizer:
+    is_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
+    if _can_fuse(groups, _SGD_DEVICES) and not is_sparse and not options.get("dampening"):
+        return SGD(groups, lr=rate, fused=True, **options)
+    return torch.optim.SGD(groups, lr=rate, **options)
+
+
+def _muon(
+    model: nn.Module, groups: list[dict[str, Any]], adam: dict[str, Any], options: dict[str, Any]
+) -> torch.optim.Optimizer:
+    matrices, others = split_matrices(model, groups)
+    if not matrices:
+        raise ValueError(
+            f"optim='muon' trains matrices of hidden layers, and {model_class(model).__name__} has none that requires "
+            "a gradient; use optim='adamw_torch'"
+        )
+    return Muon(matrices, others, adamw={**adam, "fused": _can_fuse(others) or None}, **options)
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
@@ -137,10 +168,10 @@ def _is_norm(module: nn.Module) -> bool:
     return any(_NORM_NAME.search(cls.__name__) for cls in type(module).__mro__)
 
 
-def _can_fuse(groups: list[dict[str, Any]]) -> bool:
+def _can_fuse(groups: list[dict[str, Any]], devices: Collection[str] = _FUSED_DEVICES) -> bool:
     """Return whether the fused kernel supports all parameters; not every version of MPS supports bfloat16."""
     return all(
-        parameter.device.type in _FUSED_DEVICES
+        parameter.device.type in devices
         and parameter.is_floating_point()
         and _fills_its_memory(parameter)
         and not (parameter.device.type == "mps" and parameter.dtype == torch.bfloat16)
@@ -215,7 +246,15 @@ class Schedule(LambdaLR):
         self.last_epoch, self._step_count = step, step + 1
         self._last_lr = [peak * factor(step) for peak, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]
         for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            group["lr"] = rate
+            set_rate(group, rate)
+
+
+def set_rate(group: dict[str, Any], rate: Any) -> None:
+    """Set a group's learning rate; in place if it is a tensor, which compiled steps read."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 def make_scheduler(

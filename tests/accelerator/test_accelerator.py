@@ -211,7 +211,7 @@ def test_what_the_launcher_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"mixed_precision": "fp8"}, ValueError, "mixed_precision='fp8'"),
+        ({"mixed_precision": "int8"}, ValueError, "mixed_precision='int8'"),
         ({"gradient_accumulation_steps": 0}, ValueError, "gradient_accumulation_steps=0 must be at least 1"),
         (
             {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(2)},

@@ -52,7 +52,7 @@ def test_resumed_run_ends_with_the_same_bits(tmp_path: Path, changes: dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor"])
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor", "muon"])
 def test_weights_that_are_not_row_major_resume_with_the_same_bits(tmp_path: Path, optim: str) -> None:
     trainer = make_trainer(tmp_path / "straight", model=Formats(), optim=optim)
     trainer.train()

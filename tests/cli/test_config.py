@@ -71,9 +71,9 @@ def test_the_answers_are_written(
         (["", "maybe", "no", "", "", ""], 2, "'maybe' is no answer; say yes or no"),
         (["", "", "3", "2", "", ""], 2, "num_processes=3, but this machine has 2 GPUs"),
         (
-            ["", "", "fp8", "bf16", ""],
+            ["", "", "int8", "bf16", ""],
             0,
-            "mixed_precision='fp8' is not allowed; it must be one of",
+            "mixed_precision='int8' is not allowed; it must be one of",
         ),
     ],
 )
@@ -99,7 +99,7 @@ def test_a_question_shows_what_an_empty_answer_means(monkeypatch: pytest.MonkeyP
         "How many machines [1]: ",
         "Train on the CPU though there are GPUs (yes or no) [no]: ",
         "How many processes, on all machines together [as many as GPUs]: ",
-        "Mixed precision (no, fp16 or bf16) [no]: ",
+        "Mixed precision (no, fp16, bf16 or fp8) [no]: ",
         "How often to restart after a failure [0]: ",
     ]
 

@@ -49,7 +49,8 @@ def test_the_launcher_takes_the_commands(
 def test_the_arguments_are_ours() -> None:
     table = GUIDE.text.partition("## Arguments")[2].partition("## ")[0]
     rows = [row.split("|")[2] for row in table.splitlines() if row.startswith("| ") and "`" in row]
-    values = {"adamw_torch", "sgd", "adafactor", "adamw_8bit", "bf16", "fp16", "stop", "skip", "rollback", "ignore"}
+    values = {"adamw_torch", "sgd", "adafactor", "muon", "adamw_8bit", "bf16", "fp16", "fp8"}
+    values |= {"stop", "skip", "rollback", "ignore"}
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert len(rows) == 7
     assert named - FIELDS == values

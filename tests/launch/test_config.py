@@ -28,7 +28,7 @@ from trainer_kit.launch.config import LaunchConfig, default_path, write_basic_co
         ({"master_addr": ""}, "master_addr='' is not allowed; it must be a word without spaces"),
         ({"max_restarts": -1}, "max_restarts=-1 is not allowed"),
         ({"rdzv_backend": "etcd"}, "rdzv_backend='etcd' is not allowed; it must be one of 'static', 'c10d'"),
-        ({"mixed_precision": "fp8"}, "mixed_precision='fp8' is not allowed"),
+        ({"mixed_precision": "int8"}, "mixed_precision='int8' is not allowed"),
         ({"monitor_interval": 0}, "monitor_interval=0 is not allowed; it must be a number of seconds above 0"),
     ],
 )  # fmt: skip
@@ -155,8 +155,8 @@ def test_write_basic_config_leaves_a_saved_one(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_write_basic_config_refuses(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="mixed_precision='fp8' is not allowed"):
-        write_basic_config(mixed_precision="fp8", save_location=tmp_path / "a.yaml")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mixed_precision='int8' is not allowed"):
+        write_basic_config(mixed_precision="int8", save_location=tmp_path / "a.yaml")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"use \.json, \.yaml or \.yml"):
         write_basic_config(save_location=tmp_path / "a.toml")
     assert list(tmp_path.iterdir()) == []

@@ -187,7 +187,9 @@ def test_the_peak_is_that_of_a_real_step(samples: int) -> None:
         ({}, 4, 2, "fsdp=4 must divide the number of processes, 2"),
         ({}, 0, 1, "fsdp=0 must be at least 1"),
         ({"mixed_precision": "fp16"}, 2, 1, "mixed_precision='fp16' is not possible with fsdp; use 'bf16' or 'no'"),
+        ({"mixed_precision": "fp8"}, 2, 1, "mixed_precision='fp8' is not possible with fsdp; use 'bf16' or 'no'"),
         ({"optim": "adafactor", "optim_args": None}, 2, 1, "optim='adafactor' is not possible with fsdp; use"),
+        ({"optim": "muon", "optim_args": None}, 2, 1, "optim='muon' is not possible with fsdp; use"),
     ],
 )
 def test_what_cannot_be_sharded(given: dict[str, Any], shards: int, world_size: int, sentence: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -283,7 +284,9 @@ PROBLEMS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("case", PROBLEMS)
-def test_it_says_what_would_fail(tmp_path: Path, case: str) -> None:
+def test_it_says_what_would_fail(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("bitsandbytes", "torchao"):
+        monkeypatch.setitem(sys.modules, f"{package}.optim", None)
     changes, sentence = PROBLEMS[case]
     found = plan(tmp_path, **changes())
     assert [each for each in found.problems if sentence in each], found.problems

@@ -46,7 +46,7 @@ class Kept:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor"])
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor", "muon"])
 def test_a_checkpoint_is_as_large_as_planned(tmp_path: Path, optim: str) -> None:
     trainer = make_trainer(tmp_path, model=Wide(), optim=optim, max_steps=2, save_steps=2, async_save=False)
     trainer.run.stateful["kept"] = Kept()

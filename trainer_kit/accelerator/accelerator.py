@@ -65,8 +65,8 @@ class Accelerator(Checkpointing):
     Args:
         device_placement: Whether prepared loaders move their batches to the device.
         split_batches: See `DataLoaderConfiguration`.
-        mixed_precision: Precision of prepared models: "no", "fp16" or "bf16"; None for the launcher's choice, else
-            "no". Their outputs are float32.
+        mixed_precision: Precision of prepared models: "no", "fp16", "bf16" or "fp8", see `TrainingArguments`; None for
+            the launcher's choice, else "no". Their outputs are float32.
         gradient_accumulation_steps: Batches per optimizer step on each process; see `accumulate`.
         cpu: Whether to train on the CPU even where there is an accelerator; the launcher can also request it.
         dataloader_config: See `DataLoaderConfiguration`.
@@ -141,7 +141,7 @@ class Accelerator(Checkpointing):
 
     @property
     def mixed_precision(self) -> str:
-        """Precision of prepared models: "no", "fp16" or "bf16"."""
+        """Precision of prepared models: "no", "fp16", "bf16" or "fp8"."""
         precision = self.strategy.precision
         return "no" if precision is None else precision.mode
 

@@ -16,7 +16,7 @@ from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME
 from trainer_kit.data.reader import check_workers
 from trainer_kit.data.run_length import RunLength, step_numbers
 from trainer_kit.errors import CheckpointError
-from trainer_kit.optim import Schedule
+from trainer_kit.optim import Schedule, set_rate
 from trainer_kit.run import Run
 from trainer_kit.utils.box import Placement, unsharded
 from trainer_kit.utils.optimizer_state import described_groups
@@ -246,7 +246,7 @@ def load_scheduler(run: Run, directory: Path) -> None:
         scheduler.load_state_dict(read_state(directory, "lr_scheduler"))
         if isinstance(scheduler, LambdaLR):  # the saved rate follows the old schedule length
             for group, peak, rate in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-                group["lr"] = peak * rate(scheduler.last_epoch)
+                set_rate(group, peak * rate(scheduler.last_epoch))
     except Exception as error:
         raise ValueError(
             f"the {type(scheduler).__name__} does not take the state in {directory}: {type(error).__name__}: {error}; "

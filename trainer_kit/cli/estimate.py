@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 _OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("batch-size", "per_device_train_batch_size",
      {"type": int, "metavar": "N", "help": "samples of a micro-batch on one device (default: 8, or the function's)"}),
-    ("optim", "optim", {"metavar": "NAME", "help": "adamw_torch (default), adamw_8bit, adafactor or sgd"}),
+    ("optim", "optim", {"metavar": "NAME", "help": "adamw_torch (default), adamw_8bit, adafactor, muon or sgd"}),
     ("optim-args", "optim_args", {"metavar": "OPTIONS", "help": "of sgd, such as momentum=0.9"}),
-    ("mixed-precision", "mixed_precision", {"choices": ("no", "fp16", "bf16"), "help": "what to compute in"}),
+    ("mixed-precision", "mixed_precision", {"choices": ("no", "fp16", "bf16", "fp8"), "help": "what to compute in"}),
     ("gradient-checkpointing", "gradient_checkpointing",
      {"action": "store_true", "help": "compute activations again in the backward pass"}),
     ("chunked-cross-entropy", "chunked_cross_entropy",

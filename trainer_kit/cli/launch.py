@@ -27,7 +27,7 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("rdzv-backend", {"choices": ("static", "c10d"), "help": "how machines find one another"}),
     ("rdzv-id", {"metavar": "NAME", "help": "name of the run, the same on all machines"}),
     ("start-timeout", {"type": float, "metavar": "SECONDS", "help": "how long to wait for other machines"}),
-    ("mixed-precision", {"choices": ("no", "fp16", "bf16"), "help": "what to compute in"}),
+    ("mixed-precision", {"choices": ("no", "fp16", "bf16", "fp8"), "help": "what to compute in"}),
     ("profile", {"metavar": "FIRST:LAST", "help": "write a trace of these steps, such as 10:20"}),
 )  # fmt: skip
 

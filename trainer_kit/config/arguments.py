@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from trainer_kit.config import environment
 from trainer_kit.config.compile_options import CompileOptions
+from trainer_kit.config.optimizer_options import optimizer_options, parse_options
 from trainer_kit.config.validation import Rule, check_names, check_values, load_fields, save_fields
 from trainer_kit.utils.units import parse_size
 
@@ -52,26 +53,6 @@ def _is_size(value: int | str) -> bool:
         return parse_size(value) > 0
     except ValueError:
         return False
-
-
-_SGD_OPTIONS: dict[str, Any] = {"momentum": float, "dampening": float, "nesterov": bool}
-
-
-def parse_options(text: str) -> dict[str, float | bool] | None:
-    """Parse `optim_args`, such as "momentum=0.9,nesterov=true"; return None if it is malformed."""
-    options: dict[str, float | bool] = {}
-    for part in text.replace(" ", "").split(","):
-        name, _, value = part.partition("=")
-        if not name or name in options:
-            return None
-        if value.lower() in ("true", "false"):
-            options[name] = value.lower() == "true"
-            continue
-        try:
-            options[name] = float(value)
-        except ValueError:
-            return None
-    return options
 
 
 def _is_interval(value: str) -> bool:
@@ -159,8 +140,8 @@ class TrainingArguments:
         adam_beta2: Decay rate of AdamW's second moment.
         adam_epsilon: Constant that AdamW adds to its denominator.
         optim: Name of the optimizer, see `trainer_kit.optim.make_optimizer`.
-        optim_args: Options of `optim="sgd"`, comma-separated: momentum, dampening and nesterov, such as
-            "momentum=0.9,nesterov=true". None: plain SGD.
+        optim_args: Options of the optimizer, comma-separated, such as "momentum=0.9,nesterov=true": momentum, dampening
+            and nesterov of "sgd"; momentum, nesterov and ns_steps of "muon". None: the defaults of torch.
         lr_scheduler_type: Name of the schedule, see `trainer_kit.optim.make_scheduler`.
         lr_scheduler_kwargs: Numeric options of the schedule, such as `{"num_cycles": 2}`.
         warmup_steps: Steps in which the learning rate rises from 0; 0: use `warmup_ratio`. If a resume changes the
@@ -168,10 +149,15 @@ class TrainingArguments:
         warmup_ratio: Warmup as a fraction of all steps.
         max_grad_norm: Largest total norm of the gradients, by scaling; 0: no limit.
         max_grad_value: Largest absolute value of a gradient's element, by clipping; None: no limit.
-        mixed_precision: Precision of forward passes: "no", "fp16" or "bf16". Default: the launcher's, else "no".
+        mixed_precision: Precision of forward passes: "no", "fp16", "bf16", or "fp8": bf16, and the products of hidden
+            linear layers in 8 bits by torchao, on NVIDIA GPUs of compute capability 8.9 or later (Ada, Hopper); only
+            faster with `torch_compile`. Default: the launcher's, else "no".
         float32_matmul_precision: Precision of matrix products of float32 tensors: "highest" is float32; "high" allows
             TF32, with 10 bits of mantissa, which NVIDIA GPUs from Ampere on compute about 8 times as fast; "medium"
             allows bfloat16 too. See `torch.set_float32_matmul_precision`. None: as the program has set it.
+        channels_last: Whether convolutions' weights, and floating-point tensors of batches with 4 dimensions (samples,
+            channels, height, width), lie in memory with the channels last, for which GPUs and CPUs have faster
+            convolutions; with 5 dimensions too. Shapes and checkpoints are the same, results up to rounding.
         seed: Seed of the order of samples, of dropout and of all other random numbers of a run.
         torch_compile: Whether to compile the model with `torch.compile`, or a dict of its options: "mode", "backend",
             "dynamic" and "fullgraph". With "regional": True, only the blocks that the model repeats are compiled, and
@@ -243,7 +229,7 @@ class TrainingArguments:
     adam_beta1: _Beta = 0.9
     adam_beta2: _Beta = 0.999
     adam_epsilon: _Positive = 1e-8
-    optim: Literal["adamw_torch", "sgd", "adafactor", "adamw_8bit"] = "adamw_torch"
+    optim: Literal["adamw_torch", "sgd", "adafactor", "muon", "adamw_8bit"] = "adamw_torch"
     optim_args: _OptimizerOptions | None = None
     lr_scheduler_type: Literal[
         "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "one_cycle", "warmup_stable_decay"
@@ -253,10 +239,11 @@ class TrainingArguments:
     warmup_ratio: _Ratio = 0.0
     max_grad_norm: _NotNegative = 1.0
     max_grad_value: _Positive | None = None
-    mixed_precision: Literal["no", "fp16", "bf16"] = dataclasses.field(
+    mixed_precision: Literal["no", "fp16", "bf16", "fp8"] = dataclasses.field(
         default_factory=environment.mixed_precision  # type: ignore[arg-type]  # checked like any other value
     )
     float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
+    channels_last: bool = False
     seed: _Seed = 42
     torch_compile: bool | dict[str, Any] = False
     gradient_checkpointing: bool = False
@@ -321,7 +308,7 @@ class TrainingArguments:
             raise ValueError(
                 "nonfinite='rollback' needs checkpoints to go back to; set save_strategy to another than 'no'"
             )
-        self._check_optimizer_options()
+        optimizer_options(self.optim, self.optim_args)
         CompileOptions.read(self.torch_compile)
         if self.strategy == "xla" and self.use_cpu:
             raise ValueError("strategy='xla' and use_cpu=True contradict each other; set one of them")
@@ -332,27 +319,6 @@ class TrainingArguments:
             )
         if not isinstance(self.report_to, str) and len(self.report_to) > 1 and {"all", "none"} & {*self.report_to}:
             raise ValueError(f"report_to={self.report_to!r} is not allowed; 'all' and 'none' must stand alone")
-
-    def _check_optimizer_options(self) -> None:
-        if self.optim_args is None:
-            return
-        given = f"optim_args={self.optim_args!r}"
-        if self.optim != "sgd":
-            raise ValueError(f"{given} has no effect with optim={self.optim!r}; use optim='sgd', or give optimizer=")
-        options: dict[str, Any] = parse_options(self.optim_args) or {}
-        unknown = sorted(options.keys() - _SGD_OPTIONS.keys())
-        if unknown:
-            raise ValueError(
-                f"{given} has {', '.join(unknown)}; SGD takes {', '.join(_SGD_OPTIONS)}, see also weight_decay"
-            )
-        for name, kind in _SGD_OPTIONS.items():
-            value = options.get(name, kind())
-            if type(value) is not kind or not 0 <= value < math.inf:
-                raise ValueError(
-                    f"{given} has {name}={value}; give {'true or false' if kind is bool else 'a number from 0'}"
-                )
-        if options.get("nesterov") and (not options.get("momentum") or options.get("dampening")):
-            raise ValueError(f"{given} has nesterov without momentum, or with dampening; set momentum above 0 alone")
 
     def _resolve(self) -> None:
         """Replace short forms and None by the values that they stand for."""

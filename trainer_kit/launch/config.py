@@ -84,7 +84,7 @@ class LaunchConfig:
     rdzv_backend: Literal["static", "c10d"] = "static"
     rdzv_id: _Word | None = None
     rdzv_conf: dict[str, Any] = dataclasses.field(default_factory=dict)
-    mixed_precision: Literal["no", "fp16", "bf16"] = dataclasses.field(
+    mixed_precision: Literal["no", "fp16", "bf16", "fp8"] = dataclasses.field(
         default_factory=environment.mixed_precision  # type: ignore[arg-type]  # checked like any other value
     )
     profile: Interval | None = dataclasses.field(default_factory=environment.profile)
@@ -262,7 +262,7 @@ def default_path() -> Path:
 
 
 def write_basic_config(
-    mixed_precision: Literal["no", "fp16", "bf16"] = "no", save_location: str | os.PathLike[str] | None = None
+    mixed_precision: Literal["no", "fp16", "bf16", "fp8"] = "no", save_location: str | os.PathLike[str] | None = None
 ) -> Path | Literal[False]:
     """Write a configuration for this machine with all its GPUs, or one process on the CPU, like `trainer-kit config`.
 

@@ -34,7 +34,7 @@ def notebook_launcher(
     function: Callable[..., Any],
     args: Sequence[Any] = (),
     num_processes: int | None = None,
-    mixed_precision: Literal["no", "fp16", "bf16"] = "no",
+    mixed_precision: Literal["no", "fp16", "bf16", "fp8"] = "no",
     use_port: str | int = "0",
     master_addr: str = "127.0.0.1",
     node_rank: int = 0,

@@ -46,6 +46,11 @@ COSTS = (
     Cost("SGD", 0, "optimizer", "no state: documentation of torch.optim.SGD"),
     Cost("SGD with momentum", 4, "optimizer", "one buffer in the weight's dtype: documentation of torch.optim.SGD"),
     Cost(
+        "Muon", 4, "optimizer",
+        "one buffer in the weight's dtype, of hidden matrices; the other parameters have AdamW's: documentation of "
+        "torch.optim.Muon",
+    ),
+    Cost(
         "Adafactor", 0, "optimizer",
         "of a matrix a number for each row and each column alone: Shazeer and Stern 2018, Adafactor, section 3",
     ),

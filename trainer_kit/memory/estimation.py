@@ -109,7 +109,8 @@ def _simulate(
     fakes, counter = Fakes(), FlopCounter()
     tracker = Tracker(cuda.GRANULARITY, None, sharding) if is_cuda else Tracker(1, hidden_on_cpu, sharding)
     with generators_kept(torch.device("cpu")), _quiet(), _explained(), contextlib.ExitStack() as stack:
-        strategy = _Pretended(is_cuda, Precision(args.mixed_precision))
+        mode = args.mixed_precision.replace("fp8", "bf16")  # whose kernels need real values
+        strategy = _Pretended(is_cuda, Precision(mode))
         strategy.setup()
         copied = fakes.copy(model).train()
         if args.gradient_checkpointing and not inference:

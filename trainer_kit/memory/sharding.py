@@ -42,10 +42,10 @@ def make_sharding(model: torch.nn.Module, args: TrainingArguments, shards: int, 
         raise ValueError(f"fsdp={shards} must be at least 1")
     if world_size > 1 and world_size % shards:
         raise ValueError(f"fsdp={shards} must divide the number of processes, {world_size}")
-    if args.mixed_precision == "fp16":
-        raise ValueError("mixed_precision='fp16' is not possible with fsdp; use 'bf16' or 'no'")
-    if args.optim == "adafactor":
-        raise ValueError("optim='adafactor' is not possible with fsdp; use 'adamw_torch' or 'sgd'")
+    if args.mixed_precision in ("fp16", "fp8"):
+        raise ValueError(f"mixed_precision={args.mixed_precision!r} is not possible with fsdp; use 'bf16' or 'no'")
+    if args.optim in ("adafactor", "muon", "adamw_8bit"):
+        raise ValueError(f"optim={args.optim!r} is not possible with fsdp; use 'adamw_torch' or 'sgd'")
     from trainer_kit.strategies.fsdp.units import check_units, find_units, unit_sizes  # slow to import
 
     units = find_units(model)

@@ -158,9 +158,9 @@ def computing_dtype(model: torch.nn.Module, mixed_precision: str) -> torch.dtype
 
     Args:
         model: The model.
-        mixed_precision: "no", "fp16" or "bf16".
+        mixed_precision: "no", "fp16", "bf16", or "fp8", which counts as bf16: layers outside of it stay there.
     """
-    autocast: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    autocast: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
     if mixed_precision in autocast:
         return autocast[mixed_precision]
     counts: dict[torch.dtype, int] = {}

@@ -17,12 +17,14 @@ from trainer_kit.strategies.collectives import Collectives
 from trainer_kit.strategies.compilation import compile_model
 from trainer_kit.strategies.device_info import DeviceInfo
 from trainer_kit.strategies.grad_norms import GradientNorms
+from trainer_kit.strategies.memory_format import in_channels_last, use_channels_last
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.session import Session
 from trainer_kit.strategies.sharding import Sharding
 from trainer_kit.utils import optimizer_state
 from trainer_kit.utils.pytree import move
 from trainer_kit.utils.rng import seed_generators
+from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.wrappers import model_class, without_wrappers
 
 T = TypeVar("T")
@@ -44,6 +46,8 @@ class Strategy:
         static_shapes: Whether each new batch shape costs a compilation, so that loaders avoid new shapes.
         shapes: The batch shapes that were fed to the model.
         reason: Why this strategy was chosen, for logs.
+        channels_last: Whether convolutions' weights and batches are laid out in channels last; the Trainer sets it
+            from `args.channels_last`.
         device_info: Memory, time, random numbers and host copies of the device.
         collectives: The layout of the processes and their collectives.
         session: Preemption, restarts and folders of the run's processes and machines.
@@ -54,6 +58,7 @@ class Strategy:
     devices: int = 1
     static_shapes: bool = False
     reason: str = "chosen by the program"
+    channels_last: bool = False
 
     def __init__(self, precision: Precision | None = None) -> None:
         self.precision = precision
@@ -151,7 +156,12 @@ class Strategy:
         empty = next((name for name, value in model.state_dict().items() if getattr(value, "is_meta", False)), None)
         if empty is not None:
             raise ValueError(f"{empty} is on the meta device, without a value; make or load the model on a real device")
-        return model.to(self.device)
+        model = model.to(self.device)
+        if self.precision is not None:
+            self.precision.convert(model)
+        if self.channels_last and not use_channels_last(model) and self.is_main:
+            warn(f"channels_last=True, but {model_class(model).__name__} has no weight of 4 or 5 dimensions: remove it")
+        return model
 
     def enable_activation_checkpointing(self, model: torch.nn.Module) -> None:
         """Enable the model's own activation checkpointing (transformers 5 renamed the method).
@@ -199,7 +209,8 @@ class Strategy:
     def to_device(self, batch: Any) -> Any:
         """Return the batch with its tensors on the device, and record its shapes."""
         self.shapes.record(batch)
-        return move(batch, self.device, non_blocking=self.device_info.pins_memory)
+        batch = move(batch, self.device, non_blocking=self.device_info.pins_memory)
+        return in_channels_last(batch) if self.channels_last else batch
 
     # A step
 

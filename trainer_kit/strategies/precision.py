@@ -1,4 +1,4 @@
-"""`Precision`: autocast and fp16 gradient scaling."""
+"""`Precision`: autocast, fp16 gradient scaling, and fp8's linear layers."""
 
 from __future__ import annotations
 
@@ -7,39 +7,62 @@ from typing import Any
 
 import torch
 
+from trainer_kit.strategies import float8
+
 _NO_AUTOCAST = contextlib.nullcontext()
-_DTYPES = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+_DTYPES = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 class Precision:
     """Autocast and gradient scaler of one run.
 
     Args:
-        mode: "no" (the model's own dtype), "bf16", or "fp16" (with a gradient scaler, see
-            https://docs.pytorch.org/docs/stable/amp.html).
+        mode: "no" (the model's own dtype), "bf16", "fp16" (with a gradient scaler, see
+            https://docs.pytorch.org/docs/stable/amp.html), or "fp8" (as "bf16", hidden linear layers in 8 bits, see
+            https://docs.pytorch.org/ao/stable/workflows/training.html).
         float32_matmul: Precision of matrix products of float32 tensors, which `setup` sets for the whole process; see
             `torch.set_float32_matmul_precision`. None: as it is set.
+        emulate_fp8: Whether devices without fp8 compute as those that have it, slowly, for tests.
 
     Raises:
         ValueError: If `mode` is another value.
     """
 
-    def __init__(self, mode: str = "no", float32_matmul: str | None = None) -> None:
+    def __init__(self, mode: str = "no", float32_matmul: str | None = None, emulate_fp8: bool = False) -> None:
         if mode not in _DTYPES:
-            raise ValueError(f"mixed_precision={mode!r} is not known; use one of 'no', 'fp16', 'bf16'")
+            raise ValueError(f"mixed_precision={mode!r} is not known; use one of 'no', 'fp16', 'bf16', 'fp8'")
         self.mode = mode
         self.float32_matmul = float32_matmul
+        self.emulate_fp8 = emulate_fp8
         self.dtype = _DTYPES[mode]
         self.scaler: torch.amp.GradScaler | None = None
         self._unscaled: list[torch.optim.Optimizer] = []
         self._has_stepped = False
 
     def setup(self, device: torch.device) -> None:
-        """Reset the state, and create a gradient scaler for "fp16"."""
+        """Reset the state, and create a gradient scaler for "fp16".
+
+        Raises:
+            ImportError: If `mode` is "fp8", and torchao is missing.
+            ValueError: If `mode` is "fp8", which the device lacks.
+        """
+        if self.mode == "fp8":
+            if not self.emulate_fp8:
+                float8.check_device(device)
+            float8.package()
         if self.float32_matmul is not None:
             torch.set_float32_matmul_precision(self.float32_matmul)
         self._unscaled, self._has_stepped = [], False
         self.scaler = torch.amp.GradScaler(device.type) if self.mode == "fp16" else None
+
+    def convert(self, model: torch.nn.Module) -> None:
+        """Replace the layers of a model, on its device, that compute in "fp8".
+
+        Raises:
+            ValueError: If `mode` is "fp8", and the model has no such layer.
+        """
+        if self.mode == "fp8":
+            float8.convert_linear_layers(model, self.emulate_fp8)
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """Return the autocast context of a forward pass and its loss."""

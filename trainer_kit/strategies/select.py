@@ -35,6 +35,7 @@ def choose_strategy(
         raise TypeError(f"strategy={strategy!r} is no Strategy; give an instance such as SingleDevice('cuda:1')")
     if strategy.precision is None:
         strategy.precision = Precision(args.mixed_precision, args.float32_matmul_precision)
+    strategy.channels_last = args.channels_last
     return strategy
 
 

@@ -18,7 +18,7 @@ from trainer_kit.trainer import Trainer
 from trainer_kit.utils.units import format_count
 
 _STEPS = 4
-_DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 class SelfTest:
@@ -100,8 +100,8 @@ class SelfTest:
             log_level="error",
         )
         torch.manual_seed(args.seed)
-        layers = torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1)
-        inputs = torch.randn(8 * _STEPS * self.strategy.world_size * self.strategy.devices, 4)
+        layers = torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1)
+        inputs = torch.randn(8 * _STEPS * self.strategy.world_size * self.strategy.devices, 16)
         samples = [{"x": each, "y": each.sum()} for each in inputs]
         return Trainer(torch.nn.Sequential(*layers), args, samples, compute_loss=self._loss)
 

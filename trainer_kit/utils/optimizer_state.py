@@ -10,9 +10,15 @@ import torch
 from torch.optim import Optimizer
 
 from trainer_kit.utils.pytree import flatten_state, map_tensors, plain_values, strides_of_copy, tensors
+from trainer_kit.utils.quantized_tensors import from_plain, parts_of, to_plain
 
 _GROUPS = "trainer_kit.groups"
 """Key of the description of the optimizer's parameters in a saved state."""
+
+_PACKAGE = "trainer_kit.package"
+"""Key of the package that made a saved state, for optimizers that several packages have under the same name."""
+
+_PACKAGES = ("bitsandbytes", "torchao")
 
 _BY_DEVICE = ("capturable", "foreach", "fused")
 """Options of torch's optimizers that depend on the device of this start, not on that of the checkpoint."""
@@ -60,7 +66,8 @@ def step_methods_kept(optimizer: Any) -> Iterator[None]:
 
 def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the state tensors of an optimizer and its inner optimizers."""
-    return [each for part in optimizers_in(optimizer) for each in tensors(_state_of(part))]
+    found = (each for part in optimizers_in(optimizer) for each in tensors(_state_of(part)))
+    return [part for each in found for part in parts_of(each)]
 
 
 def _state_of(optimizer: Optimizer) -> Mapping[Any, Any]:
@@ -85,6 +92,7 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
         ) from error
     if not isinstance(state, dict):
         raise TypeError(f"{_name(optimizer)}.state_dict() returned a {type(state).__name__}; return a dict")
+    state = to_plain(state)
     needed, kept = ({id(each) for each in found} for found in (state_tensors(optimizer), tensors(state)))
     if len(kept) < len(needed):
         parts = " and ".join(_name(part) for part in optimizers_in(optimizer)[1:])
@@ -92,7 +100,13 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
             f"{_name(optimizer)} consists of {parts}, but its state_dict() holds {len(kept)} of their {len(needed)} "
             "tensors, so that a resume would lose the others; return the state_dict() of each from it"
         )
-    return {**state, _GROUPS: [_description(group) for group in optimizer.param_groups]}
+    package = _package(optimizer)
+    made_by = {_PACKAGE: package} if package in _PACKAGES else {}
+    return {**state, **made_by, _GROUPS: [_description(group) for group in optimizer.param_groups]}
+
+
+def _package(optimizer: Optimizer) -> str:
+    return type(optimizer).__module__.partition(".")[0]
 
 
 def _description(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,11 +183,12 @@ def load_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
         ValueError: If the optimizer rejects the state, or does not load all of it.
     """
     groups = described_groups(saved)
-    state = {name: value for name, value in saved.items() if name != _GROUPS}
+    _check_package(optimizer, saved.get(_PACKAGE))
+    state = {name: value for name, value in saved.items() if name not in (_GROUPS, _PACKAGE)}
     state = _with_own_options(state, optimizer.state_dict())
     before = [(part, part.param_groups, [*part.param_groups]) for part in _with_groups(optimizer)]
     try:
-        optimizer.load_state_dict(map_tensors(lambda tensor: tensor, state))  # copied containers, which it may change
+        optimizer.load_state_dict(from_plain(map_tensors(lambda tensor: tensor, state)))  # it may change containers
     except Exception as error:  # the user's own code
         raise ValueError(
             f"{_name(optimizer)}.load_state_dict() does not take what its state_dict() returned "
@@ -182,9 +197,19 @@ def load_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
     for part, groups_before, dicts in before:
         _keep_groups(part, groups_before, dicts)
     _restore_text(state, optimizer.state_dict())
-    loaded = optimizer.state_dict()
+    loaded = to_plain(optimizer.state_dict())
     _check_loaded(optimizer, state, loaded)
     _restore_formats(optimizer, groups, state, loaded)
+
+
+def _check_package(optimizer: Optimizer, package: str | None) -> None:
+    """Check that the optimizer is of the package that saved the state, if the name exists in several."""
+    own = _package(optimizer)
+    if own != package and {own, package} & {*_PACKAGES}:
+        raise ValueError(
+            f"the state was saved by the {_name(optimizer)} of {package or 'another package'}, and this one is of "
+            f"{own}, which keeps other values; resume with optimizer= of the same package"
+        )
 
 
 def _with_own_options(saved: Any, own: Any) -> Any:

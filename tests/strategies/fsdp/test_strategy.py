@@ -155,7 +155,8 @@ def test_a_model_made_by_model_init_has_the_weights_of_one_process(tmp_path: Pat
 def refused(folder: str, case: str) -> None:
     args = TrainingArguments(output_dir=folder, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
                              log_level="error", max_steps=1, auto_find_batch_size=case == "finder",
-                             mixed_precision="fp16" if case == "fp16" else "no")  # fmt: skip
+                             mixed_precision="fp16" if case == "fp16" else "no", channels_last=case == "channels",
+                             optim="muon" if case == "muon" else "adamw_torch")  # fmt: skip
     model = Meta()
     optimizers: dict[str, Any] = {
         "Adafactor": lambda: torch.optim.Adafactor(model.parameters()), "Muon": lambda: torch.optim.Muon(
@@ -165,7 +166,9 @@ def refused(folder: str, case: str) -> None:
     losses = {"outside": lambda model, batch: (batch["x"] @ model.blocks[0].weight).sum()}
     optimizer = optimizers[case]() if case in optimizers else None
     data = [{"x": torch.ones(3)}] * 4
-    Trainer(model, args, data, compute_loss=losses.get(case), optimizer=optimizer, strategy=FSDP(device="cpu")).train()
+    precision = Precision("fp8", emulate_fp8=True) if case == "fp8" else None
+    strategy = FSDP(device="cpu", precision=precision)
+    Trainer(model, args, data, compute_loss=losses.get(case), optimizer=optimizer, strategy=strategy).train()
 
 
 @pytest.mark.distributed
@@ -174,12 +177,17 @@ def refused(folder: str, case: str) -> None:
     [
         ("Adafactor", "Adafactor computes with whole matrices"),
         ("Muon", "Muon computes with whole matrices"),
+        ("muon", "Muon computes with whole matrices"),
+        ("channels", "channels_last=True is not possible with FSDP"),
+        ("fp8", "mixed_precision='fp8' is not possible with FSDP"),
         ("fp16", "mixed_precision='fp16' is not possible with FSDP"),
         ("finder", "auto_find_batch_size=True is not possible with FSDP"),
         ("outside", "outside of the model's forward pass"),
     ],
 )
 def test_refusals(tmp_path: Path, case: str, text: str) -> None:
+    if case == "fp8":
+        pytest.importorskip("torchao.float8", reason="needs torchao", exc_type=ImportError)
     for each in try_on_ranks(2, refused, str(tmp_path), case):
         assert isinstance(each, RankFailed)
         assert isinstance(each.error, ValueError)

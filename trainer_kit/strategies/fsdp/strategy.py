@@ -38,6 +38,7 @@ _AXES = ("replicate", "shard", "tensor")
 _REFUSED_OPTIMIZERS = {
     "Adafactor": "computes with whole matrices",
     "Muon": "computes with whole matrices",
+    "AdamW8bit": "keeps blocks of states that span the parts of a matrix",
     "LBFGS": "joins all parameters in one vector",
     "SparseAdam": "needs sparse gradients",
 }
@@ -118,6 +119,10 @@ class FSDP(MultiNode):
                 "mixed_precision='fp16' is not possible with FSDP, whose processes would have to agree on overflows; "
                 "use 'bf16'"
             )
+        if self.precision.mode == "fp8" and not self.group.is_alone:
+            raise ValueError("mixed_precision='fp8' is not possible with FSDP, which gathers in 'bf16'; use that")
+        if self.channels_last and not self.group.is_alone:
+            raise ValueError("channels_last=True is not possible with FSDP, whose parts of weights are row-major")
         if self._device_mesh is None and not self.group.is_alone:
             names = tuple(self.mesh)
             self._device_mesh = init_device_mesh(self.device.type, tuple(self.mesh.values()), mesh_dim_names=names)

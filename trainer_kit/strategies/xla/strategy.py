@@ -130,6 +130,8 @@ class XLA(Strategy):
             self.devices = division.parts
         self.device_info.device, self.collectives.division = self.device, self._division
         self.device_info.division = self._division if self.group.is_alone else None
+        if self.channels_last:
+            raise ValueError("channels_last=True is not possible with XLA, which lays out memory itself; remove it")
         super().setup()
         self.group.join(self.device, (socket.gethostname(), str(self.device)))
         # As torch.manual_seed seeds other devices.

@@ -1,0 +1,28 @@
+"""`SGD`: torch's fused SGD, whose momentum is defined from the start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class SGD(torch.optim.SGD):
+    """Fused SGD, with momentum but without dampening.
+
+    torch's own leaves the momentum without values if gradients overflow in the first step, and fails if a parameter
+    gets its first gradient in a later step than another.
+    """
+
+    def _init_group(
+        self, group: dict[str, Any], params: list[Any], grads: list[Any], momentum_buffer_list: list[Any]
+    ) -> bool:
+        has_sparse_grad: bool = super()._init_group(  # type: ignore[no-untyped-call]
+            group, params, grads, momentum_buffer_list
+        )
+        if group["fused"] and group["momentum"]:
+            momentum_buffer_list[:] = [
+                torch.zeros_like(grad) if buffer is None else buffer
+                for grad, buffer in zip(grads, momentum_buffer_list, strict=True)
+            ]
+        return has_sparse_grad
