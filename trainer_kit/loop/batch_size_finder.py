@@ -19,6 +19,7 @@ from trainer_kit.loss.loss import ComputeLoss
 from trainer_kit.profiling.time_ledger import LOST
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import clear_frames
+from trainer_kit.utils.foreach import copy_all
 
 logger = logging.getLogger("trainer_kit")
 T = TypeVar("T")
@@ -259,8 +260,7 @@ class _Buffers:
                 else:
                     copy = None if buffer is None else buffer.clone()
                 kept[owner, name] = buffer, copy
-        if copies:
-            torch._foreach_copy_(copies, present)
+        copy_all(copies, present)
         self._kept = kept
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from trainer_kit.strategies.ddp_buckets import FixedBuckets
+from trainer_kit.utils.foreach import copy_all
 from trainer_kit.utils.tied_parameters import names_by_parameter
 from trainer_kit.utils.units import join_names
 
@@ -118,8 +119,8 @@ class Replica(torch.nn.Module):
             packed = torch.cat([gradient.reshape(-1) for gradient in piece]).div_(dist.get_world_size())
             sent = packed.bfloat16() if compress else packed
             dist.all_reduce(sent)
-            for gradient, values in zip(piece, sent.split([each.numel() for each in piece]), strict=True):
-                gradient.copy_(values.view(gradient.shape))
+            values = sent.split([each.numel() for each in piece])
+            copy_all(piece, [value.view(each.shape) for each, value in zip(piece, values, strict=True)])
 
     def let_go(self) -> None:
         """Drop the DistributedDataParallel, which holds a reference to the process group."""
@@ -208,16 +209,19 @@ def take_from_main(tensors: Sequence[torch.Tensor]) -> None:
 
     Small tensors are packed together, as bytes, since not every backend supports every dtype.
     """
-    for piece in pieces(tensors, tensor_bytes):
-        packed = torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in piece])
-        dist.broadcast(packed, 0)
-        if dist.get_rank() == 0:
-            continue
+    is_main = dist.get_rank() == 0
+    by_size = sorted(tensors, key=torch.Tensor.element_size, reverse=True)  # so that all of them start aligned
+    for piece in pieces(by_size, tensor_bytes):
         sizes = [tensor_bytes(tensor) for tensor in piece]
-        with torch.no_grad():
-            for tensor, values in zip(piece, packed.split(sizes), strict=True):
-                # Cloned, since a view as another dtype needs an aligned start.
-                tensor.copy_(values.clone().view(tensor.dtype).reshape(tensor.shape))
+        if is_main:
+            packed = torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in piece])
+        else:
+            packed = torch.empty(sum(sizes), dtype=torch.uint8, device=piece[0].device)
+        dist.broadcast(packed, 0)
+        if not is_main:
+            values = zip(piece, packed.split(sizes), strict=True)
+            with torch.no_grad():
+                copy_all(piece, [received.view(tensor.dtype).view(tensor.shape) for tensor, received in values])
 
 
 def pieces(items: Iterable[T], nbytes: Callable[[T], int], limit: int = PIECE_BYTES) -> Iterator[list[T]]:
