@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from trainer_kit.profiling.time_ledger import Clock, HostClock
+from trainer_kit.strategies.pinned_slabs import empty_copy, pinned_places, release_pinned_memory
 from trainer_kit.utils.pytree import strides_of_copy
 from trainer_kit.utils.units import GIB
 
@@ -119,13 +120,17 @@ class DeviceInfo:
         places: dict[Any, list[torch.Tensor]] = {}
         for place in free:
             places.setdefault((place.shape, place.dtype, place.stride()), []).append(place)
-        return [
-            found.pop()
-            if (found := places.get((tensor.shape, tensor.dtype, strides)))
-            else torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, pin_memory=self.pins_memory)
-            for tensor in tensors
-            for strides in [strides_of_copy(tensor)]  # other strides would need a second copy on the device
-        ]
+        wanted = [*tensors]
+        found = [places.get((each.shape, each.dtype, strides_of_copy(each)), []) for each in wanted]
+        reused = [fitting.pop() if fitting else None for fitting in found]
+        missing = [tensor for tensor, place in zip(wanted, reused, strict=True) if place is None]
+        new = iter(pinned_places(missing) if self.pins_memory else map(empty_copy, missing))
+        return [next(new) if place is None else place for place in reused]
+
+    def release_host_memory(self) -> None:
+        """Return the page-locked memory that no tensor uses to the operating system; torch would keep it."""
+        if self.pins_memory:
+            release_pinned_memory()
 
     def record_event(self) -> Any:
         """Return an event at the current end of the device's queue, for `copy_to_host`; None without a queue."""
