@@ -18,6 +18,7 @@ from trainer_kit.callbacks import Freezing
 from trainer_kit.loop.batch_size_finder import _Buffers
 from trainer_kit.strategies.ddp import DDP, Replica
 from trainer_kit.strategies.ddp_module import take_from_main
+from trainer_kit.strategies.grad_exchange import GradientExchange
 
 
 def train_branches(folder: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -160,13 +161,14 @@ def count_launches(folder: str) -> tuple[list[int], dict[str, list[float]]]:
     strategy = DDP(device="cpu")
     strategy.setup()
     module = Normed()
-    replica = Replica(module, lambda each: each, later=True)  # type: ignore[arg-type,return-value]
+    exchange = GradientExchange(module)
+    replica = Replica(module, lambda each: each, exchange=exchange)  # type: ignore[arg-type,return-value]
     with Launches() as sent:
         take_from_main(replica.buffers_to_share())
     for parameter in module.parameters():
         parameter.grad = torch.full_like(parameter, float(own_rank()))
     with Launches() as exchanged:
-        replica.exchange(strategy.collectives.all_reduce_ints, compress=False)
+        exchange.finish(strategy.collectives.all_reduce_ints)
     assert all((parameter.grad == 0.5).all() for parameter in module.parameters())
     buffers = _Buffers(module)
     buffers.keep()
@@ -181,8 +183,8 @@ def test_buffers_and_gradients_are_copied_with_few_launches(tmp_path: Path) -> N
     """60 buffers and 40 gradients; ResNet-50's 159 buffers took 320 launches a step."""
     (first, values), (second, others) = on_ranks(2, count_launches, str(tmp_path))
     assert values == others
-    assert first == [2, 5, 3]  # pack and send; pack, divide, send and copy two dtypes; copy three dtypes
-    assert second == [4, 5, 3]  # receive, and copy three dtypes
+    assert first == [2, 6, 3]  # pack and send; pack, divide and send two dtypes; copy three dtypes
+    assert second == [4, 6, 3]  # receive, and copy three dtypes
 
 
 def train_with_a_strange_parameter(folder: str) -> None:
