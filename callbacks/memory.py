@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +11,14 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainer_kit.callback import Callback
+from trainer_kit.utils.fragmentation import fragmentation_hint
 from trainer_kit.utils.pytree import tensors
 from trainer_kit.utils.units import GIB
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
+
+_logger = logging.getLogger("trainer_kit")
 
 
 class Memory(Callback):
@@ -24,7 +28,8 @@ class Memory(Callback):
       allocator, `device_memory_gib` in use on the whole device by all processes, and `process_memory_gib` by this
       process. The last two come from NVML, which needs the extra `gpu`.
     - `fragmentation`: the share of the reserved memory that no tensor uses, 0 to 1. It is also high between steps, when
-      activations are freed. The cost of fragmentation is `reserved_memory_gib` minus `peak_memory_gib`.
+      activations are freed. The cost of fragmentation is `reserved_memory_gib` minus `peak_memory_gib`; if it is large
+      at the end, a warning says how to start with expandable segments.
     - `host_memory_gib`: the resident set of the process.
     - `anatomy/weights_gib` (parameters and buffers), `anatomy/gradients_gib` (at the optimizer's step) and
       `anatomy/optimizer_gib` (its states). Memory that several tensors share is counted once.
@@ -64,7 +69,12 @@ class Memory(Callback):
         return figures | parts
 
     def summary(self, run: Run) -> dict[str, Any]:
-        return self.metrics(run)
+        figures = self.metrics(run)
+        reserved, peak = figures.get("reserved_memory_gib"), figures.get("peak_memory_gib")
+        hint = fragmentation_hint(reserved, peak) if reserved and peak and run.strategy.device.type == "cuda" else None
+        if hint is not None and run.strategy.is_main:
+            _logger.warning("%s", hint)
+        return figures
 
     def _parts(self, run: Run) -> dict[str, float]:
         if run.optimizer is None or not self._gradients:

@@ -191,9 +191,23 @@ def test_a_step_that_does_not_fit_is_repeated(caplog: pytest.LogCaptureFixture, 
 
 
 @pytest.mark.slow
-def test_a_profile_is_written(gpus: Gpus, tmp_path: Path) -> None:
+def test_a_profile_is_written(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    marks: list[str] = []
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", marks.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: marks.append("end"))
+    make(tmp_path / "without", max_steps=4).train()
+    assert marks == []
     make(tmp_path, profile="2:3", max_steps=4).train()
-    assert {path.suffix for path in (tmp_path / "profile").iterdir()} == {".json", ".txt", ".pickle"}
+    assert {path.suffix for path in (tmp_path / "profile").glob("*")} == {".json", ".txt", ".pickle"}
+    steps = [mark for mark in marks if mark.startswith("ProfilerStep")]
+    assert steps == ["ProfilerStep#2", "ProfilerStep#3"]
+    assert all(marks.count(name) >= 2 for name in ("forward", "backward", "optimizer"))
+    depth = 0
+    for mark in marks:
+        depth += -1 if mark == "end" else 1
+        assert 0 <= depth <= 2
+    assert depth == 0
 
 
 class Damaged(list[Any]):

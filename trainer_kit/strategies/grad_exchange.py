@@ -148,6 +148,7 @@ class GradientExchange:
         for bucket in self._buckets:
             assert bucket.work is not None
             assert bucket.summed is not None
+            assert bucket.sent is not None
             bucket.work.wait()
             if bucket.sent is not bucket.summed:
                 bucket.summed.copy_(bucket.sent)
@@ -163,10 +164,12 @@ class GradientExchange:
         for hook in self._hooks:
             hook.remove()
         self._trained, self._hooks, self._buckets = trained, [], []
-        backwards = trained[::-1]
+        backwards: list[torch.Tensor] = [*trained[::-1]]
         if trained:
-            numbers, _ = dist._compute_bucket_assignment_by_size(backwards, self._limits, [False] * len(trained))
-            self._buckets = [_Bucket([backwards[each] for each in bucket], set()) for bucket in numbers]
+            numbers, _ = dist._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]
+                backwards, self._limits, [False] * len(trained)
+            )
+            self._buckets = [_Bucket([trained[-1 - each] for each in bucket], set()) for bucket in numbers]
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         own = weakref.ref(self)
 
