@@ -80,3 +80,12 @@ def test_memory_is_used_again_and_given_back(gpus: Gpus) -> None:
     assert gpus.pinned.held == held + 64
     info.release_host_memory()
     assert gpus.pinned.held == 0
+
+
+def test_copies_of_host_tensors_are_not_page_locked(gpus: Gpus) -> None:
+    info = CudaInfo(torch.device("cuda", 0))
+    tensors = [torch.tensor(1.0), torch.tensor(2.0, device="cuda"), torch.zeros(0, device="cuda")]
+    places = info.host_memory(tensors)
+    assert [place.is_pinned() for place in places] == [False, True, False]
+    again = info.host_memory(tensors[::-1], places)
+    assert all(one is other for one, other in zip(again[::-1], places, strict=True))

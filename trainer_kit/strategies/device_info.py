@@ -119,13 +119,19 @@ class DeviceInfo:
         """Return an uninitialized host tensor for a copy of each tensor, reusing tensors of `free` that fit."""
         places: dict[Any, list[torch.Tensor]] = {}
         for place in free:
-            places.setdefault((place.shape, place.dtype, place.stride()), []).append(place)
+            is_pinned = self.pins_memory and place.is_pinned()
+            places.setdefault((is_pinned, place.shape, place.dtype, place.stride()), []).append(place)
         wanted = [*tensors]
-        found = [places.get((each.shape, each.dtype, strides_of_copy(each)), []) for each in wanted]
-        reused = [fitting.pop() if fitting else None for fitting in found]
-        missing = [tensor for tensor, place in zip(wanted, reused, strict=True) if place is None]
-        new = iter(pinned_places(missing) if self.pins_memory else map(empty_copy, missing))
-        return [next(new) if place is None else place for place in reused]
+        # Tensors of the host (an optimizer's steps) are copied by the host.
+        pins = [self.pins_memory and tensor.device.type != "cpu" and tensor.numel() > 0 for tensor in wanted]
+        keys = [(pin, each.shape, each.dtype, strides_of_copy(each)) for pin, each in zip(pins, wanted, strict=True)]
+        reused = [fitting.pop() if (fitting := places.get(key)) else None for key in keys]
+        missing = [tensor for tensor, pin, place in zip(wanted, pins, reused, strict=True) if pin and place is None]
+        pinned = iter(pinned_places(missing))
+        return [
+            place if place is not None else next(pinned) if pin else empty_copy(tensor)
+            for tensor, pin, place in zip(wanted, pins, reused, strict=True)
+        ]
 
     def release_host_memory(self) -> None:
         """Return the page-locked memory that no tensor uses to the operating system; torch would keep it."""

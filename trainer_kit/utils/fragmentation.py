@@ -21,6 +21,6 @@ def fragmentation_hint(reserved: float, peak: float) -> str | None:
         return None
     held, more = format_size(int(reserved * GIB)), format_size(int(lost * GIB))
     return (
-        f"torch's allocator holds {held} of GPU memory, {more} more than tensors ever needed: the memory is fragmented; "
-        "start with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        f"torch's allocator holds {held} of GPU memory, {more} more than tensors ever needed: the memory is "
+        "fragmented; start with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     )
