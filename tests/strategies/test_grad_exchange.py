@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer_kit import Callback, Run, Trainer
 from trainer_kit.strategies.ddp import DDP
+from trainer_kit.strategies.grad_exchange import GradientExchange
 
 pytestmark = pytest.mark.distributed
 
@@ -135,6 +136,30 @@ def test_parameters_that_some_ranks_do_not_use(tmp_path: Path, ranks: tuple[int,
     plain = on_ranks(2, train, str(tmp_path / "plain"), False, make, find_unused_parameters=True)
     assert all(map(are_equal, found, plain))
     assert torch.equal(found[0][1][-1], Deep().spare.bias) is (len(ranks) == 2)
+
+
+def train_without_room_to_send(folder: str, ranks: tuple[int, ...], uses_spare: bool) -> Any:
+    """Lack memory for the second bucket of the second step."""
+    send, calls = GradientExchange._send, []
+
+    def send_or_refuse(self: GradientExchange, bucket: Any) -> None:
+        calls.append(bucket)
+        if len(calls) == 6 and own_rank() in ranks:
+            refuse()
+        send(self, bucket)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(GradientExchange, "_send", send_or_refuse)
+        return train(folder, True, functools.partial(without_spare, () if uses_spare else (0, 1)))
+
+
+@pytest.mark.parametrize("uses_spare", [False, True])
+def test_no_memory_for_a_bucket_ends_the_exchange_too(tmp_path: Path, uses_spare: bool) -> None:
+    """The unused layer is in the first bucket, so that all are sent after the backward pass."""
+    one = on_ranks(2, train_without_room_to_send, str(tmp_path / "one"), (1,), uses_spare)
+    both = on_ranks(2, train_without_room_to_send, str(tmp_path / "both"), (0, 1), uses_spare)
+    assert [each[2] for each in (*one, *both)] == [4] * 4
+    assert all(map(are_equal, one, both))
 
 
 class Reentrant(Deep):

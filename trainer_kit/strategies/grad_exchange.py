@@ -99,8 +99,6 @@ class GradientExchange:
         Raises:
             RuntimeError: If there is no memory for the zeros.
         """
-        if self._stage is _Stage.SENT:
-            return
         self.begin()
         self._stage = _Stage.SENT
         for parameter in self._trained:
