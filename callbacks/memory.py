@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainer_kit.callback import Callback
-from trainer_kit.utils.fragmentation import fragmentation_hint
+from trainer_kit.strategies.fragmentation import fragmentation_hint
 from trainer_kit.utils.pytree import tensors
 from trainer_kit.utils.units import GIB
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer_kit.utils.fragmentation import fragmentation_hint
+from trainer_kit.strategies.fragmentation import fragmentation_hint
 
 
 @pytest.mark.parametrize(
