@@ -11,7 +11,6 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainer_kit.callback import Callback
-from trainer_kit.strategies.fragmentation import fragmentation_hint
 from trainer_kit.utils.pytree import tensors
 from trainer_kit.utils.units import GIB
 
@@ -69,12 +68,10 @@ class Memory(Callback):
         return figures | parts
 
     def summary(self, run: Run) -> dict[str, Any]:
-        figures = self.metrics(run)
-        reserved, peak = figures.get("reserved_memory_gib"), figures.get("peak_memory_gib")
-        hint = fragmentation_hint(reserved, peak) if reserved and peak and run.strategy.device.type == "cuda" else None
+        hint = run.strategy.device_info.fragmentation_hint()
         if hint is not None and run.strategy.is_main:
             _logger.warning("%s", hint)
-        return figures
+        return self.metrics(run)
 
     def _parts(self, run: Run) -> dict[str, float]:
         if run.optimizer is None or not self._gradients:

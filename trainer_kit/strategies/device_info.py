@@ -62,6 +62,10 @@ class DeviceInfo:
         peak = max(info.rss, _peak_resident_bytes(info))
         return {"memory_gib": info.rss / GIB, "peak_memory_gib": peak / GIB}
 
+    def fragmentation_hint(self) -> str | None:
+        """Return a sentence on how to reduce the fragmentation of the device's memory; None if it costs little."""
+        return None
+
     def free_memory(self) -> int:
         """Return the bytes that tensors can still take on the device.
 
