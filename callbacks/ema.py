@@ -10,10 +10,13 @@ import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trainer_kit.callback import Callback
+from trainer_kit.utils.foreach import copy_all
 from trainer_kit.utils.pytree import repeated_dimensions
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class EMA(Callback):
@@ -71,12 +74,11 @@ class EMA(Callback):
         step = run.state.step
         if step % self.every:
             return
-        weights = [_wide(tensor) for tensor in self._weights]
         with torch.no_grad():
             if step <= self.start_step:
-                torch._foreach_copy_(self._parts, weights)
+                copy_all(self._parts, self._weights)
             else:
-                self._update(self._parts, weights, 0)
+                self._update(self._parts, _all_wide(self._weights), 0)
 
     def on_evaluate_begin(self, run: Run) -> None:
         if self._averages and not self._trained:
@@ -120,7 +122,7 @@ class EMA(Callback):
 
     def _fill(self, values: list[torch.Tensor]) -> None:
         with torch.no_grad():
-            torch._foreach_copy_(self._weights, values)
+            copy_all(self._weights, values)
 
     def _check(self, live: dict[str, torch.Tensor]) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in live.items()}
@@ -147,7 +149,15 @@ def _stored(tensor: torch.Tensor) -> torch.Tensor:
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     """Convert a tensor to float32 if it is in half precision."""
-    return tensor.detach().float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.detach()
+    return tensor.detach().float() if tensor.dtype in _HALF else tensor.detach()
+
+
+def _all_wide(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Convert those tensors to float32 that are in half precision, with one launch for each dtype."""
+    wide = [torch.empty_like(each, dtype=torch.float32) if each.dtype in _HALF else each.detach() for each in tensors]
+    pairs = [(new, old) for new, old in zip(wide, tensors, strict=True) if new.dtype != old.dtype]
+    copy_all([new for new, _ in pairs], [old for _, old in pairs])
+    return wide
 
 
 def _like(weight: torch.Tensor, average: torch.Tensor) -> torch.Tensor:

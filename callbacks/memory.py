@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from trainer_kit.utils.units import GIB
 if TYPE_CHECKING:
     from trainer_kit.run import Run
 
+_logger = logging.getLogger("trainer_kit")
+
 
 class Memory(Callback):
     """Add the memory of this process, in GiB, to every record and to the metrics of the whole training.
@@ -24,7 +27,8 @@ class Memory(Callback):
       allocator, `device_memory_gib` in use on the whole device by all processes, and `process_memory_gib` by this
       process. The last two come from NVML, which needs the extra `gpu`.
     - `fragmentation`: the share of the reserved memory that no tensor uses, 0 to 1. It is also high between steps, when
-      activations are freed. The cost of fragmentation is `reserved_memory_gib` minus `peak_memory_gib`.
+      activations are freed. The cost of fragmentation is `reserved_memory_gib` minus `peak_memory_gib`; if it is large
+      at the end, a warning says how to start with expandable segments.
     - `host_memory_gib`: the resident set of the process.
     - `anatomy/weights_gib` (parameters and buffers), `anatomy/gradients_gib` (at the optimizer's step) and
       `anatomy/optimizer_gib` (its states). Memory that several tensors share is counted once.
@@ -64,6 +68,9 @@ class Memory(Callback):
         return figures | parts
 
     def summary(self, run: Run) -> dict[str, Any]:
+        hint = run.strategy.device_info.fragmentation_hint()
+        if hint is not None and run.strategy.is_main:
+            _logger.warning("%s", hint)
         return self.metrics(run)
 
     def _parts(self, run: Run) -> dict[str, float]:

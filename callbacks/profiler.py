@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.profiler import profile, record_function, supported_activities
+from torch.profiler import profile, supported_activities
 
 from trainer_kit.callback import Callback
+from trainer_kit.profiling.trace_range import trace_range
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
@@ -36,6 +38,8 @@ class Profiler(Callback):
     In the trace, the track "activities" shows the activities of the time ledger, such as `forward`, `optimizer` and
     `callback/NAME`, in ranges `ProfilerStep#N`. Step N begins at the end of the step before. The thread's own track
     shows Python functions with file and line (`train.py(12): collate`), modules (`nn.Module: Linear_0`) and operators.
+
+    On CUDA these ranges are NVTX ranges too, which `nsys profile --trace=cuda,nvtx` shows with the kernels of each.
 
     On CUDA it also writes `steps-START-STOP.pickle`, a snapshot of the allocator with all allocations of these steps,
     for https://pytorch.org/memory_viz. PyTorch writes it as a pickle and the viewer takes that; trainer_kit never
@@ -76,7 +80,9 @@ class Profiler(Callback):
             "with_stack": with_stack and _can_record_functions(),
         }
         self._profile: profile | None = None
-        self._step: record_function | None = None  # the range of the current step while recording
+        self._step: contextlib.AbstractContextManager[None] | None = (
+            None  # the range of the current step while recording
+        )
         self._has_memory_history = False
 
     def on_train_begin(self, run: Run) -> None:
@@ -119,7 +125,8 @@ class Profiler(Callback):
     def _open_step(self, run: Run) -> None:
         """Begin the range of the next step, which contains the ledger's ranges."""
         self._close_step(run)
-        self._step = record_function(f"ProfilerStep#{run.state.step + 1}")
+        run.ledger.nvtx = run.strategy.device.type == "cuda" and torch.version.cuda is not None
+        self._step = trace_range(f"ProfilerStep#{run.state.step + 1}", run.ledger.nvtx)
         self._step.__enter__()
         run.ledger.annotate = True
         run.ledger.enter(run.ledger.activity)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.fake_cuda import Gpus
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -151,3 +152,17 @@ def test_the_parts_of_a_gpus_memory(tmp_path: Path) -> None:
     assert figures["anatomy/optimizer_gib"] == pytest.approx(2 * weights, rel=0.01)
     assert 0 <= figures["anatomy/activations_gib"] < figures["peak_memory_gib"]
     assert 0 <= figures["fragmentation"] < 1
+
+
+def test_fragmented_gpu_memory_is_a_warning_at_the_end(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    trainer = Trainer(nn.Linear(4, 2), TrainingArguments(str(tmp_path), report_to="none"))
+    Memory().summary(trainer.run)
+    assert "fragmented" not in caplog.text
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 40 * GIB)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 30 * GIB)
+    Memory().summary(trainer.run)
+    assert "torch's allocator holds 40 GiB of GPU memory, 10 GiB more" in caplog.text

@@ -78,6 +78,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "accumulation": {"gradient_accumulation_steps": 2},
     "bf16": {"mixed_precision": "bf16"},
     "fp16": {"mixed_precision": "fp16"},
+    "found batch size": {"auto_find_batch_size": True, "gradient_accumulation_steps": 2},
     "saves and evaluation": {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 3},
 }
 

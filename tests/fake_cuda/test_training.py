@@ -128,6 +128,42 @@ def test_a_rollback_goes_back_to_the_checkpoint(gpus: Gpus, tmp_path: Path) -> N
     assert all(tensor.isfinite().all() for tensor in state_of(trainer).values())
 
 
+class Layers(nn.Module):
+    """Linear layers whose sizes are far from powers of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 70), *(nn.Linear(70, 70) for _ in range(12)), nn.Linear(70, 3))
+
+    forward = Classifier.forward
+
+
+class PinnedMemory(Callback):
+    """What the first save pins."""
+
+    def __init__(self, gpus: Gpus) -> None:
+        self.gpus = gpus
+        self.held: list[int] = []
+        self.blocks: list[int] = []
+
+    def on_save(self, run: Run, directory: Path) -> None:
+        self.held.append(self.gpus.pinned.held)
+        self.blocks.append(self.gpus.pinned.blocks)
+
+
+def test_copies_of_the_state_take_little_page_locked_memory(gpus: Gpus, tmp_path: Path) -> None:
+    """A tensor alone takes a power of two: 1.7 times this state, in 145 blocks."""
+    pinned = PinnedMemory(gpus)
+    trainer = make(tmp_path, pinned, model=Layers(), **SAVES)
+    trainer.train()
+    state = sum(tensor.nbytes for tensor in state_of(trainer).values())
+    assert len(pinned.held) == 4
+    assert state < pinned.held[0] < 1.1 * state
+    assert pinned.held[-1] == pinned.held[0]  # used again
+    assert pinned.blocks[0] < 20  # batches are pinned too
+    assert gpus.pinned.held == 0  # given back at the end
+
+
 class Wide(Classifier):
     """Keeps 4 KiB a sample for the backward pass."""
 
@@ -155,9 +191,23 @@ def test_a_step_that_does_not_fit_is_repeated(caplog: pytest.LogCaptureFixture, 
 
 
 @pytest.mark.slow
-def test_a_profile_is_written(gpus: Gpus, tmp_path: Path) -> None:
+def test_a_profile_is_written(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    marks: list[str] = []
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", marks.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: marks.append("end"))
+    make(tmp_path / "without", max_steps=4).train()
+    assert marks == []
     make(tmp_path, profile="2:3", max_steps=4).train()
-    assert {path.suffix for path in (tmp_path / "profile").iterdir()} == {".json", ".txt", ".pickle"}
+    assert {path.suffix for path in (tmp_path / "profile").glob("*")} == {".json", ".txt", ".pickle"}
+    steps = [mark for mark in marks if mark.startswith("ProfilerStep")]
+    assert steps == ["ProfilerStep#2", "ProfilerStep#3"]
+    assert all(marks.count(name) >= 2 for name in ("forward", "backward", "optimizer"))
+    depth = 0
+    for mark in marks:
+        depth += -1 if mark == "end" else 1
+        assert 0 <= depth <= 2
+    assert depth == 0
 
 
 class Damaged(list[Any]):

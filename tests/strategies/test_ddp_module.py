@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 from kit.branches import Branches, own_rank, points, quiet
+from kit.launches import Launches
 from kit.ranks import RankFailed, on_ranks, try_on_ranks
 from torch import nn
 
 from trainer_kit import Trainer
 from trainer_kit.callbacks import Freezing
+from trainer_kit.loop.batch_size_finder import _Buffers
 from trainer_kit.strategies.ddp import DDP, Replica
+from trainer_kit.strategies.ddp_module import take_from_main
+from trainer_kit.strategies.grad_exchange import GradientExchange
 
 
 def train_branches(folder: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -138,6 +142,49 @@ def train_growing(folder: str) -> None:
 def test_a_kept_buffer_that_grows_is_refused(tmp_path: Path) -> None:
     for result in try_on_ranks(2, train_growing, str(tmp_path)):
         assert "the buffer seen had the shape [1] and now has [2]" in str(result.error)
+
+
+class Normed(nn.Module):
+    """20 batch norms in two dtypes, with other statistics on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(own_rank())
+        self.norms = nn.ModuleList(nn.BatchNorm1d(3 + number) for number in range(20))
+        self.norms[3].double()
+        for norm in self.norms:
+            norm.running_mean.uniform_()
+            norm.num_batches_tracked += own_rank()
+
+
+def count_launches(folder: str) -> tuple[list[int], dict[str, list[float]]]:
+    strategy = DDP(device="cpu")
+    strategy.setup()
+    module = Normed()
+    exchange = GradientExchange(module)
+    replica = Replica(module, lambda each: each, exchange=exchange)  # type: ignore[arg-type,return-value]
+    with Launches() as sent:
+        take_from_main(replica.buffers_to_share())
+    for parameter in module.parameters():
+        parameter.grad = torch.full_like(parameter, float(own_rank()))
+    with Launches() as exchanged:
+        exchange.finish(strategy.collectives.all_reduce_ints)
+    assert all((parameter.grad == 0.5).all() for parameter in module.parameters())
+    buffers = _Buffers(module)
+    buffers.keep()
+    with Launches() as kept:
+        buffers.keep()
+    values = {name: value.double().reshape(-1).tolist() for name, value in module.named_buffers()}
+    return [sent.count, exchanged.count, kept.count], values
+
+
+@pytest.mark.distributed
+def test_buffers_and_gradients_are_copied_with_few_launches(tmp_path: Path) -> None:
+    """60 buffers and 40 gradients; ResNet-50's 159 buffers took 320 launches a step."""
+    (first, values), (second, others) = on_ranks(2, count_launches, str(tmp_path))
+    assert values == others
+    assert first == [2, 7, 3]  # pack and send; pack, divide and send two dtypes, and agree; copy three dtypes
+    assert second == [4, 7, 3]  # receive, and copy three dtypes
 
 
 def train_with_a_strange_parameter(folder: str) -> None:

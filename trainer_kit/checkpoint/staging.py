@@ -96,6 +96,7 @@ class HostStaging:
         """Free the host memory."""
         self._places = []
         self._done.set()
+        self.run.strategy.device_info.release_host_memory()
 
     def _memory_for(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         try:

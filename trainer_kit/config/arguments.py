@@ -129,9 +129,8 @@ class TrainingArguments:
         auto_find_batch_size: Whether to split micro-batches into halves, quarters and so on until they fit into the
             memory of all devices, starting from an estimate. A step keeps its samples and accumulates gradients over
             more passes; evaluation batches are halved too. The result stays for the whole training and its resumes.
-            With several processes, gradients are exchanged after the backward pass instead of during it. Before
-            training, the model and `compute_loss` are called on tensors without values. A step that does not fit is
-            repeated, with its `on_step_begin` and `on_substep_end`.
+            Before training, the model and `compute_loss` are called on tensors without values. A step that does not fit
+            is repeated, with its `on_step_begin` and `on_substep_end`.
         per_device_eval_batch_size: Samples of one evaluation batch on one process; None: the training batch size.
         gradient_accumulation_steps: Micro-batches of one step.
         learning_rate: Peak learning rate.

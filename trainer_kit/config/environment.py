@@ -364,3 +364,9 @@ def progress_file() -> str | None:
 def settings() -> dict[str, str]:
     """Return the variables that affect torch and a run, for a bug report, from a list without secrets."""
     return {key: value for key, value in os.environ.items() if key in _SETTINGS or key.startswith(_SETTING_PREFIXES)}
+
+
+def has_expandable_segments() -> bool:
+    """Return whether torch's allocator of GPU memory is configured with expandable segments."""
+    settings = [os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")]
+    return any("expandable_segments:true" in setting.lower().replace(" ", "") for setting in settings)

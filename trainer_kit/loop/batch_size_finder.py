@@ -19,6 +19,7 @@ from trainer_kit.loss.loss import ComputeLoss
 from trainer_kit.profiling.time_ledger import LOST
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import clear_frames
+from trainer_kit.utils.foreach import copy_all
 
 logger = logging.getLogger("trainer_kit")
 T = TypeVar("T")
@@ -67,7 +68,7 @@ class BatchSizeFinder:
             self._cut(found)
         self._buffers.keep()  # allocates the copies now, while there is room
 
-    def attempt(self, compute: Callable[[], T], begins: bool) -> T | None:
+    def attempt(self, compute: Callable[[], T], begins: bool, model: torch.nn.Module | None = None) -> T | None:
         """Return the result of `compute` for a micro-batch; None if any process ran out of memory.
 
         In the latter case model and gradients are restored to the beginning of the step, which the caller repeats.
@@ -75,6 +76,7 @@ class BatchSizeFinder:
         Args:
             compute: Runs the forward and backward pass.
             begins: Whether this is the step's first micro-batch.
+            model: The module that the strategy prepared, with the step's last micro-batch; None with others.
         """
         run, failed, result = self.run, None, None
         try:
@@ -86,8 +88,13 @@ class BatchSizeFinder:
             if run.strategy.device_info.oom_message(error) is None:
                 raise
             failed, result = error, None
+        if failed is not None and model is not None:
+            self._drop(failed)
+            run.strategy.abandon_gradient_sync(model)
         if not self.cuts_for(failed):
             return result
+        if model is not None:
+            run.strategy.discard_gradient_sync(model)
         self._buffers.restore()
         run.ledger.lose(self._began)
         return None
@@ -108,7 +115,7 @@ class BatchSizeFinder:
         lack = None if error is None else run.strategy.device_info.oom_message(error)
         if not run.strategy.collectives.all_reduce_ints([lack is not None])[0]:
             return False
-        clear_frames(error)
+        self._drop(error)
         run.ledger.enter(LOST)
         why = next(each for each in run.strategy.collectives.gather_object(lack) if each is not None)
         if layout.at_once <= self._least:
@@ -118,17 +125,22 @@ class BatchSizeFinder:
                 f"not even {few} into the devices' memory at step {run.state.step + 1} ({why}); see "
                 "Trainer.estimate() for options that need less"
             )
-        assert run.optimizer is not None
-        run.batch = None
-        run.model.zero_grad()
-        run.strategy.zero_grad(run.optimizer)
-        _free(run)
         self._cut(max(self._least, _half(layout.at_once)))
         logger.warning(
             "step %d did not fit into memory with %d samples at once (%s): from now on there are at most %d",
             run.state.step + 1, layout.at_once, why, self._loader.layout.at_once,
         )  # fmt: skip
         return True
+
+    def _drop(self, error: Exception | None) -> None:
+        """Release the memory of a step that did not fit."""
+        run = self.run
+        assert run.optimizer is not None
+        clear_frames(error)
+        run.batch = None
+        run.model.zero_grad()
+        run.strategy.zero_grad(run.optimizer)
+        _free(run)
 
     def _cut(self, limit: int) -> None:
         self._loader.layout = self._loader.layout._replace(limit=limit)
@@ -259,8 +271,7 @@ class _Buffers:
                 else:
                     copy = None if buffer is None else buffer.clone()
                 kept[owner, name] = buffer, copy
-        if copies:
-            torch._foreach_copy_(copies, present)
+        copy_all(copies, present)
         self._kept = kept
 
     @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,6 +16,7 @@ import torch
 from trainer_kit.data.padding import Padding, pad_rows, trim_rows
 from trainer_kit.data.sampling import mix
 from trainer_kit.errors import DoesNotFitError, EvaluationInterrupted
+from trainer_kit.loop.collected import Collected
 from trainer_kit.loop.metrics import (
     MeanLoss,
     Metric,
@@ -25,13 +27,14 @@ from trainer_kit.loop.metrics import (
     joined_result,
     predictions_in,
 )
-from trainer_kit.loss.batch import IGNORED, Counts, labels_of, samples_of, shape_of
+from trainer_kit.loss.batch import Counts, labels_of, samples_of, shape_of
 from trainer_kit.loss.loss import found_loss
 from trainer_kit.loss.probe import LossProbe
 from trainer_kit.run import Run
-from trainer_kit.strategies.base import Strategy, clear_frames
+from trainer_kit.strategies.base import clear_frames
 from trainer_kit.utils.module_modes import evaluating
 from trainer_kit.utils.pytree import map_tensors
+from trainer_kit.utils.rng import generator_states, set_generator_states
 
 
 class EvalPrediction(NamedTuple):
@@ -145,7 +148,7 @@ class Evaluator:
         begin = time.perf_counter()
         strategy = self.run.strategy
         begin_metrics(self.metrics, strategy)
-        collected = _Collected() if keep or self.compute_metrics else None
+        collected = Collected() if keep or self.compute_metrics else None
         try:
             own = self._run(batches, collected, keep)
         except Exception as error:
@@ -175,7 +178,7 @@ class Evaluator:
         metrics = strategy.collectives.on_main(figures)
         return PredictionOutput(predictions if keep else None, labels if keep else None, metrics)
 
-    def _run(self, batches: Iterable[tuple[Any, Counts]], collected: _Collected | None, keep: bool) -> _Tally:
+    def _run(self, batches: Iterable[tuple[Any, Counts]], collected: Collected | None, keep: bool) -> _Tally:
         """Evaluate this process's batches."""
         run, strategy = self.run, self.run.strategy
         mean, samples, steps, interrupted = MeanLoss(strategy), 0, 0, False
@@ -187,8 +190,12 @@ class Evaluator:
             for context in (evaluating(run.model), torch.no_grad(), strategy.uneven_passes()):
                 stack.enter_context(context)
             padding = Padding(self.inspection, strategy, run.args.eval_batch_size * strategy.devices)
-            outcomes = map(partial(self._forward, padding, mean, captured, keep, predicts), itertools.count(), batches)
+            on_host = itertools.starmap(_EvalBatch, batches)
+            ahead = _Lookahead(on_host if strategy.static_shapes else strategy.prepare_loader(on_host))
+            outcomes = map(partial(self._forward, padding, mean, captured, keep, predicts), itertools.count(), ahead)
             for outcome in _one_behind(outcomes) if strategy.static_shapes else outcomes:
+                if not (strategy.static_shapes or strategy.device_info.reads_without_sync):
+                    self._fetch_during_pass(ahead)
                 self._take(outcome, collected)
                 samples += outcome.samples
                 steps += 1
@@ -206,10 +213,10 @@ class Evaluator:
         keep: bool,
         predicts: bool,
         number: int,
-        item: tuple[Any, Counts],
+        item: _EvalBatch,
     ) -> _Outcome:
         """Run one forward pass without waiting for the device, and add the loss to `mean`."""
-        strategy, (host_batch, counts) = self.run.strategy, item
+        strategy, host_batch, counts = self.run.strategy, item.batch, item.counts
         with_loss = labels_of(host_batch) is not None or not keep
         fills = padding.wants(host_batch, counts.samples, with_loss)
         batch = strategy.to_device(pad_rows(host_batch, padding.rows) if fills else host_batch)
@@ -253,7 +260,14 @@ class Evaluator:
         rows = counts.samples if labels is None or not labels.ndim else len(labels)
         return joined_predictions([predictions_in(output) for output in calls], rows)
 
-    def _take(self, outcome: _Outcome, collected: _Collected | None) -> None:
+    def _fetch_during_pass(self, ahead: _Lookahead) -> None:
+        """Fetch the next batch while the device works; metrics that draw random numbers draw the same ones."""
+        states = generator_states() if self.metrics else None
+        ahead.fetch()
+        if states is not None:
+            set_generator_states(states)
+
+    def _take(self, outcome: _Outcome, collected: Collected | None) -> None:
         """Update the metrics, and collect predictions and labels."""
         if outcome.predictions is None:
             return
@@ -309,27 +323,35 @@ def _one_behind(outcomes: Iterator[_Outcome]) -> Iterator[_Outcome]:
         yield waiting
 
 
-class _Collected:
-    """Outputs and labels of all batches, on the host."""
+@dataclasses.dataclass
+class _EvalBatch:
+    """A batch as `Strategy.prepare_loader` takes it.
 
-    def __init__(self) -> None:
-        self.blocks: list[tuple[Any, Any]] = []
+    Attributes:
+        batch: The batch, on the host or the device.
+        counts: Its counts.
+    """
 
-    def add(self, predictions: Any, labels: torch.Tensor | None) -> None:
-        self.blocks.append((map_tensors(_to_array, predictions), None if labels is None else _to_array(labels)))
+    batch: Any
+    counts: Counts
 
-    def arrays(self, strategy: Strategy, everywhere: bool) -> tuple[Any, Any]:
-        """Return predictions and labels in the dataset's order: on all processes, or on the main one only."""
-        collectives = strategy.collectives
-        shares = collectives.gather_object(self.blocks) if everywhere else collectives.gather_to_main(self.blocks)
-        shares, self.blocks = collectives.once_a_reader(shares), []
-        blocks = [
-            block for row in itertools.zip_longest(*shares) for block in row if block is not None
-        ]  # dealt out in turn
-        if not blocks:
-            return None, None
-        labels = [label for _, label in blocks if label is not None]
-        return _joined([prediction for prediction, _ in blocks]), _joined(labels) if labels else None
+
+class _Lookahead:
+    """An iterator over batches, of which the next one can be fetched while the device works."""
+
+    def __init__(self, batches: Iterator[_EvalBatch]) -> None:
+        self._batches = batches
+        self._fetched: list[_EvalBatch] = []
+
+    def __iter__(self) -> Iterator[_EvalBatch]:
+        return self
+
+    def __next__(self) -> _EvalBatch:
+        return self._fetched.pop() if self._fetched else next(self._batches)
+
+    def fetch(self) -> None:
+        """Fetch the next batch, and begin to copy the one after it to the device; see `Strategy.prepare_loader`."""
+        self._fetched.extend(itertools.islice(self._batches, 1))
 
 
 @contextlib.contextmanager
@@ -344,33 +366,6 @@ def _captured(model: torch.nn.Module | None) -> Iterator[list[Any]]:
         yield outputs
     finally:
         handle.remove()
-
-
-def _to_array(tensor: torch.Tensor) -> np.ndarray:
-    tensor = tensor.detach()
-    if tensor.dtype in (torch.bfloat16, torch.float16):
-        tensor = tensor.float()
-    return tensor.cpu().numpy()
-
-
-def _joined(parts: list[Any]) -> Any:
-    """Concatenate the batches' arrays; pad those that differ in further dimensions with -100."""
-    if isinstance(parts[0], (tuple, list)):
-        return tuple(_joined(list(column)) for column in zip(*parts, strict=True))
-    if not isinstance(parts[0], np.ndarray):
-        return parts
-    shapes = {part.shape[1:] for part in parts}
-    if len(shapes) > 1:
-        longest = np.max(list(shapes), axis=0)
-        parts = [
-            np.pad(
-                part,
-                [(0, 0), *((0, int(full - own)) for full, own in zip(longest, part.shape[1:], strict=True))],
-                constant_values=IGNORED,
-            )
-            for part in parts
-        ]
-    return np.concatenate(parts)
 
 
 def _number(value: Any) -> Any:

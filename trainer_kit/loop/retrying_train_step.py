@@ -60,7 +60,8 @@ class RetryingTrainStep(TrainStep):
                 self._ahead = self._fetch()  # may run out of memory too
             return True
 
-        if self._finder.attempt(compute, begins=micro_batch.index == 0) is None:
+        model = self.loss.model if micro_batch.is_last else None
+        if self._finder.attempt(compute, micro_batch.index == 0, model) is None:
             raise _StepDoesNotFit
 
     def prefetch(self) -> bool:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
+from trainer_kit.profiling.trace_range import trace_range
 
 _UNFOLDED = 4096
 """Number of marks that triggers folding them into totals."""
@@ -58,14 +58,15 @@ class Ledger:
     Attributes:
         activity: Current activity.
         annotate: Whether each activity is also a range in a profiler's trace.
+        nvtx: Whether these are ranges of NVTX too, see `trace_range`.
         started: Time of this start of the run, in seconds since 1970.
     """
 
     def __init__(self) -> None:
-        self.annotate = False
+        self.annotate = self.nvtx = False
         self.started = time.time()
         self.activity = "setup"
-        self._range: torch.profiler.record_function | None = None
+        self._range: contextlib.AbstractContextManager[None] | None = None
         self._seconds = defaultdict[str, float](float)
         self._room = _UNFOLDED  # marks until they are folded
         self._entries: list[tuple[str, Any]] = []  # activities and the marks of their beginnings
@@ -182,5 +183,5 @@ class Ledger:
             self._range.__exit__(None, None, None)
             self._range = None
         if self.annotate:
-            self._range = torch.profiler.record_function(activity)
+            self._range = trace_range(activity, self.nvtx)
             self._range.__enter__()

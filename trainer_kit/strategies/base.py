@@ -248,9 +248,10 @@ class Strategy:
         self.precision.scaled(loss).backward(**options)
 
     def defer_gradient_sync(self, is_deferred: bool) -> None:
-        """Choose whether `sync_gradients` sums the gradients instead of a step's last backward pass.
+        """Choose whether `sync_gradients` completes the sum of the gradients instead of a step's last backward pass.
 
-        Called before `prepare`. With `is_deferred`, a process may abort a backward pass, since no other waits for it.
+        Called before `prepare`. With `is_deferred`, a process may abort a backward pass, since no other waits for it:
+        it calls `abandon_gradient_sync` if the pass was a step's last.
 
         Raises:
             ValueError: If this strategy cannot defer the exchange.
@@ -258,6 +259,15 @@ class Strategy:
 
     def sync_gradients(self, model: torch.nn.Module) -> None:
         """Sum the deferred gradients over all processes, after a step's last micro-batch."""
+
+    def abandon_gradient_sync(self, model: torch.nn.Module) -> None:
+        """Take part in the sum of a step's gradients without any, since the step's last pass failed here.
+
+        The other processes may have begun to sum. They learn of the failure afterwards, before `sync_gradients`.
+        """
+
+    def discard_gradient_sync(self, model: torch.nn.Module) -> None:
+        """Drop the deferred gradients of a step whose last pass failed on any process, in place of `sync_gradients`."""
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the fp16 loss scale, at most once a step, so that they can be read before `step`."""

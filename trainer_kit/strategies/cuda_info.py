@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from trainer_kit.strategies.device_info import DeviceInfo
+from trainer_kit.strategies.fragmentation import fragmentation_hint
 from trainer_kit.strategies.nvml import card_memory
 from trainer_kit.utils.units import GIB
 
@@ -30,6 +31,10 @@ class CudaInfo(DeviceInfo):
             "peak_memory_gib": torch.cuda.max_memory_allocated(self.device) / GIB,
             **card_memory(torch.cuda.get_device_properties(self.device)),
         }
+
+    def fragmentation_hint(self) -> str | None:
+        figures = self.memory()
+        return fragmentation_hint(figures["reserved_memory_gib"], figures["peak_memory_gib"])
 
     def free_memory(self) -> int:
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)

@@ -19,6 +19,7 @@ from trainer_kit.config import environment
 from trainer_kit.config.compile_options import CompileOptions
 from trainer_kit.strategies.ddp_buckets import FixedBuckets
 from trainer_kit.strategies.ddp_module import Replica, take_from_main
+from trainer_kit.strategies.grad_exchange import GradientExchange
 from trainer_kit.strategies.grad_norms import GradientNorms
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.process_collectives import ProcessCollectives
@@ -152,7 +153,7 @@ class DDP(SingleDevice):
                 )
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
         model = super().prepare(model)
-        replica = Replica(model, self._wrap, self.group.watched, self._later)
+        replica = Replica(model, self._wrap, self.group.watched, self._exchange(model) if self._later else None)
         self.collectives.check_same_on_all_ranks(replica.facts())
         with self.group.watched():
             take_from_main([*model.parameters(), *replica.buffers_to_share()])
@@ -200,6 +201,9 @@ class DDP(SingleDevice):
             wrapped.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
         return wrapped
 
+    def _exchange(self, module: torch.nn.Module) -> GradientExchange:
+        return GradientExchange(module, self.options["bucket_cap_mb"], self.gradient_compression == "bf16")
+
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         return model.module if isinstance(model, Replica) else model
 
@@ -223,9 +227,19 @@ class DDP(SingleDevice):
         self._later = is_deferred
 
     def sync_gradients(self, model: torch.nn.Module) -> None:
-        if isinstance(model, Replica) and model.later:
+        if isinstance(model, Replica) and model.exchange is not None:
             with self.group.watched():
-                model.exchange(self.collectives.all_reduce_ints, self.gradient_compression == "bf16")
+                model.exchange.finish(self.collectives.all_reduce_ints)
+
+    def abandon_gradient_sync(self, model: torch.nn.Module) -> None:
+        if isinstance(model, Replica) and model.exchange is not None:
+            with self.group.watched():
+                model.exchange.abandon()
+
+    def discard_gradient_sync(self, model: torch.nn.Module) -> None:
+        if isinstance(model, Replica) and model.exchange is not None:
+            with self.group.watched():
+                model.exchange.discard()
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         if not any(replica.called for replica in self._replicas) and self._replicas:
@@ -236,6 +250,9 @@ class DDP(SingleDevice):
         with self.group.watched():
             # DistributedDataParallel averages gradients over the processes; this strategy sums them.
             super().backward(loss if self.world_size == 1 else loss * self.world_size, **options)
+            for replica in self._replicas:
+                if replica.exchange is not None:
+                    replica.exchange.send_rest()
 
     def step(
         self,

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from trainer_kit.strategies.ddp_buckets import FixedBuckets
+from trainer_kit.strategies.grad_exchange import GradientExchange
+from trainer_kit.utils.foreach import copy_all
 from trainer_kit.utils.tied_parameters import names_by_parameter
 from trainer_kit.utils.units import join_names
 
@@ -32,7 +34,7 @@ class Replica(torch.nn.Module):
         module: The user's module, on the device, with the same weights on all processes.
         wrap: Returns the DistributedDataParallel of a module.
         watched: Returns the context of a forward pass, which may wait for other processes.
-        later: Whether `exchange` sums the gradients, not the backward pass.
+        exchange: Sums the gradients in place of DistributedDataParallel, so that a pass may be aborted; None: not.
 
     Attributes:
         alive: All replicas of this process.
@@ -45,12 +47,13 @@ class Replica(torch.nn.Module):
         module: torch.nn.Module,
         wrap: Callable[[torch.nn.Module], FixedBuckets],
         watched: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-        later: bool = False,
+        exchange: GradientExchange | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         self.called = False
-        self.later = later
+        self.exchange = exchange
+        self._is_accumulating = False
         self._wrap = wrap
         self._watched = watched
         self._named = list(module.named_parameters())
@@ -63,6 +66,8 @@ class Replica(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.called = self.called or torch.is_grad_enabled()
         module = self._synchronized_module() if torch.is_grad_enabled() else None
+        if self.exchange is not None and torch.is_grad_enabled() and not self._is_accumulating:
+            self.exchange.begin()
         if module is None:
             return self.module(*args, **kwargs)
         try:
@@ -82,8 +87,18 @@ class Replica(torch.nn.Module):
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a backward pass that does not exchange gradients."""
+        if self.exchange is not None:
+            return self._accumulating()
         module = self._synchronized_module()
         return contextlib.nullcontext() if module is None else module.no_sync()
+
+    @contextlib.contextmanager
+    def _accumulating(self) -> Iterator[None]:
+        self._is_accumulating = True
+        try:
+            yield
+        finally:
+            self._is_accumulating = False
 
     def facts(self) -> dict[str, str]:
         """Return descriptions of parameters and buffers by name, which must agree on all processes."""
@@ -93,41 +108,13 @@ class Replica(torch.nn.Module):
         """Return the persistent buffers, see `SharedBuffers.current`."""
         return self._shared.current()
 
-    def exchange(self, all_reduce_ints: Callable[[Sequence[int]], Sequence[int]], compress: bool) -> None:
-        """Average the gradients over all processes, as DistributedDataParallel does.
-
-        Args:
-            all_reduce_ints: Returns integers summed over all processes.
-            compress: Whether to send the gradients in bfloat16.
-
-        Raises:
-            ValueError: If a gradient is sparse on any process.
-        """
-        trained = [parameter for _, parameter in self._named if parameter.requires_grad]
-        are_sparse = any(parameter.grad is not None and parameter.grad.is_sparse for parameter in trained)
-        *having, sparse = all_reduce_ints([*(parameter.grad is not None for parameter in trained), are_sparse])
-        if sparse:
-            raise ValueError("sparse gradients cannot be exchanged with auto_find_batch_size=True; set it to False")
-        gradients = []
-        for parameter, processes in zip(trained, having, strict=True):
-            if processes and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if parameter.grad is not None:
-                gradients.append(parameter.grad)
-        for piece in pieces(gradients, tensor_bytes):
-            packed = torch.cat([gradient.reshape(-1) for gradient in piece]).div_(dist.get_world_size())
-            sent = packed.bfloat16() if compress else packed
-            dist.all_reduce(sent)
-            for gradient, values in zip(piece, sent.split([each.numel() for each in piece]), strict=True):
-                gradient.copy_(values.view(gradient.shape))
-
     def let_go(self) -> None:
         """Drop the DistributedDataParallel, which holds a reference to the process group."""
         self._trained, self._synchronized = [], (None,)
 
     def _synchronized_module(self) -> FixedBuckets | None:
-        """Return the DistributedDataParallel; None if no parameter needs a gradient, or the exchange is deferred."""
-        if self.later:
+        """Return the DistributedDataParallel; None if no parameter needs a gradient, or `exchange` is in use."""
+        if self.exchange is not None:
             return None
         trained = [parameter.requires_grad for _, parameter in self._named]
         if trained != self._trained:
@@ -208,16 +195,19 @@ def take_from_main(tensors: Sequence[torch.Tensor]) -> None:
 
     Small tensors are packed together, as bytes, since not every backend supports every dtype.
     """
-    for piece in pieces(tensors, tensor_bytes):
-        packed = torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in piece])
-        dist.broadcast(packed, 0)
-        if dist.get_rank() == 0:
-            continue
+    is_main = dist.get_rank() == 0
+    by_size = sorted(tensors, key=torch.Tensor.element_size, reverse=True)  # so that all of them start aligned
+    for piece in pieces(by_size, tensor_bytes):
         sizes = [tensor_bytes(tensor) for tensor in piece]
-        with torch.no_grad():
-            for tensor, values in zip(piece, packed.split(sizes), strict=True):
-                # Cloned, since a view as another dtype needs an aligned start.
-                tensor.copy_(values.clone().view(tensor.dtype).reshape(tensor.shape))
+        if is_main:
+            packed = torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in piece])
+        else:
+            packed = torch.empty(sum(sizes), dtype=torch.uint8, device=piece[0].device)
+        dist.broadcast(packed, 0)
+        if not is_main:
+            values = zip(piece, packed.split(sizes), strict=True)
+            with torch.no_grad():
+                copy_all(piece, [received.view(tensor.dtype).view(tensor.shape) for tensor, received in values])
 
 
 def pieces(items: Iterable[T], nbytes: Callable[[T], int], limit: int = PIECE_BYTES) -> Iterator[list[T]]:

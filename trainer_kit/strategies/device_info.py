@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from trainer_kit.profiling.time_ledger import Clock, HostClock
+from trainer_kit.strategies.pinned_slabs import empty_copy, pinned_places, release_pinned_memory
 from trainer_kit.utils.pytree import strides_of_copy
 from trainer_kit.utils.units import GIB
 
@@ -60,6 +61,10 @@ class DeviceInfo:
         info = _process(os.getpid()).memory_info()
         peak = max(info.rss, _peak_resident_bytes(info))
         return {"memory_gib": info.rss / GIB, "peak_memory_gib": peak / GIB}
+
+    def fragmentation_hint(self) -> str | None:
+        """Return a sentence on how to reduce the fragmentation of the device's memory; None if it costs little."""
+        return None
 
     def free_memory(self) -> int:
         """Return the bytes that tensors can still take on the device.
@@ -118,14 +123,24 @@ class DeviceInfo:
         """Return an uninitialized host tensor for a copy of each tensor, reusing tensors of `free` that fit."""
         places: dict[Any, list[torch.Tensor]] = {}
         for place in free:
-            places.setdefault((place.shape, place.dtype, place.stride()), []).append(place)
+            is_pinned = self.pins_memory and place.is_pinned()
+            places.setdefault((is_pinned, place.shape, place.dtype, place.stride()), []).append(place)
+        wanted = [*tensors]
+        # Tensors of the host (an optimizer's steps) are copied by the host.
+        pins = [self.pins_memory and tensor.device.type != "cpu" and tensor.numel() > 0 for tensor in wanted]
+        keys = [(pin, each.shape, each.dtype, strides_of_copy(each)) for pin, each in zip(pins, wanted, strict=True)]
+        reused = [fitting.pop() if (fitting := places.get(key)) else None for key in keys]
+        missing = [tensor for tensor, pin, place in zip(wanted, pins, reused, strict=True) if pin and place is None]
+        pinned = iter(pinned_places(missing))
         return [
-            found.pop()
-            if (found := places.get((tensor.shape, tensor.dtype, strides)))
-            else torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, pin_memory=self.pins_memory)
-            for tensor in tensors
-            for strides in [strides_of_copy(tensor)]  # other strides would need a second copy on the device
+            place if place is not None else next(pinned) if pin else empty_copy(tensor)
+            for tensor, pin, place in zip(wanted, pins, reused, strict=True)
         ]
+
+    def release_host_memory(self) -> None:
+        """Return the page-locked memory that no tensor uses to the operating system; torch would keep it."""
+        if self.pins_memory:
+            release_pinned_memory()
 
     def record_event(self) -> Any:
         """Return an event at the current end of the device's queue, for `copy_to_host`; None without a queue."""

@@ -12,6 +12,7 @@ the functions of `torch.cuda` answer as on a machine with GPUs, and:
 - an operation on tensors of different devices raises, as on CUDA (`modes`);
 - each wait of the host for the device is recorded in `gpus.waits`, and raises under `torch.cuda.set_sync_debug_mode`;
 - memory is counted, and limited by `memory`: an allocation beyond it raises `torch.OutOfMemoryError` (`memory`);
+  page-locked memory of the host is counted in blocks of powers of two, as torch allocates it;
 - operations are ordered by streams, events and the host's waits, and an access that is not ordered after the last
   write is recorded in `gpus.races` (`clocks`), as by CUDA Sanitizer. So are reads of a host copy that may be
   unfinished, writes to host memory that a copy may still read, and memory that is freed while another stream may use

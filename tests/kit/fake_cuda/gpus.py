@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kit.fake_cuda.clocks import Clock, Event, Stream, ThreadClock
-from kit.fake_cuda.memory import Block, Pool, block_of
+from kit.fake_cuda.memory import Block, PinnedPool, Pool, block_of
 
 HOST = torch.device("cpu")
 _NOT_SHOWN = (str(Path(__file__).parent), str(Path(torch.__file__).parent), threading.__file__, contextlib.__file__)
@@ -62,6 +62,7 @@ class Gpus:
         memory: Bytes of each; None: as many as are wanted.
 
     Attributes:
+        pinned: Page-locked memory of the host.
         races: Accesses that streams, events and waits leave unordered.
         waits: Waits of the host for a device.
         unpinned: Places of asynchronous copies from memory that is not page-locked, which are slower.
@@ -77,6 +78,7 @@ class Gpus:
         self.has_ended = False
         self.scope = _Scope()
         self.pools = [Pool(memory) for _ in range(count)]
+        self.pinned = PinnedPool()
         self.generators = tuple(torch.Generator() for _ in range(count))
         self.stream_type = type("Stream", (Stream,), {"gpus": self})
         self.event_type = type("Event", (Event,), {"gpus": self})
@@ -147,14 +149,19 @@ class Gpus:
         block = Block(device, storage.nbytes(), None if device is None else self.current_stream(device))
         if device is not None:
             self.pools[device.index].allocate(block.size)
-            weakref.finalize(storage, self._free, block).atexit = False
+        else:
+            self.pinned.allocate(storage.nbytes())
+        weakref.finalize(storage, self._free, block, storage.nbytes()).atexit = False
         storage.fake_block = block
         return block
 
-    def _free(self, block: Block) -> None:
-        if self.has_ended or block.device is None:
+    def _free(self, block: Block, nbytes: int) -> None:
+        if self.has_ended:
             return
         with self._lock:
+            if block.device is None:
+                self.pinned.free(nbytes)
+                return
             self.pools[block.device.index].free(block.size)
             if (use := block.used_at_end(self.host)) is not None:
                 self._found(f"memory freed while stream {use.stream} may use it; see record_stream")

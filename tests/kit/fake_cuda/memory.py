@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -74,6 +75,39 @@ class Pool:
 
     def free(self, size: int) -> None:
         self.used -= size
+
+
+class PinnedPool:
+    """Page-locked memory of the host: blocks of powers of two, which are kept when they are freed, as torch does.
+
+    Attributes:
+        held: Bytes that are allocated from the system.
+        blocks: Number of allocations from the system.
+    """
+
+    def __init__(self) -> None:
+        self.held = self.blocks = 0
+        self._free: Counter[int] = Counter()
+
+    def allocate(self, size: int) -> None:
+        size = _rounded(size)
+        if self._free[size]:
+            self._free[size] -= 1
+        else:
+            self.held += size
+            self.blocks += 1
+
+    def free(self, size: int) -> None:
+        self._free[_rounded(size)] += 1
+
+    def release(self) -> None:
+        """Return freed blocks to the system."""
+        self.held -= sum(size * count for size, count in self._free.items())
+        self._free.clear()
+
+
+def _rounded(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
 
 
 def block_of(tensor: Any) -> Block | None:

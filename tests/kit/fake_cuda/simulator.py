@@ -106,7 +106,7 @@ def _replace_runtime(gpus: Gpus, patches: pytest.MonkeyPatch) -> None:
     for name, function in {
         "is_available": lambda: True, "current_accelerator": lambda *_, **__: torch.device("cuda"),
         "current_device_index": lambda: gpus.scope.index, "set_device_index": set_device,
-        "current_stream": gpus.current_stream,
+        "current_stream": gpus.current_stream, "empty_host_cache": gpus.pinned.release,
     }.items():  # fmt: skip
         patches.setattr(torch.accelerator, name, function, raising=False)  # torch 2.6 lacks some
 

@@ -1,0 +1,60 @@
+"""Predictions on the host: in their own dtype until the end."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from trainer_kit.loop.collected import Collected
+from trainer_kit.strategies.base import Strategy
+
+VALUES = [0.0, -0.0, 1.5, -100.0, 1e-40, 3.4e38, float("inf"), float("-inf"), float("nan")]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64])
+def test_half_precision_is_widened_exactly(dtype: torch.dtype) -> None:
+    values = torch.tensor(VALUES if dtype.is_floating_point else [1, -5]).to(dtype).reshape(-1, 1)
+    collected = Collected()
+    collected.add(values, values[:, 0])
+    collected.add(values.flip(0), values.flip(0)[:, 0])
+    predictions, labels = collected.arrays(Strategy(), everywhere=True)
+    both = torch.cat([values, values.flip(0)])
+    expected = (both.float() if dtype in (torch.bfloat16, torch.float16) else both).numpy()
+    assert predictions.dtype == labels.dtype == expected.dtype
+    assert predictions.tobytes() == expected.tobytes()
+    assert labels.tobytes() == expected.tobytes()
+
+
+def test_batches_of_other_widths_are_filled_up() -> None:
+    collected = Collected()
+    for width in (2, 3):
+        collected.add((torch.ones(1, width).bfloat16(), torch.ones(2)), torch.ones(1, width).half())
+    (wide, other), labels = collected.arrays(Strategy(), everywhere=False)
+    assert wide.tolist() == labels.tolist() == [[1, 1, -100], [1, 1, 1]]
+    assert wide.dtype == labels.dtype == np.float32
+    assert other.tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_kept_and_gathered_as_it_is(dtype: torch.dtype) -> None:
+    collected = Collected()
+    collected.add(torch.ones(4, 8, dtype=dtype), None)
+    assert collected.blocks[0][0].nbytes == 4 * 8 * 2
+
+
+def test_a_view_does_not_keep_its_tensor() -> None:
+    collected = Collected()
+    logits = torch.arange(4000.0).reshape(4, 1000)
+    collected.add(logits[:, -1], logits[0])
+    (last, first), logits = collected.blocks[0], logits.clone()
+    assert last.base.nbytes if last.base is not None else last.nbytes == 16
+    assert last.tolist() == logits[:, -1].tolist()
+    assert first.tolist() == logits[0].tolist()
+
+
+def test_nothing_is_none() -> None:
+    assert Collected().arrays(Strategy(), everywhere=True) == (None, None)
+    collected = Collected()
+    collected.add(torch.ones(2, 1), None)
+    assert collected.arrays(Strategy(), everywhere=True)[1] is None

@@ -1,0 +1,89 @@
+"""`Collected`: a dataset's predictions and labels, collected in host memory."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer_kit.loss.batch import IGNORED
+from trainer_kit.strategies.base import Strategy
+from trainer_kit.utils.pytree import map_tensors
+
+_BF16 = np.dtype("V2")
+"""Dtype of arrays that hold the bits of bfloat16, which numpy lacks."""
+
+
+class Collected:
+    """Outputs and labels of all batches, on the host.
+
+    They are brought to the host, kept and gathered in their own dtype. Those in half precision become float32 at the
+    end, on the host.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[tuple[Any, Any]] = []
+
+    def add(self, predictions: Any, labels: torch.Tensor | None) -> None:
+        """Add a batch; waits for the device."""
+        self.blocks.append((map_tensors(_to_array, predictions), None if labels is None else _to_array(labels)))
+
+    def arrays(self, strategy: Strategy, everywhere: bool) -> tuple[Any, Any]:
+        """Return predictions and labels in the dataset's order: on all processes, or on the main one only."""
+        collectives = strategy.collectives
+        shares = collectives.gather_object(self.blocks) if everywhere else collectives.gather_to_main(self.blocks)
+        shares, self.blocks = collectives.once_a_reader(shares), []
+        blocks = [
+            block for row in itertools.zip_longest(*shares) for block in row if block is not None
+        ]  # dealt out in turn
+        del shares
+        if not blocks:
+            return None, None
+        predictions, labels = [prediction for prediction, _ in blocks], [label for _, label in blocks]
+        del blocks
+        labels = [label for label in labels if label is not None]
+        return _joined(predictions), _joined(labels) if labels else None
+
+
+def _to_array(tensor: torch.Tensor) -> np.ndarray:
+    host = tensor.detach().cpu()
+    if host.nbytes < host.untyped_storage().nbytes():
+        host = host.clone()  # a view would keep all of its tensor in memory
+    if host.dtype == torch.bfloat16:
+        return host.contiguous().view(torch.int16).numpy().view(_BF16)
+    return host.numpy()
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    """Convert half precision to float32."""
+    if array.dtype == _BF16:
+        bits = array.view(np.uint16).astype(np.uint32)
+        bits <<= 16  # a bfloat16 is the upper half of a float32
+        return bits.view(np.float32)
+    return array.astype(np.float32) if array.dtype == np.float16 else array
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Concatenate the batches' arrays; pad those that differ in further dimensions with -100. Empties the list."""
+    if isinstance(parts[0], (tuple, list)):
+        columns = [list(column) for column in zip(*parts, strict=True)]
+        parts.clear()
+        return tuple(_joined(column) for column in columns)
+    if not isinstance(parts[0], np.ndarray):
+        return parts
+    shapes = {part.shape[1:] for part in parts}
+    if len(shapes) > 1:
+        longest = np.max(list(shapes), axis=0)
+        parts[:] = [
+            np.pad(
+                _wide(part),
+                [(0, 0), *((0, int(full - own)) for full, own in zip(longest, part.shape[1:], strict=True))],
+                constant_values=IGNORED,
+            )
+            for part in parts
+        ]
+    joined = np.concatenate(parts)
+    parts.clear()  # before the joined array is widened
+    return _wide(joined)
