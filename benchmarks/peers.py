@@ -88,8 +88,8 @@ def measure(contender: str, task: str, quick: Sequence[str], threads: int) -> di
 
 
 def difference(losses: Sequence[float], others: Sequence[float]) -> float:
-    """Return the largest relative difference of two courses of losses; infinite if one is longer."""
-    if len(losses) != len(others):
+    """Return the largest relative difference of two courses of losses; infinite if one is longer or not finite."""
+    if len(losses) != len(others) or not all(map(math.isfinite, [*losses, *others])):
         return math.inf
     return max(abs(one - other) / abs(one) for one, other in zip(losses, others, strict=True))
 

@@ -50,7 +50,7 @@ class Net(torch.nn.Module):
         return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def bert(layers: int = 4) -> torch.nn.Module:
+def bert(layers: int = 2) -> torch.nn.Module:
     """A BERT that classifies, without dropout, so that all contenders compute the same losses."""
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -63,7 +63,7 @@ def bert(layers: int = 4) -> torch.nn.Module:
     return model
 
 
-def gpt2(layers: int = 4) -> torch.nn.Module:
+def gpt2(layers: int = 2) -> torch.nn.Module:
     """A GPT-2 language model without dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -80,9 +80,9 @@ def tasks(is_quick: bool) -> dict[str, Task]:
     if is_quick:
         return {"MLP": Task(Net, 12, 4, 6), "GPT-2": Task(lambda: gpt2(1), 6, 2, 4)}
     return {
-        "MLP": Task(Net, 1500, 300, 50),
-        "BERT": Task(bert, 40, 8, 20),
-        "GPT-2": Task(gpt2, 40, 8, 20),
+        "MLP": Task(Net, 800, 200, 50),
+        "BERT": Task(bert, 24, 6, 10),
+        "GPT-2": Task(gpt2, 24, 6, 10),
     }
 
 
