@@ -204,7 +204,8 @@ def section(results: Results, calls: dict[str, float], largest: float, rounds: i
     worse = slower(results)
     return "\n\n".join(
         [
-            f"![Ratios to a plain loop](peers.svg)\n\nMedians of {rounds} rounds, quartiles in brackets. "
+            f"![Ratios to a plain loop](peers.svg)\n\n"
+            f"{'One round.' if rounds == 1 else f'Medians of {rounds} rounds, quartiles in brackets.'} "
             f"Machine: {machine(packages, threads)} The losses of all contenders differ by {largest:.1e} at most.",
             tables(results, calls),
             "**Where trainer_kit takes more than another contender** (ratios to the plain loop):\n\n"
@@ -230,21 +231,21 @@ def main() -> None:
     names = installed(dict.fromkeys(["plain", "trainer_kit", *options.contenders]))
     quick, rounds = (["--quick"], 1) if options.quick else ([], options.rounds)
     results: Results = {task: {name: [] for name in names} for task in (QUICK_TASKS if options.quick else TASKS)}
+    with tempfile.TemporaryDirectory() as folder:
+        calls = {name: child(name, "MLP", Path(folder) / name, *quick, "--calls")["calls"] for name in names}
+    text = ""
     for number in range(rounds):
         for task, contenders in results.items():
             for name in names[number % len(names) :] + names[: number % len(names)]:  # each comes first in turn
                 contenders[name].append(measure(name, task, quick, options.threads))
                 print(f"round {number + 1}/{rounds}: {task}, {name}", file=sys.stderr)
-    with tempfile.TemporaryDirectory() as folder:
-        calls = {name: child(name, "MLP", Path(folder) / name, *quick, "--calls")["calls"] for name in names}
-    if options.json:
-        options.json.write_text(json.dumps({"rounds": results, "calls": calls}))
-    largest = check_losses(results)
-    text = section(results, calls, largest, rounds, options.threads)
+        if options.json:
+            options.json.write_text(json.dumps({"rounds": results, "calls": calls}))
+        text = section(results, calls, check_losses(results), number + 1, options.threads)
+        if not options.quick:  # after each round, so that one that is interrupted leaves those before
+            draw(results, PAGE.with_name("peers.svg"))
+            replace_part("peers", text)
     print(text)
-    if not options.quick:
-        draw(results, PAGE.with_name("peers.svg"))
-        replace_part("peers", text)
 
 
 if __name__ == "__main__":
