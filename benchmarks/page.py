@@ -6,7 +6,9 @@ import importlib.metadata
 import os
 import platform
 import re
+import resource
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +35,16 @@ def spread(values: Sequence[float]) -> Spread:
         return Spread(values[0], values[0], values[0])
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return Spread(median, low, high)
+
+
+def peak_memory() -> int:
+    """Return the largest resident memory of this process so far, in bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():  # what getrusage says includes the process that started this one
+        found = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(encoding="utf-8"), re.MULTILINE)
+        assert found is not None
+        return int(found[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

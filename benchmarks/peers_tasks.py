@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import resource
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+import page
 import torch
 from torch.utils.data import Dataset
 
@@ -158,6 +157,5 @@ class Recorder:
 
 def peak_memory() -> tuple[int, int]:
     """Return the peak bytes of this process on the host and on the GPU."""
-    unit = 1 if sys.platform == "darwin" else 1024
     on_device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, on_device
+    return page.peak_memory(), on_device

@@ -20,7 +20,6 @@ import math
 import os
 import pstats
 import re
-import resource
 import statistics
 import subprocess
 import sys
@@ -33,7 +32,7 @@ from unittest import mock
 import numpy as np
 import torch
 from loop import Net, Points
-from page import machine, replace_part, spread, table
+from page import machine, peak_memory, replace_part, spread, table
 from torch.utils.data import DataLoader, Dataset
 
 from trainer_kit import Callback, Run, Trainer, TrainingArguments
@@ -139,7 +138,7 @@ class Numbers(Dataset[Any]):
 
 def first_batch(kind: str, length: int) -> dict[str, float]:
     """Return the seconds to a first batch or step in this process, and the peak memory beyond what was in use."""
-    before = _peak()
+    before = peak_memory()
     begin = time.perf_counter()
     if kind == "DataLoader":
         next(iter(DataLoader(Numbers(length), batch_size=8, shuffle=True)))
@@ -148,11 +147,7 @@ def first_batch(kind: str, length: int) -> dict[str, float]:
     else:
         loader = TrainLoader(Numbers(length), Layout(8), LoaderConfig(stack, seed=0))
         next(loader.micro_batches(epoch=0, position=length // 2, steps=1))
-    return {"seconds": time.perf_counter() - begin, "bytes": _peak() - before}
-
-
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {"seconds": time.perf_counter() - begin, "bytes": peak_memory() - before}
 
 
 def measure_samples(lengths: Sequence[int], rounds: int) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -40,6 +42,7 @@ def test_a_late_rank_delays_all(scaling: ModuleType) -> None:
     assert scaling.simulate_ring(8, 100, scaling.Network(jitter=1.0))[0] > steady
 
 
+@pytest.mark.slow
 def test_the_table_names_where_the_ring_is_too_slow(scaling: ModuleType) -> None:
     text = scaling.measure_ranks(scaling.Network(latency=1e-3, jitter=0.0, bandwidth=1e12), step=1.0)
     assert "From 11 ranks on" in text  # ten rounds of a millisecond, and what their bytes take
@@ -50,3 +53,11 @@ def test_the_table_names_where_the_ring_is_too_slow(scaling: ModuleType) -> None
 @pytest.mark.parametrize("kind", ["first", "middle", "DataLoader"])
 def test_a_first_batch_is_read(scaling: ModuleType, kind: str) -> None:
     assert scaling.first_batch(kind, 1000)["seconds"] > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the figure includes the process that started it")
+def test_the_peak_memory_is_without_that_of_the_process_that_started_it() -> None:
+    held = bytearray(b"1" * 400_000_000)
+    script = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import page; print(page.peak_memory())"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    assert 1_000_000 < int(done.stdout) < len(held) / 2
