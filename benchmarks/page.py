@@ -13,6 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+BUSY = (
+    " Other programs took most of the processor in this run: its times, and ratios of them, say little; counts of calls "
+    "and memory hold."
+)
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 
 
@@ -77,8 +81,7 @@ def machine(packages: Sequence[str], threads: int) -> str:
     cores, load = os.cpu_count() or 1, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     return (
         f"{_processor()}, {cores} cores, {threads} {'thread' if threads == 1 else 'threads'} in each process, load "
-        f"average {load:.1f} at the end{'' if load < cores else ' (other work ran at the same time)'}; "
-        f"{', '.join(versions)}."
+        f"average {load:.1f} at the end; {', '.join(versions)}.{BUSY if load > 2 * cores else ''}"
     )
 
 
