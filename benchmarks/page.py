@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 BUSY = (
-    " Other programs took most of the processor in this run: its times, and ratios of them, say little; counts of calls "
-    "and memory hold."
+    " Other programs took most of the processor in this run: its times, and ratios of them, say little; counts of "
+    "calls and memory hold."
 )
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 
