@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -408,3 +409,19 @@ def test_what_is_passed_over_is_not_even_read(layout: Layout, ranges: list[tuple
     ]
     assert sorted(found) == sorted(expected)
     assert set(dataset.reads.nonzero().flatten().tolist()) == set(expected)
+
+
+def test_the_order_of_an_epoch_is_freed_before_that_of_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+    make = TrainLoader.order
+
+    def observed(loader: TrainLoader, epoch: int) -> torch.Tensor:
+        assert not [order for order in alive if order() is not None]
+        order = make(loader, epoch)
+        alive.append(weakref.ref(order))
+        return order
+
+    monkeypatch.setattr(TrainLoader, "order", observed)
+    loader = TrainLoader(Counting(6), Layout(2), LoaderConfig(stack, SEED))
+    assert len([*loader.micro_batches(0, 2, 8)]) == 8
+    assert len(alive) == 3

@@ -307,3 +307,17 @@ def test_mixing_tells_its_arguments_apart() -> None:
     low = np.bincount([mix(1, 2, c) % 16 for c in range(16_000)])
     assert low.min() > 850  # 1000 each, give or take five standard deviations
     assert low.max() < 1150
+
+
+@pytest.mark.parametrize("length", [1, 1000, 100_003])
+def test_a_permutation_takes_four_bytes_a_sample_and_is_that_of_randperm(length: int) -> None:
+    expected = torch.randperm(length, generator=torch.Generator().manual_seed(mix(3, 1)))
+    order = permutation(length, 3, 1)
+    assert order.tolist() == expected.tolist()
+    assert order.untyped_storage().nbytes() == 4 * length
+
+
+def test_the_order_of_an_evaluation_is_made_as_it_is_read() -> None:
+    """All indices of so many samples would take 8 TB."""
+    plan = evaluation_slots(10**12, Layout(batch_size=4, readers=2, reader=1))
+    assert [slot.indices for slot in itertools.islice(plan, 2)] == [[4, 5, 6, 7], [12, 13, 14, 15]]

@@ -183,10 +183,14 @@ class TrainLoader:
                 yield from _counted(fetched)
                 fetched = []
 
+    def order(self, epoch: int) -> torch.Tensor:
+        """Return the dataset indices of an epoch in their order."""
+        return permutation(len(self.dataset), self.reading.seed, epoch, self.lengths)[: self.epoch_length]
+
     def _slots(self, epoch: int, position: int, steps: int) -> Iterator[BatchIndices]:
         while steps > 0:
-            order = permutation(len(self.dataset), self.reading.seed, epoch, self.lengths)[: self.epoch_length]
-            for slot in slots(order, epoch, position, self.layout, ranges(self.passed_over, epoch)):
+            # No name holds the order: the one before is freed when the next is made.
+            for slot in slots(self.order(epoch), epoch, position, self.layout, ranges(self.passed_over, epoch)):
                 yield slot
                 steps -= slot.is_last
                 if steps == 0:
