@@ -10,12 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainer_kit.config.checkpointing_options import CheckpointingOptions
 from trainer_kit.utils.module_patterns import outermost_matches, prefixes
@@ -178,33 +173,49 @@ class _CheckpointedForward(_ReplacedForward):
 
     def __init__(self, module: nn.Module, policy: str) -> None:
         super().__init__(module)
-        self._policy = policy
+        self._selective = policy == "save_matmuls"
         self._changed: dict[bool, list[tuple[nn.Module, str]]] = {}  # buffers that a pass changes, by training mode
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         function = functools.partial(self.forward, **kwargs) if kwargs else self.forward
-        contexts = noop_context_fn
-        if self._policy == "save_matmuls":
-            contexts = functools.partial(create_selective_checkpoint_contexts, _keep_matmuls)
-        if torch.compiler.is_compiling():  # a compiled graph changes buffers once
-            return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+        if torch.compiler.is_compiling():  # a compiled graph changes buffers once, and knows only torch's own contexts
+            if not self._selective:
+                return checkpoint(function, *args, use_reentrant=False)
+            selective = functools.partial(create_selective_checkpoint_contexts, _keep_matmuls)
+            return checkpoint(function, *args, use_reentrant=False, context_fn=selective)
         is_training = self.module.training
         changed = self._changed.get(is_training)
         buffers = [_Buffer(*place) for place in (_buffers(self.module) if changed is None else changed)]
-        if not buffers:
-            return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
-
-        def with_buffers() -> tuple[Any, Any]:
-            forward, backward = contexts()  # type: ignore[no-untyped-call]
-            return forward, _Recomputation(backward, buffers)
-
-        output = checkpoint(function, *args, use_reentrant=False, context_fn=with_buffers)
+        contexts = functools.partial(_contexts, self.module, buffers, self._selective)
+        output = checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
         if changed is None:
             buffers[:] = [each for each in buffers if each.is_changed]
             self._changed[is_training] = [(each.owner, each.name) for each in buffers]
         return output
+
+
+def _contexts(
+    module: nn.Module, buffers: list[_Buffer], selective: bool
+) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+    """Return the contexts of a module's forward pass and of its recomputation."""
+    if not selective:
+        return contextlib.nullcontext(), _Recomputation(module, contextlib.nullcontext(), buffers)
+    forward, again = create_selective_checkpoint_contexts(_keep_matmuls)
+    return _without_cast_cache(forward), _Recomputation(module, again, buffers)
+
+
+@contextlib.contextmanager
+def _without_cast_cache(context: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter a context without autocast's cache: a recomputation would not find the cast of a weight used before."""
+    is_enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with context:
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(is_enabled)
 
 
 class _Buffer:
@@ -232,29 +243,37 @@ class _Buffer:
 
 
 class _Recomputation:
-    """Context of a recomputation, which may be entered once for each backward pass.
+    """Context of a recomputation, entered once for each backward pass.
 
     Args:
+        module: Module that is recomputed.
         context: Context that the policy needs.
         buffers: Buffers that the forward pass changes.
     """
 
-    def __init__(self, context: contextlib.AbstractContextManager[Any], buffers: list[_Buffer]) -> None:
-        self.buffers = buffers
-        self._context = context
+    def __init__(
+        self, module: nn.Module, context: contextlib.AbstractContextManager[Any], buffers: list[_Buffer]
+    ) -> None:
+        self._module, self._context, self._buffers = module, context, buffers
         self._present: list[torch.Tensor | None] = []
 
     def __enter__(self) -> None:
-        self._present = [each.owner._buffers[each.name] for each in self.buffers]
-        for each in self.buffers:
+        self._present = [each.owner._buffers[each.name] for each in self._buffers]
+        for each in self._buffers:
             each.owner._buffers[each.name] = each.value.clone()
         self._context.__enter__()
 
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
-        for each, tensor in zip(self.buffers, self._present, strict=True):
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._context.__exit__(kind, error, trace)
+        for each, tensor in zip(self._buffers, self._present, strict=True):
             each.owner._buffers[each.name] = tensor
         self._present = []
+        if "has been mutated" in str(error):
+            raise ValueError(
+                "gradient_checkpointing with policy='save_matmuls' keeps a result that a "
+                f"{model_class(self._module).__name__} changes in place, such as by ReLU(inplace=True); use "
+                "inplace=False there, or policy='all'"
+            ) from error
 
 
 def _buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
