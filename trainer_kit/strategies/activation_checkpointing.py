@@ -33,17 +33,17 @@ _SLOW = {
 }  # fmt: skip
 """Operators whose results the policy "save_matmuls" keeps."""
 
+_OWN = ("activation_checkpointing", "gradient_checkpointing")
+"""Prefixes of transformers' methods: transformers 5 renamed them."""
+
 _observers: list[Callable[[Any], None]] = []
 
 
 def enable_own_checkpointing(model: nn.Module) -> bool:
-    """Enable a model's own activation checkpointing; return False if it has none.
-
-    transformers 5 renamed the method.
-    """
+    """Enable a model's own activation checkpointing; return False if it has none."""
     if not getattr(model, "supports_gradient_checkpointing", True):  # transformers' answer for such models
         return False
-    for name in ("activation_checkpointing", "gradient_checkpointing"):
+    for name in _OWN:
         if enable := getattr(model, f"{name}_enable", None):
             keyword, takes = f"{name}_kwargs", inspect.signature(enable).parameters
             enable(**({keyword: {"use_reentrant": False}} if keyword in takes else {}))
@@ -62,14 +62,20 @@ def checkpoint_modules(model: nn.Module, options: CheckpointingOptions) -> None:
         ValueError: If no module is found.
     """
     restore_modules(model)
-    if getattr(model, "is_gradient_checkpointing", False):  # its own, enabled before
-        disable: Any = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
-        disable()
+    _disable_own_checkpointing(model)
     for module in _chosen(model, options):
         module.forward = _CheckpointedForward(module, options.policy)
     for module in model.modules():
         if is_transformers_model(module) and "use_cache" in inspect.signature(module.forward).parameters:
             module.forward = _ForwardWithoutCache(module)
+
+
+def _disable_own_checkpointing(model: nn.Module) -> None:
+    for name in _OWN:
+        if disable := getattr(model, f"{name}_disable", None):
+            if getattr(model, f"is_{name}", False):
+                disable()
+            return
 
 
 def restore_modules(model: nn.Module) -> None:
@@ -109,7 +115,9 @@ def _matched(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
         matches = outermost_matches(model, pattern, _has_forward)
         if not matches:
             blocks = {id(block) for block in repeated_blocks(model)}
-            examples = {type(each).__name__: name for name, each in model.named_modules() if id(each) in blocks}
+            examples = {
+                type(each).__name__: name for name, each in reversed([*model.named_modules()]) if id(each) in blocks
+            }
             such_as = f", such as {join_names(f'{name!r} ({kind})' for kind, name in examples.items())}"
             raise ValueError(
                 f"gradient_checkpointing: {pattern!r} matches no module with a forward pass inside "
