@@ -190,7 +190,7 @@ def test_bad_input_gets_one_sentence(tmp_path: Path) -> None:
     assert "model is a int" in refused(tmp_path, model=3)
     assert "compute_loss returned" in refused(tmp_path, compute_loss=lambda model, batch: None)
     assert "pad_to_multiple_of=8 needs a tokenizer" in refused(tmp_path, args={"pad_to_multiple_of": 8})
-    assert "gradient_checkpointing_enable" in refused(tmp_path, args={"gradient_checkpointing": True})
+    assert "finds no block that Linear repeats" in refused(tmp_path, args={"gradient_checkpointing": True})
     frozen = Linear().requires_grad_(False)
     assert "no parameter that requires a gradient" in refused(tmp_path, model=frozen)
 

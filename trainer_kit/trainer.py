@@ -231,6 +231,7 @@ class Trainer:
         at_end.callback(checkpoints.release_folder)
         run.strategy.defer_gradient_sync(self.args.auto_find_batch_size)
         self._prepare()
+        at_end.callback(run.strategy.restore_activations, run.model)
         if resume is None and self._loop is None:
             resume = run.strategy.session.restarts > 0
         self._loop = set_up_training(self._evaluation(), checkpoints, self.optimizer, self.lr_scheduler, resume)

@@ -43,6 +43,9 @@ def test_a_step_that_does_not_fit(model_and_batch: tuple[nn.Module, Any]) -> Non
     assert smaller.changes == {"per_device_train_batch_size": 512, "gradient_accumulation_steps": 2}
     again = TrainingArguments(use_cpu=True, gradient_checkpointing=True)
     assert by_name["gradient_checkpointing=True"].peak == estimate(model, again, batch).peak
+    selective = by_name["gradient_checkpointing={'policy': 'save_matmuls'}"]
+    assert selective.changes == {"gradient_checkpointing": {"policy": "save_matmuls"}}
+    assert selective.peak > by_name["gradient_checkpointing=True"].peak
     assert "mixed_precision='bf16'" in by_name
     assert "optim='adamw_8bit'" in by_name
     assert "the first half of the parameters frozen" in by_name

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from kit.sized_models import MODELS, bert, freeze_half, gpt2, perceptron, resnet, without_onednn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from trainer_kit import Precision, SingleDevice, TrainingArguments
 from trainer_kit.loss.loss import call
-from trainer_kit.memory import estimate, measure
+from trainer_kit.memory import Anatomy, estimate, measure
 from trainer_kit.memory.measuring import peak_on_cpu
 from trainer_kit.memory.step import Step
 from trainer_kit.optim import make_optimizer
@@ -450,3 +451,36 @@ def test_inference_needs_neither_a_loss_nor_something_to_train() -> None:
     found = estimate(model, arguments(), torch.randn(4, 8), inference=True)
     assert found.peak == 4 * (8 * 8 + 8) + 2 * 4 * 4 * 8
     assert found.model_flops == 2 * 4 * 8 * 8
+
+
+def repeated(setting: Any) -> tuple[Anatomy, Anatomy]:
+    """The estimate and the measurement of a GPT-2 with 4 blocks and 512 tokens."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=4, n_head=2, n_embd=64, vocab_size=100, n_positions=128, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    config.loss_type = "ForCausalLM"
+    model, ids = GPT2LMHeadModel(config), torch.randint(0, 100, (4, 128))
+    batch, args = {"input_ids": ids, "labels": ids}, arguments(gradient_checkpointing=setting)
+    return estimate(model, args, batch), measure(model, args, batch)
+
+
+def test_each_policy_of_checkpointing_keeps_what_it_says() -> None:
+    tokens, width = 4 * 128, 64
+    settings: list[Any] = [False, {"policy": "save_matmuls"}, {"every": 2}, True]
+    found = [repeated(setting) for setting in settings]
+    for estimated, measured in found:
+        assert estimated.peak == pytest.approx(measured.peak, rel=0.01)
+        assert estimated.nbytes("activations") == measured.nbytes("activations")
+    without, selective, second, everything = (estimated for estimated, _ in found)
+    assert without.peak > second.peak > everything.peak
+    assert without.peak > selective.peak > everything.peak
+    # At the peak, the last block is computed again. The three before it keep the results of four products (3, 1, 4 and
+    # 1 times the width), and of the attention, with a number for each row and head.
+    kept = 3 * 4 * tokens * (9 * width + width + 2)
+    assert selective.nbytes("activations") - everything.nbytes("activations") == pytest.approx(kept, rel=0.2)
+    # Three of the four products and an attention over 128 tokens; the backward pass does not need the last result.
+    block = tokens * (2 * 8 * width**2 + 4 * 128 * width)
+    again = [each.recomputed_flops - without.recomputed_flops for each in (selective, second, everything)]
+    assert again == [0, 2 * block, 4 * block]

@@ -269,7 +269,7 @@ PROBLEMS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "schedule": (lambda: {"lr_scheduler_kwargs": {"power": 2}}, "lr_scheduler_kwargs has 'power'"),
     "columns": (lambda: {"data_collator": short_of_columns}, "the batch has the column y, which Net.forward does not"),
-    "no checkpointing": (lambda: {"gradient_checkpointing": True}, "Net has no gradient_checkpointing_enable()"),
+    "no checkpointing": (lambda: {"gradient_checkpointing": True}, "finds no block that Net repeats"),
     "data": (
         lambda: {"train": unreadable()},
         "the first batches cannot be read: DataError: the dataset raised at index",

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from trainer_kit.config import environment
+from trainer_kit.config.checkpointing_options import CheckpointingOptions
 from trainer_kit.config.compile_options import CompileOptions
 from trainer_kit.config.optimizer_options import optimizer_options, parse_options
-from trainer_kit.config.validation import Rule, check_names, check_values, load_fields, save_fields
+from trainer_kit.config.validation import Rule, check_names, check_values, load_fields, read_options, save_fields
 from trainer_kit.utils.units import parse_size
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ _REMEDIES = {
     "ddp_backend": "the device decides: gloo on CPUs, nccl on NVIDIA GPUs",
     "torch_compile_backend": "use torch_compile={'backend': ...}",
     "torch_compile_mode": "use torch_compile={'mode': ...}",
+    "gradient_checkpointing_kwargs": "checkpointing is never reentrant; use gradient_checkpointing={'policy': ...}",
     "ddp_broadcast_buffers": "buffers are always broadcast, after each step",
 }
 
@@ -161,7 +163,10 @@ class TrainingArguments:
         torch_compile: Whether to compile the model with `torch.compile`, or a dict of its options: "mode", "backend",
             "dynamic" and "fullgraph". With "regional": True, only the blocks that the model repeats are compiled, and
             their code once, so that training starts sooner. See `CompileOptions`.
-        gradient_checkpointing: Whether to recompute activations in the backward pass, to save memory.
+        gradient_checkpointing: Whether to recompute activations in the backward pass, to save memory, or a dict of
+            options: "modules" (patterns of names), "every" (of so many modules one recomputes) and "policy" ("all", or
+            "save_matmuls" to keep what is slow to compute). See `CheckpointingOptions`. Without options, a model that
+            has `gradient_checkpointing_enable` recomputes as that method does it, another one in its repeated blocks.
         chunked_cross_entropy: Whether a causal language model of transformers computes its logits and its loss in
             chunks of tokens, to save memory. Loss and gradients are the same up to rounding. Not with `compute_loss`.
         logging_strategy: When to log a record: every `logging_steps` ("steps"), after each "epoch" and at the end, or
@@ -245,7 +250,7 @@ class TrainingArguments:
     channels_last: bool = False
     seed: _Seed = 42
     torch_compile: bool | dict[str, Any] = False
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | dict[str, Any] = False
     chunked_cross_entropy: bool = False
     logging_strategy: Literal["steps", "epoch", "no"] = "steps"
     logging_steps: _Count = 50
@@ -309,6 +314,7 @@ class TrainingArguments:
             )
         optimizer_options(self.optim, self.optim_args)
         CompileOptions.read(self.torch_compile)
+        read_options(CheckpointingOptions, "gradient_checkpointing", self.gradient_checkpointing)
         if self.strategy == "xla" and self.use_cpu:
             raise ValueError("strategy='xla' and use_cpu=True contradict each other; set one of them")
         if self.pad_to_lengths is not None and self.pad_to_multiple_of is not None:
@@ -340,6 +346,13 @@ class TrainingArguments:
         self.output_dir = os.path.abspath(self.output_dir)
         if self.logging_dir is not None:
             self.logging_dir = os.path.abspath(self.logging_dir)
+
+    @property
+    def checkpointing_options(self) -> CheckpointingOptions | None:
+        """Options of activation checkpointing; None if it is off."""
+        if self.gradient_checkpointing is False:
+            return None
+        return read_options(CheckpointingOptions, "gradient_checkpointing", self.gradient_checkpointing)
 
     @property
     def eval_batch_size(self) -> int:

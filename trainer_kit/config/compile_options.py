@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from trainer_kit.config.validation import Rule, check_values
+from trainer_kit.config.validation import Rule, check_values, read_options
 
 _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
@@ -49,15 +49,7 @@ class CompileOptions:
             TypeError: If a key is unknown, or a value has the wrong type.
             ValueError: If a value is not allowed.
         """
-        given = {} if isinstance(setting, bool) else dict(setting)
-        keys = [field.name for field in dataclasses.fields(cls)]
-        for key in given:
-            if key not in keys:
-                raise TypeError(f"torch_compile={given!r} has the unknown key {key!r}; use {', '.join(keys)}")
-        try:
-            return cls(**given)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"torch_compile={given!r}: {error}") from None
+        return read_options(cls, "torch_compile", setting)
 
     def for_torch(self) -> dict[str, Any]:
         """Return the keyword arguments of `torch.compile`."""

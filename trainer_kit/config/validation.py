@@ -13,7 +13,23 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Options = TypeVar("Options", bound="DataclassInstance")
 
 
 class Rule(NamedTuple):
@@ -49,6 +65,29 @@ def check_names(
         if name not in known:
             nearest = synonyms.get(name) or difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
             raise TypeError(f"{cls.__name__} has no field {name!r}; the nearest known name is {nearest!r}")
+
+
+def read_options(cls: type[Options], field: str, setting: bool | Mapping[str, Any]) -> Options:
+    """Return the options that a field gives, which is a bool or a dict of them.
+
+    Args:
+        cls: Dataclass of the options, which checks its values when it is made.
+        field: Name of the field.
+        setting: Value of the field; True and False give the defaults.
+
+    Raises:
+        TypeError: If a key is unknown, or a value has the wrong type; the message begins with the field.
+        ValueError: If a value is not allowed; the message begins with the field.
+    """
+    given = {} if isinstance(setting, bool) else dict(setting)
+    keys = [each.name for each in dataclasses.fields(cls)]
+    for key in given:
+        if key not in keys:
+            raise TypeError(f"{field}={given!r} has the unknown key {key!r}; use {', '.join(keys)}")
+    try:
+        return cls(**given)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{field}={given!r}: {error}") from None
 
 
 def check_values(instance: Any) -> None:

@@ -48,8 +48,8 @@ def set_up_training(
         ValueError: If the user's optimizer or scheduler does not fit the model or the arguments.
     """
     run, args, events, loss = evaluation.run, evaluation.run.args, evaluation.events, evaluation.probe.loss
-    if args.gradient_checkpointing:
-        run.strategy.enable_activation_checkpointing(run.model)
+    if (options := args.checkpointing_options) is not None:
+        run.strategy.enable_activation_checkpointing(run.model, options)
     if args.torch_compile is not False:
         run.strategy.compile(run.model, CompileOptions.read(args.torch_compile))
     run.model.train()

@@ -292,21 +292,24 @@ def _other_arguments(
     args: TrainingArguments, optimizer: torch.optim.Optimizer | None, tried: Callable[..., Option | None], peak: int
 ) -> list[Option]:
     """Try each argument alone, and the combination to which each adds a saving."""
-    changes: dict[str, Any] = {}
+    changes: list[dict[str, Any]] = []
     if args.mixed_precision == "no":
-        changes["mixed_precision"] = "bf16"
+        changes.append({"mixed_precision": "bf16"})
     if args.optim == "adamw_torch" and optimizer is None:
-        changes["optim"] = "adamw_8bit"
-    if not args.gradient_checkpointing:
-        changes["gradient_checkpointing"] = True
+        changes.append({"optim": "adamw_8bit"})
+    if args.gradient_checkpointing is False:
+        changes += [{"gradient_checkpointing": True}, {"gradient_checkpointing": {"policy": "save_matmuls"}}]
     if not args.chunked_cross_entropy:
-        changes["chunked_cross_entropy"] = True
-    found = [option for name, value in changes.items() if (option := tried({name: value})) is not None]
+        changes.append({"chunked_cross_entropy": True})
+    found = [option for change in changes if (option := tried(change)) is not None]
     found.sort(key=lambda option: option.peak)
     together = None
     for option in found:
-        names = {*option.changes, *(together.changes if together else ())}
-        more = option if together is None else tried({name: changes[name] for name in changes if name in names})
+        if together is not None and together.changes.keys() & option.changes.keys():
+            continue
+        both = {**option.changes, **(together.changes if together else {})}
+        order = [name for change in changes for name in change]
+        more = option if together is None else tried({name: both[name] for name in sorted(both, key=order.index)})
         if more is not None and more.peak < (peak if together is None else together.peak):
             together = more
     return found if together is None else [*found, together]

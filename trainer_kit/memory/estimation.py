@@ -113,8 +113,8 @@ def _simulate(
         strategy = _Pretended(is_cuda, Precision(mode))
         strategy.setup()
         copied = fakes.copy(model).train()
-        if args.gradient_checkpointing and not inference:
-            strategy.enable_activation_checkpointing(copied)
+        if (options := args.checkpointing_options) is not None and not inference:
+            strategy.enable_activation_checkpointing(copied, options)
         if is_cuda:
             stack.enter_context(cuda.AsOnCuda())
         stack.enter_context(fakes.computing())

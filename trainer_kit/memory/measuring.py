@@ -75,8 +75,8 @@ def measure(
     with generators_kept(strategy.device):
         strategy.setup()
         copied = strategy.prepare(copied).train()
-        if args.gradient_checkpointing and not inference:
-            strategy.enable_activation_checkpointing(copied)
+        if (options := args.checkpointing_options) is not None and not inference:
+            strategy.enable_activation_checkpointing(copied, options)
         step: Step | Inference
         if inference:
             step = Inference(copied, strategy.to_device(batch), compute_loss, strategy)

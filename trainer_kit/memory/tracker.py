@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from trainer_kit.memory.sharding import Sharding
+from trainer_kit.strategies.activation_checkpointing import watching_kept_results
+from trainer_kit.utils.pytree import tensors
 
 Hidden = Callable[[Any, Any, Any], int]
 """Returns the bytes that an operator holds internally, from the operator, its arguments and its result."""
@@ -90,7 +92,8 @@ class Tracker(TorchDispatchMode):
     def following(self) -> Iterator[None]:
         """Enter the context of a step: tensors that autograd saves for the backward pass are activations."""
         self._events.append((self._gathered, 1))
-        with self, torch.autograd.graph.saved_tensors_hooks(self._saved, lambda tensor: tensor):
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._saved, lambda tensor: tensor)
+        with self, hooks, watching_kept_results(lambda result: self.mark("activations", tensors(result))):
             yield
 
     def begin_update(self) -> None:

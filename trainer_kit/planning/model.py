@@ -50,8 +50,8 @@ def try_step(run: Run, batch: Any, compute_loss: ComputeLoss | None) -> Trial:
     fakes, strategy = Fakes(), run.strategy
     try:
         model = fakes.copy(run.model)
-        if run.args.gradient_checkpointing:
-            strategy.enable_activation_checkpointing(model)
+        if (options := run.args.checkpointing_options) is not None:
+            strategy.enable_activation_checkpointing(model, options)
         loss, shapes = Loss(model, model, compute_loss, run.args.chunked_cross_entropy), fakes.batch(batch)
         with fakes.computing():
             missed = _without_gradient(loss, shapes, Stage(strategy, None, torch.device("cpu")))
@@ -61,8 +61,8 @@ def try_step(run: Run, batch: Any, compute_loss: ComputeLoss | None) -> Trial:
             return Trial(None, error, is_real=False)
     try:
         model = copy.deepcopy(run.model)
-        if run.args.gradient_checkpointing:
-            strategy.enable_activation_checkpointing(model)
+        if (options := run.args.checkpointing_options) is not None:
+            strategy.enable_activation_checkpointing(model, options)
         loss, batch = Loss(model, model, compute_loss, run.args.chunked_cross_entropy), strategy.to_device(batch)
         LossProbe(loss, strategy).detect_label_shift(batch)  # reports errors in the batch's columns
         return Trial(_without_gradient(loss, batch, strategy), None, is_real=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -11,7 +10,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from trainer_kit.config.checkpointing_options import CheckpointingOptions
 from trainer_kit.config.compile_options import CompileOptions
+from trainer_kit.strategies.activation_checkpointing import (
+    checkpoint_modules,
+    enable_own_checkpointing,
+    restore_modules,
+)
 from trainer_kit.strategies.batch_shapes import ShapeLedger
 from trainer_kit.strategies.collectives import Collectives
 from trainer_kit.strategies.compilation import compile_model
@@ -163,21 +168,26 @@ class Strategy:
             warn(f"channels_last=True, but {model_class(model).__name__} has no weight of 4 or 5 dimensions: remove it")
         return model
 
-    def enable_activation_checkpointing(self, model: torch.nn.Module) -> None:
-        """Enable the model's own activation checkpointing (transformers 5 renamed the method).
+    def enable_activation_checkpointing(
+        self, model: torch.nn.Module, options: CheckpointingOptions | None = None
+    ) -> None:
+        """Let a model recompute activations in the backward pass: by its own method, or as the options say.
+
+        Args:
+            model: The user's model.
+            options: Which modules recompute which activations. None, or the default ones: as the model's own
+                `gradient_checkpointing_enable` does it, if it has that method.
 
         Raises:
-            ValueError: If the model has no such method.
+            ValueError: If no module is found.
         """
-        for name in ("activation_checkpointing", "gradient_checkpointing"):
-            if enable := getattr(model, f"{name}_enable", None):
-                keyword, takes = f"{name}_kwargs", inspect.signature(enable).parameters
-                enable(**({keyword: {"use_reentrant": False}} if keyword in takes else {}))
-                return
-        raise ValueError(
-            f"gradient_checkpointing=True, but {model_class(model).__name__} has no gradient_checkpointing_enable(); "
-            "use torch.utils.checkpoint in its forward"
-        )
+        options = CheckpointingOptions() if options is None else options
+        if not options.are_default or not enable_own_checkpointing(model):
+            checkpoint_modules(model, options)
+
+    def restore_activations(self, model: torch.nn.Module) -> None:
+        """Undo `enable_activation_checkpointing`, except for a model's own method."""
+        restore_modules(model)
 
     def compile(self, model: torch.nn.Module, options: CompileOptions) -> None:
         """Compile the model by torch.compile at its first call.

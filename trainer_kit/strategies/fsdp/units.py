@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from trainer_kit.utils.module_patterns import outermost_matches, prefixes
 from trainer_kit.utils.repeated_blocks import can_be_block, repeated_blocks
 from trainer_kit.utils.units import format_size, join_names
 
@@ -141,11 +141,7 @@ def _input_embedding(model: nn.Module) -> nn.Module | None:
 
 def _matched(model: nn.Module, pattern: str) -> list[nn.Module]:
     """Return the outermost modules whose name or class name matches the pattern."""
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        is_match = fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(type(module).__name__, pattern)
-        if name and is_match and can_be_block(module) and not any(outer in found for outer in _prefixes(name)):
-            found[name] = module
+    found = outermost_matches(model, pattern, can_be_block)
     if not found:
         raise ValueError(
             f"units: {pattern!r} matches no module with parameters and a forward pass inside "
@@ -180,15 +176,9 @@ def _places(model: nn.Module, units: Collection[nn.Module]) -> dict[nn.Parameter
     modules = dict(model.named_modules(remove_duplicate=False))
     places: dict[nn.Parameter, dict[nn.Module, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        unit = next((modules[outer] for outer in _prefixes(name) if modules[outer] in units), model)
+        unit = next((modules[outer] for outer in prefixes(name) if modules[outer] in units), model)
         places.setdefault(parameter, {}).setdefault(unit, name)
     return places
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    """Yield the names of the modules around this name, innermost first, without the root's."""
-    while name := name.rpartition(".")[0]:
-        yield name
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:

@@ -14,7 +14,9 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer_kit.config import environment
+from trainer_kit.config.checkpointing_options import CheckpointingOptions
 from trainer_kit.config.compile_options import CompileOptions
+from trainer_kit.strategies.activation_checkpointing import enable_own_checkpointing
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.process_group import ProcessGroup
@@ -192,8 +194,14 @@ class XLA(Strategy):
         model._backward_hooks.popitem()  # its barrier takes only tuples of tensors, and warns of other outputs
         return wrapped
 
-    def enable_activation_checkpointing(self, model: torch.nn.Module) -> None:
-        super().enable_activation_checkpointing(model)
+    def enable_activation_checkpointing(
+        self, model: torch.nn.Module, options: CheckpointingOptions | None = None
+    ) -> None:
+        if (options is not None and not options.are_default) or not enable_own_checkpointing(model):
+            raise ValueError(
+                "gradient_checkpointing needs a model that has gradient_checkpointing_enable() on XLA, and takes no "
+                "options there; use gradient_checkpointing=True with a transformers model, or False"
+            )
         # torch's own function ignores XLA's generator, and the compiler would remove the recomputation.
         recompute = _module("torch_xla.utils.checkpoint").checkpoint
         for module in model.modules():
