@@ -30,6 +30,7 @@ from trainer_kit.loss.probe import LossProbe
 from trainer_kit.profiling.time_ledger import Ledger
 from trainer_kit.run import Run, TrainOutput
 from trainer_kit.state import Requests, TrainState
+from trainer_kit.strategies.activation_checkpointing import restore_modules
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.select import choose_strategy
 from trainer_kit.utils.overrides import check_attribute, check_class, check_lightning_module
@@ -231,7 +232,7 @@ class Trainer:
         at_end.callback(checkpoints.release_folder)
         run.strategy.defer_gradient_sync(self.args.auto_find_batch_size)
         self._prepare()
-        at_end.callback(run.strategy.restore_activations, run.model)
+        at_end.callback(restore_modules, run.model)
         if resume is None and self._loop is None:
             resume = run.strategy.session.restarts > 0
         self._loop = set_up_training(self._evaluation(), checkpoints, self.optimizer, self.lr_scheduler, resume)

@@ -12,11 +12,7 @@ import torch
 
 from trainer_kit.config.checkpointing_options import CheckpointingOptions
 from trainer_kit.config.compile_options import CompileOptions
-from trainer_kit.strategies.activation_checkpointing import (
-    checkpoint_modules,
-    enable_own_checkpointing,
-    restore_modules,
-)
+from trainer_kit.strategies.activation_checkpointing import checkpoint_modules, enable_own_checkpointing
 from trainer_kit.strategies.batch_shapes import ShapeLedger
 from trainer_kit.strategies.collectives import Collectives
 from trainer_kit.strategies.compilation import compile_model
@@ -184,10 +180,6 @@ class Strategy:
         options = CheckpointingOptions() if options is None else options
         if not options.are_default or not enable_own_checkpointing(model):
             checkpoint_modules(model, options)
-
-    def restore_activations(self, model: torch.nn.Module) -> None:
-        """Undo `enable_activation_checkpointing`, except for a model's own method."""
-        restore_modules(model)
 
     def compile(self, model: torch.nn.Module, options: CompileOptions) -> None:
         """Compile the model by torch.compile at its first call.
