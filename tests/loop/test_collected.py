@@ -58,3 +58,24 @@ def test_nothing_is_none() -> None:
     collected = Collected()
     collected.add(torch.ones(2, 1), None)
     assert collected.arrays(Strategy(), everywhere=True)[1] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_in_dicts_is_widened(dtype: torch.dtype) -> None:
+    collected = Collected()
+    logits = torch.tensor([[1.5, -2.0]], dtype=dtype)
+    collected.add({"logits": logits, "parts": [logits, (logits, 3)]}, None)
+    (found,), _ = collected.arrays(Strategy(), everywhere=True)
+    assert type(found["parts"][1]) is tuple
+    for array in (found["logits"], found["parts"][0], found["parts"][1][0]):
+        assert array.dtype == np.float32
+        assert array.tolist() == [[1.5, -2.0]]
+
+
+def test_batches_may_differ_in_dtype() -> None:
+    collected = Collected()
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        collected.add(torch.ones(1, 2, dtype=dtype), torch.ones(1, dtype=dtype))
+    for array in collected.arrays(Strategy(), everywhere=True):
+        assert array.dtype == np.float32
+        assert array.sum() == array.size

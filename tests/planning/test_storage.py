@@ -64,6 +64,9 @@ def test_a_checkpoint_is_as_large_as_planned(tmp_path: Path, optim: str) -> None
     assert storage.parts["weights"] == weights
     averages = trainer.events.callbacks[0].state_dict()["averages"]
     assert storage.parts["callbacks"] == sum(each.nbytes for each in averages.values())
+    again = trainer.plan().storage
+    assert again is not None
+    assert again.parts["callbacks"] == storage.parts["callbacks"]
 
 
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [

@@ -241,6 +241,36 @@ def test_a_backward_pass_may_be_repeated() -> None:
     assert_same_bits(dict(model.named_buffers()), dict(wanted.named_buffers()))
 
 
+class LateBuffer(nn.Module):
+    """Changes a buffer from the third pass on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        if self.count > 2:
+            self.scale.mul_(1.1)
+        return torch.tanh(self.layer(x)) * self.scale
+
+
+def test_a_buffer_that_changes_later_changes_once() -> None:
+    found = []
+    for is_checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(LateBuffer(), LateBuffer())
+        if is_checkpointed:
+            checkpoint_modules(model, CheckpointingOptions())
+        for _ in range(4):
+            model(torch.ones(2, 4)).sum().backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        found.append(dict(model.named_buffers()) | gradients)
+    assert_same_bits(found[1], found[0])
+
+
 class Shared(nn.Module):
     def __init__(self) -> None:
         super().__init__()

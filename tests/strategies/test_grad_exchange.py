@@ -102,6 +102,35 @@ def test_a_rank_that_runs_out_of_memory_ends_the_exchange(tmp_path: Path, when: 
     assert all(map(torch.equal, one[0][1], one[1][1]))
 
 
+def train_after_a_failure(folder: str, fails: bool) -> Any:
+    """Train a model again whose first training failed in a backward pass, and whose Trainer still lives."""
+    model, kept = Deep(), []
+    strategy = DDP(device="cpu")
+    if fails:
+        handle = model.layers[6].weight.register_hook(refuse_to_go_on)
+        kept.append(Trainer(model, quiet(folder, auto_find_batch_size=True), samples(), strategy=DDP(device="cpu")))
+        with pytest.raises(KeyError):
+            kept[0].train()
+        handle.remove()
+        model.zero_grad()
+    for _ in range(2):
+        kept.append(Trainer(model, quiet(folder, auto_find_batch_size=True), samples(), strategy=strategy))
+        kept[-1].train()
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+def refuse_to_go_on(_: Any) -> None:
+    raise KeyError("an error of the user")
+
+
+def test_a_training_after_a_failed_one_has_its_own_gradients(tmp_path: Path) -> None:
+    found = on_ranks(2, train_after_a_failure, str(tmp_path / "found"), True)
+    expected = on_ranks(2, train_after_a_failure, str(tmp_path / "expected"), False)
+    for one, other in zip(found, expected, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
 def sends(folder: str) -> list[str]:
     """Return the order of a step's collectives and of the gradient of the first layer, the last to be computed."""
     events, model, all_reduce = list[str](), Deep(), dist.all_reduce

@@ -82,12 +82,24 @@ def test_generators_are_kept_after_an_error() -> None:
     assert draws() == expected
 
 
-def test_another_generator_of_numpy_is_kept() -> None:
-    usual = np.random.get_bit_generator()
-    np.random.set_bit_generator(np.random.PCG64(3))
+@pytest.mark.parametrize("outside", [np.random.MT19937, np.random.PCG64])
+@pytest.mark.parametrize("inside", [None, np.random.MT19937, np.random.PCG64])
+@pytest.mark.parametrize("normals", [0, 1])
+def test_another_generator_of_numpy_is_kept(outside: type, inside: type | None, normals: int) -> None:
+    usual, other = np.random.get_bit_generator(), None if inside is None else inside(5)
+    np.random.set_bit_generator(outside(3))
     try:
+        np.random.standard_normal(normals)
+        expected = np.random.standard_normal(3).tolist()
+        np.random.set_bit_generator(outside(3))
+        np.random.standard_normal(normals)
         with generators_kept(torch.device("cpu")):
-            first = np.random.rand(3).tolist()
-        assert np.random.rand(3).tolist() == first
+            if other is not None:
+                np.random.set_bit_generator(other)
+                before = repr(other.state)
+            else:
+                np.random.rand(3)
+        assert other is None or repr(other.state) == before
+        assert np.random.standard_normal(3).tolist() == expected
     finally:
         np.random.set_bit_generator(usual)

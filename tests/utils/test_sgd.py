@@ -44,3 +44,17 @@ def test_a_first_step_that_overflows_leaves_no_momentum() -> None:
         momentum = optimizer.state[parameter]["momentum_buffer"]
         assert torch.equal(momentum, torch.full((100,), 0.0 if overflow else 2.0))
     assert torch.equal(parameter.detach(), torch.ones(100).sub(2.0, alpha=0.1))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_sparse_gradient_is_taken_as_by_torch(momentum: float) -> None:
+    found = []
+    for kind, fused in ((SGD, True), (torch.optim.SGD, False)):
+        table = nn.Parameter(torch.ones(6, 2))
+        optimizer: Any = kind([table], lr=0.1, momentum=momentum, fused=fused)
+        for rows in ([0, 1], [1, 5, 5]):
+            table.grad = None
+            nn.functional.embedding(torch.tensor(rows), table, sparse=True).square().sum().backward()
+            optimizer.step()
+        found.append(table.detach())
+    assert torch.equal(*found)

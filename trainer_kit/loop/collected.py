@@ -72,7 +72,9 @@ def _joined(parts: list[Any]) -> Any:
         parts.clear()
         return tuple(_joined(column) for column in columns)
     if not isinstance(parts[0], np.ndarray):
-        return parts
+        return [map_tensors(_wide, part, np.ndarray) for part in parts]
+    if len({part.dtype for part in parts}) > 1:
+        parts[:] = map(_wide, parts)
     shapes = {part.shape[1:] for part in parts}
     if len(shapes) > 1:
         longest = np.max(list(shapes), axis=0)

@@ -81,7 +81,8 @@ def _callback_bytes(run: Run, events: CallbackList) -> int:
     """Return the bytes of the callbacks' states, with those of averages that training will create."""
     size = _size(run, {}, {"callbacks": events.state_dict()})
     for callback in events.callbacks:
-        if any(kind.__name__ == "EMA" for kind in type(callback).__mro__) and not any(tensors(callback.state_dict())):
+        is_ema = any(kind.__name__ == "EMA" for kind in type(callback).__mro__)
+        if is_ema and not [*tensors(callback.state_dict())]:
             size += sum(
                 tensor.numel() * max(4, tensor.element_size())
                 for tensor in (*run.model.parameters(), *run.model.buffers())

@@ -182,7 +182,6 @@ class _CheckpointedForward(_ReplacedForward):
     def __init__(self, module: nn.Module, policy: str) -> None:
         super().__init__(module)
         self._selective = policy == "save_matmuls"
-        self._changed: dict[bool, list[tuple[nn.Module, str]]] = {}  # buffers that a pass changes, by training mode
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -193,14 +192,10 @@ class _CheckpointedForward(_ReplacedForward):
                 return checkpoint(function, *args, use_reentrant=False)
             selective = functools.partial(create_selective_checkpoint_contexts, _keep_matmuls)
             return checkpoint(function, *args, use_reentrant=False, context_fn=selective)
-        is_training = self.module.training
-        changed = self._changed.get(is_training)
-        buffers = [_Buffer(*place) for place in (_buffers(self.module) if changed is None else changed)]
+        buffers = [_Buffer(*place) for place in _buffers(self.module)]
         contexts = functools.partial(_contexts, self.module, buffers, self._selective)
         output = checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
-        if changed is None:
-            buffers[:] = [each for each in buffers if each.is_changed]
-            self._changed[is_training] = [(each.owner, each.name) for each in buffers]
+        buffers[:] = [each for each in buffers if each.is_changed]
         return output
 
 

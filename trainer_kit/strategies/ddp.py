@@ -141,6 +141,12 @@ class DDP(SingleDevice):
             device = f"{properties.name} {getattr(properties, 'uuid', self.device)}"
         return host, device
 
+    def teardown(self, error: BaseException | None = None) -> None:
+        for replica in self._replicas:
+            if isinstance(replica, Replica) and replica.exchange is not None:
+                replica.exchange.close()
+        super().teardown(error)
+
     # Model and step
 
     def prepare(self, model: torch.nn.Module) -> torch.nn.Module:

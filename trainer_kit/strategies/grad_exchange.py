@@ -154,14 +154,20 @@ class GradientExchange:
                 parameter.grad = view if owners[parameter] else None
         self._reset()
 
+    def close(self) -> None:
+        """Leave the parameters, of which another exchange may take care then."""
+        for hook in self._hooks:
+            hook.remove()
+        self._trained, self._buckets, self._hooks, self._bucket_of = [], [], [], {}
+        self._reset()
+
     def _divide(self) -> None:
         """Divide the parameters that need a gradient into buckets, if there are others than before."""
         trained = [parameter for _, parameter in self._parameters if parameter.requires_grad]
         if [*map(id, trained)] == [*map(id, self._trained)]:
             return
-        for hook in self._hooks:
-            hook.remove()
-        self._trained, self._hooks, self._buckets = trained, [], []
+        self.close()
+        self._trained = trained
         backwards: list[torch.Tensor] = [*trained[::-1]]
         if trained:
             numbers, _ = dist._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]

@@ -17,17 +17,20 @@ _TAG = "__kind__"
 _NO_STATE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError)
 
 
-def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """Apply `function` to each tensor in nested mappings, lists and tuples; other values are kept."""
-    if isinstance(tree, torch.Tensor):
+def map_tensors(function: Callable[[Any], Any], tree: Any, kind: type = torch.Tensor) -> Any:
+    """Apply `function` to each tensor, or value of another `kind`, in nested mappings, lists and tuples.
+
+    Other values are kept.
+    """
+    if isinstance(tree, kind):
         return function(tree)
     if isinstance(tree, Mapping):
-        mapped = {key: map_tensors(function, value) for key, value in tree.items()}
+        mapped = {key: map_tensors(function, value, kind) for key, value in tree.items()}
         return mapped if type(tree) is dict else _like(tree, mapped)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(function, value) for value in tree))
+        return type(tree)(*(map_tensors(function, value, kind) for value in tree))
     if isinstance(tree, (list, tuple)):
-        return type(tree)([map_tensors(function, value) for value in tree])
+        return type(tree)([map_tensors(function, value, kind) for value in tree])
     return tree
 
 

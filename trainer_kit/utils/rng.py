@@ -60,12 +60,12 @@ class _NumpyState:
     """
 
     def __init__(self) -> None:
-        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy's stubs lack it
+        self._generator = _bit_generator()
         self._state: dict[str, Any] | None = None
-        if type(generator) is not np.random.MT19937:
+        if type(self._generator) is not np.random.MT19937:
             self._state = np.random.get_state(legacy=False)
             return
-        self._address = generator.ctypes.state_address
+        self._address = self._generator.ctypes.state_address
         self._memory = ctypes.string_at(self._address, _MT19937_BYTES)
         # Normal numbers are drawn in pairs. The second is kept outside of that memory, and comes without a draw.
         number = np.random.standard_normal()
@@ -74,8 +74,14 @@ class _NumpyState:
         self.restore()
 
     def restore(self) -> None:
+        if _bit_generator() is not self._generator:
+            np.random.set_bit_generator(self._generator)  # type: ignore[attr-defined]
         if self._state is not None:
             np.random.set_state(self._state)
         else:
             np.random.seed(0)  # drops a number that is kept
             ctypes.memmove(self._address, self._memory, _MT19937_BYTES)
+
+
+def _bit_generator() -> Any:
+    return np.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy's stubs lack it

@@ -11,7 +11,7 @@ class SGD(torch.optim.SGD):
     """Fused SGD, with momentum but without dampening.
 
     torch's own leaves the momentum without values if gradients overflow in the first step, and fails if a parameter
-    gets its first gradient in a later step than another.
+    gets its first gradient in a later step than another. A group with a sparse gradient is no longer fused.
     """
 
     def _init_group(
@@ -20,6 +20,8 @@ class SGD(torch.optim.SGD):
         has_sparse_grad: bool = super()._init_group(  # type: ignore[no-untyped-call]
             group, params, grads, momentum_buffer_list
         )
+        if has_sparse_grad:
+            group["fused"] = False
         if group["fused"] and group["momentum"]:
             momentum_buffer_list[:] = [
                 torch.zeros_like(grad) if buffer is None else buffer
