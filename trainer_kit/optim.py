@@ -81,7 +81,9 @@ def make_optimizer(model: nn.Module, args: TrainingArguments) -> torch.optim.Opt
 
 def _sgd(model: nn.Module, groups: list[dict[str, Any]], rate: float, options: dict[str, Any]) -> torch.optim.Optimizer:
     is_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
-    if _can_fuse(groups, _SGD_DEVICES) and not is_sparse and not options.get("dampening"):
+    is_sharded = any(hasattr(parameter, "device_mesh") for group in groups for _, parameter in group["params"])
+    # torch has no fused SGD for DTensor.
+    if _can_fuse(groups, _SGD_DEVICES) and not (is_sparse or is_sharded or options.get("dampening")):
         return SGD(groups, lr=rate, fused=True, **options)
     return torch.optim.SGD(groups, lr=rate, **options)
 
