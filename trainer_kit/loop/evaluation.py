@@ -34,7 +34,7 @@ from trainer_kit.run import Run
 from trainer_kit.strategies.base import clear_frames
 from trainer_kit.utils.module_modes import evaluating
 from trainer_kit.utils.pytree import map_tensors
-from trainer_kit.utils.rng import generator_states, set_generator_states
+from trainer_kit.utils.rng import generators_kept
 
 
 class EvalPrediction(NamedTuple):
@@ -262,10 +262,8 @@ class Evaluator:
 
     def _fetch_during_pass(self, ahead: _Lookahead) -> None:
         """Fetch the next batch while the device works; metrics that draw random numbers draw the same ones."""
-        states = generator_states() if self.metrics else None
-        ahead.fetch()
-        if states is not None:
-            set_generator_states(states)
+        with generators_kept(torch.device("cpu")) if self.metrics else contextlib.nullcontext():
+            ahead.fetch()
 
     def _take(self, outcome: _Outcome, collected: Collected | None) -> None:
         """Update the metrics, and collect predictions and labels."""
