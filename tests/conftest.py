@@ -59,7 +59,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 TOO_LONG = 2.0  # seconds that a test of the default may take on a quiet machine
-LONG_KINDS = {"slow", "distributed", "scenario", "xla", "browser"}
+LONG_KINDS = {"slow", "distributed", "scenario", "xla", "browser", "ecosystem"}
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -4,99 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from trainer_kit.config import environment
 from trainer_kit.config.checkpointing_options import CheckpointingOptions
 from trainer_kit.config.compile_options import CompileOptions
-from trainer_kit.config.optimizer_options import optimizer_options, parse_options
-from trainer_kit.config.validation import Rule, check_names, check_values, load_fields, read_options, save_fields
-from trainer_kit.utils.units import parse_size
+from trainer_kit.config.field_types import (
+    REPORTERS,
+    Beta,
+    Count,
+    CountOrZero,
+    Folder,
+    Interval,
+    Lengths,
+    Name,
+    NotNegative,
+    Numbers,
+    OptimizerOptions,
+    Positive,
+    Ratio,
+    Reporters,
+    Seed,
+    Size,
+    Steps,
+)
+from trainer_kit.config.optimizer_options import optimizer_options
+from trainer_kit.config.other_names import REMEDIES, SYNONYMS
+from trainer_kit.config.validation import check_names, check_values, load_fields, read_options, save_fields
 
 T = TypeVar("T")
 Arguments = TypeVar("Arguments", bound="TrainingArguments")
-
-REPORTERS = ("tensorboard", "jsonl", "html")
-
-# Other trainers' names of fields, if they are not similar in spelling.
-_NAMED_OTHERWISE = {
-    "fp16": "mixed_precision",
-    "bf16": "mixed_precision",
-    "no_cuda": "use_cpu",
-    "lr": "learning_rate",
-    "epochs": "num_train_epochs",
-    "batch_size": "per_device_train_batch_size",
-}
-_SHARDED = "use strategy='fsdp', or Trainer(strategy=FSDP(...)) for its options"
-# What to do instead of giving other trainers' fields that are no fields here.
-_REMEDIES = {
-    "fsdp": _SHARDED,
-    "fsdp_config": _SHARDED,
-    "use_liger_kernel": "use chunked_cross_entropy=True, which needs no other package",
-    "tf32": "use float32_matmul_precision='high' for tf32=True, 'highest' for False",
-    "ddp_find_unused_parameters": "use Trainer(strategy=DDP(find_unused_parameters=...))",
-    "ddp_bucket_cap_mb": "use Trainer(strategy=DDP(bucket_cap_mb=...))",
-    "ddp_timeout": "use Trainer(strategy=DDP(ddp_timeout=...))",
-    "ddp_backend": "the device decides: gloo on CPUs, nccl on NVIDIA GPUs",
-    "torch_compile_backend": "use torch_compile={'backend': ...}",
-    "torch_compile_mode": "use torch_compile={'mode': ...}",
-    "gradient_checkpointing_kwargs": "checkpointing is never reentrant; use gradient_checkpointing={'policy': ...}",
-    "ddp_broadcast_buffers": "buffers are always broadcast, after each step",
-}
-
-
-def _is_size(value: int | str) -> bool:
-    try:
-        return parse_size(value) > 0
-    except ValueError:
-        return False
-
-
-def _is_interval(value: str) -> bool:
-    match = re.fullmatch(r"(\d+):(\d+)", value)
-    return match is not None and 1 <= int(match[1]) <= int(match[2])
-
-
-def _is_dict_of_numbers(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(key, str) and isinstance(item, (int, float)) and not isinstance(item, bool) and math.isfinite(item)
-        for key, item in value.items()
-    )
-
-
-_Count = Annotated[int, Rule("a whole number of at least 1", lambda value: value >= 1)]
-_CountOrZero = Annotated[int, Rule("a whole number of at least 0", lambda value: value >= 0)]
-_Steps = Annotated[
-    int, Rule("a whole number of at least 1, or -1 for no limit", lambda value: value == -1 or value > 0)
-]
-_Seed = Annotated[int, Rule("a whole number from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63)]
-_Positive = Annotated[float, Rule("a finite number above 0", lambda value: value > 0)]
-_NotNegative = Annotated[float, Rule("a finite number of at least 0", lambda value: value >= 0)]
-_Beta = Annotated[float, Rule("a number of at least 0 and below 1", lambda value: 0 <= value < 1)]
-_Ratio = Annotated[float, Rule("a number from 0 to 1", lambda value: 0 <= value <= 1)]
-_Folder = Annotated[str, Rule("the path of a folder", bool)]
-_Name = Annotated[str, Rule("a name that is not empty", bool)]
-_Lengths = Annotated[
-    list[int], Rule("a list of whole numbers of at least 1", lambda value: bool(value) and min(value) >= 1)
-]
-_Numbers = Annotated[dict[str, Any], Rule("a dict of finite numbers by name", _is_dict_of_numbers)]
-_OptimizerOptions = Annotated[
-    str, Rule("options as 'momentum=0.9,nesterov=true'", lambda value: parse_options(value) is not None)
-]
-_Size = Annotated[int | str, Rule("a number of bytes of at least 1, or a string such as '5GB' or '200MiB'", _is_size)]
-Interval = Annotated[str, Rule("the first and the last step, such as '10:20'", lambda value: _is_interval(value))]
-_Reporters = Annotated[
-    str | list[str],
-    Rule(
-        f"'all', 'none', or a list of {', '.join(map(repr, REPORTERS))}",
-        lambda value: set([value] if isinstance(value, str) else value) <= {*REPORTERS, "all", "none"},
-    ),
-]
 
 
 def _refuse_unknown_names(cls: type[T]) -> type[T]:
@@ -105,7 +45,7 @@ def _refuse_unknown_names(cls: type[T]) -> type[T]:
 
     @functools.wraps(generated)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        check_names(cls, kwargs, _NAMED_OTHERWISE, _REMEDIES)
+        check_names(cls, kwargs, SYNONYMS, REMEDIES)
         generated(self, *args, **kwargs)
 
     cls.__init__ = init  # type: ignore[method-assign]
@@ -221,70 +161,70 @@ class TrainingArguments:
         ValueError: If a value is not allowed, alone or in combination with others.
     """
 
-    output_dir: _Folder = "trainer_output"
-    num_train_epochs: _Positive = 3.0
-    max_steps: _Steps = -1
-    per_device_train_batch_size: _Count = 8
+    output_dir: Folder = "trainer_output"
+    num_train_epochs: Positive = 3.0
+    max_steps: Steps = -1
+    per_device_train_batch_size: Count = 8
     auto_find_batch_size: bool = False
-    per_device_eval_batch_size: _Count | None = None
-    gradient_accumulation_steps: _Count = 1
-    learning_rate: _NotNegative = 5e-5
-    weight_decay: _NotNegative = 0.0
-    adam_beta1: _Beta = 0.9
-    adam_beta2: _Beta = 0.999
-    adam_epsilon: _Positive = 1e-8
+    per_device_eval_batch_size: Count | None = None
+    gradient_accumulation_steps: Count = 1
+    learning_rate: NotNegative = 5e-5
+    weight_decay: NotNegative = 0.0
+    adam_beta1: Beta = 0.9
+    adam_beta2: Beta = 0.999
+    adam_epsilon: Positive = 1e-8
     optim: Literal["adamw_torch", "sgd", "adafactor", "muon", "adamw_8bit"] = "adamw_torch"
-    optim_args: _OptimizerOptions | None = None
+    optim_args: OptimizerOptions | None = None
     lr_scheduler_type: Literal[
         "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "one_cycle", "warmup_stable_decay"
     ] = "linear"
-    lr_scheduler_kwargs: _Numbers = dataclasses.field(default_factory=dict)
-    warmup_steps: _CountOrZero = 0
-    warmup_ratio: _Ratio = 0.0
-    max_grad_norm: _NotNegative = 1.0
-    max_grad_value: _Positive | None = None
+    lr_scheduler_kwargs: Numbers = dataclasses.field(default_factory=dict)
+    warmup_steps: CountOrZero = 0
+    warmup_ratio: Ratio = 0.0
+    max_grad_norm: NotNegative = 1.0
+    max_grad_value: Positive | None = None
     mixed_precision: Literal["no", "fp16", "bf16", "fp8"] = dataclasses.field(
         default_factory=environment.mixed_precision  # type: ignore[arg-type]  # checked like any other value
     )
     float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
     channels_last: bool = False
-    seed: _Seed = 42
+    seed: Seed = 42
     torch_compile: bool | dict[str, Any] = False
     gradient_checkpointing: bool | dict[str, Any] = False
     chunked_cross_entropy: bool = False
     logging_strategy: Literal["steps", "epoch", "no"] = "steps"
-    logging_steps: _Count = 50
+    logging_steps: Count = 50
     logging_first_step: bool = False
     eval_strategy: Literal["no", "steps", "epoch"] = "no"
-    eval_steps: _Count | None = None
+    eval_steps: Count | None = None
     save_strategy: Literal["steps", "epoch", "best", "minutes", "no"] = "steps"
-    save_steps: _Count = 500
-    save_minutes: _Positive | None = None
+    save_steps: Count = 500
+    save_minutes: Positive | None = None
     async_save: bool = True
     save_failures: Literal["warn", "raise"] = "warn"
-    save_total_limit: _Count | None = None
-    save_best_limit: _Count = 1
-    save_keep_every: _Count | None = None
-    max_shard_size: _Size = "5GB"
+    save_total_limit: Count | None = None
+    save_best_limit: Count = 1
+    save_keep_every: Count | None = None
+    max_shard_size: Size = "5GB"
     load_best_model_at_end: bool = False
-    metric_for_best_model: _Name | None = None
+    metric_for_best_model: Name | None = None
     greater_is_better: bool | None = None
-    dataloader_num_workers: _CountOrZero = 0
-    dataloader_timeout: _NotNegative = 0.0
+    dataloader_num_workers: CountOrZero = 0
+    dataloader_timeout: NotNegative = 0.0
     dataloader_drop_last: bool = False
     dataloader_pin_memory: bool = True
     group_by_length: bool = False
-    pad_to_multiple_of: _Count | None = None
-    pad_to_lengths: _Lengths | None = None
-    report_to: _Reporters = dataclasses.field(default_factory=lambda: list(REPORTERS))
-    logging_dir: _Folder | None = None
+    pad_to_multiple_of: Count | None = None
+    pad_to_lengths: Lengths | None = None
+    report_to: Reporters = dataclasses.field(default_factory=lambda: list(REPORTERS))
+    logging_dir: Folder | None = None
     profile: Interval | None = dataclasses.field(default_factory=environment.profile)
     disable_tqdm: bool = False
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
     use_cpu: bool = dataclasses.field(default_factory=environment.use_cpu)
     strategy: Literal["auto", "single", "ddp", "multinode", "fsdp", "xla"] = "auto"
     nonfinite: Literal["stop", "skip", "rollback", "ignore"] = "stop"
-    max_rollbacks: _Count = 3
+    max_rollbacks: Count = 3
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -376,7 +316,7 @@ class TrainingArguments:
             TypeError: If a field is unknown or a value has the wrong type.
             ValueError: If a value is not allowed.
         """
-        check_names(cls, values, _NAMED_OTHERWISE, _REMEDIES)
+        check_names(cls, values, SYNONYMS, REMEDIES)
         return cls(**values)
 
     def save(self, path: str | os.PathLike[str]) -> None:

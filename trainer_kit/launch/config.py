@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from trainer_kit.config import environment
-from trainer_kit.config.arguments import Interval
+from trainer_kit.config.field_types import Interval
 from trainer_kit.config.validation import Rule, check_names, check_values, load_fields, save_fields
 from trainer_kit.utils.units import format_count
 

@@ -1,0 +1,60 @@
+"""Types of the fields of `TrainingArguments`, with the rules that their values keep."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Any
+
+from trainer_kit.config.optimizer_options import parse_options
+from trainer_kit.config.validation import Rule
+from trainer_kit.utils.units import parse_size
+
+REPORTERS = ("tensorboard", "jsonl", "html")
+
+
+def _is_size(value: int | str) -> bool:
+    try:
+        return parse_size(value) > 0
+    except ValueError:
+        return False
+
+
+def _is_interval(value: str) -> bool:
+    match = re.fullmatch(r"(\d+):(\d+)", value)
+    return match is not None and 1 <= int(match[1]) <= int(match[2])
+
+
+def _is_dict_of_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(key, str) and isinstance(item, (int, float)) and not isinstance(item, bool) and math.isfinite(item)
+        for key, item in value.items()
+    )
+
+
+Count = Annotated[int, Rule("a whole number of at least 1", lambda value: value >= 1)]
+CountOrZero = Annotated[int, Rule("a whole number of at least 0", lambda value: value >= 0)]
+Steps = Annotated[int, Rule("a whole number of at least 1, or -1 for no limit", lambda value: value == -1 or value > 0)]
+Seed = Annotated[int, Rule("a whole number from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63)]
+Positive = Annotated[float, Rule("a finite number above 0", lambda value: value > 0)]
+NotNegative = Annotated[float, Rule("a finite number of at least 0", lambda value: value >= 0)]
+Beta = Annotated[float, Rule("a number of at least 0 and below 1", lambda value: 0 <= value < 1)]
+Ratio = Annotated[float, Rule("a number from 0 to 1", lambda value: 0 <= value <= 1)]
+Folder = Annotated[str, Rule("the path of a folder", bool)]
+Name = Annotated[str, Rule("a name that is not empty", bool)]
+Lengths = Annotated[
+    list[int], Rule("a list of whole numbers of at least 1", lambda value: bool(value) and min(value) >= 1)
+]
+Numbers = Annotated[dict[str, Any], Rule("a dict of finite numbers by name", _is_dict_of_numbers)]
+OptimizerOptions = Annotated[
+    str, Rule("options as 'momentum=0.9,nesterov=true'", lambda value: parse_options(value) is not None)
+]
+Size = Annotated[int | str, Rule("a number of bytes of at least 1, or a string such as '5GB' or '200MiB'", _is_size)]
+Interval = Annotated[str, Rule("the first and the last step, such as '10:20'", lambda value: _is_interval(value))]
+Reporters = Annotated[
+    str | list[str],
+    Rule(
+        f"'all', 'none', or a list of {', '.join(map(repr, REPORTERS))}",
+        lambda value: set([value] if isinstance(value, str) else value) <= {*REPORTERS, "all", "none"},
+    ),
+]
