@@ -9,7 +9,7 @@ Within a hook, callbacks are called by `priority`, then in the order of the list
   transformers, so that they see the numbers that your callbacks add to a record or to an evaluation's metrics;
 - 110: `Throughput`, which counts the operations of a step without those of other callbacks;
 - 150: `EarlyStopping`, which uses the metrics that all others add, and logs after the record;
-- 200: `Report`, which reads the written records.
+- 200: `Report`, which reads the written records; 210: `PushToHub`, which pushes what all others have written.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .preemption import Preemption
     from .profiler import Profiler
     from .progress import Progress
+    from .push_to_hub import PushToHub
     from .report import Report
     from .tensorboard import TensorBoard
     from .throughput import Throughput
@@ -53,6 +54,7 @@ __all__ = [
     "Preemption",
     "Profiler",
     "Progress",
+    "PushToHub",
     "Report",
     "TensorBoard",
     "Throughput",
@@ -75,6 +77,7 @@ _MODULES = {
     "Preemption": "preemption",
     "Profiler": "profiler",
     "Progress": "progress",
+    "PushToHub": "push_to_hub",
     "Report": "report",
     "TensorBoard": "tensorboard",
     "Throughput": "throughput",

@@ -28,12 +28,12 @@ def markdown(histories: Sequence[RunHistory]) -> str:
     names = names_of(histories)
     timelines = [Timeline(history) if Timeline.exists(history) else None for history in histories]
     parts = [f"## Training report: {escaped(join_names(names))}", _summary(histories, names, timelines)]
-    parts += _curves(histories)
+    parts += curves(histories)
     parts.append(_time(names, timelines))
     if any(facts.anatomy(history) for history in histories):
-        parts.append(_section(facts.ANATOMY_TITLE, facts.anatomy_table(histories)))
+        parts.append(section(facts.ANATOMY_TITLE, facts.anatomy_table(histories)))
     if len(histories) == 1 and (table := facts.evaluations(histories[0], _ROWS)) is not None:
-        parts.append(_section("Evaluations", table))
+        parts.append(section("Evaluations", table))
     parts += [_arguments(histories, names), *_warnings(histories, names)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -47,7 +47,8 @@ def _of(name: str, text: str, histories: Sequence[RunHistory]) -> str:
     return text if len(histories) == 1 else f"{name}: {text}"
 
 
-def _section(title: str, table: Table) -> str:
+def section(title: str, table: Table) -> str:
+    """Return a table under a heading, which says how many rows are left out."""
     some = f" ({len(table.body):,} of {table.of:,})" if len(table.body) < table.of else ""
     return f"### {escaped(title)}{some}\n\n{_table(table)}"
 
@@ -76,7 +77,8 @@ def _summary(histories: Sequence[RunHistory], names: Sequence[str], timelines: S
     return "\n\n".join([table, *notices])
 
 
-def _curves(histories: Sequence[RunHistory]) -> list[str]:
+def curves(histories: Sequence[RunHistory]) -> list[str]:
+    """Return the section of one-line curves; empty if there is nothing to draw."""
     rows = [
         [panel.title if series.label == panel.title else f"{panel.title}: {series.label}", *_line(panel, series)]
         for panel in panels(histories)
@@ -105,21 +107,21 @@ def sparkline(series: Series) -> str:
 def _time(names: Sequence[str], timelines: Sequence[Timeline | None]) -> str:
     there = {name: each for name, each in zip(names, timelines, strict=True) if each is not None}
     if len(there) == 1:
-        return _section("Where the time went", next(iter(there.values())).table())
+        return section("Where the time went", next(iter(there.values())).table())
     activities = dict.fromkeys(name for each in there.values() for name in each.totals)
     rows = [
         [name, *(wording.percent(each.totals.get(name, 0.0) / each.wall) for each in there.values())]
         for name in activities
     ]
-    return _section("Where the time went", Table(["Activity", *there], rows, len(rows))) if there else ""
+    return section("Where the time went", Table(["Activity", *there], rows, len(rows))) if there else ""
 
 
 def _arguments(histories: Sequence[RunHistory], names: Sequence[str]) -> str:
     if len(histories) == 1:
         rows = [[name, value] for name, value, changed in facts.arguments(histories[0]) if changed]
-        return _section("Arguments that are not the default", Table(["", "Value"], rows, len(rows))) if rows else ""
+        return section("Arguments that are not the default", Table(["", "Value"], rows, len(rows))) if rows else ""
     rows = [[name, *values] for name, values in facts.differing(histories)]
-    return _section("Arguments that differ", Table(["", *names], rows, len(rows))) if rows else ""
+    return section("Arguments that differ", Table(["", *names], rows, len(rows))) if rows else ""
 
 
 def _warnings(histories: Sequence[RunHistory], names: Sequence[str]) -> list[str]:

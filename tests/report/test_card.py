@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kit.run_logs import eventful, finished
+
+from trainer_kit.report.card import model_card
+
+
+def parts(card: str) -> tuple[dict[str, Any], str]:
+    nothing, front, text = card.split("---\n", 2)
+    assert nothing == ""
+    return yaml.safe_load(front), text
+
+
+def test_the_best_model_with_its_metrics(tmp_path: Path) -> None:
+    folder = eventful(tmp_path / "run")
+    front, text = parts(
+        model_card(folder, license="mit", tags=["mine"], pipeline_tag="text-generation", datasets=["d"])
+    )
+    assert front["tags"] == ["mine", "trainer_kit", "generated_from_trainer"]
+    assert front["library_name"] == "trainer_kit"
+    (entry,) = front["model-index"]
+    assert entry["name"] == "run"
+    assert {each["type"] for each in entry["results"][0]["metrics"]} == {"loss", "accuracy"}
+    for title in ("Evaluation", "Training", "Curves", "Arguments that are not the default", "Environment"):
+        assert f"\n### {title}\n" in text
+    assert "The weights are those of step" in text
+
+
+def test_a_step_without_an_evaluation_has_no_metrics(tmp_path: Path) -> None:
+    front, text = parts(model_card(eventful(tmp_path / "run"), step=3, pipeline_tag="text-generation", datasets="d"))
+    assert "model-index" not in front
+    assert "### Evaluation\n" not in text
+    assert "those of step 3." in text
+
+
+def test_it_names_neither_folders_nor_the_host(tmp_path: Path) -> None:
+    folder = finished(tmp_path / "run", output_dir=str(tmp_path / "run"), logging_dir="/home/me/secret")
+    text = model_card(folder)
+    assert str(tmp_path) not in text
+    assert "secret" not in text
+    assert "| host |" not in text
+
+
+def test_the_base_model_is_linked(tmp_path: Path) -> None:
+    front, text = parts(model_card(finished(tmp_path / "run"), base_model="google/bert", model_name="mine"))
+    assert front["base_model"] == "google/bert"
+    assert "# mine\n" in text
+    assert "from [google/bert](https://huggingface.co/google/bert)" in text
+
+
+def test_emissions_of_all_starts_are_summed(tmp_path: Path) -> None:
+    folder = finished(tmp_path / "run")
+    (folder / "emissions.csv").write_text("run_id,emissions,energy_consumed\na,0.0125,0.25\nb,0.0005,0.01\n")
+    front, text = parts(model_card(folder))
+    assert front["co2_eq_emissions"] == {"emissions": 13.0, "source": "codecarbon"}
+    assert "| grams of CO2eq | 13.0 |" in text
+    assert "| kWh of energy | 0.26 |" in text
+
+
+def test_a_folder_without_a_log(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has no log\.jsonl"):
+        model_card(tmp_path)
