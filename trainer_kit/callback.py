@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_kit.errors import CallbackError, CheckpointError
 from trainer_kit.strategies.scalars import PLAIN, as_scalar, read_scalars
+from trainer_kit.utils.pruning import is_pruned
 from trainer_kit.utils.user_warnings import warn
 
 if TYPE_CHECKING:
@@ -181,7 +182,8 @@ class CallbackList:
         """Call one hook of every callback that overrides it.
 
         Raises:
-            CallbackError: If a callback raises; the message names it and the hook.
+            CallbackError: If a callback raises; the message names it and the hook. optuna's `TrialPruned` is raised
+                as it is.
         """
         if hook == "on_train_begin":
             self._warned.clear()
@@ -205,6 +207,8 @@ class CallbackList:
         run.ledger.enter(before)
 
     def _raise_or_warn(self, callback: Callback, hook: str, error: Exception) -> None:
+        if is_pruned(error):
+            raise error
         if not callback.is_reporter:
             raise _named(callback, hook, error) from error
         if callback not in self._warned:

@@ -31,6 +31,7 @@ from trainer_kit.debugging.nonfinite import Diagnosis, Work, diagnose
 from trainer_kit.errors import DataError, FolderInUseError, NonFiniteError, SaveError, WorkerError
 from trainer_kit.loss.loss import Loss
 from trainer_kit.run import Run
+from trainer_kit.utils.pruning import is_pruned
 from trainer_kit.utils.pytree import flatten_state
 from trainer_kit.utils.rng import generator_states
 from trainer_kit.utils.wrappers import model_class, without_wrappers
@@ -102,7 +103,7 @@ class CrashDump:
 
         It synchronizes with the device, and is not collective: where the model is sharded, the folder holds no weights,
         and a non-finite step is not run again. A process writes only for its own error, not for the consequence of
-        another process's end, a failed save, a request to leave, or Ctrl-C.
+        another process's end, a failed save, a pruned trial of optuna, a request to leave, or Ctrl-C.
 
         Args:
             error: Error that ends the run.
@@ -113,7 +114,7 @@ class CrashDump:
         Returns:
             The folder; None if there is nothing to write, or the write failed.
         """
-        if not isinstance(error, Exception) or isinstance(error, (SaveError, FolderInUseError)) or self._is_lost(error):
+        if not isinstance(error, Exception) or self._is_elsewhere(error):
             return None
         try:
             return self._write(error, newest_checkpoint, micro, fetching)
@@ -121,7 +122,10 @@ class CrashDump:
             logger.error("the state of the run could not be kept for a replay: %s: %s", type(second).__name__, second)
             return None
 
-    def _is_lost(self, error: Exception) -> bool:
+    def _is_elsewhere(self, error: Exception) -> bool:
+        """Return whether the cause is not in this process's step."""
+        if isinstance(error, (SaveError, FolderInUseError)) or is_pruned(error):
+            return True
         if self.run.strategy.collectives.is_alone:
             return False
         from trainer_kit.errors import LostProcessError

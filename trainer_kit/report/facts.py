@@ -56,6 +56,8 @@ def status(history: RunHistory) -> Status:
     where = f"at step {history.step:,}" + ("" if total is None else f" of {total:,}")
     if "exception" in last:
         record = last["exception"].record
+        if record.get("type") == "TrialPruned":
+            return Status("open", "pruned", f"{wording.capitalized(where)}: optuna ended the trial.")
         error = f"{record.get('type', 'Error')}: {record.get('message', '')}"
         return Status("bad", "ended by an error", f"{wording.capitalized(where)}: {error}")
     if "end" not in last:
