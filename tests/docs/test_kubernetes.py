@@ -1,0 +1,65 @@
+"""The manifests of examples/kubernetes start the launcher on each machine as it takes it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kit.guides import dry_run
+
+FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"
+# What the operators set in a container: see pytorch/envvar.go of the training operator, and Indexed Jobs.
+OPERATOR = {
+    "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "demo-master-0",
+    "PET_MASTER_PORT": "23456", "JOB_COMPLETION_INDEX": "1",
+}  # fmt: skip
+
+
+def pods(name: str) -> list[tuple[int, dict[str, Any]]]:
+    """The number of machines and the pod of each template."""
+    spec = yaml.safe_load((FOLDER / name).read_text(encoding="utf-8"))["spec"]
+    if name == "jobset.yaml":
+        (jobs,) = spec["replicatedJobs"]
+        job = jobs["template"]["spec"]
+        assert job["completions"] == job["parallelism"]
+        return [(jobs["replicas"] * job["completions"], job["template"]["spec"])]
+    return [(each["replicas"], each["template"]["spec"]) for each in spec["pytorchReplicaSpecs"].values()]
+
+
+@pytest.mark.parametrize("name", ["pytorchjob.yaml", "jobset.yaml"])
+def test_the_launcher_takes_the_command(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machines = 0
+    for number, pod in pods(name):
+        machines += number
+        (container,) = pod["containers"]
+        environment = OPERATOR | {each["name"]: each["value"] for each in container.get("env", [])}
+        (script,) = container["args"]
+        line = script.replace("exec trainer-kit", "echo trainer-kit")
+        command = subprocess.run(
+            [*container["command"], line], capture_output=True, text=True, timeout=30, check=True, env=environment
+        ).stdout.strip()
+        monkeypatch.setenv("RANK", "1")  # the training operator sets these for torchrun's sake
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        lines = dry_run(
+            command.removeprefix("trainer-kit ").replace("launch", "launch --cpu"), tmp_path, monkeypatch, capsys
+        )
+        assert len(lines) == container["resources"]["limits"]["nvidia.com/gpu"]
+        assert all("WORLD_SIZE=16" in each and re.search(r"MASTER_ADDR=demo-", each) for each in lines)
+        assert {each["name"] for each in pod["volumes"]} == {each["name"] for each in container["volumeMounts"]}
+        assert pod["terminationGracePeriodSeconds"] >= 60
+    assert machines == 2
+
+
+def test_the_first_machine_of_the_jobset_is_the_master() -> None:
+    manifest = yaml.safe_load((FOLDER / "jobset.yaml").read_text(encoding="utf-8"))
+    ((_, pod),) = pods("jobset.yaml")
+    name, job = manifest["metadata"]["name"], manifest["spec"]["replicatedJobs"][0]["name"]
+    environment = {each["name"]: each["value"] for each in pod["containers"][0]["env"]}
+    assert environment["MASTER_ADDR"] == f"{name}-{job}-0-0.{name}"
+    assert manifest["spec"]["network"]["enableDNSHostnames"]
