@@ -22,7 +22,7 @@ class TextGenerator:
         run: The run, with `predict_with_generate`.
 
     Raises:
-        ValueError: If the model cannot generate, or the device compiles for each shape.
+        ValueError: If the model cannot generate or is sharded, or the device compiles for each shape.
 
     Attributes:
         pad_id: Id with which shorter texts are padded; None if neither model nor tokenizer has one.
@@ -36,6 +36,11 @@ class TextGenerator:
             )
         if run.strategy.static_shapes:
             raise ValueError(f"{_ARGUMENT} is not possible on a device that compiles for each shape; set it to False")
+        if any(map(run.strategy.sharding.is_sharded, model.parameters())):
+            raise ValueError(
+                f"{_ARGUMENT} is not possible with a sharded model, whose processes would generate texts of other "
+                "lengths; set it to False, and generate from a checkpoint"
+            )
         self._model = model
         self._is_encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
         self._settings = self._read_settings(run.args)
