@@ -119,7 +119,7 @@ class TextGenerator:
                 f"{_ARGUMENT} generates from the tokens before the first label, but a sample has a label at its first "
                 "token; set the labels of its prompt to -100"
             )
-        order = is_prompt.int().argsort(-1, stable=True)[:, -longest:]
+        order = is_prompt.int().argsort(dim=-1, stable=True)[:, -longest:]
         mask = is_prompt.gather(1, order)
         dropped = ("labels", "label", "position_ids", "attention_mask")
         inputs = {name: batch[name] for name in batch if name not in dropped and (known is None or name in known)}
