@@ -95,8 +95,8 @@ def test_generated_ids_are_those_of_seq2seq_trainer(tmp_path: Path, make: Any, b
 def test_a_metric_of_torchmetrics_counts_exact_answers(tmp_path: Path) -> None:
     text = pytest.importorskip("torchmetrics.text")
 
-    class Rouge:
-        """ROUGE over ids as words; torchmetrics' protocol."""
+    class Errors:
+        """The error rate of ids as characters, with torchmetrics' protocol."""
 
         def __init__(self) -> None:
             self.edit = text.CharErrorRate()
@@ -116,7 +116,7 @@ def test_a_metric_of_torchmetrics_counts_exact_answers(tmp_path: Path) -> None:
     args = arguments(tmp_path, predict_with_generate=True, generation_max_length=6, per_device_eval_batch_size=7)
     ids = Trainer(seeded(t5), args).predict(texts()).predictions
     answers = [{**sample, "labels": torch.from_numpy(row)} for sample, row in zip(texts(), ids, strict=True)]
-    metrics = Trainer(model, args, eval_dataset=answers, metrics={"error": Rouge()}).evaluate()
+    metrics = Trainer(model, args, eval_dataset=answers, metrics={"error": Errors()}).evaluate()
     assert metrics["eval_error"] == 0.0
 
 
