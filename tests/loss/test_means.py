@@ -342,3 +342,8 @@ def test_what_is_in_half_precision_or_compiled_is_logged(tmp_path: Path) -> None
         args: TrainingArguments = arguments(tmp_path / str(number), max_steps=2, logging_steps=1, **changes)
         Trainer(Half(), args, [{"x": torch.ones(2)}] * 8, callbacks=[Keep(records)]).train()
         assert [record["half"] for record in records] == [3.0, 3.0]
+
+
+def test_an_estimate_runs_the_passes_without_values(tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=1)
+    assert Trainer(Model(), args, samples()).estimate("1GiB").to_dict()

@@ -25,7 +25,8 @@ class LoggedValue(NamedTuple):
 
     Attributes:
         name: Its name.
-        value: A number, or a scalar tensor on a device: the mean over the items, or their sum if `is_sum`.
+        value: What was logged: the mean over the items, or their sum if `is_sum`. It is not read before the pass ends,
+            since an estimate runs passes without values.
         count: Number of items; None: those of the batch.
         is_sum: Whether `value` is a sum.
     """
@@ -66,7 +67,7 @@ def _append(name: str, value: Any, count: Any) -> None:
     if (logged := _LOGGED.get()) is None:
         return
     _check_name(name)
-    logged.append(LoggedValue(name, _scalar(name, value), None if count is None else _checked_count(name, count)))
+    logged.append(LoggedValue(name, _detached(value), _detached(count)))
 
 
 _append_uncompiled: Callable[[str, Any, Any], None] = _append
@@ -107,7 +108,7 @@ class PassLog:
                 continue
             if name != "loss" and _is_scalar(value):
                 _check_name(name)
-                self.values.append(LoggedValue(name, _scalar(name, value), None, is_sum))
+                self.values.append(LoggedValue(name, _detached(value), None, is_sum))
 
 
 def sum_values(
@@ -125,8 +126,9 @@ def sum_values(
     items = as_scalar("the number of items", items)
     if needs_items and not isinstance(items, torch.Tensor) and not items:
         return sums
-    for name, value, count, is_sum in values:
-        counted = items if count is None else trace(count)
+    for name, logged, count, is_sum in values:
+        value = _scalar(name, logged)
+        counted = items if count is None else trace(_checked_count(name, count))
         if needs_items and isinstance(items, torch.Tensor):
             counted = torch.where(items > 0, counted, 0)
         total = value if is_sum else value * counted
@@ -184,9 +186,13 @@ def means_of(shares: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, f
     return {name: total / count for name, (total, count) in sums.items() if count}
 
 
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
 def _scalar(name: str, value: Any) -> Any:
     """Return a number, or a scalar tensor on a device of at least 32 bits; a tensor on the host becomes a number."""
-    number = as_scalar(name, value.detach() if isinstance(value, torch.Tensor) else value)
+    number = as_scalar(name, value)
     if isinstance(number, torch.Tensor) and (not number.is_floating_point() or number.dtype.itemsize < 4):
         return number.float()
     return number
