@@ -158,12 +158,10 @@ class Trainer:
         self.collate = data_collator or default_collator(
             processing_class, args.pad_to_multiple_of, takes_mask, args.pad_to_lengths, strategy.static_shapes
         )
-        self.compute_loss = compute_loss
-        self.compute_metrics = compute_metrics
+        self.compute_loss, self.compute_metrics = compute_loss, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.metrics = metrics_by_name(metrics)
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         own = checked_callbacks(callbacks)
         self.events = CallbackList([*default_callbacks(args, own), *own])
         self.run = Run(
