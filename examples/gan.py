@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from trainer_kit import Accelerator, set_seed
 from trainer_kit.accelerator import ProjectConfiguration
@@ -59,7 +60,7 @@ def train(options: argparse.Namespace) -> dict[str, float]:
     project = ProjectConfiguration(options.output_dir, automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(split_batches=True, project_config=project)
     images = torch.tensor(load_digits().images, dtype=torch.float32).unsqueeze(1) / 16
-    loader: DataLoader[torch.Tensor] = DataLoader(list(images), BATCH_SIZE, shuffle=True, drop_last=True)
+    loader: Any = DataLoader(TensorDataset(images), BATCH_SIZE, shuffle=True, drop_last=True)
     models = make_generator(), make_discriminator()
     optimizers = [torch.optim.Adam(model.parameters(), lr=RATE, betas=(0.5, 0.999)) for model in models]
     generator, discriminator, drawing, judging, loader = accelerator.prepare(*models, *optimizers, loader)
@@ -67,7 +68,7 @@ def train(options: argparse.Namespace) -> dict[str, float]:
         accelerator.load_state()
 
     for epoch in range(loader.epoch, options.epochs):
-        for step, real in enumerate(loader):  # after load_state() it continues where it was
+        for step, (real,) in enumerate(loader):  # after load_state() it continues where it was
             drawn = generator(torch.randn(len(real), NOISE, 1, 1, device=accelerator.device))
             judging.zero_grad()
             judging_loss = judge(discriminator, real, is_real=True) + judge(
