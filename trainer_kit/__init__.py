@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from trainer_kit.errors import CallbackError, FolderInUseError, NonFiniteError, SaveError
     from trainer_kit.launch.config import write_basic_config
     from trainer_kit.launch.notebook import notebook_launcher
-    from trainer_kit.loop.evaluation import EvalPrediction, PredictionOutput
+    from trainer_kit.loop.prediction import EvalPrediction, PredictionOutput
+    from trainer_kit.loss.means import log_mean
     from trainer_kit.planning import TrainingPlan
     from trainer_kit.report.summary import print_summary
     from trainer_kit.run import Run, TrainOutput
@@ -62,6 +63,7 @@ __all__ = [
     "__version__",
     "callbacks",
     "load_checkpoint_in_model",
+    "log_mean",
     "notebook_launcher",
     "print_summary",
     "set_seed",
@@ -73,12 +75,12 @@ _HOMES = {
     "Callback": "callback",
     "CallbackError": "errors",
     "DDP": "strategies.ddp",
-    "EvalPrediction": "loop.evaluation",
+    "EvalPrediction": "loop.prediction",
     "FSDP": "strategies.fsdp.strategy",
     "MultiNode": "strategies.multinode",
     "NonFiniteError": "errors",
     "Precision": "strategies.precision",
-    "PredictionOutput": "loop.evaluation",
+    "PredictionOutput": "loop.prediction",
     "ProjectConfiguration": "accelerator",
     "Requests": "state",
     "Run": "run",
@@ -94,6 +96,7 @@ _HOMES = {
     "TrainingPlan": "planning",
     "XLA": "strategies.xla.strategy",
     "load_checkpoint_in_model": "checkpoint",
+    "log_mean": "loss.means",
     "notebook_launcher": "launch.notebook",
     "print_summary": "report.summary",
     "set_seed": "accelerator",

@@ -104,14 +104,20 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Check that an optimizer can train a model.
 
     Raises:
-        TypeError: If it is not a `torch.optim.Optimizer`, or is LBFGS, which runs the model itself.
+        TypeError: If it is not a `torch.optim.Optimizer`, or if its step needs a closure, as LBFGS's does.
         ValueError: If it has no parameter of the model, or is fused and has a parameter with gaps in memory.
     """
     if isinstance(optimizer, type):
         name = optimizer.__name__
         raise TypeError(f"optimizer={name} is a class; give an object of it, such as {name}(model.parameters(), lr=…)")
-    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer other than LBFGS")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}, whose step runs the model by a closure; write the loop with "
+            "Accelerator, whose optimizers take step(closure)"
+        )
     own = set(model.parameters())
     if not any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(

@@ -10,7 +10,7 @@ import torch
 
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.profiling.time_ledger import Ledger
-from trainer_kit.state import Requests, Stateful, TrainState
+from trainer_kit.state import IntervalMeans, Requests, Stateful, TrainState
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.grad_norms import GradientNorms
 from trainer_kit.utils.units import GIB, format_duration, format_size
@@ -34,6 +34,8 @@ class Run:
         processing_class: Tokenizer or processor, saved with the model.
         local_loss: This rank's share of the last step's loss, a scalar on the device. The loss is the sum of the
             shares over all ranks. Reading it waits for the device.
+        local_sums: This rank's sums of what the last step logged by `log_mean`, on the device.
+        means: Means of the steps since the last record.
         last_norms: Norms of the last step's gradients before clipping, on the device.
         batch: The current micro-batch, on the device.
         ledger: The time spent on each activity.
@@ -52,6 +54,8 @@ class Run:
     eval_dataset: Any = None
     processing_class: Any = None
     local_loss: torch.Tensor | None = None
+    local_sums: dict[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    means: IntervalMeans = dataclasses.field(default_factory=IntervalMeans)
     last_norms: GradientNorms | None = None
     batch: Any = None
     ledger: Ledger = dataclasses.field(default_factory=Ledger)

@@ -1,4 +1,4 @@
-"""`TrainState`, the counters of a run; `Requests`, those of callbacks to the loop; and the `Stateful` protocol."""
+"""The counters of a run, the means since its last record, the requests to its loop, and the `Stateful` protocol."""
 
 from __future__ import annotations
 
@@ -80,6 +80,34 @@ class TrainState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         for field in dataclasses.fields(self):
             setattr(self, field.name, state_dict[field.name])
+
+
+class IntervalMeans:
+    """The values that `log_mean` logged in the steps since the last record.
+
+    Attributes:
+        sums: The sum of the steps' values and the number of these steps, by name.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, tuple[float, int]] = {}
+
+    def add(self, values: Mapping[str, float]) -> None:
+        """Add the values of a step."""
+        for name, value in values.items():
+            total, steps = self.sums.get(name, (0.0, 0))
+            self.sums[name] = total + value, steps + 1
+
+    def take(self) -> dict[str, float]:
+        """Return the mean over the steps by name, and begin a new interval."""
+        sums, self.sums = self.sums, {}
+        return {name: total / steps for name, (total, steps) in sums.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: [total, steps] for name, (total, steps) in self.sums.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.sums = {name: (total, steps) for name, (total, steps) in state_dict.items()}
 
 
 @dataclasses.dataclass

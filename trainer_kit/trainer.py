@@ -19,9 +19,9 @@ from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.build import make_reading
 from trainer_kit.data.collate import Collator, default_collator
 from trainer_kit.data.peek import first_batch
-from trainer_kit.loop.evaluation import EvalPrediction, PredictionOutput
 from trainer_kit.loop.evaluation_loop import EvaluationLoop
 from trainer_kit.loop.metrics import Metric, metrics_by_name
+from trainer_kit.loop.prediction import EvalPrediction, PredictionOutput
 from trainer_kit.loop.rank_sync import check_same_start
 from trainer_kit.loop.setup import set_up_training
 from trainer_kit.loop.training_loop import TrainingLoop
@@ -29,7 +29,7 @@ from trainer_kit.loss.loss import ComputeLoss, Loss, takes_column
 from trainer_kit.loss.probe import LossProbe
 from trainer_kit.profiling.time_ledger import Ledger
 from trainer_kit.run import Run, TrainOutput
-from trainer_kit.state import Requests, TrainState
+from trainer_kit.state import IntervalMeans, Requests, TrainState
 from trainer_kit.strategies.activation_checkpointing import restore_modules
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.select import choose_strategy
@@ -85,6 +85,8 @@ class Trainer:
         compute_loss: `compute_loss(model, batch)` returns the mean loss over the batch's items (labels that are not
             -100, else samples) or `(loss_sum, count)`; None: the loss that the model returns.
         compute_metrics: Takes an `EvalPrediction` of the whole dataset and returns a dict of metrics.
+        preprocess_logits_for_metrics: `function(logits, labels)` returns what `compute_metrics`, `metrics` and
+            `predict` get in place of the model's outputs of a batch, such as their argmax, to save memory.
         metrics: Streaming metrics with torchmetrics' `update`, `compute` and `reset`: one, a list, or a dict by name.
         callbacks: Callbacks in addition to the default ones; one of a default's class replaces that default.
         strategy: The strategy to train with; None: as `args.strategy` says.
@@ -124,6 +126,7 @@ class Trainer:
         processing_class: Any = None,
         compute_loss: ComputeLoss | None = None,
         compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         metrics: Metric | Iterable[Metric] | Mapping[str, Metric] | None = None,
         callbacks: Iterable[Callback] = (),
         strategy: Strategy | None = None,
@@ -155,11 +158,10 @@ class Trainer:
         self.collate = data_collator or default_collator(
             processing_class, args.pad_to_multiple_of, takes_mask, args.pad_to_lengths, strategy.static_shapes
         )
-        self.compute_loss = compute_loss
-        self.compute_metrics = compute_metrics
+        self.compute_loss, self.compute_metrics = compute_loss, compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.metrics = metrics_by_name(metrics)
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         own = checked_callbacks(callbacks)
         self.events = CallbackList([*default_callbacks(args, own), *own])
         self.run = Run(
@@ -227,7 +229,7 @@ class Trainer:
         run = self.run
         if run.state.step and hasattr(self.lr_scheduler, "state_dict"):
             raise ValueError("train() is called again, but lr_scheduler has run its course; give a function instead")
-        run.state, run.requests, run.ledger = TrainState(), Requests(), Ledger()
+        run.state, run.means, run.requests, run.ledger = TrainState(), IntervalMeans(), Requests(), Ledger()
         checkpoints = CheckpointManager(run, self.events)
         at_end.callback(checkpoints.release_folder)
         run.strategy.defer_gradient_sync(self.args.auto_find_batch_size)
@@ -254,7 +256,8 @@ class Trainer:
     def _evaluation(self) -> EvaluationLoop:
         probe = self._probe or self._prepare()
         loader_config = make_reading(self.args, self.run.strategy, self.collate)
-        return EvaluationLoop(self.run, self.events, probe, loader_config, self.metrics, self.compute_metrics)
+        functions = self.compute_metrics, self.preprocess_logits_for_metrics
+        return EvaluationLoop(self.run, self.events, probe, loader_config, self.metrics, *functions)
 
     # Evaluation
 
@@ -343,6 +346,7 @@ class Trainer:
             collate=self.collate,
             compute_loss=self.compute_loss,
             compute_metrics=self.compute_metrics,
+            preprocess_logits=self.preprocess_logits_for_metrics,
             metrics=self.metrics,
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,

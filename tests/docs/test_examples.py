@@ -19,7 +19,7 @@ import torch
 from kit.guides import Guide
 from kit.ranks import on_ranks, try_on_ranks
 
-from trainer_kit import FSDP, Callback, Run, Trainer, load_checkpoint_in_model
+from trainer_kit import FSDP, Accelerator, Callback, Run, Trainer, load_checkpoint_in_model
 
 FOLDER = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -330,3 +330,21 @@ def test_resume_gives_the_same_bits(tmp_path: Path) -> None:
     assert "resumed from" in done.stderr
     assert "leaked" not in done.stderr
     assert done.stdout.count("the same") == 3, done.stdout
+
+
+@pytest.mark.slow
+def test_a_gan_that_was_killed_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    straight = run("gan", tmp_path / "straight", "--epochs", "2")
+    save_state, saved = Accelerator.save_state, []
+
+    def save_and_end(accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        saved.append(save_state(accelerator, *args, **kwargs))
+        if len(saved) == 3:
+            raise KeyboardInterrupt
+        return saved[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Accelerator, "save_state", save_and_end)
+        with pytest.raises(KeyboardInterrupt):
+            run("gan", tmp_path / "killed", "--epochs", "2")
+    assert run("gan", tmp_path / "killed", "--epochs", "2", "--resume") == straight

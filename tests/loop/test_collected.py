@@ -47,17 +47,29 @@ def test_a_view_does_not_keep_its_tensor() -> None:
     collected = Collected()
     logits = torch.arange(4000.0).reshape(4, 1000)
     collected.add(logits[:, -1], logits[0])
-    (last, first), logits = collected.blocks[0], logits.clone()
+    (last, first, *_), logits = collected.blocks[0], logits.clone()
     assert last.base.nbytes if last.base is not None else last.nbytes == 16
     assert last.tolist() == logits[:, -1].tolist()
     assert first.tolist() == logits[0].tolist()
 
 
 def test_nothing_is_none() -> None:
-    assert Collected().arrays(Strategy(), everywhere=True) == (None, None)
+    assert [*Collected().arrays(Strategy(), everywhere=True)] == [None, None]
     collected = Collected()
     collected.add(torch.ones(2, 1), None)
-    assert collected.arrays(Strategy(), everywhere=True)[1] is None
+    assert collected.arrays(Strategy(), everywhere=True).label_ids is None
+
+
+def test_inputs_and_losses_are_kept_and_texts_filled_up_with_the_value_given() -> None:
+    collected = Collected(fill=7)
+    for width in (1, 2):
+        ids = torch.ones(1, width, dtype=torch.int64)
+        collected.add(ids, (ids[:, 0], ids), ids, torch.tensor(0.5).expand(1))
+    found = collected.arrays(Strategy(), everywhere=True)
+    assert found.predictions.tolist() == [[1, 7], [1, 1]]
+    assert [each.tolist() for each in found.label_ids] == [[1, 1], [[1, -100], [1, 1]]]
+    assert found.inputs.tolist() == [[1, -100], [1, 1]]
+    assert found.losses.tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

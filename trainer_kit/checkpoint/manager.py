@@ -36,7 +36,13 @@ from trainer_kit.checkpoint.format.discovery import first_valid, is_of_run, read
 from trainer_kit.checkpoint.format.disk import make_writable_folder
 from trainer_kit.checkpoint.format.loading import check_weights, load_weights
 from trainer_kit.checkpoint.format.safetensors_writer import refuse_unstorable
-from trainer_kit.checkpoint.format.trainer_state import read_committed, read_data_state, read_ledger, read_trainer
+from trainer_kit.checkpoint.format.trainer_state import (
+    read_committed,
+    read_data_state,
+    read_ledger,
+    read_means,
+    read_trainer,
+)
 from trainer_kit.checkpoint.integrity import check_resumable, fetch_verified
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import TrainLoader
@@ -51,7 +57,7 @@ from trainer_kit.utils.user_warnings import warn
 
 logger = logging.getLogger("trainer_kit")
 
-OWN_STATES = ("trainer", "optimizer", "lr_scheduler", "precision", "callbacks", "data", "ledger")
+OWN_STATES = ("trainer", "optimizer", "lr_scheduler", "precision", "callbacks", "data", "ledger", "means")
 """State names that `run.stateful` may not use."""
 
 
@@ -260,6 +266,7 @@ class CheckpointManager:
         if run.strategy.precision is not None:
             run.strategy.precision.load_state_dict(read_state(directory, "precision") or {})
         self.events.load_state_dict(read_state(directory, "callbacks") or {})
+        run.means.load_state_dict(read_means(directory))
         _restore_stateful(run, directory)
 
     def begin_save(self, model_state: Mapping[str, torch.Tensor], evaluation_is_due: bool = False) -> None:
@@ -361,6 +368,8 @@ class CheckpointManager:
         states["lr_scheduler"] = run.lr_scheduler.state_dict()
         if run.strategy.precision is not None:
             states["precision"] = run.strategy.precision.state_dict()
+        if run.means.sums:
+            states["means"] = run.means.state_dict()
         return states | {name: entry.state_dict() for name, entry in run.stateful.items()}
 
     def _of_earlier_starts(self, trainer: Mapping[str, Any]) -> list[Committed]:

@@ -20,7 +20,9 @@ from trainer_kit.config.field_types import (
     Folder,
     Interval,
     Lengths,
+    MetricInputs,
     Name,
+    Names,
     NotNegative,
     Numbers,
     OptimizerOptions,
@@ -115,6 +117,16 @@ class TrainingArguments:
         logging_first_step: Whether to log step 1 too.
         eval_strategy: When to evaluate: every `eval_steps` ("steps"), after each "epoch" and at the end, or "no".
         eval_steps: Steps between two evaluations; None: `logging_steps`.
+        eval_on_start: Whether to evaluate before the first step too.
+        label_names: Columns that metrics get as labels, in this order; None: "labels" or "label", or "start_positions"
+            and "end_positions". What a loss counts does not depend on it.
+        include_for_metrics: What `compute_metrics` gets in addition: "inputs" (the main input) and "loss".
+        predict_with_generate: Whether metrics and `predict` get token ids that a transformers model generates, in
+            place of its logits. A causal model generates from the tokens before each sample's first label.
+        generation_max_length: Longest text in tokens, without the prompt of a causal model; None: as
+            `generation_config` or the model's own says.
+        generation_num_beams: Number of beams; None: as for `generation_max_length`.
+        generation_config: Further arguments of the model's `generate` by name; None: none.
         save_strategy: When to save a checkpoint: every `save_steps` ("steps"), after each "epoch", after each
             evaluation with a new "best" metric, every `save_minutes` ("minutes"), or "no".
         save_steps: Steps between two checkpoints.
@@ -197,6 +209,13 @@ class TrainingArguments:
     logging_first_step: bool = False
     eval_strategy: Literal["no", "steps", "epoch"] = "no"
     eval_steps: Count | None = None
+    eval_on_start: bool = False
+    label_names: Names | None = None
+    include_for_metrics: MetricInputs = dataclasses.field(default_factory=list)
+    predict_with_generate: bool = False
+    generation_max_length: Count | None = None
+    generation_num_beams: Count | None = None
+    generation_config: dict[str, Any] | None = None
     save_strategy: Literal["steps", "epoch", "best", "minutes", "no"] = "steps"
     save_steps: Count = 500
     save_minutes: Positive | None = None

@@ -69,4 +69,5 @@ class EventSchedule:
         closing = {*epoch_ends} if self.is_due_after_epoch(event) else set()
         closing |= {last} if self.is_due_at_end(event) else set()
         due = [step for step in range(taken + 1, last + 1) if step in closing or self.is_due_after_step(event, step)]
-        return [0, *due] if event == "save" and taken == 0 and self.saves_before_first_step else due
+        starts = {"save": self.saves_before_first_step, "evaluate": self._args.eval_on_start}
+        return [0, *due] if taken == 0 and starts.get(event) else due

@@ -42,6 +42,12 @@ Beta = Annotated[float, Rule("a number of at least 0 and below 1", lambda value:
 Ratio = Annotated[float, Rule("a number from 0 to 1", lambda value: 0 <= value <= 1)]
 Folder = Annotated[str, Rule("the path of a folder", bool)]
 Name = Annotated[str, Rule("a name that is not empty", bool)]
+Names = Annotated[
+    list[str], Rule("a list of different names", lambda value: all(value) and 0 < len(value) == len(set(value)))
+]
+MetricInputs = Annotated[
+    list[str], Rule("a list of 'inputs' and 'loss'", lambda value: set(value) <= {"inputs", "loss"})
+]
 Lengths = Annotated[
     list[int], Rule("a list of whole numbers of at least 1", lambda value: bool(value) and min(value) >= 1)
 ]

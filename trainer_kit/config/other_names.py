@@ -25,5 +25,6 @@ REMEDIES = {
     "torch_compile_backend": "use torch_compile={'backend': ...}",
     "torch_compile_mode": "use torch_compile={'mode': ...}",
     "gradient_checkpointing_kwargs": "checkpointing is never reentrant; use gradient_checkpointing={'policy': ...}",
+    "eval_accumulation_steps": "predictions always leave the device after each batch",
     "ddp_broadcast_buffers": "buffers are always broadcast, after each step",
 }

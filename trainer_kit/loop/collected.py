@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer_kit.loop.prediction import EvalPrediction
 from trainer_kit.loss.batch import IGNORED
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.pytree import map_tensors
@@ -21,17 +22,21 @@ class Collected:
 
     They are brought to the host, kept and gathered in their own dtype. Those in half precision become float32 at the
     end, on the host.
+
+    Args:
+        fill: Value that fills up predictions that differ in further dimensions than the first.
     """
 
-    def __init__(self) -> None:
-        self.blocks: list[tuple[Any, Any]] = []
+    def __init__(self, fill: int = IGNORED) -> None:
+        self.blocks: list[tuple[Any, ...]] = []
+        self._fill = fill
 
-    def add(self, predictions: Any, labels: torch.Tensor | None) -> None:
-        """Add a batch; waits for the device."""
-        self.blocks.append((map_tensors(_to_array, predictions), None if labels is None else _to_array(labels)))
+    def add(self, predictions: Any, labels: Any, inputs: Any = None, losses: Any = None) -> None:
+        """Add a batch; waits for the device. See `EvalPrediction` for the parts."""
+        self.blocks.append(tuple(map_tensors(_to_array, part) for part in (predictions, labels, inputs, losses)))
 
-    def arrays(self, strategy: Strategy, everywhere: bool) -> tuple[Any, Any]:
-        """Return predictions and labels in the dataset's order: on all processes, or on the main one only."""
+    def arrays(self, strategy: Strategy, everywhere: bool) -> EvalPrediction:
+        """Return all batches in the dataset's order: on all processes, or on the main one only."""
         collectives = strategy.collectives
         shares = collectives.gather_object(self.blocks) if everywhere else collectives.gather_to_main(self.blocks)
         shares, self.blocks = collectives.once_a_reader(shares), []
@@ -40,11 +45,10 @@ class Collected:
         ]  # dealt out in turn
         del shares
         if not blocks:
-            return None, None
-        predictions, labels = [prediction for prediction, _ in blocks], [label for _, label in blocks]
+            return EvalPrediction(None, None)
+        predictions, *others = ([part for part in column if part is not None] for column in zip(*blocks, strict=True))
         del blocks
-        labels = [label for label in labels if label is not None]
-        return _joined(predictions), _joined(labels) if labels else None
+        return EvalPrediction(_joined(predictions, self._fill), *(_joined(each) if each else None for each in others))
 
 
 def _to_array(tensor: torch.Tensor) -> np.ndarray:
@@ -65,12 +69,12 @@ def _wide(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float32) if array.dtype == np.float16 else array
 
 
-def _joined(parts: list[Any]) -> Any:
-    """Concatenate the batches' arrays; pad those that differ in further dimensions with -100. Empties the list."""
+def _joined(parts: list[Any], fill: int = IGNORED) -> Any:
+    """Concatenate the batches' arrays; pad those that differ in further dimensions. Empties the list."""
     if isinstance(parts[0], (tuple, list)):
         columns = [list(column) for column in zip(*parts, strict=True)]
         parts.clear()
-        return tuple(_joined(column) for column in columns)
+        return tuple(_joined(column, fill) for column in columns)
     if not isinstance(parts[0], np.ndarray):
         return [map_tensors(_wide, part, np.ndarray) for part in parts]
     if len({part.dtype for part in parts}) > 1:
@@ -82,7 +86,7 @@ def _joined(parts: list[Any]) -> Any:
             np.pad(
                 _wide(part),
                 [(0, 0), *((0, int(full - own)) for full, own in zip(longest, part.shape[1:], strict=True))],
-                constant_values=IGNORED,
+                constant_values=fill,
             )
             for part in parts
         ]

@@ -17,7 +17,9 @@ from trainer_kit.data.padding import Padding, pad_rows, trim_rows
 from trainer_kit.data.sampling import mix
 from trainer_kit.errors import DoesNotFitError, EvaluationInterrupted
 from trainer_kit.loop.collected import Collected
+from trainer_kit.loop.generation import TextGenerator
 from trainer_kit.loop.metrics import (
+    LoggedMeans,
     MeanLoss,
     Metric,
     begin_metrics,
@@ -25,42 +27,19 @@ from trainer_kit.loop.metrics import (
     joined_mean,
     joined_predictions,
     joined_result,
+    main_input,
     predictions_in,
 )
-from trainer_kit.loss.batch import Counts, labels_of, samples_of, shape_of
+from trainer_kit.loop.prediction import EvalPrediction, PredictionOutput
+from trainer_kit.loss.batch import Counts, labels_of, samples_of, shape_of, targets_of
 from trainer_kit.loss.loss import found_loss
+from trainer_kit.loss.means import means_of
 from trainer_kit.loss.probe import LossProbe
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import clear_frames
 from trainer_kit.utils.module_modes import evaluating
 from trainer_kit.utils.pytree import map_tensors
 from trainer_kit.utils.rng import generators_kept
-
-
-class EvalPrediction(NamedTuple):
-    """The argument of `compute_metrics`, as in transformers.
-
-    Attributes:
-        predictions: The model's outputs (logits) for all samples, an array or a tuple of arrays.
-        label_ids: The labels of all samples; None without labels.
-    """
-
-    predictions: Any
-    label_ids: Any
-
-
-class PredictionOutput(NamedTuple):
-    """The result of `Trainer.predict`.
-
-    Attributes:
-        predictions: As in `EvalPrediction`, in the dataset's order.
-        label_ids: As in `EvalPrediction`.
-        metrics: Loss (if there are labels), metrics and speed, each name with the prefix.
-    """
-
-    predictions: Any
-    label_ids: Any
-    metrics: dict[str, Any]
 
 
 class _Tally(NamedTuple):
@@ -72,6 +51,7 @@ class _Tally(NamedTuple):
         loss: Sum of the losses and number of items; None if no batch had a loss.
         shifts: Whether the model shifts its labels; None if no batch showed it.
         interrupted: Whether the process stopped early.
+        means: Sums and numbers of items of what the passes logged, by name.
         lacks: The device's out-of-memory message; None without one.
     """
 
@@ -80,6 +60,7 @@ class _Tally(NamedTuple):
     loss: tuple[float, float] | None
     shifts: bool | None
     interrupted: bool
+    means: dict[str, tuple[float, float]]
     lacks: str | None = None
 
 
@@ -89,14 +70,32 @@ class _Outcome(NamedTuple):
     Attributes:
         predictions: The predictions; None if they are not needed.
         labels: The labels, on the host if shapes are static; None without labels.
+        inputs: The model's main input; None if it is not needed.
+        loss: The mean loss of the batch; None without one.
         rows: Samples in the batch, including padding.
         samples: Samples in the batch, without padding.
     """
 
     predictions: Any
-    labels: torch.Tensor | None
+    labels: Any
+    inputs: Any
+    loss: torch.Tensor | None
     rows: int
     samples: int
+
+
+class _Totals(NamedTuple):
+    """What the passes of one process add up to.
+
+    Attributes:
+        loss: The mean loss.
+        logged: What the passes log.
+        captured: The outputs of the model's calls in the current pass.
+    """
+
+    loss: MeanLoss
+    logged: LoggedMeans
+    captured: list[Any]
 
 
 class Evaluator:
@@ -110,6 +109,8 @@ class Evaluator:
         metrics: Streaming metrics by name.
         compute_metrics: Takes an `EvalPrediction` of the whole dataset and returns a dict of numbers; called on the
             main process only. None: none are computed.
+        preprocess_logits: `preprocess_logits(logits, labels)` returns what metrics and predictions hold in place of
+            the model's outputs. None: the outputs.
     """
 
     def __init__(
@@ -118,12 +119,15 @@ class Evaluator:
         inspection: LossProbe,
         metrics: Mapping[str, Metric],
         compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None,
+        preprocess_logits: Callable[[Any, Any], Any] | None = None,
     ) -> None:
         self.run = run
         self.inspection = inspection
         self.loss = inspection.loss
         self.metrics = metrics
         self.compute_metrics = compute_metrics
+        self.preprocess_logits = preprocess_logits
+        self.generate = TextGenerator(run) if run.args.predict_with_generate else None
 
     def __call__(self, batches: Iterable[tuple[Any, Counts]], prefix: str, keep: bool = False) -> PredictionOutput:
         """Evaluate the batches of a dataset. Collective.
@@ -148,7 +152,7 @@ class Evaluator:
         begin = time.perf_counter()
         strategy = self.run.strategy
         begin_metrics(self.metrics, strategy)
-        collected = Collected() if keep or self.compute_metrics else None
+        collected = self._make_collected() if keep or self.compute_metrics else None
         try:
             own = self._run(batches, collected, keep)
         except Exception as error:
@@ -156,17 +160,18 @@ class Evaluator:
             if lacks is None:
                 raise
             clear_frames(error)
-            own = _Tally(0, 0, None, None, interrupted=False, lacks=lacks)
+            own = _Tally(0, 0, None, None, interrupted=False, means={}, lacks=lacks)
         tallies = self._agreed(own)
-        predictions, labels = collected.arrays(strategy, keep) if collected else (None, None)
-        scored = labels is not None or not keep
+        prediction = collected.arrays(strategy, keep) if collected else EvalPrediction(None, None)
+        scored = prediction.label_ids is not None or not keep
         others = gather_metrics(self.metrics, strategy, own.samples > 0) if scored and self.metrics else []
 
         def figures() -> dict[str, Any]:
             mean = joined_mean([tally.loss for tally in tallies])
             found = {} if mean is None else {"loss": mean}
+            found |= means_of([tally.means for tally in tallies])
             if scored:
-                found |= self._scores(EvalPrediction(predictions, labels), others)
+                found |= self._scores(prediction, others)
             seconds = time.perf_counter() - begin
             found |= {
                 "runtime": seconds,
@@ -176,23 +181,29 @@ class Evaluator:
             return {_prefixed(prefix, name): _number(value) for name, value in found.items()}
 
         metrics = strategy.collectives.on_main(figures)
-        return PredictionOutput(predictions if keep else None, labels if keep else None, metrics)
+        kept = prediction if keep else EvalPrediction(None, None)
+        return PredictionOutput(kept.predictions, kept.label_ids, metrics)
+
+    def _make_collected(self) -> Collected:
+        pad_id = None if self.generate is None else self.generate.pad_id
+        return Collected() if pad_id is None else Collected(fill=pad_id)
 
     def _run(self, batches: Iterable[tuple[Any, Counts]], collected: Collected | None, keep: bool) -> _Tally:
         """Evaluate this process's batches."""
         run, strategy = self.run, self.run.strategy
-        mean, samples, steps, interrupted = MeanLoss(strategy), 0, 0, False
+        samples, steps, interrupted = 0, 0, False
         # Capture at the user's own module: compute_loss may call it instead of its argument.
         predicts = bool(self.metrics) or collected is not None
-        captures = predicts and self.loss.compute_loss is not None
+        captures = predicts and self.loss.compute_loss is not None and self.generate is None
         with contextlib.ExitStack() as stack:
             captured = stack.enter_context(_captured(run.model if captures else None))
+            totals = _Totals(MeanLoss(strategy), LoggedMeans(strategy), captured)
             for context in (evaluating(run.model), torch.no_grad(), strategy.uneven_passes()):
                 stack.enter_context(context)
             padding = Padding(self.inspection, strategy, run.args.eval_batch_size * strategy.devices)
             on_host = itertools.starmap(_EvalBatch, batches)
             ahead = _Lookahead(on_host if strategy.static_shapes else strategy.prepare_loader(on_host))
-            outcomes = map(partial(self._forward, padding, mean, captured, keep, predicts), itertools.count(), ahead)
+            outcomes = map(partial(self._forward, padding, totals, keep, predicts), itertools.count(), ahead)
             for outcome in _one_behind(outcomes) if strategy.static_shapes else outcomes:
                 if not (strategy.static_shapes or strategy.device_info.reads_without_sync):
                     self._fetch_during_pass(ahead)
@@ -203,21 +214,21 @@ class Evaluator:
                 interrupted = run.requests.exit_code is not None or strategy.session.is_preempted
                 if interrupted:
                     break
-        return _Tally(samples, steps, mean.sums(), self.loss.shifts, interrupted)
+        return _Tally(samples, steps, totals.loss.sums(), self.loss.shifts, interrupted, totals.logged.sums())
 
     def _forward(
         self,
         padding: Padding,
-        mean: MeanLoss,
-        captured: list[Any],
+        totals: _Totals,
         keep: bool,
         predicts: bool,
         number: int,
         item: _EvalBatch,
     ) -> _Outcome:
-        """Run one forward pass without waiting for the device, and add the loss to `mean`."""
+        """Run one forward pass without waiting for the device, and add the loss to `totals`."""
         strategy, host_batch, counts = self.run.strategy, item.batch, item.counts
-        with_loss = labels_of(host_batch) is not None or not keep
+        args = self.run.args
+        with_loss = targets_of(host_batch, args.label_names) is not None or not keep
         fills = padding.wants(host_batch, counts.samples, with_loss)
         batch = strategy.to_device(pad_rows(host_batch, padding.rows) if fills else host_batch)
         if with_loss:
@@ -227,38 +238,45 @@ class Evaluator:
         # A model that draws random numbers in evaluation gives the same result after a restart and for any number of
         # workers or processes.
         of_all = number * strategy.collectives.readers + strategy.collectives.reader
-        strategy.seed(mix(self.run.args.seed, -1, of_all))
-        predictions = self._predictions(batch, counts, mean, captured, with_loss, predicts)
+        strategy.seed(mix(args.seed, -1, of_all))
+        predictions, value = self._predictions(batch, counts, totals, with_loss, predicts)
         predictions = strategy.collectives.unshard(predictions) if predicts else None
         strategy.device_info.mark_step()
-        labels = labels_of(host_batch if strategy.static_shapes else batch)
+        labels = targets_of(host_batch if strategy.static_shapes else batch, args.label_names)
+        inputs = main_input(self.loss.module, host_batch) if "inputs" in args.include_for_metrics and predicts else None
         if self.metrics and with_loss and labels is None:
             raise ValueError(f"metrics need labels, but the batch is {shape_of(batch)}; call theirs 'labels'")
-        return _Outcome(predictions, labels, samples_of(batch) if fills else counts.samples, counts.samples)
+        rows = samples_of(batch) if fills else counts.samples
+        return _Outcome(predictions, labels, inputs, value, rows, counts.samples)
 
     def _predictions(
-        self, batch: Any, counts: Counts, mean: MeanLoss, captured: list[Any], with_loss: bool, predicts: bool
-    ) -> Any:
-        """Return the model's predictions, None if they are not needed, and add its loss to `mean`."""
+        self, batch: Any, counts: Counts, totals: _Totals, with_loss: bool, predicts: bool
+    ) -> tuple[Any, torch.Tensor | None]:
+        """Return the model's predictions, None if they are not needed, and the mean loss; add it to `totals`."""
         loss, calls = self.loss, []
-        value: torch.Tensor | None
+        value: torch.Tensor | None = None
+        items, outputs = None, None
         with self.run.strategy.autocast():
-            if with_loss and (loss.compute_loss is not None or not predicts):
+            if with_loss and (loss.compute_loss is not None or not predicts or self.generate is not None):
                 value, items = loss(batch)
-                calls, outputs, loss.outputs = captured.copy(), loss.outputs, None
-            else:
+                calls, outputs, loss.outputs = totals.captured.copy(), loss.outputs, None
+            elif self.generate is None or not predicts:
                 outputs = loss.output(batch)
-                value, items = found_loss(outputs), None
-        captured.clear()
+                value = found_loss(outputs)
+            if value is not None or outputs is not None:
+                totals.logged.add(loss.log.values, loss.items(counts) if items is None else items)
+            generated = self.generate(batch) if self.generate is not None and predicts else None
+        totals.captured.clear()
         if value is not None:
-            mean.add(value, items, loss.items(counts))
-        if not predicts:
-            return None
+            totals.loss.add(value, items, loss.items(counts))
+            value = value if items is None else value / items
+        if not predicts or generated is not None:
+            return generated, value
         if outputs is not None or not calls:
-            return predictions_in(outputs)
+            return predictions_in(outputs), value
         labels = labels_of(batch)
         rows = counts.samples if labels is None or not labels.ndim else len(labels)
-        return joined_predictions([predictions_in(output) for output in calls], rows)
+        return joined_predictions([predictions_in(output) for output in calls], rows), value
 
     def _fetch_during_pass(self, ahead: _Lookahead) -> None:
         """Fetch the next batch while the device works; metrics that draw random numbers draw the same ones."""
@@ -269,13 +287,17 @@ class Evaluator:
         """Update the metrics, and collect predictions and labels."""
         if outcome.predictions is None:
             return
-        predictions, labels, rows, samples = outcome
+        predictions, labels, inputs, loss, rows, samples = outcome
         if self.run.strategy.static_shapes:  # on the device these would be compiled as computations of their own
             predictions = trim_rows(map_tensors(torch.Tensor.cpu, predictions), rows, samples)
+        if self.preprocess_logits is not None:
+            predictions = self.preprocess_logits(predictions, labels)
         for metric in self.metrics.values() if labels is not None else ():
             metric.update(predictions, labels)
         if collected is not None:
-            collected.add(predictions, labels)
+            is_wanted = "loss" in self.run.args.include_for_metrics
+            losses = loss.detach().expand(samples) if loss is not None and is_wanted else None
+            collected.add(predictions, labels, inputs, losses)
 
     def _agreed(self, own: _Tally) -> list[_Tally]:
         """Gather the totals of all readers on all processes, before anything larger."""

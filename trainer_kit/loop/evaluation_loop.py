@@ -10,8 +10,9 @@ from trainer_kit.data.build import make_evaluation_batches
 from trainer_kit.data.map_loader import LoaderConfig
 from trainer_kit.errors import DoesNotFitError
 from trainer_kit.loop.batch_size_finder import evaluation_batch_size, halve_evaluation_batch
-from trainer_kit.loop.evaluation import EvalPrediction, Evaluator, PredictionOutput
+from trainer_kit.loop.evaluation import Evaluator
 from trainer_kit.loop.metrics import Metric
+from trainer_kit.loop.prediction import EvalPrediction, PredictionOutput
 from trainer_kit.loss.probe import LossProbe
 from trainer_kit.run import Run
 
@@ -26,6 +27,7 @@ class EvaluationLoop:
         loader_config: How samples are read.
         metrics: Streaming metrics by name.
         compute_metrics: See `Evaluator`.
+        preprocess_logits: See `Evaluator`.
     """
 
     def __init__(
@@ -36,12 +38,13 @@ class EvaluationLoop:
         loader_config: LoaderConfig,
         metrics: Mapping[str, Metric],
         compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None,
+        preprocess_logits: Callable[[Any, Any], Any] | None = None,
     ) -> None:
         self.run = run
         self.events = events
         self.probe = probe
         self.loader_config = loader_config
-        self._evaluator = Evaluator(run, probe, metrics, compute_metrics)
+        self._evaluator = Evaluator(run, probe, metrics, compute_metrics, preprocess_logits)
 
     def evaluate(self, dataset: Any, prefix: str) -> dict[str, Any]:
         """Return the metrics of a dataset, or of a dict of datasets with each dataset's name in the prefix."""

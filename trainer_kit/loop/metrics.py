@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import pickle
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from trainer_kit.loss.loss import found_loss
+from trainer_kit.loss.means import LoggedValue, Sums, add_sums, read_sums, sum_values
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.pytree import keys, map_tensors, tensors
 
@@ -71,6 +72,33 @@ class MeanLoss:
         if self.waiting:
             self._fold()
         return (self.total, self.items) if self.any else None
+
+
+class LoggedMeans:
+    """What the passes of an evaluation log, summed in float64 on the host."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._sums: dict[str, tuple[float, float]] = {}
+        self._waiting: list[Sums] = []
+
+    def add(self, values: Sequence[LoggedValue], items: Any) -> None:
+        """Add the values of a pass over a batch with `items` items."""
+        if not values:
+            return
+        self._waiting.append(sum_values(values, items, self._strategy.device_info.traced_scalar))
+        if len(self._waiting) >= _FOLD:
+            self._fold()
+
+    def _fold(self) -> None:
+        for sums in read_sums(self._waiting, self._strategy):
+            add_sums(self._sums, sums)
+        self._waiting = []
+
+    def sums(self) -> dict[str, tuple[float, float]]:
+        """Return the sum over items and the number of items by name."""
+        self._fold()
+        return self._sums
 
 
 def joined_mean(sums: list[tuple[float, float] | None]) -> float | None:
@@ -241,6 +269,14 @@ def _reduced(states: list[Any], reduction: Any) -> Any:
         return reduction(joined) if joined and reduction is not None else joined
     joined = torch.stack(states)
     return joined if reduction is None else reduction(joined)
+
+
+def main_input(module: torch.nn.Module, batch: Any) -> Any:
+    """Return the main input of a batch on the host: the column that the model names, else the first one."""
+    if isinstance(batch, Mapping):
+        name = getattr(module, "main_input_name", "input_ids")
+        return batch[name] if name in batch else batch[keys(batch)[0]]
+    return batch[0] if isinstance(batch, (tuple, list)) else batch
 
 
 def predictions_in(output: Any) -> Any:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from trainer_kit.errors import NonFiniteError
+from trainer_kit.loss.means import Sums, means_over_readers
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.grad_norms import GradientNorms
@@ -41,6 +43,7 @@ class StepResult(NamedTuple):
         bad_parameter: The first parameter with a non-finite gradient; None if all gradients are finite, or if only the
             total norm overflows its dtype.
         held: Whether a non-finite step, and every later one, leaves weights and optimizer unchanged.
+        means: The means that the step's passes logged.
     """
 
     span: StepSpan
@@ -48,6 +51,7 @@ class StepResult(NamedTuple):
     norm: float | None
     bad_parameter: torch.Tensor | None
     held: bool = False
+    means: Mapping[str, float] = MappingProxyType({})
 
     @property
     def has_finite_gradient(self) -> bool:
@@ -55,29 +59,50 @@ class StepResult(NamedTuple):
         return self.norm is None or math.isfinite(self.norm)
 
 
+class _Unread(NamedTuple):
+    """Metrics of a step on the device."""
+
+    span: StepSpan
+    loss: torch.Tensor | None
+    norms: GradientNorms | None
+    sums: Sums
+
+
 class MetricBuffer:
     """Losses and gradient norms of the steps since the last read, kept on the device."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[StepSpan, torch.Tensor | None, GradientNorms | None]] = []
+        self._waiting: list[_Unread] = []
 
-    def append(self, taken: StepSpan, loss: torch.Tensor | None, norms: GradientNorms | None) -> None:
-        """Keep this rank's share of a step's loss (a scalar; None if the step has no items) and its gradient norms."""
-        self._waiting.append((taken, loss, norms))
+    def append(
+        self, taken: StepSpan, loss: torch.Tensor | None, norms: GradientNorms | None, sums: Sums | None = None
+    ) -> None:
+        """Keep the metrics of a step.
+
+        Args:
+            taken: The step.
+            loss: This rank's share of its loss, a scalar; None if the step has no items.
+            norms: Norms of its gradients; None if they were not computed.
+            sums: What this rank's passes logged.
+        """
+        self._waiting.append(_Unread(taken, loss, norms, sums or {}))
 
     def read(self, strategy: Strategy) -> list[StepResult]:
         """Return the results since the last read, with losses summed over all ranks. Waits for the device once."""
         waiting, self._waiting = self._waiting, []
         losses = iter(
-            strategy.collectives.read_scalars([loss for _, loss, _ in waiting if loss is not None], summed=True)
+            strategy.collectives.read_scalars([each.loss for each in waiting if each.loss is not None], summed=True)
         )
-        totals = iter(strategy.collectives.read_scalars([norms.total for _, _, norms in waiting if norms is not None]))
+        totals = iter(
+            strategy.collectives.read_scalars([each.norms.total for each in waiting if each.norms is not None])
+        )
+        means = means_over_readers([each.sums for each in waiting], strategy)
         figures = []
-        for taken, share, norms in waiting:
+        for (taken, share, norms, _), logged in zip(waiting, means, strict=True):
             loss = None if share is None else next(losses)
             total = None if norms is None else next(totals)
             bad = None if norms is None or total is None or math.isfinite(total) else _first_bad(norms)
-            figures.append(StepResult(taken, loss, total, bad, norms is not None and norms.held))
+            figures.append(StepResult(taken, loss, total, bad, norms is not None and norms.held, logged))
         return figures
 
 
@@ -104,7 +129,8 @@ class StepMetrics:
     def append(self, taken: StepSpan, has_items: bool = True) -> None:
         """Keep the gradient norms of the step just taken and, if it has items, its loss."""
         self.unread += 1
-        self.history.append(taken, self.run.local_loss if has_items else None, self.run.last_norms)
+        run = self.run
+        self.history.append(taken, run.local_loss if has_items else None, run.last_norms, run.local_sums)
 
     def forget(self) -> None:
         """Drop the unread steps, which a rollback has undone."""
@@ -130,6 +156,7 @@ class StepMetrics:
                 state.skipped_steps += 1
                 if figures.loss is None or not math.isfinite(figures.loss):
                     continue
+            self.run.means.add(figures.means)
             if figures.loss is None:
                 continue
             state.loss_sum += figures.loss
@@ -144,6 +171,7 @@ class StepMetrics:
         record: dict[str, Any] = {"step": state.step, "epoch": state.epochs}
         if state.interval_steps:
             record["loss"] = state.interval_loss_sum / state.interval_steps
+        record |= self.run.means.take()
         if state.grad_norm is not None:
             record["grad_norm"] = state.grad_norm
         record["learning_rate"] = float(optimizer.param_groups[0]["lr"])

@@ -19,6 +19,7 @@ from trainer_kit.data.sampling import mix
 from trainer_kit.errors import DataError
 from trainer_kit.loop.rank_sync import RankSync
 from trainer_kit.loss.loss import scale_gradients, weighed
+from trainer_kit.loss.means import add_sums, sum_values
 from trainer_kit.loss.probe import LossProbe
 from trainer_kit.run import Run
 
@@ -104,6 +105,7 @@ class TrainStep:
         run, args, strategy, call = self._run, self._run.args, self._run.strategy, self._events.call
         assert run.optimizer is not None
         run.local_loss = self._item_count = None
+        run.local_sums = {}
         micro_batch = self._next_micro_batch()
         call("on_step_begin", run)
         strategy.device_info.mark_step()  # separates the computations of callbacks and evaluations
@@ -153,6 +155,8 @@ class TrainStep:
                 share = self._add_item_count(micro_batch, value, count)
             else:
                 share = weighed(value, items, total)
+            if loss.log.values:
+                self._add_logged(micro_batch, items if count is None else count)
             run.ledger.enter("backward")
             strategy.backward(share)
         run.ledger.enter("loop")
@@ -222,6 +226,12 @@ class TrainStep:
         self._checkpoints.data_state = global_batch.data_state
         if global_batch.closes_epoch:
             self.leave_epoch()
+
+    def _add_logged(self, micro_batch: MicroBatch, items: Any) -> None:
+        """Add what the micro-batch's pass logged to the step's sums."""
+        items = items if micro_batch.counts.samples else 0  # a dummy batch
+        trace = self._run.strategy.device_info.traced_scalar
+        add_sums(self._run.local_sums, sum_values(self.loss.log.values, items, trace, needs_items=True))
 
     # compute_loss that returns (loss_sum, count)
 

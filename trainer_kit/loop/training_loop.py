@@ -96,6 +96,7 @@ class TrainingLoop:
                 there is no checkpoint or no rollback left.
         """
         run, step, state, call = self.run, self._step, self.run.state, self.events.call
+        run.requests.evaluate = run.requests.evaluate or (self.args.eval_on_start and state.step == 0)
         while True:
             try:
                 # The checkpoint may hold an interrupted evaluation, or a callback may request a stop.

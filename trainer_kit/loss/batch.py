@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,10 @@ from trainer_kit.utils.pytree import keys, tensors
 
 IGNORED = -100
 """The label that losses ignore (`ignore_index` of torch's cross_entropy)."""
+
+
+_POSITIONS = ("start_positions", "end_positions")
+"""Labels of models that answer questions with a part of the text."""
 
 
 class Counts(NamedTuple):
@@ -89,6 +93,24 @@ def labels_of(batch: Any) -> torch.Tensor | None:
         name = _label_name(batch)
         labels = None if name is None else _entry(batch, name)
     return labels if isinstance(labels, torch.Tensor) else None
+
+
+def targets_of(batch: Any, names: Sequence[str] | None) -> Any:
+    """Return the labels that metrics get: a tensor, a tuple of several columns, or None without labels.
+
+    Args:
+        batch: The batch.
+        names: The columns; None: the labels of the batch, or `start_positions` and `end_positions`.
+    """
+    if names is None:
+        labels = labels_of(batch)
+        if labels is not None or not isinstance(batch, Mapping):
+            return labels
+        names = _POSITIONS
+    columns = tuple(_entry(batch, name) for name in names)
+    if any(column is None for column in columns):
+        return None
+    return columns if len(columns) > 1 else columns[0]
 
 
 def _label_name(batch: Any) -> str | None:

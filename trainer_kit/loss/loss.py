@@ -16,6 +16,7 @@ import torch
 from trainer_kit.loss.batch import IGNORED, is_whole, labels_of, with_labels
 from trainer_kit.loss.deferred_logits import ChunkedLanguageModel
 from trainer_kit.loss.dtype_errors import explain_dtypes
+from trainer_kit.loss.means import PassLog
 from trainer_kit.strategies.collectives import Collectives
 from trainer_kit.utils.module_modes import evaluating
 from trainer_kit.utils.pytree import keys, tensors
@@ -31,8 +32,8 @@ class Loss:
         model: The model as prepared by the strategy.
         module: The user's own module, for names and signatures.
         compute_loss: `compute_loss(model, batch)` returns the mean over the batch's items, a scalar tensor, or
-            `(loss_sum, count)`. Outputs may follow: `(mean, outputs)` or `(loss_sum, count, outputs)`. None: the loss
-            that the model returns.
+            `(loss_sum, count)`. Outputs may follow: `(mean, outputs)` or `(loss_sum, count, outputs)`. In place of the
+            mean or the sum, a dict with "loss" and its parts. None: the loss that the model returns.
         chunked: Whether the model computes its loss in chunks of tokens, see `ChunkedLanguageModel`.
 
     Raises:
@@ -42,6 +43,7 @@ class Loss:
         outputs: The outputs that `compute_loss` returned in the last call without gradient; None if it returned none.
         shifts: Whether the model leaves out the first label of each row; None if not known yet.
         returns_sum_and_count: Whether `compute_loss` returns `(loss_sum, count)`; None if not known yet.
+        log: The values that the last call logged, by `log_mean` and as parts of the loss.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class Loss:
         self.module = module
         self.compute_loss = compute_loss
         self.outputs: Any = None
+        self.log = PassLog()
         self.shifts: bool | None = None
         self.returns_sum_and_count: bool | None = None if compute_loss is not None else False
+        self._compute = compute_loss or call
         self._chunked = ChunkedLanguageModel(module) if chunked else None
 
     def __call__(self, batch: Any) -> tuple[torch.Tensor, Any]:
@@ -74,13 +78,12 @@ class Loss:
                 do not match, or (on CPU) if a label is outside the classes.
         """
         try:
-            if self.compute_loss is not None:
-                result = self.compute_loss(self.model, batch)
-            elif self._chunked is not None:
-                with self._chunked.deferring():
-                    result = call(self.model, batch)
-            else:
-                result = call(self.model, batch)
+            with self.log:
+                if self._chunked is None:
+                    result = self._compute(self.model, batch)
+                else:
+                    with self._chunked.deferring():
+                        result = self._compute(self.model, batch)
         except IndexError as error:
             if (sentence := _outside_the_classes(error)) is None:
                 raise
@@ -96,15 +99,19 @@ class Loss:
             loss = found_loss(result)
             if loss is None:
                 raise ValueError(self._without_loss(batch, result))
+            self.log.add_parts(result)
             return self._trainable(loss), None
         parts = list(result) if isinstance(result, tuple) else [result]
         outputs = parts.pop() if 2 <= len(parts) <= 3 and _is_output(parts[-1]) else None
         self.outputs = None if torch.is_grad_enabled() else outputs
         self.returns_sum_and_count = len(parts) == 2
+        self.log.add_parts(parts[0], is_sum=self.returns_sum_and_count)
+        parts[0] = found_loss(parts[0]) if isinstance(parts[0], Mapping) else parts[0]
         if not (1 <= len(parts) <= 2 and _is_scalar(parts[0]) and _is_number(parts[-1])):
             raise ValueError(
                 f"compute_loss returned {_described(result)}; it must return the mean loss as a scalar tensor, or "
-                "(loss_sum, count), a scalar tensor and a number; outputs for metrics may follow"
+                "(loss_sum, count), a scalar tensor and a number; outputs for metrics may follow, and a dict with "
+                "'loss' may stand for the tensor"
             )
         return self._trainable(parts[0]), parts[1] if self.returns_sum_and_count else None
 
@@ -162,7 +169,10 @@ class Loss:
         if self.compute_loss is not None and isinstance(batch, Mapping):
             known = columns_of(self.module)
             batch = {key: value for key, value in batch.items() if known is None or key in known}
-        return call(self.model, batch)
+        with self.log:
+            output = call(self.model, batch)
+        self.log.add_parts(output)
+        return output
 
     def _without_loss(self, batch: Any, output: Any) -> str:
         columns = ""
@@ -201,14 +211,24 @@ def call(model: torch.nn.Module, batch: Any) -> Any:
 
 
 def found_loss(output: Any) -> torch.Tensor | None:
-    """Return the loss in a model's output: a scalar, `loss`, or the first element; None without a scalar tensor."""
+    """Return the loss in a model's output: a scalar, `loss`, or the first element; None without a scalar tensor.
+
+    The loss of a dict that holds nothing but losses, such as those of detection models, is their sum.
+    """
     if type(output) is dict or isinstance(output, Mapping):
-        output = output.get("loss")
+        output = output["loss"] if "loss" in output else _summed(output)
     elif isinstance(output, (tuple, list)):
         output = output[0] if output else None
     elif not isinstance(output, torch.Tensor):
         output = getattr(output, "loss", None)
     return output if isinstance(output, torch.Tensor) and output.ndim == 0 else None
+
+
+def _summed(losses: Mapping[Any, Any]) -> torch.Tensor | None:
+    """Return the sum of a dict's entries if all are scalars with "loss" in their names."""
+    named = [losses[name] for name in keys(losses) if "loss" in str(name)]
+    is_all = bool(named) and len(named) == len(keys(losses)) and all(map(_is_scalar, named))
+    return torch.stack(named).sum() if is_all else None
 
 
 def weighed(mean: torch.Tensor, items: Any, total: Any) -> torch.Tensor:

@@ -61,7 +61,8 @@ class Cadence:
         if self.run.eval_dataset is None:
             evaluates = "never, without eval_dataset"
         else:
-            evaluates = "never" if args.eval_strategy == "no" else _rule(args.eval_strategy, args.eval_steps or 0)
+            rules = [] if args.eval_strategy == "no" else [_rule(args.eval_strategy, args.eval_steps or 0)]
+            evaluates = " and ".join(["before the first step"] * args.eval_on_start + rules) or "never"
         ends = self.epoch_ends
         return (
             _event("log", logs, self.logs),

@@ -92,7 +92,8 @@ def _tried(subject: PlannedTraining, reading: LoaderConfig) -> set[str]:
     other: nn.Module = copy.deepcopy(run.model)
     stage = Run(args, strategy, other)
     probe = LossProbe(Loss(other, other, subject.compute_loss, args.chunked_cross_entropy), strategy)
-    evaluator = Evaluator(stage, probe, copy.deepcopy(dict(subject.metrics)), subject.compute_metrics)
+    functions = subject.compute_metrics, subject.preprocess_logits
+    evaluator = Evaluator(stage, probe, copy.deepcopy(dict(subject.metrics)), *functions)
     for prefix, dataset in _datasets(run).items():
         found |= {*evaluator(iter(_some_batches(stage, dataset, reading)), prefix).metrics}
     return found

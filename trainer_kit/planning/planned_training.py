@@ -10,8 +10,8 @@ import torch
 
 from trainer_kit.callback import CallbackList
 from trainer_kit.data.collate import Collator
-from trainer_kit.loop.evaluation import EvalPrediction
 from trainer_kit.loop.metrics import Metric
+from trainer_kit.loop.prediction import EvalPrediction
 from trainer_kit.loss.loss import ComputeLoss
 from trainer_kit.run import Run
 
@@ -26,6 +26,7 @@ class PlannedTraining:
         collate: Collator of the batches.
         compute_loss: The user's loss function; None for the model's own loss.
         compute_metrics: The user's metrics function; None for none.
+        preprocess_logits: The user's function of logits and labels; None for none.
         metrics: Streaming metrics by name.
         optimizer: The user's optimizer; None for the one that `args.optim` selects.
         lr_scheduler: The user's scheduler, or a function that creates one; None for the one that the arguments select.
@@ -36,6 +37,7 @@ class PlannedTraining:
     collate: Collator
     compute_loss: ComputeLoss | None
     compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None
+    preprocess_logits: Callable[[Any, Any], Any] | None
     metrics: Mapping[str, Metric]
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: Any

@@ -127,7 +127,12 @@ REPLACEMENTS = {name: sentence for sentence, names in _BY_REPLACEMENT.items() fo
 _OWN_METHODS = frozenset({"evaluate", "save_model"})
 """Names of `REPLACEMENTS` that are methods of the Trainer here too: those of a subclass are not called in training."""
 
-_OWN_ATTRIBUTES = frozenset({"collate", "compute_loss", "compute_metrics", "lr_scheduler", "metrics", "optimizer"})
+_OWN_ATTRIBUTES = frozenset(
+    {
+        "collate", "compute_loss", "compute_metrics", "lr_scheduler", "metrics", "optimizer",
+        "preprocess_logits_for_metrics",
+    }
+)  # fmt: skip
 """Names of `REPLACEMENTS` that trainer_kit's Trainer sets, and reads when `train` is called."""
 
 

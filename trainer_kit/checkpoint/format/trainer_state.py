@@ -53,6 +53,10 @@ _RANGE: Rule = (
     ),
     "an epoch, a position and a later one",
 )
+_SUM: Rule = (
+    lambda value: isinstance(value, list) and len(value) == 2 and _FLOAT[0](value[0]) and _SIZE[0](value[1]),
+    "a sum and a number of steps",
+)
 _METRIC: Rule = (lambda value: _FLOAT[0](value) and not math.isnan(value), "a number")
 
 _COUNTERS: Mapping[str, Rule] = {
@@ -169,6 +173,17 @@ def read_ledger(directory: Path) -> dict[str, Any]:
     assert ledger is not None
     file.check(ledger["seconds"], dict.fromkeys(ledger["seconds"], _SECONDS), "seconds.")
     return ledger
+
+
+def read_means(directory: Path) -> dict[str, Any]:
+    """Read and validate the means since the last record in a checkpoint; empty if it holds none.
+
+    Raises:
+        CheckpointError: If they are invalid.
+    """
+    means: dict[str, Any] = read_state(directory, "means") or {}
+    CheckedFile(directory / STATE_FOLDER / "means.json").check(means, dict.fromkeys(means, _SUM))
+    return means
 
 
 def read_data_state(directory: Path) -> dict[str, Any] | None:

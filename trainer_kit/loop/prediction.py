@@ -1,0 +1,46 @@
+"""`EvalPrediction` and `PredictionOutput`: what an evaluation passes to `compute_metrics` and `predict` returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalPrediction:
+    """The argument of `compute_metrics`, as in transformers; unpacks into predictions, labels and what else it holds.
+
+    Attributes:
+        predictions: The model's outputs (logits) for all samples, an array or a tuple of arrays; with
+            `predict_with_generate`, the generated token ids.
+        label_ids: The labels of all samples, an array, or a tuple if there are several columns; None without labels.
+        inputs: The model's main input of all samples; None without "inputs" in `include_for_metrics`.
+        losses: The mean loss of its batch for each sample; None without "loss" in `include_for_metrics`.
+    """
+
+    predictions: Any
+    label_ids: Any
+    inputs: Any = None
+    losses: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        others = [each for each in (self.inputs, self.losses) if each is not None]
+        return iter([self.predictions, self.label_ids, *others])
+
+    def __getitem__(self, place: int) -> Any:
+        return [*self][place]
+
+
+class PredictionOutput(NamedTuple):
+    """The result of `Trainer.predict`.
+
+    Attributes:
+        predictions: As in `EvalPrediction`, in the dataset's order.
+        label_ids: As in `EvalPrediction`.
+        metrics: Loss (if there are labels), metrics and speed, each name with the prefix.
+    """
+
+    predictions: Any
+    label_ids: Any
+    metrics: dict[str, Any]
