@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from trainer_kit.callback import Callback
     from trainer_kit.checkpoint import load_checkpoint_in_model
     from trainer_kit.config.arguments import TrainingArguments
+    from trainer_kit.data.sampler_order import balanced_sampler
+    from trainer_kit.data.source import ReadyBatches
     from trainer_kit.errors import CallbackError, FolderInUseError, NonFiniteError, SaveError
     from trainer_kit.launch.config import write_basic_config
     from trainer_kit.launch.notebook import notebook_launcher
@@ -48,6 +50,7 @@ __all__ = [
     "Precision",
     "PredictionOutput",
     "ProjectConfiguration",
+    "ReadyBatches",
     "Requests",
     "Run",
     "SaveError",
@@ -60,6 +63,7 @@ __all__ = [
     "TrainingArguments",
     "TrainingPlan",
     "__version__",
+    "balanced_sampler",
     "callbacks",
     "load_checkpoint_in_model",
     "notebook_launcher",
@@ -80,6 +84,7 @@ _HOMES = {
     "Precision": "strategies.precision",
     "PredictionOutput": "loop.evaluation",
     "ProjectConfiguration": "accelerator",
+    "ReadyBatches": "data.source",
     "Requests": "state",
     "Run": "run",
     "FolderInUseError": "errors",
@@ -93,6 +98,7 @@ _HOMES = {
     "TrainingArguments": "config.arguments",
     "TrainingPlan": "planning",
     "XLA": "strategies.xla.strategy",
+    "balanced_sampler": "data.sampler_order",
     "load_checkpoint_in_model": "checkpoint",
     "notebook_launcher": "launch.notebook",
     "print_summary": "report.summary",

@@ -18,6 +18,7 @@ from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.build import make_reading
 from trainer_kit.data.collate import Collator, default_collator
+from trainer_kit.data.columns import make_collators
 from trainer_kit.data.peek import first_batch
 from trainer_kit.loop.evaluation import EvalPrediction, PredictionOutput
 from trainer_kit.loop.evaluation_loop import EvaluationLoop
@@ -78,8 +79,9 @@ class Trainer:
     Args:
         model: A `torch.nn.Module` that returns its loss; with `compute_loss`, any module. None with `model_init`.
         args: The arguments; None: the defaults of `TrainingArguments`.
-        train_dataset: Map-style or iterable; None if the Trainer does not train.
-        eval_dataset: Map-style or iterable, or a dict of several by name; None: no evaluation during training.
+        train_dataset: A map-style or iterable dataset, a DataLoader or `ReadyBatches`; None if the Trainer does not
+            train.
+        eval_dataset: The same, or a dict of several by name; None: no evaluation during training.
         data_collator: Makes a batch from a list of samples; None: pads with a tokenizer, else stacks.
         processing_class: Tokenizer or processor. It pads batches and is saved with the model.
         compute_loss: `compute_loss(model, batch)` returns the mean loss over the batch's items (labels that are not
@@ -94,6 +96,10 @@ class Trainer:
         model_init: Makes the model after torch is seeded with `args.seed`; given instead of `model`.
         weights: Folder of the weights to begin with: a checkpoint, or one that `save_model` or `save_pretrained` wrote.
             With `FSDP` and `model_init`, no process holds the whole model. None: those of the model.
+
+        train_sampler: A sampler of `train_dataset`, which yields indices, or lists of indices, one for each batch;
+            None: as `args.shuffle` and `args.group_by_length` say.
+        eval_data_collator: The collator of evaluation and prediction; None: that of training.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -131,6 +137,8 @@ class Trainer:
         lr_scheduler: Any = None,
         model_init: Callable[[], torch.nn.Module] | None = None,
         weights: str | Path | None = None,
+        train_sampler: Iterable[Any] | None = None,
+        eval_data_collator: Collator | None = None,
     ) -> None:
         check_class(type(self), Trainer)
         args = TrainingArguments() if args is None else args
@@ -155,6 +163,8 @@ class Trainer:
         self.collate = data_collator or default_collator(
             processing_class, args.pad_to_multiple_of, takes_mask, args.pad_to_lengths, strategy.static_shapes
         )
+        removes_columns = args.remove_unused_columns and compute_loss is None
+        self.collate, self.eval_collate = make_collators(self.collate, eval_data_collator, model, removes_columns)
         self.compute_loss = compute_loss
         self.compute_metrics = compute_metrics
         self.metrics = metrics_by_name(metrics)
@@ -169,6 +179,7 @@ class Trainer:
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
+            train_sampler=train_sampler,
         )
         self._probe: LossProbe | None = None  # None until the model is prepared
         self._loop: TrainingLoop | None = None  # of the latest call of train
@@ -235,7 +246,10 @@ class Trainer:
         at_end.callback(restore_modules, run.model)
         if resume is None and self._loop is None:
             resume = run.strategy.session.restarts > 0
-        self._loop = set_up_training(self._evaluation(), checkpoints, self.optimizer, self.lr_scheduler, resume)
+        reading = make_reading(self.args, run.strategy, self.collate)
+        self._loop = set_up_training(
+            self._evaluation(), reading, checkpoints, self.optimizer, self.lr_scheduler, resume
+        )
         at_end.callback(self._loop.close)
         return self._loop
 
@@ -253,7 +267,7 @@ class Trainer:
 
     def _evaluation(self) -> EvaluationLoop:
         probe = self._probe or self._prepare()
-        loader_config = make_reading(self.args, self.run.strategy, self.collate)
+        loader_config = make_reading(self.args, self.run.strategy, self.eval_collate)
         return EvaluationLoop(self.run, self.events, probe, loader_config, self.metrics, self.compute_metrics)
 
     # Evaluation
@@ -341,6 +355,7 @@ class Trainer:
             run=self.run,
             events=self.events,
             collate=self.collate,
+            eval_collate=self.eval_collate,
             compute_loss=self.compute_loss,
             compute_metrics=self.compute_metrics,
             metrics=self.metrics,

@@ -15,6 +15,7 @@ from trainer_kit.checkpoint.format.discovery import read_outline, read_state_int
 from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME
 from trainer_kit.data.reader import check_workers
 from trainer_kit.data.run_length import RunLength, step_numbers
+from trainer_kit.data.source import data_length, data_source
 from trainer_kit.errors import CheckpointError
 from trainer_kit.optim import Schedule, set_rate
 from trainer_kit.run import Run
@@ -106,7 +107,7 @@ def check_same_run(run: Run, trainer: Mapping[str, Any], data_state: Mapping[str
     Raises:
         ValueError: If the dataset's length, seed, optimizer class or number of workers differ; names both.
     """
-    length, saved = dataset_length(run.train_dataset), trainer["dataset_length"]
+    length, saved = data_length(run.train_dataset), trainer["dataset_length"]
     if length != saved:
         raise ValueError(
             f"train_dataset has {length} samples, but {directory} was made with {saved}: which of them were seen is "
@@ -117,14 +118,15 @@ def check_same_run(run: Run, trainer: Mapping[str, Any], data_state: Mapping[str
             f"seed={run.args.seed}, but {directory} was made with seed={trainer['seed']}: the order of samples would "
             "change; resume with the same seed"
         )
-    if data_state is not None:
-        check_workers(len(data_state["workers"]), run.args.dataloader_num_workers)
+    source = data_source("train_dataset", run.train_dataset, run.train_sampler)
+    if trainer["counters"]["position"] and (source.sampler is not None) != ("order" in (data_state or ())):
+        raise ValueError(
+            f"{directory} was made {'without' if source.sampler is not None else 'with'} a sampler, in the middle of "
+            f"an epoch: the order of samples would change; give the same train_dataset and train_sampler, or {_ANEW}"
+        )
+    if data_state is not None and "workers" in data_state:
+        check_workers(len(data_state["workers"]), 0 if source.is_ready else run.args.dataloader_num_workers)
     _check_same_kind("optimizer", run.optimizer, trainer, directory)
-
-
-def dataset_length(dataset: Any) -> int | None:
-    """Return the number of samples of a dataset; None if it has no length."""
-    return len(dataset) if hasattr(dataset, "__len__") else None
 
 
 def _check_same_kind(role: str, made: Any, trainer: Mapping[str, Any], directory: Path) -> None:

@@ -87,6 +87,7 @@ _ARGUMENTS: Mapping[str, Rule] = {
 }
 _LEDGER: Mapping[str, Rule] = {"seconds": OBJECT, "time": _SECONDS}
 _DATA: Mapping[str, Rule] = {"workers": _LIST, "turn": COUNT}
+_ORDER: Mapping[str, Rule] = {"order": COUNT, "sampler": (lambda value: True, "a state")}
 _WORKER: Mapping[str, Rule] = {
     "batches": (
         lambda value: isinstance(value, list) and all(map(_is_run, value)),
@@ -172,7 +173,7 @@ def read_ledger(directory: Path) -> dict[str, Any]:
 
 
 def read_data_state(directory: Path) -> dict[str, Any] | None:
-    """Read and validate the state of an iterable dataset; None for other datasets and between epochs.
+    """Read and validate the state of an iterable dataset or a sampler; None without one and between epochs.
 
     Raises:
         CheckpointError: If the state is invalid.
@@ -181,6 +182,9 @@ def read_data_state(directory: Path) -> dict[str, Any] | None:
     if data is None:
         return None
     file = CheckedFile(directory / STATE_FOLDER / "data.json")
+    if isinstance(data, dict) and "order" in data:
+        file.check(data, _ORDER)
+        return data
     file.check(data, _DATA)
     for number, worker in enumerate(data["workers"]):
         file.check(worker, _WORKER, f"workers[{number}].")
