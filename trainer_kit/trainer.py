@@ -16,9 +16,8 @@ from trainer_kit.checkpoint.format.export import refuse_pickles, save_model_fold
 from trainer_kit.checkpoint.initial_weights import load_initial_weights
 from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.config.arguments import TrainingArguments
-from trainer_kit.data.build import make_reading
-from trainer_kit.data.collate import Collator, default_collator
-from trainer_kit.data.columns import make_collators
+from trainer_kit.data.build import make_collators, make_reading
+from trainer_kit.data.collate import Collator
 from trainer_kit.data.peek import first_batch
 from trainer_kit.loop.evaluation import EvalPrediction, PredictionOutput
 from trainer_kit.loop.evaluation_loop import EvaluationLoop
@@ -26,7 +25,7 @@ from trainer_kit.loop.metrics import Metric, metrics_by_name
 from trainer_kit.loop.rank_sync import check_same_start
 from trainer_kit.loop.setup import set_up_training
 from trainer_kit.loop.training_loop import TrainingLoop
-from trainer_kit.loss.loss import ComputeLoss, Loss, takes_column
+from trainer_kit.loss.loss import ComputeLoss, Loss
 from trainer_kit.loss.probe import LossProbe
 from trainer_kit.profiling.time_ledger import Ledger
 from trainer_kit.run import Run, TrainOutput
@@ -159,12 +158,6 @@ class Trainer:
         _check_scheduler(lr_scheduler, optimizer)
         if args.eval_strategy != "no" and eval_dataset is None:
             warn(f"eval_strategy={args.eval_strategy!r} has no effect without eval_dataset")
-        takes_mask = compute_loss is not None or takes_column(model, "attention_mask")
-        self.collate = data_collator or default_collator(
-            processing_class, args.pad_to_multiple_of, takes_mask, args.pad_to_lengths, strategy.static_shapes
-        )
-        removes_columns = args.remove_unused_columns and compute_loss is None
-        self.collate, self.eval_collate = make_collators(self.collate, eval_data_collator, model, removes_columns)
         self.compute_loss = compute_loss
         self.compute_metrics = compute_metrics
         self.metrics = metrics_by_name(metrics)
@@ -181,6 +174,8 @@ class Trainer:
             processing_class=processing_class,
             train_sampler=train_sampler,
         )
+        has_own_loss = compute_loss is not None
+        self.collate, self.eval_collate = make_collators(self.run, data_collator, eval_data_collator, has_own_loss)
         self._probe: LossProbe | None = None  # None until the model is prepared
         self._loop: TrainingLoop | None = None  # of the latest call of train
         self.events.call("on_init_end", self.run)

@@ -119,14 +119,42 @@ def check_same_run(run: Run, trainer: Mapping[str, Any], data_state: Mapping[str
             "change; resume with the same seed"
         )
     source = data_source("train_dataset", run.train_dataset, run.train_sampler)
-    if trainer["counters"]["position"] and (source.sampler is not None) != ("order" in (data_state or ())):
-        raise ValueError(
-            f"{directory} was made {'without' if source.sampler is not None else 'with'} a sampler, in the middle of "
-            f"an epoch: the order of samples would change; give the same train_dataset and train_sampler, or {_ANEW}"
-        )
     if data_state is not None and "workers" in data_state:
         check_workers(len(data_state["workers"]), 0 if source.is_ready else run.args.dataloader_num_workers)
     _check_same_kind("optimizer", run.optimizer, trainer, directory)
+
+
+def check_same_order(
+    run: Run,
+    trainer: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    data_state: Mapping[str, Any] | None,
+    directory: Path,
+) -> None:
+    """Check that a run continues the order of samples of a checkpoint from the middle of an epoch.
+
+    Args:
+        run: The run.
+        trainer: The checkpoint's trainer state.
+        arguments: The arguments when the checkpoint was written.
+        data_state: The checkpoint's state of an iterable dataset or a sampler; None without one.
+        directory: Folder of the checkpoint.
+
+    Raises:
+        ValueError: If the checkpoint has another kind of order; names both.
+    """
+    source = data_source("train_dataset", run.train_dataset, run.train_sampler)
+    if not trainer["counters"]["position"] or source.is_iterable:
+        return
+    has_sampler, had_sampler = source.sampler is not None, "order" in (data_state or ())
+    now, before = f"shuffle={run.args.shuffle}", f"shuffle={arguments.get('shuffle', True)}"
+    if has_sampler != had_sampler:
+        now, before = ("a sampler", "no sampler") if has_sampler else ("no sampler", "a sampler")
+    if now != before and not (has_sampler and had_sampler):
+        raise ValueError(
+            f"the run has {now}, but {directory} was made with {before}, in the middle of an epoch: the order of "
+            f"samples would change; resume with the same one, or {_ANEW}"
+        )
 
 
 def _check_same_kind(role: str, made: Any, trainer: Mapping[str, Any], directory: Path) -> None:

@@ -24,6 +24,7 @@ from trainer_kit.checkpoint import (
 )
 from trainer_kit.checkpoint.async_saver import AsyncSaver, States
 from trainer_kit.checkpoint.compatibility import (
+    check_same_order,
     check_same_run,
     find_checkpoint,
     fitting_optimizer_state,
@@ -144,8 +145,9 @@ class CheckpointManager:
         trainer = read_trainer(self._source)
         assert trainer is not None
         self.data_state = read_data_state(self._source)
-        check_same_run(run, trainer, self.data_state, self.resumed_from)
         self._earlier = (trainer["plan"], read_arguments(self._source))
+        check_same_run(run, trainer, self.data_state, self.resumed_from)
+        check_same_order(run, trainer, self._earlier[1], self.data_state, self.resumed_from)
         run.state.load_state_dict(trainer["counters"])
         run.requests.evaluate = trainer["evaluate"]
         self.run_id = trainer["run_id"]

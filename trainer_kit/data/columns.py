@@ -60,23 +60,6 @@ class ColumnFilter:
         self._has_logged = True
 
 
-def make_collators(
-    collate: Collator, eval_collate: Collator | None, model: torch.nn.Module, removes_columns: bool
-) -> tuple[Collator, Collator]:
-    """Return the collators of training and evaluation.
-
-    Args:
-        collate: The collator of training.
-        eval_collate: The collator of evaluation; None: that of training.
-        model: See `without_unused_columns`.
-        removes_columns: Whether the collators drop unused columns.
-    """
-    if not removes_columns:
-        return collate, eval_collate or collate
-    train = without_unused_columns(collate, model)
-    return train, train if eval_collate is None else without_unused_columns(eval_collate, model)
-
-
 def without_unused_columns(collate: Collator, model: torch.nn.Module) -> Collator:
     """Return a collator that drops the columns that a model's `forward` does not name.
 

@@ -193,9 +193,10 @@ class StreamLoader:
         if self._warned or self._length is None or position <= self._length:
             return
         self._warned = True
+        items = "batches" if self._is_ready else "samples"
         workers = f"; each of the {self._readers} workers must give its share, see torch.utils.data.get_worker_info"
         warn(
-            f"train_dataset has a length of {self._length}, but gave more: epochs and steps are "
+            f"train_dataset has a length of {self._length}, but gave more {items}: epochs and steps are "
             f"miscounted, and a resume is not exact{workers if self._readers > 1 else ''}",
         )
 

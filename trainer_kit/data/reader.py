@@ -349,8 +349,8 @@ class StreamReader(IterableDataset[Any]):
         if samples and self.layout.reader == 0:
             remedy = "; give it state_dict and load_state_dict to resume at once" if why == _NO_STATE else ""
             warn(
-                f"{why}: {samples} samples of epoch {self.epoch} are read again and skipped, which takes as long as "
-                f"reading them did{remedy}"
+                f"{why}: {samples} {'batches' if self._is_ready else 'samples'} of epoch {self.epoch} are read again "
+                f"and skipped, which takes as long as reading them did{remedy}"
             )
 
     def _say_inexact(self) -> None:

@@ -108,5 +108,5 @@ class SampledLoader(TrainLoader):
 def _length(sampler: Any) -> int | None:
     try:
         return len(sampler)
-    except TypeError:
+    except (TypeError, ValueError):  # it has none, or does not know it
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -84,9 +85,7 @@ class SamplerOrder:
             )
         in_batches = isinstance(drawn[0], (list, tuple)) or getattr(drawn[0], "ndim", 0) == 1
         try:
-            indices = np.asarray(
-                [int(index) for batch in drawn for index in batch] if in_batches else [*map(int, drawn)]
-            )
+            indices = np.asarray([*map(operator.index, itertools.chain.from_iterable(drawn) if in_batches else drawn)])
         except (TypeError, ValueError) as error:
             raise TypeError(
                 f"the {type(sampler).__name__} gave {drawn[0]!r:.50}; it must give indices of train_dataset, or lists "

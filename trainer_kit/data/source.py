@@ -42,9 +42,6 @@ class ReadyBatches:
     def __len__(self) -> int:
         return len(self.batches)
 
-    def set_epoch(self, epoch: int) -> None:
-        begin_epoch(self.batches, epoch)
-
 
 class _StatefulBatches(ReadyBatches):
     """Ready batches whose source has a state. None stands for the start of a pass, which `iter` begins."""
@@ -113,7 +110,7 @@ class DataSource:
         """Number of samples, or of batches if they are ready; None if unknown."""
         try:
             return len(self.dataset)
-        except TypeError:  # it has none, or a DataLoader's dataset has none
+        except (TypeError, ValueError):  # it has none, or does not know it
             return None
 
 

@@ -116,16 +116,8 @@ def verify_training(directory: Path) -> dict[str, Any]:
         )
     arguments = read_arguments(directory)
     check_arguments(arguments, directory)
-    file, seed, length = (
-        CheckedFile(directory / STATE_FOLDER / "trainer.json"),
-        trainer["seed"],
-        trainer["dataset_length"],
-    )
+    file, seed = CheckedFile(directory / STATE_FOLDER / "trainer.json"), trainer["seed"]
     file.require(seed == arguments["seed"], "seed", seed, f"{arguments['seed']}, as the arguments say")
-    if length is not None and not arguments["dataloader_drop_last"]:
-        epoch_length = trainer["counters"]["epoch_length"]
-        allowed = f"{epoch_length}, the samples of an epoch, since dataloader_drop_last is not set"
-        file.require(length == epoch_length, "dataset_length", length, allowed)
     return trainer
 
 
