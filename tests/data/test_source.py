@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from kit.data_training import Rows, check_resume, rows, train, weights
+from kit.data_training import Classifier, Rows, check_resume, rows, train, weights
 from kit.ranks import RankFailed, on_ranks
+from kit.trainer import arguments
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -22,7 +25,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from trainer_kit import ReadyBatches, Stateful
+from trainer_kit import ReadyBatches, Stateful, Trainer
 from trainer_kit.data.source import DataSource, begin_epoch, data_length, data_source
 
 
@@ -218,3 +221,47 @@ def test_ranks_divide_the_samples_of_a_distributed_sampler(tmp_path: Path) -> No
 def test_ranks_with_other_batches_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="does not give all processes the same samples in the same order"):
         on_ranks(2, shuffled_on_a_rank, str(tmp_path))
+
+
+# Batches that do not fit
+
+
+class Greedy(Classifier):
+    """A classifier without dropout, which runs out of memory with more than `room` samples in training."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        if self.training and len(x) > self.room and type(x) is torch.Tensor:  # not while it is estimated
+            raise torch.OutOfMemoryError("out of memory")
+        return {"loss": F.cross_entropy(self.layer(x / 10), labels)}
+
+
+def fitted(folder: Path, model: nn.Module, data: Any, **options: Any) -> Trainer:
+    args = arguments(folder, max_steps=4, learning_rate=0.05, **options)
+    trainer = Trainer(model, args, data)
+    trainer.train()
+    return trainer
+
+
+def test_ready_batches_are_split_if_they_do_not_fit(tmp_path: Path) -> None:
+    cut = fitted(tmp_path, Greedy(4), ReadyBatches(ready(10)), auto_find_batch_size=True)
+    whole = fitted(tmp_path, Greedy(99), ReadyBatches(ready(10)))
+    assert cut.run.state.micro_batch is not None
+    assert cut.run.state.micro_batch <= 4
+    torch.testing.assert_close(
+        cut.run.model.get_parameter("layer.weight"), whole.run.model.get_parameter("layer.weight"), rtol=0, atol=1e-9
+    )
+
+
+def test_a_batch_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
+    batches = [batch | {"mask": torch.ones(3)} for batch in ready(10)]
+
+    class Masked(Greedy):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor, mask: Any = None) -> Any:
+            return super().forward(x, labels)
+
+    with pytest.raises(ValueError, match="has to split a ready batch of 10 samples, but it holds a Tensor"):
+        fitted(tmp_path, Masked(4), ReadyBatches(batches), auto_find_batch_size=True)

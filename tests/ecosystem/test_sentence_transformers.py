@@ -11,7 +11,7 @@ pytest.importorskip("datasets")
 pytest.importorskip("sentence_transformers")
 
 import datasets
-from sentence_transformers.sampler import GroupByLabelBatchSampler
+from sentence_transformers.base.sampler import GroupByLabelBatchSampler
 
 pytestmark = [pytest.mark.ecosystem]
 

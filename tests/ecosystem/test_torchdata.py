@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 pytestmark = [
     pytest.mark.ecosystem,
-    pytest.mark.filterwarnings("ignore:.*multiprocessing.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
 ]
 
 

@@ -96,7 +96,8 @@ def check_resume(folder: Path, make: Any, reads_again: bool = False, make_given:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         resumed, rest = train(folder, make(), "checkpoint-3", given=make_given(), **options)
-    assert [("read again" in str(each.message)) for each in caught] == [True] * reads_again
+    said = [str(each.message) for each in caught if "resume" in str(each.message)]
+    assert ["read again" in each for each in said] == [True] * reads_again
     assert rest.samples == steps.samples[3:]
     assert rest.losses[:-1] == steps.losses[3:-1]
     assert weights(resumed) == weights(whole)

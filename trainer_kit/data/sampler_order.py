@@ -78,7 +78,7 @@ class SamplerOrder:
                 if state is not None:
                     sampler.load_state_dict(copy.deepcopy(state))
                 state = copy.deepcopy(sampler.state_dict())
-            drawn = [*sampler]
+            drawn = [*iter(sampler)]  # without asking for its length, which it may not know
         if not drawn:
             raise ValueError(
                 f"the {type(sampler).__name__} gave nothing in epoch {epoch}; it must give indices each time"

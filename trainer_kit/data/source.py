@@ -44,7 +44,11 @@ class ReadyBatches:
 
 
 class _StatefulBatches(ReadyBatches):
-    """Ready batches whose source has a state. None stands for the start of a pass, which `iter` begins."""
+    """Ready batches whose source has a state.
+
+    None stands for the start of a DataLoader's pass, which `iter` begins: its own state there would hold that of its
+    generators, and so repeat the order of an earlier epoch.
+    """
 
     _is_started = False
 
@@ -53,7 +57,8 @@ class _StatefulBatches(ReadyBatches):
         return iter(self.batches)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"batches": self.batches.state_dict() if self._is_started else None}
+        begins = isinstance(self.batches, DataLoader) and not self._is_started
+        return {"batches": None if begins else self.batches.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._is_started = state_dict["batches"] is not None
