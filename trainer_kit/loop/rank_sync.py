@@ -99,8 +99,8 @@ def _disagreement(here: tuple[int, int, int, int], sums: Sequence[int], processe
         return "another process of this run could not read its data; its own error says why"
     if [number * processes for number in here] != [*sums]:
         return (
-            "train_dataset or its sampler does not give all processes the same samples in the same order; it must "
-            "neither divide itself by rank nor shuffle without a seed: each process takes its share of the whole"
+            "train_dataset does not give all processes the same samples in the same order; neither it nor its sampler "
+            "may divide itself by rank or shuffle without a seed: each process takes its share of the whole"
         )
     return None
 
