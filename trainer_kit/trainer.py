@@ -174,8 +174,7 @@ class Trainer:
             processing_class=processing_class,
             train_sampler=train_sampler,
         )
-        has_own_loss = compute_loss is not None
-        self.collate, self.eval_collate = make_collators(self.run, data_collator, eval_data_collator, has_own_loss)
+        self.collate, self.eval_collate = make_collators(self.run, data_collator, eval_data_collator, compute_loss)
         self._probe: LossProbe | None = None  # None until the model is prepared
         self._loop: TrainingLoop | None = None  # of the latest call of train
         self.events.call("on_init_end", self.run)

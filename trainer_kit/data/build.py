@@ -16,13 +16,13 @@ from trainer_kit.data.sampler_order import SamplerOrder, evaluation_plan
 from trainer_kit.data.sampling import Layout
 from trainer_kit.data.source import DataSource, data_source
 from trainer_kit.loss.batch import Counts
-from trainer_kit.loss.loss import takes_column
+from trainer_kit.loss.loss import ComputeLoss, takes_column
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
 
 
 def make_collators(
-    run: Run, train: Collator | None, evaluation: Collator | None, has_own_loss: bool
+    run: Run, train: Collator | None, evaluation: Collator | None, compute_loss: ComputeLoss | None
 ) -> tuple[Collator, Collator]:
     """Return the collators of training and of evaluation.
 
@@ -30,17 +30,17 @@ def make_collators(
         run: The run.
         train: The user's collator; None: the default one.
         evaluation: The user's collator of evaluation; None: that of training.
-        has_own_loss: Whether the user's `compute_loss` is called, which may read any column.
+        compute_loss: The user's loss function, which may read any column; None: the model's own loss.
 
     Raises:
         ValueError: If padding options are set without a tokenizer to pad with.
     """
     args, model = run.args, run.model
-    takes_mask = has_own_loss or takes_column(model, "attention_mask")
+    takes_mask = compute_loss is not None or takes_column(model, "attention_mask")
     train = train or default_collator(
         run.processing_class, args.pad_to_multiple_of, takes_mask, args.pad_to_lengths, run.strategy.static_shapes
     )
-    if has_own_loss or not args.remove_unused_columns:
+    if compute_loss is not None or not args.remove_unused_columns:
         return train, evaluation or train
     train = without_unused_columns(train, model)
     return train, train if evaluation is None else without_unused_columns(evaluation, model)
