@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from trainer_kit.callback import Callback
     from trainer_kit.checkpoint import load_checkpoint_in_model
     from trainer_kit.config.arguments import TrainingArguments
+    from trainer_kit.data.sampler_order import balanced_sampler
+    from trainer_kit.data.source import ReadyBatches
     from trainer_kit.errors import CallbackError, FolderInUseError, NonFiniteError, SaveError
     from trainer_kit.launch.config import write_basic_config
     from trainer_kit.launch.notebook import notebook_launcher
@@ -49,6 +51,7 @@ __all__ = [
     "Precision",
     "PredictionOutput",
     "ProjectConfiguration",
+    "ReadyBatches",
     "Requests",
     "Run",
     "SaveError",
@@ -61,6 +64,7 @@ __all__ = [
     "TrainingArguments",
     "TrainingPlan",
     "__version__",
+    "balanced_sampler",
     "callbacks",
     "load_checkpoint_in_model",
     "log_mean",
@@ -82,6 +86,7 @@ _HOMES = {
     "Precision": "strategies.precision",
     "PredictionOutput": "loop.prediction",
     "ProjectConfiguration": "accelerator",
+    "ReadyBatches": "data.source",
     "Requests": "state",
     "Run": "run",
     "FolderInUseError": "errors",
@@ -95,6 +100,7 @@ _HOMES = {
     "TrainingArguments": "config.arguments",
     "TrainingPlan": "planning",
     "XLA": "strategies.xla.strategy",
+    "balanced_sampler": "data.sampler_order",
     "load_checkpoint_in_model": "checkpoint",
     "log_mean": "loss.means",
     "notebook_launcher": "launch.notebook",

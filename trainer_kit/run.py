@@ -31,6 +31,7 @@ class Run:
         total_steps: Optimizer steps that the whole training takes.
         train_dataset: As the user gave it.
         eval_dataset: As the user gave it.
+        train_sampler: As the user gave it; None: the arguments' order, or that of a loader.
         processing_class: Tokenizer or processor, saved with the model.
         local_loss: This rank's share of the last step's loss, a scalar on the device. The loss is the sum of the
             shares over all ranks. Reading it waits for the device.
@@ -52,6 +53,7 @@ class Run:
     total_steps: int = 0
     train_dataset: Any = None
     eval_dataset: Any = None
+    train_sampler: Any = None
     processing_class: Any = None
     local_loss: torch.Tensor | None = None
     local_sums: dict[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)

@@ -16,8 +16,8 @@ from trainer_kit.checkpoint.format.export import refuse_pickles, save_model_fold
 from trainer_kit.checkpoint.initial_weights import load_initial_weights
 from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.config.arguments import TrainingArguments
-from trainer_kit.data.build import make_reading
-from trainer_kit.data.collate import Collator, default_collator
+from trainer_kit.data.build import make_collators, make_reading
+from trainer_kit.data.collate import Collator
 from trainer_kit.data.peek import first_batch
 from trainer_kit.loop.evaluation_loop import EvaluationLoop
 from trainer_kit.loop.metrics import Metric, metrics_by_name
@@ -25,7 +25,7 @@ from trainer_kit.loop.prediction import EvalPrediction, PredictionOutput
 from trainer_kit.loop.rank_sync import check_same_start
 from trainer_kit.loop.setup import set_up_training
 from trainer_kit.loop.training_loop import TrainingLoop
-from trainer_kit.loss.loss import ComputeLoss, Loss, takes_column
+from trainer_kit.loss.loss import ComputeLoss, Loss
 from trainer_kit.loss.probe import LossProbe
 from trainer_kit.profiling.time_ledger import Ledger
 from trainer_kit.run import Run, TrainOutput
@@ -78,8 +78,9 @@ class Trainer:
     Args:
         model: A `torch.nn.Module` that returns its loss; with `compute_loss`, any module. None with `model_init`.
         args: The arguments; None: the defaults of `TrainingArguments`.
-        train_dataset: Map-style or iterable; None if the Trainer does not train.
-        eval_dataset: Map-style or iterable, or a dict of several by name; None: no evaluation during training.
+        train_dataset: A map-style or iterable dataset, a DataLoader or `ReadyBatches`; None if the Trainer does not
+            train.
+        eval_dataset: The same, or a dict of several by name; None: no evaluation during training.
         data_collator: Makes a batch from a list of samples; None: pads with a tokenizer, else stacks.
         processing_class: Tokenizer or processor. It pads batches and is saved with the model.
         compute_loss: `compute_loss(model, batch)` returns the mean loss over the batch's items (labels that are not
@@ -96,6 +97,10 @@ class Trainer:
         model_init: Makes the model after torch is seeded with `args.seed`; given instead of `model`.
         weights: Folder of the weights to begin with: a checkpoint, or one that `save_model` or `save_pretrained` wrote.
             With `FSDP` and `model_init`, no process holds the whole model. None: those of the model.
+
+        train_sampler: A sampler of `train_dataset`, which yields indices, or lists of indices, one for each batch;
+            None: as `args.shuffle` and `args.group_by_length` say.
+        eval_data_collator: The collator of evaluation and prediction; None: that of training.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -134,6 +139,8 @@ class Trainer:
         lr_scheduler: Any = None,
         model_init: Callable[[], torch.nn.Module] | None = None,
         weights: str | Path | None = None,
+        train_sampler: Iterable[Any] | None = None,
+        eval_data_collator: Collator | None = None,
     ) -> None:
         check_class(type(self), Trainer)
         args = TrainingArguments() if args is None else args
@@ -154,10 +161,6 @@ class Trainer:
         _check_scheduler(lr_scheduler, optimizer)
         if args.eval_strategy != "no" and eval_dataset is None:
             warn(f"eval_strategy={args.eval_strategy!r} has no effect without eval_dataset")
-        takes_mask = compute_loss is not None or takes_column(model, "attention_mask")
-        self.collate = data_collator or default_collator(
-            processing_class, args.pad_to_multiple_of, takes_mask, args.pad_to_lengths, strategy.static_shapes
-        )
         self.compute_loss, self.compute_metrics = compute_loss, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.metrics = metrics_by_name(metrics)
@@ -171,7 +174,9 @@ class Trainer:
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
+            train_sampler=train_sampler,
         )
+        self.collate, self.eval_collate = make_collators(self.run, data_collator, eval_data_collator, compute_loss)
         self._probe: LossProbe | None = None  # None until the model is prepared
         self._loop: TrainingLoop | None = None  # of the latest call of train
         self.events.call("on_init_end", self.run)
@@ -237,7 +242,10 @@ class Trainer:
         at_end.callback(restore_modules, run.model)
         if resume is None and self._loop is None:
             resume = run.strategy.session.restarts > 0
-        self._loop = set_up_training(self._evaluation(), checkpoints, self.optimizer, self.lr_scheduler, resume)
+        reading = make_reading(self.args, run.strategy, self.collate)
+        self._loop = set_up_training(
+            self._evaluation(), reading, checkpoints, self.optimizer, self.lr_scheduler, resume
+        )
         at_end.callback(self._loop.close)
         return self._loop
 
@@ -255,7 +263,7 @@ class Trainer:
 
     def _evaluation(self) -> EvaluationLoop:
         probe = self._probe or self._prepare()
-        loader_config = make_reading(self.args, self.run.strategy, self.collate)
+        loader_config = make_reading(self.args, self.run.strategy, self.eval_collate)
         functions = self.compute_metrics, self.preprocess_logits_for_metrics
         return EvaluationLoop(self.run, self.events, probe, loader_config, self.metrics, *functions)
 
@@ -344,6 +352,7 @@ class Trainer:
             run=self.run,
             events=self.events,
             collate=self.collate,
+            eval_collate=self.eval_collate,
             compute_loss=self.compute_loss,
             compute_metrics=self.compute_metrics,
             preprocess_logits=self.preprocess_logits_for_metrics,

@@ -127,6 +127,8 @@ WRONG_TYPES: dict[str, list[Any]] = {
     "dataloader_num_workers": [None],
     "dataloader_timeout": [None, "1"],
     "dataloader_drop_last": [1],
+    "shuffle": [0],
+    "remove_unused_columns": ["yes"],
     "dataloader_pin_memory": [1],
     "group_by_length": [1],
     "pad_to_multiple_of": [8.0],
@@ -216,7 +218,13 @@ def test_defaults_agree_with_transformers() -> None:
         *("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps"),
         *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_type"),
         *("max_grad_norm", "seed", "logging_strategy", "eval_strategy", "save_strategy", "save_steps"),
-        *("load_best_model_at_end", "dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory"),
+        *(
+            "load_best_model_at_end",
+            "dataloader_drop_last",
+            "remove_unused_columns",
+            "dataloader_num_workers",
+            "dataloader_pin_memory",
+        ),
     ):
         assert getattr(ours, name) == theirs[name], name
 

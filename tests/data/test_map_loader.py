@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -23,7 +22,6 @@ from trainer_kit.data.map_loader import (
     MicroBatch,
     TrainLoader,
     evaluation_batches,
-    is_iterable,
     sample_lengths,
 )
 from trainer_kit.data.sampling import Layout, permutation
@@ -366,21 +364,6 @@ def test_grouping_by_length_does_not_depend_on_the_layout() -> None:
     assert sorted(orders[0]) == list(range(60))
     sizes = [len(rows[index]["input_ids"]) for index in orders[0]]
     assert sizes == sorted(sizes, reverse=True)
-
-
-def test_what_can_be_read_in_any_order() -> None:
-    class Stream(torch.utils.data.IterableDataset[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            return iter([])
-
-        def __len__(self) -> int:
-            return 3
-
-    assert not is_iterable([1, 2])
-    assert not is_iterable(Counting(3))
-    assert is_iterable(Stream())
-    assert is_iterable(iter([1, 2]))
-    assert is_iterable({1, 2})
 
 
 @settings(max_examples=50)

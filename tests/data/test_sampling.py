@@ -28,9 +28,9 @@ from trainer_kit.data.sampling import (
 relaxed = settings(max_examples=150)
 
 lengths = st.integers(0, 200)
-uncut = st.builds(Layout, st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.just(0), st.none())
+uncut = st.builds(Layout, st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.just(0), st.none(), st.none())
 limits = st.none() | st.integers(1, 9)
-layouts = st.builds(Layout, st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.just(0), limits)
+layouts = st.builds(Layout, st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.just(0), limits, st.none())
 seeds = st.integers(0, 2**32 - 1)
 
 

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainer_kit import XLA, Accelerator, SingleDevice, Trainer, TrainingArguments
+from trainer_kit import XLA, Accelerator, ReadyBatches, SingleDevice, Trainer, TrainingArguments
+from trainer_kit.loss.batch import count, samples_in, split
 from trainer_kit.utils.pytree import move
 
 SIZES = [2, 30, 5, 1, 12, 3, 7]
@@ -295,3 +296,102 @@ def test_training_keeps_no_outputs(tmp_path: Any) -> None:
     one = trainer(tmp_path, Points(), points(), compute_loss=with_outputs, max_steps=2)
     one.train()
     assert one._probe.loss.outputs is None
+
+
+# Ready batches
+
+
+class Detector(nn.Module):
+    """Takes images and targets of different sizes, and returns a dict of losses, as torchvision's detectors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 4, dtype=torch.float64)
+
+    def forward(self, images: list[torch.Tensor], targets: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        found = torch.stack([self.layer(image.mean((1, 2))) for image in images])
+        boxes = [(box - target["boxes"]).abs().mean() for box, target in zip(found, targets, strict=True)]
+        labels = [(box[0] - target["labels"].sum()).square() for box, target in zip(found, targets, strict=True)]
+        return {"loss_box": torch.stack(boxes).mean(), "loss_label": torch.stack(labels).mean()}
+
+
+def pictures() -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for number in range(7):
+        image = torch.randn(3, 4 + number, 5, generator=generator, dtype=torch.float64)
+        objects = 1 + number % 3
+        boxes = torch.randn(objects, 4, generator=generator, dtype=torch.float64)
+        found.append((image, {"boxes": boxes, "labels": torch.arange(objects)}))
+    return found
+
+
+def in_lists(samples: list[Any]) -> Any:
+    images, targets = zip(*samples, strict=True)
+    return list(images), list(targets)
+
+
+def losses_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    return torch.stack([*model(*batch).values()]).sum()
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_detection_targets_of_any_size(tmp_path: Any, is_ready: bool) -> None:
+    data: Any = pictures()
+    if is_ready:
+        data = ReadyBatches([in_lists(data[:2]), in_lists(data[2:4]), in_lists(data[4:6]), in_lists(data[6:])])
+    args = TrainingArguments(
+        str(tmp_path), num_train_epochs=1, per_device_train_batch_size=2, gradient_accumulation_steps=4, shuffle=False,
+        learning_rate=0.0, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, log_level="error",
+    )  # fmt: skip
+    trainer = Trainer(Detector(), args, data, data_collator=in_lists, compute_loss=losses_of)
+    output = trainer.train()
+    expected = losses_of(Detector(), in_lists(pictures()))
+    assert output.training_loss == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert trainer.run.state.samples == 7
+
+
+class Namespace:
+    """A batch as an object with attributes and a method `to`."""
+
+    def __init__(self, **columns: torch.Tensor) -> None:
+        self.__dict__.update(columns)
+
+    def to(self, device: Any, non_blocking: bool = False) -> Namespace:
+        return Namespace(**{name: value.to(device) for name, value in vars(self).items()})
+
+
+def test_how_many_samples_a_ready_batch_has() -> None:
+    labels, many = torch.arange(4), torch.ones(9, 2)
+    assert samples_in({"x": many, "labels": labels}) == 4
+    assert samples_in((many, labels)) == 4
+    assert samples_in(Namespace(x=many, labels=labels)) == 4
+    assert samples_in(in_lists(pictures())) == 7
+    assert samples_in({"x": many}) == 9
+    graphs = Namespace(x=many, y=labels)
+    vars(graphs)["num_graphs"] = 3
+    assert samples_in(graphs) == 3
+    with pytest.raises(ValueError, match="its samples cannot be counted"):
+        samples_in({"x": 3})
+
+
+def test_only_the_nodes_that_are_trained_on_are_counted() -> None:
+    """As torch_geometric's NeighborLoader: the sampled neighbors follow them."""
+    batch = Namespace(x=torch.ones(9, 2), y=torch.arange(9), input_id=torch.arange(4))
+    vars(batch)["batch_size"] = 4
+    assert samples_in(batch) == 4
+    assert count(batch, 4).labels == 4
+
+
+def test_a_ready_batch_is_split_by_its_first_dimension() -> None:
+    cuts = [(0, 2), (2, 3)]
+    columns = {"x": torch.arange(6).reshape(3, 2), "names": ["a", "b", "c"], "scale": 2.0}
+    first, last = split(columns, cuts)
+    assert (first["names"], last["names"], last["scale"]) == (["a", "b"], ["c"], 2.0)
+    assert last["x"].tolist() == [[4, 5]]
+    images, targets = split(in_lists(pictures()[:3]), cuts)[1]
+    assert len(images) == len(targets) == 1
+    assert split(columns, [(0, 3)])[0] is columns
+    with pytest.raises(ValueError, match="split a ready batch of 3 samples, but it holds a Namespace"):
+        split(Namespace(x=torch.ones(3)), cuts)

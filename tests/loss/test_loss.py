@@ -296,7 +296,7 @@ def test_a_column_that_the_model_does_not_take_is_named(tmp_path: Any) -> None:
             return F.cross_entropy(self.layer(x), labels)
 
     samples = [sample | {"id": 3, "extra": 1.0} for sample in points([0, 1])]
-    message = failing(tmp_path, Own(), samples)
+    message = failing(tmp_path, Own(), samples, remove_unused_columns=False)
     assert "columns id and extra, which Own.forward does not take (it takes x, labels)" in message
 
 

@@ -15,6 +15,7 @@ from trainer_kit.checkpoint.format.discovery import read_outline, read_state_int
 from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME
 from trainer_kit.data.reader import check_workers
 from trainer_kit.data.run_length import RunLength, step_numbers
+from trainer_kit.data.source import data_length, data_source
 from trainer_kit.errors import CheckpointError
 from trainer_kit.optim import Schedule, set_rate
 from trainer_kit.run import Run
@@ -106,7 +107,7 @@ def check_same_run(run: Run, trainer: Mapping[str, Any], data_state: Mapping[str
     Raises:
         ValueError: If the dataset's length, seed, optimizer class or number of workers differ; names both.
     """
-    length, saved = dataset_length(run.train_dataset), trainer["dataset_length"]
+    length, saved = data_length(run.train_dataset), trainer["dataset_length"]
     if length != saved:
         raise ValueError(
             f"train_dataset has {length} samples, but {directory} was made with {saved}: which of them were seen is "
@@ -117,14 +118,43 @@ def check_same_run(run: Run, trainer: Mapping[str, Any], data_state: Mapping[str
             f"seed={run.args.seed}, but {directory} was made with seed={trainer['seed']}: the order of samples would "
             "change; resume with the same seed"
         )
-    if data_state is not None:
-        check_workers(len(data_state["workers"]), run.args.dataloader_num_workers)
+    source = data_source("train_dataset", run.train_dataset, run.train_sampler)
+    if data_state is not None and "workers" in data_state:
+        check_workers(len(data_state["workers"]), 0 if source.is_ready else run.args.dataloader_num_workers)
     _check_same_kind("optimizer", run.optimizer, trainer, directory)
 
 
-def dataset_length(dataset: Any) -> int | None:
-    """Return the number of samples of a dataset; None if it has no length."""
-    return len(dataset) if hasattr(dataset, "__len__") else None
+def check_same_order(
+    run: Run,
+    trainer: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    data_state: Mapping[str, Any] | None,
+    directory: Path,
+) -> None:
+    """Check that a run continues the order of samples of a checkpoint from the middle of an epoch.
+
+    Args:
+        run: The run.
+        trainer: The checkpoint's trainer state.
+        arguments: The arguments when the checkpoint was written.
+        data_state: The checkpoint's state of an iterable dataset or a sampler; None without one.
+        directory: Folder of the checkpoint.
+
+    Raises:
+        ValueError: If the checkpoint has another kind of order; names both.
+    """
+    source = data_source("train_dataset", run.train_dataset, run.train_sampler)
+    if not trainer["counters"]["position"] or source.is_iterable:
+        return
+    has_sampler, had_sampler = source.sampler is not None, "order" in (data_state or ())
+    now, before = f"shuffle={run.args.shuffle}", f"shuffle={arguments.get('shuffle', True)}"
+    if has_sampler != had_sampler:
+        now, before = ("a sampler", "no sampler") if has_sampler else ("no sampler", "a sampler")
+    if now != before and not (has_sampler and had_sampler):
+        raise ValueError(
+            f"the run has {now}, but {directory} was made with {before}, in the middle of an epoch: the order of "
+            f"samples would change; resume with the same one, or {_ANEW}"
+        )
 
 
 def _check_same_kind(role: str, made: Any, trainer: Mapping[str, Any], directory: Path) -> None:

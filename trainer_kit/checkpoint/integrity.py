@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trainer_kit.checkpoint.format.discovery import read_outline, verify
+from trainer_kit.checkpoint.format.discovery import read_arguments, read_outline, verify
 from trainer_kit.checkpoint.format.manifest import STATE_FOLDER
 from trainer_kit.checkpoint.format.trainer_state import (
     COUNT,
@@ -26,8 +26,8 @@ from trainer_kit.checkpoint.format.trainer_state import (
     read_ledger,
     verify_training,
 )
-from trainer_kit.data.map_loader import is_iterable
 from trainer_kit.data.sampling import parts, ranges
+from trainer_kit.data.source import data_source
 from trainer_kit.errors import CheckpointError
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
@@ -77,8 +77,14 @@ def check_resumable(run: Run, directory: Path) -> None:
     trainer = verify_training(directory)
     read_ledger(directory)
     data = read_data_state(directory)
-    if data is None and not is_iterable(run.train_dataset) and len(run.train_dataset) == trainer["dataset_length"]:
-        _check_position(_file(directory, "trainer"), trainer["counters"], trainer["dataset_length"])
+    source = data_source("train_dataset", run.train_dataset, run.train_sampler)
+    file, has_own_order = _file(directory, "trainer"), source.is_iterable or source.sampler is not None
+    if not (has_own_order or source.drop_last or read_arguments(directory)["dataloader_drop_last"]):
+        length, epoch_length = trainer["dataset_length"], trainer["counters"]["epoch_length"]
+        allowed = f"{epoch_length}, the samples of an epoch, since dataloader_drop_last is not set"
+        file.require(length in (None, epoch_length), "dataset_length", length, allowed)
+    if data is None and not has_own_order and source.length == trainer["dataset_length"]:
+        _check_position(file, trainer["counters"], trainer["dataset_length"])
     _check_optimizer(run.optimizer, trainer["optimizer"], directory)
     if not (directory / STATE_FOLDER / "lr_scheduler.json").exists():
         raise CheckpointError(f"{directory} is damaged: it lacks the state of the schedule")

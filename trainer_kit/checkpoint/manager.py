@@ -24,8 +24,8 @@ from trainer_kit.checkpoint import (
 )
 from trainer_kit.checkpoint.async_saver import AsyncSaver, States
 from trainer_kit.checkpoint.compatibility import (
+    check_same_order,
     check_same_run,
-    dataset_length,
     find_checkpoint,
     fitting_optimizer_state,
     load_scheduler,
@@ -47,6 +47,7 @@ from trainer_kit.checkpoint.integrity import check_resumable, fetch_verified
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import TrainLoader
 from trainer_kit.data.run_length import RunLength, make_plan
+from trainer_kit.data.source import data_length
 from trainer_kit.optim import Schedule
 from trainer_kit.run import Run
 from trainer_kit.utils.optimizer_state import check_optimizer_state
@@ -150,8 +151,9 @@ class CheckpointManager:
         trainer = read_trainer(self._source)
         assert trainer is not None
         self.data_state = read_data_state(self._source)
-        check_same_run(run, trainer, self.data_state, self.resumed_from)
         self._earlier = (trainer["plan"], read_arguments(self._source))
+        check_same_run(run, trainer, self.data_state, self.resumed_from)
+        check_same_order(run, trainer, self._earlier[1], self.data_state, self.resumed_from)
         run.state.load_state_dict(trainer["counters"])
         run.requests.evaluate = trainer["evaluate"]
         self.run_id = trainer["run_id"]
@@ -163,7 +165,7 @@ class CheckpointManager:
         run = self.run
         loader.passed_over = run.state.passed_over
         epoch = run.state.epoch
-        run.state.enter_epochs_of(loader.epoch_length)
+        run.state.enter_epochs_of(loader.length_of(epoch))
         if run.state.epoch != epoch:
             self.data_state = None  # it belongs to the previous epoch
         self._plan = make_plan(run, loader, self._earlier)
@@ -355,7 +357,7 @@ class CheckpointManager:
                 "committed": [[each.name, each.number, each.metric] for each in committed],
                 "shifts_labels": self.shifts_labels,
                 "plan": self.plan.state_dict(),
-                "dataset_length": dataset_length(run.train_dataset),
+                "dataset_length": data_length(run.train_dataset),
                 "seed": run.args.seed,
                 "optimizer": type(run.optimizer).__name__,
                 "lr_scheduler": type(run.lr_scheduler).__name__,

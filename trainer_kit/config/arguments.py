@@ -144,6 +144,10 @@ class TrainingArguments:
         metric_for_best_model: Metric that defines "best", with or without the prefix `eval_`. None: "eval_loss" if
             `load_best_model_at_end` or `save_strategy="best"` needs a metric.
         greater_is_better: Whether a greater metric is better; None: True unless the metric's name ends with "loss".
+        shuffle: Whether to shuffle the samples of each epoch; False: the order of the dataset. A sampler or DataLoader
+            has an order of its own.
+        remove_unused_columns: Whether to leave out columns of samples that neither the model nor the collator takes;
+            see `data.columns`.
         dataloader_num_workers: Number of processes that load data; 0: the training process loads it.
         dataloader_timeout: Seconds that a worker may take for a batch before training ends with an error that names
             the worker; 0: no limit.
@@ -228,6 +232,8 @@ class TrainingArguments:
     load_best_model_at_end: bool = False
     metric_for_best_model: Name | None = None
     greater_is_better: bool | None = None
+    shuffle: bool = True
+    remove_unused_columns: bool = True
     dataloader_num_workers: CountOrZero = 0
     dataloader_timeout: NotNegative = 0.0
     dataloader_drop_last: bool = False

@@ -1,20 +1,49 @@
-"""Loaders made from a run's arguments and datasets."""
+"""Loaders made from a run's arguments and data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from trainer_kit.config.arguments import TrainingArguments
-from trainer_kit.data.collate import Collator
+from trainer_kit.data.collate import Collator, default_collator
+from trainer_kit.data.columns import without_unused_columns
 from trainer_kit.data.iterable_loader import StreamLoader, stream_evaluation_batches
-from trainer_kit.data.map_loader import LoaderConfig, TrainLoader, evaluation_batches, is_iterable
+from trainer_kit.data.map_loader import LoaderConfig, TrainLoader, evaluation_batches
+from trainer_kit.data.sampled_loader import SampledLoader
+from trainer_kit.data.sampler_order import SamplerOrder, evaluation_plan
 from trainer_kit.data.sampling import Layout
+from trainer_kit.data.source import DataSource, data_source
 from trainer_kit.loss.batch import Counts
+from trainer_kit.loss.loss import ComputeLoss, takes_column
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
+
+
+def make_collators(
+    run: Run, train: Collator | None, evaluation: Collator | None, compute_loss: ComputeLoss | None
+) -> tuple[Collator, Collator]:
+    """Return the collators of training and of evaluation.
+
+    Args:
+        run: The run.
+        train: The user's collator; None: the default one.
+        evaluation: The user's collator of evaluation; None: that of training.
+        compute_loss: The user's loss function, which may read any column; None: the model's own loss.
+
+    Raises:
+        ValueError: If padding options are set without a tokenizer to pad with.
+    """
+    args, model = run.args, run.model
+    takes_mask = compute_loss is not None or takes_column(model, "attention_mask")
+    train = train or default_collator(
+        run.processing_class, args.pad_to_multiple_of, takes_mask, args.pad_to_lengths, run.strategy.static_shapes
+    )
+    if compute_loss is not None or not args.remove_unused_columns:
+        return train, evaluation or train
+    train = without_unused_columns(train, model)
+    return train, train if evaluation is None else without_unused_columns(evaluation, model)
 
 
 def make_reading(args: TrainingArguments, strategy: Strategy, collate: Collator) -> LoaderConfig:
@@ -23,25 +52,41 @@ def make_reading(args: TrainingArguments, strategy: Strategy, collate: Collator)
     return LoaderConfig(collate, args.seed, args.dataloader_num_workers, pin_memory, args.dataloader_timeout)
 
 
+def reading_of(source: DataSource, reading: LoaderConfig) -> LoaderConfig:
+    """Return the configuration with the settings of the source; ready batches are read in this process."""
+    if source.is_ready:
+        return dataclasses.replace(reading, workers=0)
+    own: dict[str, Any] = {"collate": source.collate, "workers": source.workers, "timeout": source.timeout}
+    own = {name: value for name, value in own.items() if value is not None}
+    return dataclasses.replace(reading, **own, worker_init_fn=source.worker_init_fn)
+
+
 def make_train_loader(run: Run, reading: LoaderConfig) -> TrainLoader | StreamLoader:
     """Make the loader of the training batches.
 
     Raises:
-        TypeError: If `run.train_dataset` is a DataLoader or a dict of datasets.
+        TypeError: If `run.train_dataset` is a dict of datasets.
         ValueError: If there is no dataset, the dataset is empty, or the arguments do not fit it.
     """
-    args, dataset = run.args, run.train_dataset
-    if dataset is None:
+    args = run.args
+    if run.train_dataset is None:
         raise ValueError("train() needs train_dataset")
-    _check_dataset("train_dataset", dataset)
-    layout = _layout(run.strategy, args.per_device_train_batch_size, args.gradient_accumulation_steps)
-    if not is_iterable(dataset):
-        return TrainLoader(dataset, layout, reading, args.dataloader_drop_last, args.group_by_length)
-    if args.group_by_length:
-        raise ValueError("group_by_length=True needs a train_dataset with a length and __getitem__")
-    if args.max_steps < 0 and not hasattr(dataset, "__len__"):
+    source = data_source("train_dataset", run.train_dataset, run.train_sampler)
+    reading = reading_of(source, reading)
+    layout = _layout(run.strategy, source, args.per_device_train_batch_size, args.gradient_accumulation_steps)
+    drop_last = args.dataloader_drop_last if source.drop_last is None else source.drop_last
+    if args.group_by_length and (source.is_iterable or source.sampler is not None):
+        raise ValueError(
+            "group_by_length=True needs a train_dataset with a length and __getitem__, and no sampler; set it to False"
+        )
+    if source.sampler is not None:
+        return SampledLoader(source.dataset, layout, reading, SamplerOrder(source.sampler, args.seed), drop_last)
+    if not source.is_iterable:
+        shuffle = args.shuffle if source.shuffle is None else source.shuffle
+        return TrainLoader(source.dataset, layout, reading, drop_last, args.group_by_length, shuffle)
+    if args.max_steps < 0 and source.length is None:
         raise ValueError("train_dataset has no length, so that epochs cannot be counted; set max_steps")
-    return StreamLoader(dataset, layout, reading, args.dataloader_drop_last)
+    return StreamLoader(source.dataset, layout, reading, drop_last)
 
 
 def make_evaluation_batches(
@@ -51,26 +96,27 @@ def make_evaluation_batches(
 
     Args:
         run: The run.
-        dataset: The dataset to evaluate, map-style or iterable.
+        dataset: The dataset or loader to evaluate.
         reading: How samples are read.
         size: Samples of a batch on each device; None: `args.eval_batch_size`.
 
     Raises:
-        TypeError: If `dataset` is a DataLoader or a dict of datasets.
+        TypeError: If `dataset` is a dict of datasets.
     """
-    _check_dataset("the dataset to evaluate", dataset)
-    layout = _layout(run.strategy, size or run.args.eval_batch_size)
-    make = stream_evaluation_batches if is_iterable(dataset) else evaluation_batches
-    return make(dataset, layout, reading)
+    source = data_source("the dataset to evaluate", dataset)
+    reading = reading_of(source, reading)
+    layout = _layout(run.strategy, source, size or run.args.eval_batch_size)
+    if source.is_iterable:
+        return stream_evaluation_batches(source.dataset, layout, reading)
+    plan = None
+    if source.sampler is not None:
+        plan = evaluation_plan(SamplerOrder(source.sampler, run.args.seed).draw(0), layout)
+    return evaluation_batches(source.dataset, layout, reading, plan)
 
 
-def _check_dataset(role: str, dataset: Any) -> None:
-    if isinstance(dataset, DataLoader):
-        raise TypeError(f"{role} is a DataLoader; give its dataset, and its batch size and workers in the arguments")
-    if isinstance(dataset, Mapping):
-        raise TypeError(f"{role} is a {type(dataset).__name__} of {', '.join(map(str, dataset))}; give one dataset")
-
-
-def _layout(strategy: Strategy, batch_size: int, accumulation: int = 1) -> Layout:
+def _layout(strategy: Strategy, source: DataSource, batch_size: int, accumulation: int = 1) -> Layout:
     collectives = strategy.collectives
-    return Layout(batch_size * strategy.devices, accumulation, collectives.readers, collectives.reader)
+    if source.is_ready:
+        return Layout(1, accumulation, collectives.readers, collectives.reader, ready_size=1)
+    size = batch_size if source.batch_size is None else source.batch_size
+    return Layout(size * strategy.devices, accumulation, collectives.readers, collectives.reader)

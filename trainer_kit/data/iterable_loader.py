@@ -11,9 +11,13 @@ from typing import Any, NamedTuple
 from trainer_kit.data.map_loader import GlobalBatch, LoaderConfig, MicroBatch, no_batch
 from trainer_kit.data.reader import Read, StreamReader
 from trainer_kit.data.sampling import Layout, epoch_length, parts, ranges
+from trainer_kit.data.source import DataSource, ReadyBatches
 from trainer_kit.loss.batch import Counts, count
 from trainer_kit.state import Stateful
 from trainer_kit.utils.user_warnings import warn
+
+_READY_PART = 2**40
+"""Distance of the places of a ready batch's parts, above any number of batches."""
 
 
 class _Batch(NamedTuple):
@@ -81,7 +85,8 @@ class StreamLoader:
     processes, without dividing itself by rank.
 
     Args:
-        dataset: A dataset with `__iter__`. Its `__len__`, if it has one, counts samples.
+        dataset: A dataset with `__iter__`. Its `__len__`, if it has one, counts samples. `ReadyBatches` count batches:
+            a position is a number of batches, and the layout's batch size 1.
         layout: Batch size, accumulation and processes.
         reading: Collation, seed and workers of each process.
         drop_last: Whether to drop batches that are not full, and an epoch's last ones if not every process has one.
@@ -102,13 +107,19 @@ class StreamLoader:
         self.passed_over: Sequence[tuple[int, int, int]] = ()
         self._readers = max(1, reading.workers)
         self._warned = False
+        self._is_ready = isinstance(dataset, ReadyBatches)
         self._fresh: Any = None  # the dataset's state where an epoch begins
         self.epoch_length = 0  # unknown
-        if hasattr(dataset, "__len__"):
-            self._full, self._tail = _batches_of(len(dataset), layout.batch_size, self._readers, drop_last)
+        self._length = DataSource(dataset).length
+        if self._length is not None:
+            self._full, self._tail = _batches_of(self._length, layout.batch_size, self._readers, drop_last)
             self.epoch_length = epoch_length(self._full * layout.batch_size + sum(self._tail), layout, drop_last)
             if self.epoch_length == 0:
-                raise ValueError(no_batch(len(dataset), layout))
+                raise ValueError(no_batch(self._length, layout))
+
+    def length_of(self, epoch: int) -> int:
+        """Return the samples of an epoch; 0 if unknown."""
+        return self.epoch_length
 
     def steps_left(self, epoch: int, position: int) -> int:
         """Return the optimizer steps from a position to the end of an epoch, according to the dataset's length.
@@ -136,7 +147,8 @@ class StreamLoader:
         """Count the batches of all processes from a position to the end of an epoch."""
         size, tail = self.layout.batch_size, self._tail
         if self._readers == 1:
-            left = len(self.dataset) - position
+            assert self._length is not None
+            left = self._length - position
             return left // size if self.drop_last else -(-left // size)
         left = self._full * size - position
         if left >= 0:
@@ -178,12 +190,13 @@ class StreamLoader:
             epoch, position, data_state = epoch + 1, 0, None
 
     def _check_length(self, position: int) -> None:
-        if self._warned or self.epoch_length == 0 or position <= len(self.dataset):
+        if self._warned or self._length is None or position <= self._length:
             return
         self._warned = True
+        items = "batches" if self._is_ready else "samples"
         workers = f"; each of the {self._readers} workers must give its share, see torch.utils.data.get_worker_info"
         warn(
-            f"train_dataset has a length of {len(self.dataset)}, but gave more samples: epochs and steps are "
+            f"train_dataset has a length of {self._length}, but gave more {items}: epochs and steps are "
             f"miscounted, and a resume is not exact{workers if self._readers > 1 else ''}",
         )
 
@@ -199,9 +212,12 @@ class StreamLoader:
                 and len(fetched) < self.layout.accumulation
             ):
                 fetched.append(ahead)
+            state = fetched[-1].data_state
             window = GlobalBatch(
-                epoch, fetched[0].start, fetched[-1].stop, closes_epoch=ahead is None, data_state=fetched[-1].data_state
+                epoch, fetched[0].start, fetched[-1].stop, closes_epoch=ahead is None, data_state=state
             )
+            if self._is_ready and state is not None and (digest := state["workers"][0]["digest"]) is not None:
+                window.fingerprint = int(digest, 16) % 2**40
             pieces = [piece for row in fetched for piece in row.pieces]
             for piece in pieces:
                 window.add(piece.counts)
@@ -230,7 +246,7 @@ class StreamLoader:
             reader.resume(data_state["workers"], data_state["turn"])
         part, stop = 0, position
         for read in reader.rounds():
-            start, stop = stop, stop + read.samples
+            start, stop = stop, stop + read.width
             if any(first < stop and start < last for first, last in passed_over):
                 part += 1
             else:
@@ -256,12 +272,14 @@ def _dealt(batches: Iterator[_Batch], layout: Layout) -> _Row | None:
         if number == 0:
             first, first_samples, row_start, row_part = read.parts[0], read.sizes[0], start, part
         if number == layout.reader:
-            places = itertools.accumulate(read.sizes, initial=start)
+            # The parts of a ready batch have one position; their places only have to differ, since they are seeds.
+            steps = [_READY_PART] * len(read.sizes) if read.width < sum(read.sizes) else read.sizes
+            places = itertools.accumulate(steps, initial=start)
             pieces = [
                 _Piece(each, count(each, samples), place, samples)
                 for each, samples, place in zip(read.parts, read.sizes, places, strict=False)
             ]
-        most, stop, data_state = max(most, len(read.parts)), start + read.samples, read.data_state
+        most, stop, data_state = max(most, len(read.parts)), start + read.width, read.data_state
     if number < 0:
         return None
     while len(pieces) < most:  # a dummy batch

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from trainer_kit.data.collate import Collator
 from trainer_kit.data.fetcher import Fetcher
 from trainer_kit.data.sampling import (
     BatchIndices,
+    DatasetOrder,
     Layout,
     epoch_length,
     evaluation_slots,
@@ -43,7 +44,8 @@ class GlobalBatch:
         tokens: Tokens of the step, without padding.
         labels: Items of the step (see `loss.batch.Counts`).
         shifted: Items of the step for a model that shifts its labels.
-        data_state: State from which an iterable dataset resumes after this step; None for map-style datasets.
+        data_state: State from which an iterable dataset or a sampler resumes after this step; None without one.
+        fingerprint: Digest of what this process has read, below 2**40, if all processes must read the same; else 0.
     """
 
     epoch: int
@@ -55,6 +57,7 @@ class GlobalBatch:
     labels: Any = 0
     shifted: Any = 0
     data_state: dict[str, Any] | None = None
+    fingerprint: int = 0
 
     def add(self, counts: Counts) -> None:
         self.samples += counts.samples
@@ -116,6 +119,7 @@ class LoaderConfig:
         workers: Number of worker processes; 0 reads in this process.
         pin_memory: Whether workers' batches are copied to page-locked memory.
         timeout: Seconds that workers may take for a batch; 0: no limit.
+        worker_init_fn: Called in each worker with its number; None: nothing.
     """
 
     collate: Collator
@@ -123,6 +127,7 @@ class LoaderConfig:
     workers: int = 0
     pin_memory: bool = False
     timeout: float = 0.0
+    worker_init_fn: Callable[[int], Any] | None = None
 
 
 class TrainLoader:
@@ -134,6 +139,8 @@ class TrainLoader:
         reading: Collation, seed and workers.
         drop_last: Whether to drop an epoch's last batches if not every process has a full one.
         group_by_length: Whether to batch samples of similar length together.
+        shuffle: Whether to shuffle the samples of each epoch; otherwise they come in the dataset's order.
+        samples: Samples of an epoch; None: those of the dataset.
 
     Attributes:
         passed_over: Positions to skip, as (epoch, start, stop); set it before `micro_batches`.
@@ -149,15 +156,23 @@ class TrainLoader:
         reading: LoaderConfig,
         drop_last: bool = False,
         group_by_length: bool = False,
+        shuffle: bool = True,
+        samples: int | None = None,
     ) -> None:
         self.dataset = dataset
+        self.shuffle = shuffle
         self.layout = layout
         self.reading = reading
         self.passed_over: Sequence[tuple[int, int, int]] = ()
         self.lengths = sample_lengths(dataset, reading.seed) if group_by_length else None
-        self.epoch_length = epoch_length(len(dataset), layout, drop_last)
+        samples = len(dataset) if samples is None else samples
+        self.epoch_length = epoch_length(samples, layout, drop_last)
         if self.epoch_length == 0:
-            raise ValueError(no_batch(len(dataset), layout))
+            raise ValueError(no_batch(samples, layout))
+
+    def length_of(self, epoch: int) -> int:
+        """Return the samples of an epoch to train on."""
+        return self.epoch_length
 
     def steps_left(self, epoch: int, position: int) -> int:
         """Return the optimizer steps from a position to the end of an epoch."""
@@ -183,14 +198,20 @@ class TrainLoader:
                 yield from _counted(fetched)
                 fetched = []
 
-    def order(self, epoch: int) -> torch.Tensor:
+    def order(self, epoch: int) -> torch.Tensor | DatasetOrder:
         """Return the dataset indices of an epoch in their order."""
+        if not self.shuffle:
+            return DatasetOrder(self.epoch_length)
         return permutation(len(self.dataset), self.reading.seed, epoch, self.lengths)[: self.epoch_length]
+
+    def slots_of(self, epoch: int, position: int) -> Iterator[BatchIndices]:
+        """Yield the indices of this process's micro-batches from a position to the end of an epoch."""
+        return slots(self.order(epoch), epoch, position, self.layout, ranges(self.passed_over, epoch))
 
     def _slots(self, epoch: int, position: int, steps: int) -> Iterator[BatchIndices]:
         while steps > 0:
             # No name holds the order: the one before is freed when the next is made.
-            for slot in slots(self.order(epoch), epoch, position, self.layout, ranges(self.passed_over, epoch)):
+            for slot in self.slots_of(epoch, position):
                 yield slot
                 steps -= slot.is_last
                 if steps == 0:
@@ -208,9 +229,11 @@ def no_batch(length: int, layout: Layout) -> str:
     )
 
 
-def evaluation_batches(dataset: Any, layout: Layout, reading: LoaderConfig) -> Iterator[tuple[Any, Counts]]:
-    """Yield this process's batches of an evaluation in the dataset's order, with their counts."""
-    for slot, batch in _fetched(dataset, evaluation_slots(len(dataset), layout), reading):
+def evaluation_batches(
+    dataset: Any, layout: Layout, reading: LoaderConfig, plan: Iterable[BatchIndices] | None = None
+) -> Iterator[tuple[Any, Counts]]:
+    """Yield this process's batches of an evaluation, with their counts; `plan` is None for the dataset's order."""
+    for slot, batch in _fetched(dataset, plan or evaluation_slots(len(dataset), layout), reading):
         yield batch, count(batch, len(slot.indices))
 
 
@@ -259,7 +282,7 @@ def from_workers(dataset: Any, reading: LoaderConfig, sampler: Iterable[Any] | N
         collate_fn=_as_is,
         pin_memory=reading.pin_memory,
         timeout=reading.timeout,
-        worker_init_fn=worker_init(),
+        worker_init_fn=worker_init(reading.worker_init_fn),
         generator=torch.Generator().manual_seed(reading.seed),
     )
     return worker_items(loader, "dataloader_timeout")
@@ -295,8 +318,3 @@ def sample_lengths(dataset: Any, seed: int = 0) -> np.ndarray:
 def _length_of(dataset: Any, index: int, seed: int) -> int:
     seed_generators(mix(seed, index))
     return len(dataset[index]["input_ids"])
-
-
-def is_iterable(dataset: Any) -> bool:
-    """Return whether a dataset can only be read from its start: it has no `__getitem__` or no length."""
-    return isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))

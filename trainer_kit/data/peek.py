@@ -17,6 +17,7 @@ from trainer_kit.data.build import make_train_loader
 from trainer_kit.data.collate import Collator
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import LoaderConfig, MicroBatch, TrainLoader
+from trainer_kit.data.source import data_source
 from trainer_kit.errors import ReadOnceError
 from trainer_kit.run import Run
 from trainer_kit.state import Stateful
@@ -48,7 +49,7 @@ def first_batches(run: Run, loader: TrainLoader | StreamLoader, most: int) -> li
         ReadOnceError: If the dataset is an iterator.
         Exception: Any error of the dataset or the collator.
     """
-    if isinstance(run.train_dataset, Iterator):
+    if data_source("train_dataset", run.train_dataset).is_read_once:
         raise ReadOnceError(
             "train_dataset can be read only once, and would miss its first batch in training; give a dataset whose "
             "__iter__ starts from the beginning each time"
@@ -63,7 +64,7 @@ def first_batches(run: Run, loader: TrainLoader | StreamLoader, most: int) -> li
             return list(itertools.islice(source, most))
 
     with generators_kept(run.strategy.device):
-        return read_ahead(run.train_dataset, loader.reading, read)
+        return read_ahead(loader.dataset, loader.reading, read)
 
 
 def read_ahead(dataset: Any, reading: LoaderConfig, read: Callable[[LoaderConfig], T]) -> T:

@@ -21,7 +21,9 @@ from trainer_kit.data.digest import digest, has_shuffle_buffer
 from trainer_kit.data.fetcher import set_epoch
 from trainer_kit.data.map_loader import LoaderConfig, from_workers
 from trainer_kit.data.sampling import Layout, mix
+from trainer_kit.data.source import ReadyBatches, begin_epoch
 from trainer_kit.errors import DataError
+from trainer_kit.loss.batch import samples_in, split
 from trainer_kit.state import Stateful
 from trainer_kit.utils.rng import seed_generators
 from trainer_kit.utils.user_warnings import warn
@@ -36,15 +38,19 @@ _NOT_COMPARABLE = "the samples of train_dataset cannot be compared, so that its 
 
 
 class Read(NamedTuple):
-    """A batch in its parts, the samples of each part, and the state of all readers after the batch."""
+    """A batch in its parts.
+
+    Attributes:
+        parts: The collated parts.
+        sizes: Samples of each part.
+        width: The batch's items of the dataset: its samples, or 1 for a ready batch.
+        data_state: The state of all readers after the batch; None in an evaluation.
+    """
 
     parts: list[Any]
     sizes: list[int]
+    width: int
     data_state: dict[str, Any] | None
-
-    @property
-    def samples(self) -> int:
-        return sum(self.sizes)
 
 
 class _Report(NamedTuple):
@@ -181,10 +187,10 @@ class _Cursor:
 
 
 class StreamReader(IterableDataset[Any]):
-    """An iterable over one worker's batches: the worker's number, the batch's parts, their sizes and the state.
+    """An iterable over one worker's batches: the worker's number, the batch's parts, their sizes, width and the state.
 
     Args:
-        dataset: A dataset with `__iter__`.
+        dataset: A dataset with `__iter__`, or `ReadyBatches`.
         layout: Batch size, and how batches are cut.
         reading: Collation, seed and workers.
         epoch: Number of the epoch; -1 for an evaluation, which keeps no state.
@@ -210,6 +216,7 @@ class StreamReader(IterableDataset[Any]):
         self._drop_last = drop_last
         self._ends = ends
         self._fresh = fresh
+        self._is_ready = isinstance(dataset, ReadyBatches)
         self._has_state = isinstance(dataset, Stateful) and not has_shuffle_buffer(dataset)
         self._states: list[dict[str, Any]] | None = None
         self._turn = 0
@@ -235,7 +242,10 @@ class StreamReader(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker = info.id if info is not None else 0
-        set_epoch(self.dataset, self.epoch)
+        if self._is_ready:
+            begin_epoch(self.dataset.batches, self.epoch)
+        else:
+            set_epoch(self.dataset, self.epoch)
         cursor, ended = None, False
         if self._states is not None:
             state = self._states[worker]
@@ -249,7 +259,7 @@ class StreamReader(IterableDataset[Any]):
         if not ended:
             yield from self._batches(worker, cursor or _Cursor(self, worker))
 
-    def _batches(self, worker: int, cursor: _Cursor) -> Iterator[tuple[int, list[Any], list[int], Any]]:
+    def _batches(self, worker: int, cursor: _Cursor) -> Iterator[tuple[int, list[Any], list[int], int, Any]]:
         full, is_last, keeps_state = self.layout.batch_size, False, self.epoch >= 0
         while not is_last:
             size = min(full, min((end - cursor.samples for end in self._ends if end > cursor.samples), default=full))
@@ -257,12 +267,15 @@ class StreamReader(IterableDataset[Any]):
             is_last = len(batch) < size
             if not batch or (self._drop_last and is_last):
                 return
-            cuts = self.layout.cut(0, len(batch))
+            cuts = self.layout.cut(0, samples_in(batch[0]) if self._is_ready else len(batch))
             if keeps_state:
                 cursor.note(batch)  # before a collator may change it
-            parts = [self.reading.collate(batch[start:stop]) for start, stop in cuts]
+            if self._is_ready:
+                parts = split(batch[0], cuts)
+            else:
+                parts = [self.reading.collate(batch[start:stop]) for start, stop in cuts]
             sizes = [stop - start for start, stop in cuts]
-            yield worker, parts, sizes, cursor.state(is_last) if keeps_state else None
+            yield worker, parts, sizes, len(batch), cursor.state(is_last) if keeps_state else None
 
     # Resuming
 
@@ -305,12 +318,12 @@ class StreamReader(IterableDataset[Any]):
             current, items = list(self._states), self._resumed(workers)
         for item in items:
             if item is not None:
-                worker, parts, sizes, state = item
+                worker, parts, sizes, width, state = item
                 data_state = None
                 if state is not None:
                     current[worker] = state
                     data_state = {"workers": list(current), "turn": (worker + 1) % workers}
-                yield Read(parts, sizes, data_state)
+                yield Read(parts, sizes, width, data_state)
 
     def _items(self) -> Iterator[Any]:
         return iter(self) if self.reading.workers == 0 else from_workers(self, self.reading)
@@ -336,8 +349,8 @@ class StreamReader(IterableDataset[Any]):
         if samples and self.layout.reader == 0:
             remedy = "; give it state_dict and load_state_dict to resume at once" if why == _NO_STATE else ""
             warn(
-                f"{why}: {samples} samples of epoch {self.epoch} are read again and skipped, which takes as long as "
-                f"reading them did{remedy}"
+                f"{why}: {samples} {'batches' if self._is_ready else 'samples'} of epoch {self.epoch} are read again "
+                f"and skipped, which takes as long as reading them did{remedy}"
             )
 
     def _say_inexact(self) -> None:

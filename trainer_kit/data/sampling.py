@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 _MASK = 0xFFFFFFFFFFFFFFFF
-_STAND_IN = 2
+STAND_IN = 2
 """Samples of a dummy batch: batch norm refuses a single one."""
 
 GROUP = 1024
@@ -32,6 +32,7 @@ class Layout(NamedTuple):
         reader: Number of this process among these, from 0.
         limit: Maximal samples of one pass; larger micro-batches are cut into parts, each of which the loop takes as a
             micro-batch. The samples of a step and a process do not depend on it. None: no limit.
+        ready_size: Samples of a ready batch, which counts as 1 in `batch_size`; None: batches are collated.
     """
 
     batch_size: int
@@ -39,6 +40,12 @@ class Layout(NamedTuple):
     readers: int = 1
     reader: int = 0
     limit: int | None = None
+    ready_size: int | None = None
+
+    @property
+    def pass_size(self) -> int:
+        """Samples of a whole micro-batch on one process."""
+        return self.batch_size if self.ready_size is None else self.ready_size
 
     @property
     def global_micro_batch_size(self) -> int:
@@ -53,7 +60,7 @@ class Layout(NamedTuple):
     @property
     def at_once(self) -> int:
         """Maximal samples that a process computes in one pass."""
-        return self.batch_size if self.limit is None else min(self.batch_size, self.limit)
+        return self.pass_size if self.limit is None else min(self.pass_size, self.limit)
 
     def parts(self, samples: int) -> int:
         """Return the number of parts of a micro-batch of `samples` samples."""
@@ -199,7 +206,7 @@ def slots(
         pieces = [piece for row in range(first, stop, size) for piece in _pieces(row, stop, layout)]
         for number, piece in enumerate(pieces):
             # A dummy batch has the step's first samples.
-            begin, end = piece or (first, min(first + min(layout.at_once, _STAND_IN), stop))
+            begin, end = piece or (first, min(first + min(layout.at_once, STAND_IN), stop))
             yield BatchIndices(
                 epoch=epoch,
                 start=begin,
@@ -229,7 +236,13 @@ def _windows(kept: list[tuple[int, int]], size: int) -> Iterator[tuple[int, int]
             yield start, min(start + size, last)
 
 
-def evaluation_slots(length: int, layout: Layout) -> Iterator[BatchIndices]:
-    """Yield this process's batches of an evaluation in the dataset's order; some processes may have one less."""
-    single = layout._replace(accumulation=1)
-    return (slot for slot in slots(DatasetOrder(length), -1, 0, single) if not slot.is_dummy)
+def evaluation_slots(length: int, layout: Layout, order: torch.Tensor | None = None) -> Iterator[BatchIndices]:
+    """Yield this process's batches of an evaluation; some processes may have one less.
+
+    Args:
+        length: Samples in the dataset.
+        layout: Batch size and processes.
+        order: Dataset indices in their order; None: the dataset's order.
+    """
+    single, indices = layout._replace(accumulation=1), DatasetOrder(length) if order is None else order
+    return (slot for slot in slots(indices, -1, 0, single) if not slot.is_dummy)

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -126,16 +126,18 @@ def _found(iterator: Any, message: str) -> str:
     )
 
 
-def worker_init() -> Any:
-    """Return the `worker_init_fn` of a DataLoader."""
-    return functools.partial(_begin_worker, os.getpid())
+def worker_init(own: Callable[[int], Any] | None = None) -> Any:
+    """Return the `worker_init_fn` of a DataLoader; `own` is the user's, called with the worker's number."""
+    return functools.partial(_begin_worker, os.getpid(), own)
 
 
-def _begin_worker(main: int, _: int) -> None:
+def _begin_worker(main: int, own: Callable[[int], Any] | None, number: int) -> None:
     """Exit if the main process was killed meanwhile: torch would take the adopting process for it, forever."""
     if multiprocessing.get_start_method() == "fork" and os.getppid() != main:
         os._exit(1)
     _outlive_signals()
+    if own is not None:
+        own(number)
 
 
 def _outlive_signals() -> None:

@@ -26,7 +26,7 @@ from trainer_kit.checkpoint.format.safetensors_writer import refuse_unstorable
 from trainer_kit.data.fetcher import Fetcher
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import MicroBatch, TrainLoader
-from trainer_kit.data.sampling import BatchIndices, mix, ranges, slots
+from trainer_kit.data.sampling import BatchIndices, mix
 from trainer_kit.debugging.nonfinite import Diagnosis, Work, diagnose
 from trainer_kit.errors import DataError, FolderInUseError, NonFiniteError, SaveError, WorkerError
 from trainer_kit.loss.loss import Loss
@@ -347,7 +347,7 @@ _Missing = list[str]
 def _windows(loader: TrainLoader, epoch: int, position: int, steps: int) -> Iterator[list[BatchIndices]]:
     """Yield this process's micro-batches of the next steps in the epoch."""
     window: list[BatchIndices] = []
-    for slot in slots(loader.order(epoch), epoch, position, loader.layout, ranges(loader.passed_over, epoch)):
+    for slot in loader.slots_of(epoch, position):
         window.append(slot)
         if slot.is_last:
             yield window

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import TrainLoader
 from trainer_kit.data.peek import first_batches
+from trainer_kit.data.source import data_source
 from trainer_kit.loss.batch import rows_of
 from trainer_kit.loss.loss import ComputeLoss
 from trainer_kit.profiling.time_ledger import LOST
@@ -39,7 +40,7 @@ class BatchSizeFinder:
     """
 
     def __init__(self, run: Run, loader: TrainLoader | StreamLoader) -> None:
-        if isinstance(run.train_dataset, Iterator):
+        if data_source("train_dataset", run.train_dataset).is_read_once:
             raise ValueError(
                 "auto_find_batch_size=True needs a train_dataset that can be read again after a step that did not fit; "
                 "this one is an iterator: give a dataset whose __iter__ starts from the beginning each time, or set it "
@@ -59,10 +60,13 @@ class BatchSizeFinder:
             optimizer: The user's own optimizer; None: as the arguments say.
         """
         run, layout = self.run, self._loader.layout
+        if layout.ready_size is not None:
+            layout = layout._replace(ready_size=first_batches(run, self._loader, 1)[0].samples)
+            self._loader.layout = layout
         found = run.state.micro_batch
         if found is None:
             found = max(self._least, _estimated(run, self._loader, compute_loss, optimizer))
-        if found < layout.batch_size:
+        if found < layout.pass_size:
             how = "are estimated to" if run.state.micro_batch is None else "were found to"
             logger.info("micro-batches are computed in parts of at most %d samples, which %s fit", found, how)
             self._cut(found)
@@ -209,7 +213,7 @@ def _estimated(
     from trainer_kit.memory.advice import largest_batch, resized
 
     args, strategy, layout = run.args, run.strategy, loader.layout
-    found = whole = layout.batch_size
+    found = whole = layout.pass_size
     try:
         room = strategy.device_info.free_memory() + _nbytes(run.model)  # the runtime's own memory is already allocated
         micro_batch = first_batches(run, loader, 1)[0]

@@ -13,6 +13,7 @@ import torch
 import xxhash
 
 from trainer_kit.data.map_loader import GlobalBatch
+from trainer_kit.data.source import data_length
 from trainer_kit.run import Run
 from trainer_kit.state import Requests
 
@@ -59,14 +60,16 @@ class RankSync:
         for name, flag in zip(_FLAGS, flags, strict=False):
             if flag:
                 setattr(asked, name, False)
-        here = (1, window.stop, int(window.closes_epoch)) if window is not None else (0, 0, 0)
+        here = (0, 0, 0, 0)
+        if window is not None:
+            here = (1, window.stop, int(window.closes_epoch), window.fingerprint)
         collectives = run.strategy.collectives
         sums = collectives.all_reduce_ints([*flags, *here, *(window.numbers() if window is not None else (0, 0, 0, 0))])
         self.all_have_read = sums[6] == collectives.world_size
         if window is not None:
-            self.disagreement = _disagreement(here, sums[6:9], collectives.world_size)
+            self.disagreement = _disagreement(here, sums[6:10], collectives.world_size)
         if collectives.world_size > 1:
-            self._set_counts(window, sums[9:])
+            self._set_counts(window, sums[10:])
         if not any(sums[:6]):
             return pending.log or pending.evaluate or pending.save or pending.stop or pending.written
         for name, asking in zip(_FLAGS, sums, strict=False):
@@ -90,14 +93,14 @@ class RankSync:
             window.set_numbers([total // collectives.reader_size for total in sums], collectives.sum_over_readers)
 
 
-def _disagreement(here: tuple[int, int, int], sums: Sequence[int], processes: int) -> str | None:
+def _disagreement(here: tuple[int, int, int, int], sums: Sequence[int], processes: int) -> str | None:
     """Return what is wrong unless all ranks have a next global batch that ends at the same position."""
     if sums[0] < processes:
         return "another process of this run could not read its data; its own error says why"
     if [number * processes for number in here] != [*sums]:
         return (
-            "train_dataset does not give all processes the same samples; it must not divide itself by rank: each "
-            "process takes its share of the whole"
+            "train_dataset does not give all processes the same samples in the same order; neither it nor its sampler "
+            "may divide itself by rank or shuffle without a seed: each process takes its share of the whole"
         )
     return None
 
@@ -129,7 +132,7 @@ def check_same_start(run: Run) -> None:
         facts[name] = facts[name] and Path(facts[name]).name
     for role in ("train_dataset", "eval_dataset"):
         dataset = getattr(run, role)
-        facts[f"the length of {role}"] = len(dataset) if hasattr(dataset, "__len__") else None
+        facts[f"the length of {role}"] = data_length(dataset)
     run.strategy.collectives.check_same_on_all_ranks(facts)
 
 

@@ -11,6 +11,7 @@ import torch
 from trainer_kit.checkpoint.manager import CheckpointManager, check_stateful, check_storable
 from trainer_kit.config.compile_options import CompileOptions
 from trainer_kit.data.build import make_train_loader
+from trainer_kit.data.map_loader import LoaderConfig
 from trainer_kit.debugging.crash_dump import CrashDump
 from trainer_kit.loop.batch_size_finder import BatchSizeFinder
 from trainer_kit.loop.evaluation_loop import EvaluationLoop
@@ -26,6 +27,7 @@ logger = logging.getLogger("trainer_kit")
 
 def set_up_training(
     evaluation: EvaluationLoop,
+    reading: LoaderConfig,
     checkpoints: CheckpointManager,
     optimizer: torch.optim.Optimizer | None,
     lr_scheduler: Any,
@@ -35,6 +37,7 @@ def set_up_training(
 
     Args:
         evaluation: The evaluation loop of the run, whose strategy, model and loss are prepared.
+        reading: How the training samples are read.
         checkpoints: The checkpoint manager of the training.
         optimizer: The user's own optimizer; None: as the arguments say.
         lr_scheduler: The user's own scheduler, or a function that makes it; None: as the arguments say.
@@ -56,7 +59,7 @@ def set_up_training(
     run.model.zero_grad()  # gradients may be left from an interrupted training or from the user's code
     run.optimizer = run.strategy.prepare_optimizer(optimizer or make_optimizer(run.model, args))
     check_optimizer(run.optimizer, run.model)
-    loader = make_train_loader(run, evaluation.loader_config)
+    loader = make_train_loader(run, reading)
     resume = run.strategy.collectives.broadcast(resume)
     checkpoints.lock_folder()
     checkpoints.find(resume)

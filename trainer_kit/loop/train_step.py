@@ -219,7 +219,7 @@ class TrainStep:
         """Add the step to the counters."""
         state = self._run.state
         state.step += 1
-        state.samples += global_batch.stop - global_batch.start
+        state.samples += global_batch.samples
         state.tokens += global_batch.tokens
         # The epoch may be a later one: under a new layout, a checkpoint's epoch may have no whole batch left.
         state.epoch, state.position = global_batch.epoch, global_batch.stop

@@ -51,6 +51,8 @@ def count(batch: Any, samples: int) -> Counts:
         The counts of the batch.
     """
     labels = labels_of(batch)
+    if labels is not None and hasattr(batch, "input_id") and hasattr(batch, "batch_size"):
+        labels = labels[: batch.batch_size]  # torch_geometric's sampled neighbors follow the nodes that are trained on
     if labels is None or not is_whole(labels):
         plain = shifted = samples
     else:
@@ -168,3 +170,58 @@ def with_labels(batch: Any, labels: torch.Tensor) -> Any:
     changed = copy.copy(batch)
     setattr(changed, name, labels)
     return changed
+
+
+def samples_in(batch: Any) -> int:
+    """Return the samples of a batch that comes as it is.
+
+    They are the graphs of torch_geometric's batches, the nodes for which its loaders sampled neighbors, the batch size
+    of a TensorDict, the length of the labels, of the lists in a tuple (detection), or of the first tensor.
+
+    Raises:
+        ValueError: If nothing shows the number of samples.
+    """
+    for name in ("num_graphs", "batch_size"):
+        number = None if isinstance(batch, (dict, list, tuple)) else getattr(batch, name, None)
+        if isinstance(number, torch.Size):
+            number = number[0] if number else None
+        if isinstance(number, int):
+            return number
+    labels = labels_of(batch)
+    if labels is not None and labels.ndim:
+        return len(labels)
+    if isinstance(batch, (list, tuple)) and batch and isinstance(batch[0], (list, tuple)):
+        return len(batch[0])
+    return samples_of(batch)
+
+
+def split(batch: Any, cuts: Sequence[tuple[int, int]]) -> list[Any]:
+    """Split a batch that comes as it is by its first dimension.
+
+    Args:
+        batch: The batch.
+        cuts: (start, stop) of each part, in samples; together they are the whole batch.
+
+    Raises:
+        ValueError: If a part of the batch does not have its samples in the first dimension.
+    """
+    if len(cuts) == 1:
+        return [batch]
+    if isinstance(batch, (list, tuple)):  # columns
+        columns = [[_rows(column, cut, cuts[-1][1]) for column in batch] for cut in cuts]
+        return [type(batch)(*each) if hasattr(batch, "_fields") else type(batch)(each) for each in columns]
+    return [_rows(batch, cut, cuts[-1][1]) for cut in cuts]
+
+
+def _rows(value: Any, cut: tuple[int, int], samples: int) -> Any:
+    if isinstance(value, dict):
+        return {key: _rows(each, cut, samples) for key, each in value.items()}
+    if value is None or isinstance(value, (str, int, float)) or getattr(value, "ndim", None) == 0:
+        return value
+    is_sliced = isinstance(value, (torch.Tensor, np.ndarray, list, tuple, MutableMapping))
+    if is_sliced and len(value) == samples:
+        return value[slice(*cut)]
+    raise ValueError(
+        f"auto_find_batch_size=True has to split a ready batch of {samples} samples, but it holds {shape_of(value)} "
+        "that does not have them in its first dimension; set it to False and make the loader's batches smaller"
+    )

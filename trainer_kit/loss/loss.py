@@ -187,10 +187,15 @@ class Loss:
         )
 
 
-def columns_of(module: torch.nn.Module) -> list[str] | None:
-    """Return the parameter names of a module's `forward`; None if it takes any keyword."""
+def columns_of(module: torch.nn.Module, even_with_keywords: bool = False) -> list[str] | None:
+    """Return the parameter names of a module's `forward`; None if it takes any keyword.
+
+    Args:
+        module: The module.
+        even_with_keywords: Whether to return the names of a `forward` that takes any keyword too.
+    """
     parameters = inspect.signature(module.forward).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    if not even_with_keywords and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return [parameter.name for parameter in parameters]
 

@@ -23,7 +23,8 @@ class PlannedTraining:
     Attributes:
         run: Model, datasets and arguments.
         events: Callbacks.
-        collate: Collator of the batches.
+        collate: Collator of the training batches.
+        eval_collate: Collator of the evaluation batches.
         compute_loss: The user's loss function; None for the model's own loss.
         compute_metrics: The user's metrics function; None for none.
         preprocess_logits: The user's function of logits and labels; None for none.
@@ -35,6 +36,7 @@ class PlannedTraining:
     run: Run
     events: CallbackList
     collate: Collator
+    eval_collate: Collator
     compute_loss: ComputeLoss | None
     compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None
     preprocess_logits: Callable[[Any, Any], Any] | None

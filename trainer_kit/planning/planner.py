@@ -10,13 +10,13 @@ import torch
 
 from trainer_kit.callback import Callback
 from trainer_kit.checkpoint import find_checkpoints
-from trainer_kit.checkpoint.compatibility import dataset_length
 from trainer_kit.checkpoint.format.loading import check_weights
 from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.config import environment
 from trainer_kit.data.build import make_reading, make_train_loader
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import LoaderConfig, TrainLoader
+from trainer_kit.data.source import data_length
 from trainer_kit.errors import ReadOnceError
 from trainer_kit.memory.errors import first_line
 from trainer_kit.optim import check_optimizer, make_optimizer
@@ -108,7 +108,8 @@ class _Rehearsal:
         cost = CostSection(subject, first.largest, self.strategy, self.stage.world_size)
         metrics = MetricCheck()
         if cadence.evaluations:
-            metrics = check_metrics(subject, rates.scheduler if rates else None, self.reading)
+            reading = make_reading(run.args, self.stage, subject.eval_collate)
+            metrics = check_metrics(subject, rates.scheduler if rates else None, reading)
         self.problems += filter(None, [metrics.problem])
         warnings = [
             *checks.start_warnings(start, run),
@@ -177,13 +178,13 @@ class _Rehearsal:
             datasets = {}
         elif not isinstance(datasets, Mapping):
             datasets = {"": datasets}
-        lengths = {str(name): dataset_length(each) for name, each in datasets.items()}
-        return sections.Data(dataset_length(self.run.train_dataset), self.loader.epoch_length or None, lengths)
+        lengths = {str(name): data_length(each) for name, each in datasets.items()}
+        return sections.Data(data_length(self.run.train_dataset), self.loader.epoch_length or None, lengths)
 
     def _batch(self) -> sections.Batch:
         args, stage = self.run.args, self.stage
         return sections.Batch(
-            args.per_device_train_batch_size,
+            self.loader.layout.batch_size // stage.devices,
             stage.devices,
             args.gradient_accumulation_steps,
             stage.collectives.readers,

@@ -17,6 +17,7 @@ from trainer_kit.checkpoint import load_checkpoint_in_model, read_arguments, rea
 from trainer_kit.checkpoint.format.inventory import CRASH_PREFIX
 from trainer_kit.data.fetcher import Fetcher
 from trainer_kit.data.sampling import BatchIndices
+from trainer_kit.data.source import data_source
 from trainer_kit.debugging.crash_dump import SPOILED
 from trainer_kit.debugging.nonfinite import Diagnosis, NonFiniteOrigin, Work, cause, diagnose, kind_of
 from trainer_kit.loss.loss import Loss
@@ -117,7 +118,9 @@ class _Replay:
         if any(entry["sample_ids"] is None for entry in kept):
             raise ValueError(f"{self.folder} holds only a part of the batch: {'; '.join(self.report['missing'])}")
         self.say("batch: read again from the script's own dataset")
-        fetcher = Fetcher(self.trainer.run.train_dataset, self.trainer.collate, read_arguments(self.folder)["seed"])
+        source = data_source("train_dataset", self.trainer.run.train_dataset)
+        collate = source.collate or self.trainer.collate
+        fetcher = Fetcher(source.dataset, collate, read_arguments(self.folder)["seed"])
         return [Work(fetcher[self._slot(entry)][1], *_work_of(entry)) for entry in kept]
 
     def _slot(self, entry: dict[str, Any]) -> BatchIndices:

@@ -91,6 +91,7 @@ _ARGUMENTS: Mapping[str, Rule] = {
 }
 _LEDGER: Mapping[str, Rule] = {"seconds": OBJECT, "time": _SECONDS}
 _DATA: Mapping[str, Rule] = {"workers": _LIST, "turn": COUNT}
+_ORDER: Mapping[str, Rule] = {"order": COUNT, "sampler": (lambda value: True, "a state")}
 _WORKER: Mapping[str, Rule] = {
     "batches": (
         lambda value: isinstance(value, list) and all(map(_is_run, value)),
@@ -119,16 +120,8 @@ def verify_training(directory: Path) -> dict[str, Any]:
         )
     arguments = read_arguments(directory)
     check_arguments(arguments, directory)
-    file, seed, length = (
-        CheckedFile(directory / STATE_FOLDER / "trainer.json"),
-        trainer["seed"],
-        trainer["dataset_length"],
-    )
+    file, seed = CheckedFile(directory / STATE_FOLDER / "trainer.json"), trainer["seed"]
     file.require(seed == arguments["seed"], "seed", seed, f"{arguments['seed']}, as the arguments say")
-    if length is not None and not arguments["dataloader_drop_last"]:
-        epoch_length = trainer["counters"]["epoch_length"]
-        allowed = f"{epoch_length}, the samples of an epoch, since dataloader_drop_last is not set"
-        file.require(length == epoch_length, "dataset_length", length, allowed)
     return trainer
 
 
@@ -187,7 +180,7 @@ def read_means(directory: Path) -> dict[str, Any]:
 
 
 def read_data_state(directory: Path) -> dict[str, Any] | None:
-    """Read and validate the state of an iterable dataset; None for other datasets and between epochs.
+    """Read and validate the state of an iterable dataset or a sampler; None without one and between epochs.
 
     Raises:
         CheckpointError: If the state is invalid.
@@ -196,6 +189,9 @@ def read_data_state(directory: Path) -> dict[str, Any] | None:
     if data is None:
         return None
     file = CheckedFile(directory / STATE_FOLDER / "data.json")
+    if isinstance(data, dict) and "order" in data:
+        file.check(data, _ORDER)
+        return data
     file.check(data, _DATA)
     for number, worker in enumerate(data["workers"]):
         file.check(worker, _WORKER, f"workers[{number}].")

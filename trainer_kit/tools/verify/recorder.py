@@ -208,7 +208,10 @@ class Recorder:
         for _ in range(3):  # a Subset of a Subset, and the like
             owners[name] = dataset
             dataset, name = getattr(dataset, "dataset", None), f"{name}.dataset"
-        owners |= {"data_collator": self.trainer.collate, "compute_loss": self.trainer.compute_loss}
+        owners |= {
+            "data_collator": getattr(self.trainer.collate, "collate", self.trainer.collate),
+            "compute_loss": self.trainer.compute_loss,
+        }
         for place, module in run.model.named_modules():
             owners[f"model.{place}" if place else "model"] = module
         for callback in self.trainer.events.callbacks:

@@ -1,0 +1,167 @@
+"""Trainings in the order of a user's sampler: exact resumes, one order on all ranks, the batches of batch samplers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.data_training import Classifier, check_resume, rows, train, weights
+from kit.ranks import RankFailed, on_ranks
+from kit.trainer import arguments
+from torch.utils.data import BatchSampler, RandomSampler, WeightedRandomSampler
+
+from trainer_kit import Trainer, balanced_sampler
+
+WEIGHTS = [1.0 + index % 5 for index in range(22)]
+
+
+class Buckets:
+    """A batch sampler whose batches have different sizes, in an order of their own in each epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = [[0, 1], [2, 3, 4, 5, 6], [7, 8, 9], [10], [11, 12, 13, 14, 15, 16], [17, 18, 19, 20, 21]]
+        random.Random(self.epoch).shuffle(batches)
+        return iter(batches)
+
+
+class Unseeded:
+    """A sampler whose order nothing determines."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.SystemRandom().sample(range(22), 22))
+
+    def __len__(self) -> int:
+        return 22
+
+
+class Drifting:
+    """A sampler whose order follows from how often it was asked, which its state holds."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(random.Random(self.passes).sample(range(22), 22))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.passes = state["passes"]
+
+
+SAMPLERS: dict[str, Any] = {
+    "weighted": lambda: WeightedRandomSampler(WEIGHTS, 30),
+    "seeded": lambda: RandomSampler(range(22), generator=torch.Generator().manual_seed(3)),
+    "batches": Buckets,
+    "random batches": lambda: BatchSampler(RandomSampler(range(22)), 5, drop_last=False),
+    "stateful": Drifting,
+    "balanced": lambda: balanced_sampler([index % 3 for index in range(22)]),
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_resume_continues_a_sampler_s_order_bit_for_bit(tmp_path: Path, kind: str, workers: int) -> None:
+    steps = check_resume(
+        tmp_path, rows, make_given=lambda: {"train_sampler": SAMPLERS[kind]()}, dataloader_num_workers=workers
+    )
+    middle = len(steps.samples) // 2
+    epochs = [[*itertools.chain(*each)] for each in (steps.samples[:middle], steps.samples[middle:])]
+    assert epochs[0] != epochs[1]
+
+
+def test_each_batch_of_a_batch_sampler_is_a_micro_batch(tmp_path: Path) -> None:
+    trainer, steps = train(tmp_path, rows(), given={"train_sampler": Buckets()}, gradient_accumulation_steps=4)
+    sampler, expected = Buckets(), []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        batches = [*sampler]
+        expected += [[*itertools.chain(*batches[:4])], [*itertools.chain(*batches[4:])]]
+    assert steps.samples == expected
+    assert trainer.run.state.samples == 44
+
+
+def test_an_order_that_does_not_come_back_is_told_of(tmp_path: Path) -> None:
+    train(tmp_path, rows(), given={"train_sampler": Unseeded()})
+    with pytest.warns(UserWarning, match="the Unseeded gives another order in epoch 0 than before: this resume is not"):
+        train(tmp_path, rows(), "checkpoint-3", given={"train_sampler": Unseeded()})
+
+
+def test_a_wrong_length_is_told_of(tmp_path: Path) -> None:
+    class Short(Buckets):
+        def __len__(self) -> int:
+            return 5
+
+    with pytest.warns(UserWarning, match="the Short has a length of 5, but gave 6: epochs and steps are miscounted"):
+        train(tmp_path, rows(), given={"train_sampler": Short()})
+
+
+def test_a_resume_needs_the_same_kind_of_order(tmp_path: Path) -> None:
+    train(tmp_path, rows(), given={"train_sampler": Buckets()})
+    with pytest.raises(ValueError, match=r"the run has no sampler, but .* was made with a sampler"):
+        train(tmp_path, rows(), "checkpoint-3")
+    train(tmp_path / "plain", rows())
+    with pytest.raises(ValueError, match=r"the run has a sampler, but .* was made with no sampler"):
+        train(tmp_path / "plain", rows(), "checkpoint-3", given={"train_sampler": Buckets()})
+    with pytest.raises(ValueError, match=r"the run has shuffle=False, but .* was made with shuffle=True"):
+        train(tmp_path / "plain", rows(), "checkpoint-3", shuffle=False)
+
+
+def test_without_shuffling_the_order_is_the_dataset_s(tmp_path: Path) -> None:
+    steps = check_resume(tmp_path, rows, shuffle=False)
+    assert [*itertools.chain(*steps.samples)] == [*range(22), *range(22)]
+
+
+# Several ranks
+
+
+def sampled(folder: str, kind: str, resume: str | None = None, **options: Any) -> Any:
+    trainer, steps = train(folder, rows(), resume, {"train_sampler": SAMPLERS[kind]()}, **options)
+    return weights(trainer), steps.losses, steps.samples, trainer.run.state.samples
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["weighted", "batches"])
+def test_two_ranks_take_the_steps_of_one_and_resume_as_one(tmp_path: Path, kind: str) -> None:
+    options: dict[str, Any] = {"per_device_train_batch_size": 2, "save_steps": 2, "max_grad_norm": 0.0}
+    if kind == "batches":
+        options["learning_rate"] = 0.0  # dropout is drawn by rank, so that only the samples are compared
+    one = sampled(str(tmp_path / "one"), kind, gradient_accumulation_steps=2, **options)
+    two = on_ranks(2, sampled, str(tmp_path / "two"), kind, **options)
+    assert [sorted({*a, *b}) for a, b in zip(two[0][2], two[1][2], strict=True)] == [sorted({*step}) for step in one[2]]
+    assert two[0][3] == one[3]
+    rest = sampled(str(tmp_path / "two"), kind, "checkpoint-2", gradient_accumulation_steps=2, **options)
+    assert [sorted(step) for step in rest[2]] == [sorted(step) for step in one[2][2:]]
+
+
+def unseeded(folder: str) -> None:
+    train(folder, rows(), given={"train_sampler": Unseeded()})
+
+
+@pytest.mark.distributed
+def test_ranks_with_different_orders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="does not give all processes the same samples in the same order"):
+        on_ranks(2, unseeded, str(tmp_path))
+
+
+def test_the_plan_knows_a_sampler(tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=-1, num_train_epochs=2)
+    plan = Trainer(Classifier(), args, rows(), train_sampler=Buckets()).plan()
+    assert plan.problems == ()
+    assert plan.steps.last == 12

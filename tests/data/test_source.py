@@ -1,0 +1,267 @@
+"""What a user's dataset, loader or sampler stands for."""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.data_training import Classifier, Rows, check_resume, rows, train, weights
+from kit.ranks import RankFailed, on_ranks
+from kit.trainer import arguments
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from trainer_kit import ReadyBatches, Stateful, Trainer
+from trainer_kit.data.source import DataSource, begin_epoch, data_length, data_source
+
+
+def ready(size: int = 5) -> list[Any]:
+    samples = rows()
+    return [default_collate(samples[start : start + size]) for start in range(0, 22, size)]
+
+
+class Resumable:
+    """Batches with a state; `reads` counts those that were made."""
+
+    def __init__(self) -> None:
+        self.position = self.reads = 0
+
+    def __iter__(self) -> Any:
+        batches = ready(2)
+        while self.position < len(batches):
+            self.position += 1
+            self.reads += 1
+            yield batches[self.position - 1]
+        self.position = 0
+
+    def __len__(self) -> int:
+        return 11
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+def source(data: Any, sampler: Any = None) -> DataSource:
+    return data_source("train_dataset", data, sampler)
+
+
+def test_a_loader_of_a_dataset_is_taken_apart() -> None:
+    data = rows()
+    shuffled = source(DataLoader(data, batch_size=5, shuffle=True, drop_last=True, num_workers=2))
+    assert (shuffled.dataset, shuffled.sampler, shuffled.shuffle, shuffled.batch_size) == (data, None, True, 5)
+    assert (shuffled.drop_last, shuffled.workers, shuffled.collate) == (True, 2, default_collate)
+    assert source(DataLoader(data)).shuffle is False
+    seeded = source(DataLoader(data, shuffle=True, generator=torch.Generator()))
+    assert isinstance(seeded.sampler, RandomSampler)
+    batches = BatchSampler(SequentialSampler(data), 3, drop_last=False)
+    assert source(DataLoader(data, batch_sampler=batches)).sampler is batches
+    fewer = source(data, RandomSampler(data, num_samples=5))
+    assert isinstance(fewer.sampler, RandomSampler)
+
+
+def test_what_yields_batches_is_ready() -> None:
+    stream = source(DataLoader(Rows(), batch_size=5))
+    assert stream.is_ready
+    assert stream.length is None
+
+    class Own(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return super().__iter__()
+
+    assert source(Own(rows(), batch_size=5)).is_ready
+    assert source(Own(rows(), batch_size=5)).length == 5
+    assert source(DataLoader(rows(), batch_size=None)).is_ready
+    assert not source(ReadyBatches(DataLoader(rows()))).is_ready
+    assert source(ReadyBatches(iter(ready()))).is_read_once
+    assert isinstance(ReadyBatches(Resumable()), Stateful)
+    assert not isinstance(ReadyBatches(ready()), Stateful)
+    with pytest.raises(TypeError, match="ReadyBatches needs an iterable of batches; this is a int"):
+        ReadyBatches(3)  # type: ignore[arg-type]
+
+
+def test_what_can_be_read_in_any_order() -> None:
+    assert not source([1, 2]).is_iterable
+    for data in (Rows(), iter([1, 2]), {1, 2}):
+        assert source(data).is_iterable
+    assert data_length(None) is None
+    assert data_length(rows()) == 22
+    assert data_length(iter(rows())) is None
+
+
+def test_data_with_an_order_of_its_own_takes_no_sampler() -> None:
+    for data in (Rows(), DataLoader(rows())):
+        with pytest.raises(ValueError, match=r"train_sampler needs a train_dataset with a length .* order of its own"):
+            source(data, SequentialSampler(rows()))
+
+
+def test_a_distributed_sampler_stands_for_the_samples_of_all_replicas() -> None:
+    mine = DistributedSampler(rows(), num_replicas=4, rank=3, seed=5)
+    whole: Any = source(rows(), mine).sampler
+    whole.set_epoch(2)
+    mine.set_epoch(2)
+    assert sorted(whole) == [*range(22)]
+    assert [*mine] == [*whole, *[*whole][:2]][3::4]
+
+
+def test_an_epoch_s_generator_does_not_depend_on_earlier_epochs() -> None:
+    generator = torch.Generator().manual_seed(3)
+    sampler = WeightedRandomSampler([1.0, 2.0, 3.0], 20, generator=generator)
+    expected = [*WeightedRandomSampler([1.0, 2.0, 3.0], 20, generator=torch.Generator().manual_seed(3))]
+    orders = []
+    for epoch in (0, 1, 1, 0):
+        begin_epoch(sampler, epoch)
+        orders.append([*sampler])
+    assert orders[0] == orders[3] == expected
+    assert orders[1] == orders[2] != expected
+
+
+LOADERS: dict[str, Any] = {
+    "shuffled": lambda: DataLoader(rows(), batch_size=5, shuffle=True),
+    "workers": lambda: DataLoader(rows(), batch_size=5, shuffle=True, num_workers=2),
+    "seeded": lambda: DataLoader(rows(), batch_size=5, shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "distributed": lambda: DataLoader(rows(), batch_size=5, sampler=DistributedSampler(rows(), 2, 1)),
+    "stateful": lambda: ReadyBatches(Resumable()),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_resume_is_exact(tmp_path: Path, kind: str) -> None:
+    check_resume(tmp_path, LOADERS[kind])
+
+
+@pytest.mark.parametrize("make", [lambda: ReadyBatches(ready()), lambda: DataLoader(Rows(), batch_size=5)])
+def test_batches_without_a_state_are_read_again(tmp_path: Path, make: Any) -> None:
+    check_resume(tmp_path, make, reads_again=True, max_steps=9)
+
+
+def test_a_state_spares_the_reading_of_batches(tmp_path: Path) -> None:
+    batches = [Resumable(), Resumable()]
+    train(tmp_path, ReadyBatches(batches[0]), max_steps=33, num_train_epochs=1, save_steps=10)
+    train(tmp_path, ReadyBatches(batches[1]), "checkpoint-30", max_steps=33)
+    assert batches[0].reads == 33
+    assert batches[1].reads < 14
+
+
+def test_ready_batches_are_micro_batches(tmp_path: Path) -> None:
+    one, steps = train(tmp_path / "one", ReadyBatches(ready()), learning_rate=0.0)
+    assert [len(step) for step in steps.samples] == [5, 5, 5, 5, 2] * 2
+    assert one.run.state.samples == 44
+    _, pairs = train(tmp_path / "two", ReadyBatches(ready()), gradient_accumulation_steps=2, learning_rate=0.0)
+    assert [len(step) for step in pairs.samples] == [10, 10, 2] * 2
+    metrics = one.evaluate(ReadyBatches(ready(3)))
+    assert metrics["eval_loss"] == pytest.approx(one.evaluate(rows())["eval_loss"], abs=1e-12)
+    assert one.predict(ReadyBatches(ready(3))).predictions.shape == (22, 3)
+    plan = one.plan()
+    assert plan.problems == ()
+    assert plan.steps.last == 10
+
+
+# Several ranks
+
+
+def ready_on_a_rank(folder: str, resume: str | None = None, **options: Any) -> Any:
+    trainer, steps = train(folder, ReadyBatches(ready(3)), resume, **options)
+    return steps.samples, trainer.run.state.samples, weights(trainer)
+
+
+def distributed_on_a_rank(folder: str) -> Any:
+    sampler = DistributedSampler(rows(), int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
+    _, steps = train(folder, DataLoader(rows(), batch_size=4, sampler=sampler), learning_rate=0.0)
+    return steps.samples
+
+
+def shuffled_on_a_rank(folder: str) -> None:
+    batches = ready(2)
+    random.SystemRandom().shuffle(batches)
+    train(folder, ReadyBatches(batches))
+
+
+@pytest.mark.distributed
+def test_ranks_take_ready_batches_in_turn(tmp_path: Path) -> None:
+    two = on_ranks(2, ready_on_a_rank, str(tmp_path), learning_rate=0.0, save_steps=2)
+    batches = [[int(each) for each in batch["x"][:, 0]] for batch in ready(3)]
+    assert two[0][0] == [*batches[0::2], *batches[0::2]]
+    assert two[1][0] == [*batches[1::2], *batches[1::2]]
+    assert two[0][1] == two[1][1] == 44
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it reads batches again
+        rest = ready_on_a_rank(str(tmp_path), "checkpoint-2", learning_rate=0.0)
+    assert rest[0] == [*batches[4:], *batches]
+    assert rest[1] == 44
+
+
+@pytest.mark.distributed
+def test_ranks_divide_the_samples_of_a_distributed_sampler(tmp_path: Path) -> None:
+    two = on_ranks(2, distributed_on_a_rank, str(tmp_path))
+    for epoch in (slice(0, 3), slice(3, 6)):
+        order = DistributedSampler(rows(), 1, 0)
+        order.set_epoch(epoch.start // 3)
+        steps = [a + b for a, b in zip(two[0][epoch], two[1][epoch], strict=True)]
+        assert [sorted(set(step)) for step in steps] == [sorted([*order][start : start + 8]) for start in (0, 8, 16)]
+
+
+@pytest.mark.distributed
+def test_ranks_with_other_batches_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="does not give all processes the same samples in the same order"):
+        on_ranks(2, shuffled_on_a_rank, str(tmp_path))
+
+
+# Batches that do not fit
+
+
+class Greedy(Classifier):
+    """A classifier without dropout, which runs out of memory with more than `room` samples in training."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        if self.training and len(x) > self.room and type(x) is torch.Tensor:  # not while it is estimated
+            raise torch.OutOfMemoryError("out of memory")
+        return {"loss": F.cross_entropy(self.layer(x / 10), labels)}
+
+
+def fitted(folder: Path, model: nn.Module, data: Any, **options: Any) -> Trainer:
+    args = arguments(folder, max_steps=4, learning_rate=0.05, **options)
+    trainer = Trainer(model, args, data)
+    trainer.train()
+    return trainer
+
+
+def test_ready_batches_are_split_if_they_do_not_fit(tmp_path: Path) -> None:
+    cut = fitted(tmp_path, Greedy(4), ReadyBatches(ready(10)), auto_find_batch_size=True)
+    whole = fitted(tmp_path, Greedy(99), ReadyBatches(ready(10)))
+    assert cut.run.state.micro_batch is not None
+    assert cut.run.state.micro_batch <= 4
+    torch.testing.assert_close(
+        cut.run.model.get_parameter("layer.weight"), whole.run.model.get_parameter("layer.weight"), rtol=0, atol=1e-9
+    )
+
+
+def test_a_batch_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
+    batches = [batch | {"mask": torch.ones(3)} for batch in ready(10)]
+
+    class Masked(Greedy):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor, mask: Any = None) -> Any:
+            return super().forward(x, labels)
+
+    with pytest.raises(ValueError, match="has to split a ready batch of 10 samples, but it holds a Tensor"):
+        fitted(tmp_path, Masked(4), ReadyBatches(batches), auto_find_batch_size=True)

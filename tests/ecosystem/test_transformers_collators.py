@@ -1,0 +1,130 @@
+"""Collators of transformers, with columns of text that only the user reads."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.trainer import arguments
+
+pytest.importorskip("datasets")
+
+import datasets
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
+    PreTrainedTokenizerFast,
+)
+from transformers import Trainer as TheirTrainer
+from transformers import TrainingArguments as TheirArguments
+
+from trainer_kit import Callback, Run, Trainer
+
+pytestmark = [
+    pytest.mark.ecosystem,
+    pytest.mark.filterwarnings("ignore:You're using a .* tokenizer:UserWarning"),
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
+]
+
+TEXTS = ["a b c", "b c", "c d e f", "a", "f e d", "a b", "c c c", "b"]
+
+
+def tokenizer() -> Any:
+    words = ["[PAD]", "[UNK]", "[MASK]", "[CLS]", "[SEP]", *"abcdef"]
+    inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", mask_token="[MASK]", cls_token="[CLS]",
+        sep_token="[SEP]",
+    )  # fmt: skip
+
+
+def dataset(special: bool = False) -> Any:
+    made = datasets.Dataset.from_dict({"text": TEXTS, "label": [len(text) % 2 for text in TEXTS]})
+    return made.map(lambda row: tokenizer()(row["text"], return_special_tokens_mask=special))
+
+
+def config() -> BertConfig:
+    return BertConfig(vocab_size=11, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+                      hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)  # fmt: skip
+
+
+def classifier() -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    return BertForSequenceClassification(config())
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_log(self, run: Run, record: Any) -> None:
+        self.losses += [record["loss"]] if "loss" in record else []
+
+
+def test_padding_leaves_out_a_text_column_as_transformers_does(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"num_train_epochs": 1, "per_device_train_batch_size": 4, "learning_rate": 1e-2}
+    losses, collate = Losses(), DataCollatorWithPadding(tokenizer())
+    args = arguments(tmp_path, max_steps=-1, shuffle=False, logging_steps=1, log_level="info", **options)
+    trainer = Trainer(classifier(), args, dataset(), dataset(), data_collator=collate, callbacks=[losses])
+    with caplog.at_level(logging.INFO, "trainer_kit"):
+        trainer.train()
+        trainer.evaluate()
+    said = [record.message for record in caplog.records if "left out" in record.message]
+    assert len(said) == 1
+    assert "takes are left out: text (remove_unused_columns=False" in said[0]
+
+    class InOrder(TheirTrainer):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    theirs = InOrder(
+        classifier(),
+        TheirArguments(str(tmp_path / "theirs"), report_to="none", use_cpu=True, save_strategy="no", logging_steps=1,
+                       disable_tqdm=True, **options),
+        train_dataset=dataset(),
+        data_collator=collate,
+    )  # fmt: skip
+    theirs.train()
+    expected = [record["loss"] for record in theirs.state.log_history if "loss" in record]
+    assert losses.losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_masked_language_modeling_keeps_its_mask(tmp_path: Path) -> None:
+    collate = DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.5)
+    trainer = Trainer(
+        BertForMaskedLM(config()), arguments(tmp_path, max_steps=3), dataset(special=True), data_collator=collate
+    )
+    assert trainer.train().global_step == 3
+
+
+def test_evaluation_has_a_collator_of_its_own(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def noted(name: str) -> Any:
+        padding = DataCollatorWithPadding(tokenizer())
+
+        def collate(samples: list[Any]) -> Any:
+            seen.append(name)
+            return padding([{key: value for key, value in each.items() if key != "text"} for each in samples])
+
+        return collate
+
+    trainer = Trainer(
+        classifier(), arguments(tmp_path, max_steps=1), dataset(), dataset(),
+        data_collator=noted("train"), eval_data_collator=noted("evaluation"),
+    )  # fmt: skip
+    trainer.train()
+    assert set(seen) == {"train"}
+    seen.clear()
+    trainer.evaluate()
+    assert set(seen) == {"evaluation"}

@@ -1,0 +1,175 @@
+"""`SamplerOrder`: the order that a user's sampler gives each epoch, and the batches of a batch sampler."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import WeightedRandomSampler
+from xxhash import xxh3_64_intdigest
+
+from trainer_kit.data.sampling import STAND_IN, BatchIndices, Layout, evaluation_slots, mix, parts
+from trainer_kit.data.source import begin_epoch
+from trainer_kit.state import Stateful
+from trainer_kit.utils.rng import generators_kept, seed_generators
+
+_SAMPLER = 3
+"""Keeps the seeds of samplers apart from those of samples and collation."""
+
+
+class EpochOrder(NamedTuple):
+    """The order of one epoch.
+
+    Attributes:
+        indices: Dataset indices, shape [samples].
+        ends: Position after each batch of a batch sampler, from 0; None for a sampler of indices.
+        fingerprint: Digest of the order below 2**40, to compare it over processes and starts.
+        state: The sampler's state before it gave the order; None if it has none.
+    """
+
+    indices: torch.Tensor
+    ends: list[int] | None
+    fingerprint: int
+    state: dict[str, Any] | None
+
+
+class SamplerOrder:
+    """The orders of a user's sampler, each drawn at once as a function of (seed, epoch).
+
+    Before an epoch the global generators are seeded from (seed, epoch), the sampler's `set_epoch` is called, and its
+    own generator is seeded (see `begin_epoch`). So all processes draw the same order.
+
+    Args:
+        sampler: An iterable of dataset indices, or of lists of them, one for each batch.
+        seed: The run's seed.
+    """
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self.sampler = sampler
+        self.seed = seed
+        self._latest: tuple[int, EpochOrder] | None = None
+
+    def draw(self, epoch: int, state: dict[str, Any] | None = None) -> EpochOrder:
+        """Return the order of an epoch.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            state: State of the sampler before it drew the order in an earlier start; None: its present state.
+
+        Raises:
+            TypeError: If the sampler yields something else than indices or lists of indices.
+            ValueError: If the sampler yields nothing.
+        """
+        if self._latest is None or self._latest[0] != epoch or state is not None:
+            self._latest = epoch, self._drawn(epoch, state)
+        return self._latest[1]
+
+    def _drawn(self, epoch: int, state: dict[str, Any] | None) -> EpochOrder:
+        sampler = self.sampler
+        with generators_kept(torch.device("cpu")):
+            seed_generators(mix(self.seed, epoch, _SAMPLER))
+            begin_epoch(sampler, epoch)
+            if isinstance(sampler, Stateful):
+                if state is not None:
+                    sampler.load_state_dict(copy.deepcopy(state))
+                state = copy.deepcopy(sampler.state_dict())
+            drawn = [*iter(sampler)]  # without asking for its length, which it may not know
+        if not drawn:
+            raise ValueError(
+                f"the {type(sampler).__name__} gave nothing in epoch {epoch}; it must give indices each time"
+            )
+        in_batches = isinstance(drawn[0], (list, tuple)) or getattr(drawn[0], "ndim", 0) == 1
+        try:
+            indices = np.asarray([*map(operator.index, itertools.chain.from_iterable(drawn) if in_batches else drawn)])
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"the {type(sampler).__name__} gave {drawn[0]!r:.50}; it must give indices of train_dataset, or lists "
+                "of indices"
+            ) from error
+        ends = [*itertools.accumulate(len(batch) for batch in drawn)] if in_batches else None
+        fingerprint = xxh3_64_intdigest(indices.tobytes()) ^ xxh3_64_intdigest(repr(ends).encode())
+        return EpochOrder(torch.from_numpy(indices), ends, fingerprint % 2**40, state)
+
+
+def batch_slots(
+    order: EpochOrder, epoch: int, position: int, layout: Layout, passed_over: Sequence[tuple[int, int]] = ()
+) -> Iterator[BatchIndices]:
+    """Yield the indices of this process's micro-batches of an epoch, where a batch sampler forms the batches.
+
+    Args:
+        order: The order of the epoch, with the ends of its batches.
+        epoch: Number of the epoch, from 0.
+        position: Position in the epoch to start at.
+        layout: Accumulation and processes; a limit cuts larger batches.
+        passed_over: Ranges (start, stop) of the epoch to skip.
+    """
+    windows = [*_windows(order, position, layout, passed_over)]
+    for window in windows:
+        pieces: list[tuple[int, int] | None] = []
+        for first in range(0, len(window), layout.readers):
+            row = window[first : first + layout.readers]
+            own = layout.cut(*row[layout.reader]) if layout.reader < len(row) else []
+            most = max(layout.parts(stop - start) for start, stop in row)
+            pieces += [*own, *[None] * (most - len(own))]
+        start, stop = window[0][0], window[-1][1]
+        for number, piece in enumerate(pieces):
+            begin, end = piece or (start, min(start + min(layout.at_once, STAND_IN), stop))
+            yield BatchIndices(
+                epoch=epoch,
+                start=begin,
+                indices=order.indices[begin:end].tolist(),
+                is_dummy=piece is None,
+                micro_batch_index=number,
+                is_last=number == len(pieces) - 1,
+                window_start=start,
+                window_stop=stop,
+                closes_epoch=window is windows[-1],
+            )
+
+
+def batch_steps(order: EpochOrder, position: int, layout: Layout, passed_over: Sequence[tuple[int, int]] = ()) -> int:
+    """Return the optimizer steps from a position to the end of an epoch whose batches a batch sampler forms."""
+    return sum(1 for _ in _windows(order, position, layout, passed_over))
+
+
+def evaluation_plan(order: EpochOrder, layout: Layout) -> Iterator[BatchIndices]:
+    """Yield this process's batches of an evaluation in a sampler's order; some processes may have one less."""
+    if order.ends is None:
+        return evaluation_slots(len(order.indices), layout, order.indices)
+    single = layout._replace(accumulation=1)
+    return (slot for slot in batch_slots(order, -1, 0, single) if not slot.is_dummy)
+
+
+def _windows(
+    order: EpochOrder, position: int, layout: Layout, passed_over: Sequence[tuple[int, int]]
+) -> Iterator[list[tuple[int, int]]]:
+    """Yield (start, stop) of each batch of a step, step by step; a skipped range ends a step."""
+    assert order.ends is not None
+    batches = [batch for batch in itertools.pairwise([0, *order.ends]) if batch[0] < batch[1]]
+    size = layout.readers * layout.accumulation
+    for first, last in parts(position, order.ends[-1], passed_over):
+        kept = [(max(start, first), min(stop, last)) for start, stop in batches if start < last and stop > first]
+        for place in range(0, len(kept), size):
+            yield kept[place : place + size]
+
+
+def balanced_sampler(labels: Any, num_samples: int | None = None) -> WeightedRandomSampler:
+    """Return a sampler that draws every class equally often, with replacement.
+
+    Args:
+        labels: The class of each sample: integers, shape [samples].
+        num_samples: Samples of an epoch; None: as many as there are labels.
+
+    Raises:
+        ValueError: If there are no labels, or they have more than one dimension.
+    """
+    classes = np.asarray(labels)
+    if classes.ndim != 1 or not len(classes):
+        raise ValueError(f"labels of shape {list(classes.shape)} are no list of classes; give one for each sample")
+    _, number, counts = np.unique(classes, return_inverse=True, return_counts=True)
+    return WeightedRandomSampler((1.0 / counts[number]).tolist(), num_samples or len(classes))

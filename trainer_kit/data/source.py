@@ -1,0 +1,231 @@
+"""The forms of data that a run accepts: datasets, samplers, DataLoaders and ready batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from trainer_kit.data.collate import Collator
+from trainer_kit.data.sampling import mix
+from trainer_kit.state import Stateful
+
+
+class ReadyBatches:
+    """Batches that come as they are: the Trainer collates nothing and takes each as one micro-batch.
+
+    Give it as `train_dataset` or `eval_dataset`. An epoch is one pass over `batches`. Every process iterates over all
+    of them and takes its share in turn.
+
+    Args:
+        batches: Any iterable of batches: a loader, a list, an object with `__iter__`, or an iterator, which can be read
+            only once. With `state_dict` and `load_state_dict`, a resume continues from its state; otherwise it reads
+            the epoch's batches again. `set_epoch`, if there is one, is called before each epoch.
+    """
+
+    def __new__(cls, batches: Iterable[Any]) -> ReadyBatches:
+        return super().__new__(_StatefulBatches if isinstance(batches, Stateful) else cls)
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        if not hasattr(batches, "__iter__"):
+            raise TypeError(f"ReadyBatches needs an iterable of batches; this is a {type(batches).__name__}")
+        self.batches: Any = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class _StatefulBatches(ReadyBatches):
+    """Ready batches whose source has a state.
+
+    None stands for the start of a DataLoader's pass, which `iter` begins: its own state there would hold that of its
+    generators, and so repeat the order of an earlier epoch.
+    """
+
+    _is_started = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self._is_started = True
+        return iter(self.batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        begins = isinstance(self.batches, DataLoader) and not self._is_started
+        return {"batches": None if begins else self.batches.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._is_started = state_dict["batches"] is not None
+        if self._is_started:
+            self.batches.load_state_dict(state_dict["batches"])
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSource:
+    """Data as the loaders read it. A value of None leaves a setting to the arguments.
+
+    Attributes:
+        dataset: A map-style or iterable dataset, or `ReadyBatches`.
+        sampler: Yields the indices of an epoch, or lists of indices, one for each batch; None: the arguments' order.
+        shuffle: Whether the order is shuffled.
+        batch_size: Samples of one micro-batch on one process.
+        drop_last: Whether to drop an epoch's last batches that are not full.
+        collate: Makes a batch from a list of samples.
+        workers: Number of worker processes.
+        timeout: Seconds that workers may take for a batch.
+        worker_init_fn: Called in each worker with its number.
+    """
+
+    dataset: Any
+    sampler: Any = None
+    shuffle: bool | None = None
+    batch_size: int | None = None
+    drop_last: bool | None = None
+    collate: Collator | None = None
+    workers: int | None = None
+    timeout: float | None = None
+    worker_init_fn: Callable[[int], Any] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the dataset yields batches instead of samples."""
+        return isinstance(self.dataset, ReadyBatches)
+
+    @property
+    def is_iterable(self) -> bool:
+        """Whether the dataset can only be read from its start: it has no `__getitem__` or no length."""
+        dataset = self.dataset
+        return isinstance(dataset, (IterableDataset, ReadyBatches)) or not (
+            hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        )
+
+    @property
+    def is_read_once(self) -> bool:
+        """Whether the dataset is an iterator, which ends with its first pass."""
+        return isinstance(self.dataset.batches if self.is_ready else self.dataset, Iterator)
+
+    @property
+    def length(self) -> int | None:
+        """Number of samples, or of batches if they are ready; None if unknown."""
+        try:
+            return len(self.dataset)
+        except (TypeError, ValueError):  # it has none, or does not know it
+            return None
+
+
+def data_source(role: str, data: Any, sampler: Any = None) -> DataSource:
+    """Return the source that a user's dataset or loader stands for.
+
+    A DataLoader of a map-style dataset is taken apart into dataset, sampler, batch size and collator, so that its
+    position is a number of samples and every process reads only its own. One with an iteration of its own, or of an
+    iterable dataset, yields ready batches.
+
+    Args:
+        role: The argument's name, for errors.
+        data: The dataset or loader.
+        sampler: A sampler given apart from it; None: none.
+
+    Raises:
+        TypeError: If `data` is a dict of datasets.
+        ValueError: If a sampler is given for data that has an order of its own.
+    """
+    if isinstance(data, ReadyBatches) and isinstance(data.batches, DataLoader):
+        data = data.batches
+    if isinstance(data, DataLoader):
+        source = _apart(data) if _can_be_taken_apart(data) else DataSource(ReadyBatches(data))
+    elif isinstance(data, Mapping) and not hasattr(data, "batch_size"):  # a TensorDict is a dataset of its rows
+        raise TypeError(f"{role} is a {type(data).__name__} of {', '.join(map(str, data))}; give one dataset")
+    else:
+        source = DataSource(data)
+    if sampler is None:
+        return source
+    if source.is_iterable or isinstance(data, DataLoader):
+        raise ValueError(
+            f"train_sampler needs a train_dataset with a length and __getitem__; this {type(data).__name__} has an "
+            "order of its own"
+        )
+    return dataclasses.replace(source, **_order_of(sampler, None))
+
+
+def data_length(data: Any) -> int | None:
+    """Return the number of samples of a dataset, or of batches that are ready; None if unknown, or without data."""
+    return None if data is None or isinstance(data, Mapping) else data_source("the dataset", data).length
+
+
+def _can_be_taken_apart(loader: DataLoader[Any]) -> bool:
+    own, plain = type(loader), DataLoader
+    is_plain = own.__iter__ is plain.__iter__ and own._get_iterator is plain._get_iterator
+    # torchdata's StatefulDataLoader reads as a DataLoader does; a dataset with a state needs its own iteration.
+    is_stateful = own.__module__.startswith("torchdata.") and not isinstance(loader.dataset, Stateful)
+    return (is_plain or is_stateful) and loader.batch_sampler is not None and not DataSource(loader.dataset).is_iterable
+
+
+def _apart(loader: DataLoader[Any]) -> DataSource:
+    order: dict[str, Any]
+    if loader.batch_size is None:
+        order = {"sampler": loader.batch_sampler}
+    else:
+        order = _order_of(loader.sampler, loader.generator)
+        order |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    return DataSource(
+        loader.dataset,
+        collate=loader.collate_fn,
+        workers=loader.num_workers,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        **order,
+    )
+
+
+def _order_of(sampler: Any, generator: torch.Generator | None) -> dict[str, Any]:
+    """Return the order that a sampler of indices stands for: one of the arguments' own where it is the same."""
+    kind, length = type(sampler), len(getattr(sampler, "data_source", None) or ())
+    if kind is SequentialSampler:
+        return {"shuffle": False}
+    is_random = kind.__name__ == "RandomSampler" and kind.__module__.startswith(("torch.", "torchdata."))
+    # torchdata's sampler seeds a generator of its own if it is given none.
+    is_seeded = generator is not None or (kind is RandomSampler and sampler.generator is not None)
+    if is_random and not is_seeded and not sampler.replacement and sampler.num_samples == length:
+        return {"shuffle": True}
+    if kind is DistributedSampler:  # the loader deals out the samples of all replicas
+        whole: Any = DistributedSampler(sampler.dataset, 1, 0, sampler.shuffle, sampler.seed, sampler.drop_last)
+        return {"sampler": whole}
+    return {"sampler": sampler}
+
+
+def begin_epoch(reader: Any, epoch: int) -> None:
+    """Call `set_epoch` of a loader or sampler and of its parts, and seed their own generators for the epoch.
+
+    In epoch 0 a generator has the seed that the user gave it. Later epochs have seeds that follow from that one, so
+    that an epoch's order does not depend on the epochs before it.
+
+    Args:
+        reader: A loader, a sampler or any other iterable.
+        epoch: Number of the epoch, from 0; -1 for an evaluation, which is always the same.
+    """
+    waiting, known = [reader], set()
+    while waiting:
+        part = waiting.pop()
+        if part is None or id(part) in known:
+            continue
+        known.add(id(part))
+        if hasattr(part, "set_epoch") and epoch >= 0:
+            part.set_epoch(epoch)
+        generator = getattr(part, "generator", None)
+        if isinstance(generator, torch.Generator) and id(generator) not in known:
+            known.add(id(generator))
+            first = _first_seeds.setdefault(generator, generator.initial_seed())
+            generator.manual_seed(mix(first, epoch) if epoch > 0 else first)
+        waiting += [getattr(part, name, None) for name in ("batch_sampler", "sampler")]
+        if isinstance(part, DataLoader):
+            waiting.append(part.dataset)
+
+
+_first_seeds: weakref.WeakKeyDictionary[torch.Generator, int] = weakref.WeakKeyDictionary()
+"""The seeds that users gave their generators."""
