@@ -93,6 +93,25 @@ class Replica(torch.nn.Module):
         return contextlib.nullcontext() if module is None else module.no_sync()
 
     @contextlib.contextmanager
+    def trigger_sync(self) -> Iterator[None]:
+        """Enter the context of a backward pass that exchanges gradients after a forward pass in `no_sync`."""
+        module = self._synchronized_module()
+        if module is None:
+            yield
+            return
+        before = module.require_backward_grad_sync
+        module.require_backward_grad_sync = True
+        module.reducer.prepare_for_backward([])
+        try:
+            yield
+        finally:
+            module.require_backward_grad_sync = before
+
+    def joinable(self) -> FixedBuckets | None:
+        """Return what takes part in the exchange of gradients for a process that has no batches left."""
+        return self._synchronized_module()
+
+    @contextlib.contextmanager
     def _accumulating(self) -> Iterator[None]:
         self._is_accumulating = True
         try:
