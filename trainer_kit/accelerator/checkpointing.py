@@ -15,8 +15,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.accelerator.loader import PreparedLoader
+from trainer_kit.accelerator.model_saving import ModelSaving
 from trainer_kit.accelerator.project_lock import ProjectLock, lock_project
-from trainer_kit.accelerator.tracking import Tracking
 from trainer_kit.accelerator.utils.dataclasses import GradientAccumulationPlugin, ProjectConfiguration
 from trainer_kit.accelerator.validation import (
     KINDS,
@@ -36,19 +36,17 @@ from trainer_kit.checkpoint import (
     prune,
     read_state,
     remove_stale_staging,
-    save_tensors,
     take_snapshot,
     write_checkpoint,
 )
 from trainer_kit.checkpoint.compatibility import read_optimizer_state
 from trainer_kit.checkpoint.format.commit import staging_folder
 from trainer_kit.checkpoint.format.discovery import is_of_run, recover_replaced
-from trainer_kit.checkpoint.format.export import refuse_pickles, save_model_folder
+from trainer_kit.checkpoint.format.export import refuse_pickles
 from trainer_kit.checkpoint.format.loading import load_weights
 from trainer_kit.checkpoint.integrity import fetch_verified
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.optimizer_state import check_optimizer_state
-from trainer_kit.utils.pytree import map_tensors
 from trainer_kit.utils.rng import generator_states, set_generator_states
 
 logger = logging.getLogger("trainer_kit")
@@ -76,7 +74,7 @@ class Prepared:
             getattr(self, field.name).clear()
 
 
-class Checkpointing(Tracking):
+class Checkpointing(ModelSaving):
     """The part of an `Accelerator` that saves and loads.
 
     Args:
@@ -105,78 +103,6 @@ class Checkpointing(Tracking):
     def save_iteration(self) -> int:
         """Number of the next checkpoint that is saved without a folder."""
         return self.project_configuration.iteration
-
-    def get_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the model's tensors under the user's own names. Collective.
-
-        Args:
-            model: Prepared or not.
-
-        Returns:
-            The tensors; if they are sharded over processes, whole on the host of the main process, and an empty dict
-            on the others.
-        """
-        self.flow.dispatch()
-        detached: dict[int, torch.Tensor] = {}  # XLA recognizes tied tensors only by object identity
-        state = self.strategy.sharding.collect_on_main(self.strategy.model_state(model))
-        if self.strategy.sharding.is_active and not self.is_main_process:
-            return {}
-        return {name: detached.setdefault(id(value), value.detach()) for name, value in state.items()}
-
-    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Save an object with `torch.save` on the main process, atomically and readable without XLA.
-
-        Args:
-            obj: Any object, or with `safe_serialization` a dict of tensors.
-            f: Path of the file.
-            safe_serialization: Whether to write safetensors; the file's name must then end with `.safetensors`.
-
-        Raises:
-            ValueError: If the name has another ending.
-        """
-        path = Path(f)
-        if safe_serialization and path.suffix != ".safetensors":
-            raise ValueError(f"safe_serialization=True writes safetensors, but the file is {str(path)!r}; name it so")
-        if not self.is_main_process:
-            return
-        if safe_serialization:
-            save_tensors(obj, path.parent, path.stem, to_host=self.strategy.device_info.to_host)
-            return
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            torch.save(map_tensors(self._readable_anywhere, obj), temporary)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-    def _readable_anywhere(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy an XLA tensor to the host: it could otherwise be loaded only where torch_xla is installed."""
-        return self.strategy.device_info.to_host(tensor.detach()) if tensor.device.type == "xla" else tensor
-
-    def save_model(
-        self,
-        model: torch.nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Write the model for inference: safetensors, and `config.json` where the model has one. Collective.
-
-        Args:
-            model: Prepared or not.
-            save_directory: Folder, created if missing.
-            max_shard_size: Bytes, or text such as "2GB".
-            safe_serialization: Must be True: pickles are not written.
-
-        Raises:
-            ValueError: If `safe_serialization` is False or the size is invalid.
-        """
-        refuse_pickles(safe_serialization)
-        state, module = self.get_state_dict(model), self.strategy.unwrap(model)
-        folder, to_host = Path(save_directory), self.strategy.device_info.to_host
-        self.strategy.collectives.on_main(
-            lambda: save_model_folder(folder, state, module, None, max_shard_size, to_host)
-        )
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
         """Commit a checkpoint of everything that was prepared or registered. Collective.

@@ -54,6 +54,7 @@ class SeedableRandomSampler(RandomSampler):
             self.generator = torch.Generator()
         self.generator.manual_seed(self.epoch + self.initial_seed)
         yield from super().__iter__()
+        self.epoch += 1
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the pass."""

@@ -103,8 +103,10 @@ class PreparedLoader(DataLoader[Any]):
         self._splits = split_batches and self._shares > 1
         self._streams = isinstance(loader.dataset, IterableDataset) or _iterates_itself(loader)
         inner = getattr(loader.batch_sampler, "sampler", None)
-        samplers = () if self._streams else dict.fromkeys((loader.batch_sampler, inner, loader.sampler))
-        self._samplers = [sampler for sampler in samplers if sampler is not None]
+        samplers = () if self._streams else (loader.batch_sampler, inner, loader.sampler)
+        self._samplers = [
+            each for number, each in enumerate(samplers) if each is not None and not _holds(samplers[:number], each)
+        ]
         self._position, self._open = 0, False
         self._stand: LoaderPosition | None = None
         self._workers: WorkerReader | None = None
@@ -405,6 +407,10 @@ def _iterates_itself(loader: DataLoader[Any]) -> bool:
     """Return whether a DataLoader subclass has its own iteration, as torch_geometric's NeighborLoader does."""
     own, plain = type(loader), DataLoader
     return own.__iter__ is not plain.__iter__ or own._get_iterator is not plain._get_iterator
+
+
+def _holds(things: tuple[Any, ...], thing: Any) -> bool:
+    return any(each is thing for each in things)
 
 
 def _rounds(batches: Iterator[Any], size: int, drops_last: bool) -> Iterator[tuple[list[Any], list[Any]]]:

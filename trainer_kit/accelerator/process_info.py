@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trainer_kit.accelerator.process_operations import ProcessOperations, foreign
-from trainer_kit.accelerator.state import AcceleratorState, GradientState, share
+from trainer_kit.accelerator.state import AcceleratorState, GradientState, PartialState, share
 from trainer_kit.accelerator.utils.dataclasses import GradientAccumulationPlugin
 from trainer_kit.accelerator.wrappers import AccumulationState
 from trainer_kit.strategies.base import Strategy
@@ -29,6 +29,13 @@ class ProcessInfo(ProcessOperations):
         self._triggered = False
         share(strategy, self.flow)
 
+    def __getstate__(self) -> dict[str, Any]:
+        left_out: dict[str, Any] = {"strategy": None, "trackers": [], "_lock": None}  # what only this process can hold
+        return self.__dict__ | {name: value for name, value in left_out.items() if name in self.__dict__}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, strategy=PartialState().strategy)
+
     @property
     def state(self) -> AcceleratorState:
         """Facts of the run, shared by this process."""
@@ -42,7 +49,7 @@ class ProcessInfo(ProcessOperations):
     @property
     def debug(self) -> bool:  # type: ignore[override]
         """Whether collective operations compare shapes first; set it on `PartialState`."""
-        return self.state.debug
+        return bool(PartialState().debug)
 
     def set_trigger(self) -> None:
         """Make the next `check_trigger` return True on all processes."""

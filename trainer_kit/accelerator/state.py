@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -22,7 +21,7 @@ class PartialState(ProcessOperations):
     """Facts of the run, without an Accelerator: processes, device, and execution on selected processes.
 
     All objects of a process share their attributes. The strategy is that of the latest Accelerator, or else one that
-    the first access chooses.
+    the first of them chooses.
 
     Args:
         cpu: Whether to choose the CPU even where there is an accelerator.
@@ -30,25 +29,13 @@ class PartialState(ProcessOperations):
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
-    _cpu: bool
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         self.__dict__ = self._shared_state
-        self.__dict__.setdefault("_cpu", cpu or environment.use_cpu())
         self.__dict__.setdefault("debug", environment.debug())
-        _ = self.strategy  # join the process group here, not in the middle of the script
-
-    @property
-    def strategy(self) -> Strategy:  # type: ignore[override]
-        """Strategy of the latest Accelerator, or the one that this state has chosen."""
-        reference = self.__dict__.get("_latest")
-        strategy: Strategy | None = None if reference is None else reference()
-        if strategy is None:
-            strategy = self.__dict__.get("_chosen")
-        if strategy is None:
-            self._chosen = strategy = choose_strategy(TrainingArguments(use_cpu=self._cpu))
-            strategy.setup()
-        return strategy
+        if "strategy" not in self.__dict__:
+            self.strategy = choose_strategy(TrainingArguments(use_cpu=cpu or environment.use_cpu()))
+            self.strategy.setup()
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -118,7 +105,7 @@ class GradientState:
         flow: Accumulation state of an Accelerator; None: the latest one's.
     """
 
-    _latest: ClassVar[weakref.ref[AccumulationState] | None] = None
+    _latest: ClassVar[AccumulationState | None] = None
 
     def __init__(
         self,
@@ -126,8 +113,7 @@ class GradientState:
         *,
         flow: AccumulationState | None = None,
     ) -> None:
-        latest = None if GradientState._latest is None else GradientState._latest()
-        self._flow = flow or latest or AccumulationState(PartialState().strategy)
+        self._flow = flow or GradientState._latest or AccumulationState(PartialState().strategy)
         if gradient_accumulation_plugin is not None:
             self._flow.settings = gradient_accumulation_plugin
 
@@ -184,7 +170,7 @@ class GradientState:
     @property
     def initialized(self) -> bool:
         """Whether an Accelerator exists."""
-        return GradientState._latest is not None and GradientState._latest() is not None
+        return GradientState._latest is not None
 
     @property
     def is_xla_gradients_synced(self) -> bool:
@@ -207,6 +193,6 @@ def share(strategy: Strategy, flow: AccumulationState) -> None:
     """Make an Accelerator's strategy and position those of this process's states."""
     shared = PartialState._shared_state
     shared.setdefault("debug", environment.debug())
-    shared.setdefault("_cpu", strategy.device.type == "cpu")
-    shared["_latest"] = weakref.ref(strategy)
-    GradientState._latest = weakref.ref(flow)
+    shared.pop("_kind", None)
+    shared["strategy"] = strategy
+    GradientState._latest = flow

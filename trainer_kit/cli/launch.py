@@ -69,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(parser, "prefix", {"action": "store_true", "help": "show the output of all ranks, each line after [rank N]"})
     _add(parser, "dry-run", {"action": "store_true", "help": "print what would be started"})
     for name, values in _SATISFIED.items():
-        settings: dict[str, Any] = {"action": "store_true"} if not values else {}
-        _add(parser, name.replace("_", "-"), {**settings, "dest": "_satisfied", "help": argparse.SUPPRESS})
+        kind: dict[str, Any] = {} if values else {"action": "store_true"}
+        _add(parser, name.replace("_", "-"), {**kind, "dest": "_satisfied", "help": argparse.SUPPRESS})
     for name in _REFUSED:
         _add(parser, name.replace("_", "-"), {"action": _Refuse, "nargs": 0, "help": argparse.SUPPRESS})
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")

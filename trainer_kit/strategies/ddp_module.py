@@ -78,6 +78,10 @@ class Replica(torch.nn.Module):
                 raise
             raise ValueError(sentence) from error
 
+    def __reduce__(self) -> tuple[Callable[[torch.nn.Module], torch.nn.Module], tuple[torch.nn.Module]]:
+        """Copy and pickle the user's module only: a copy takes part in no run."""
+        return _itself, (self.module,)
+
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the user's module, such as its `config`."""
         try:
@@ -154,6 +158,10 @@ class Replica(torch.nn.Module):
             "set strategy=DDP(find_unused_parameters=True) (for an Accelerator: kwargs_handlers="
             "[DistributedDataParallelKwargs(find_unused_parameters=True)])"
         )
+
+
+def _itself(module: torch.nn.Module) -> torch.nn.Module:
+    return module
 
 
 def _described(tensor: torch.Tensor) -> str:

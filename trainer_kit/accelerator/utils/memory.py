@@ -31,7 +31,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Free cached memory, and return a None for each object: `model, optimizer = release_memory(model, optimizer)`."""
+    """Free cached memory, and return a None for each object, which the caller assigns to its names."""
     clear_device_cache(garbage_collection=True)
     return [None] * len(objects)
 
