@@ -44,7 +44,12 @@ OTHER_DEFAULTS = {
     ("notebook_launcher", "rdzv_id"),
     ("notebook_launcher", "use_port"),
 }
-STAND_IN = {("Accelerator", "split_batches"), ("write_basic_config", "save_location")}
+STAND_IN = {
+    ("DistributedDataParallelKwargs", "comm_hook"),
+    ("DistributedDataParallelKwargs", "comm_wrapper"),
+    ("Accelerator", "split_batches"),
+    ("write_basic_config", "save_location"),
+}
 """Their default is an object that stands for the same value."""
 
 

@@ -55,6 +55,7 @@ def load_checkpoint_and_dispatch(
     model: torch.nn.Module,
     checkpoint: str | os.PathLike[str],
     device_map: str | Mapping[str, Any] | None = None,
+    *,
     strict: bool = False,
     dtype: str | torch.dtype | None = None,
 ) -> torch.nn.Module:

@@ -78,9 +78,7 @@ def compile_options(backend: str | None, plugin: TorchDynamoPlugin | None) -> Co
     """
     if backend is not None and plugin is not None:
         raise ValueError("give dynamo_backend or dynamo_plugin, not both")
-    if plugin is None:
-        plugin = TorchDynamoPlugin(backend=backend or environment.dynamo_backend())
-    return plugin.compile_options()
+    return (plugin or TorchDynamoPlugin(backend=backend)).compile_options()
 
 
 def strategy_options(handlers: dict[type, Any], fsdp_plugin: FullyShardedDataParallelPlugin | None) -> dict[str, Any]:

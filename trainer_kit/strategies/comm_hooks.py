@@ -20,6 +20,19 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
 }
 
 
+def check(name: str, wrapper: str) -> None:
+    """Check the names of a hook and of its wrapper.
+
+    Raises:
+        ValueError: If a name is not known.
+    """
+    if name not in _HOOKS or wrapper not in ("no", *_WRAPPERS):
+        raise ValueError(
+            f"the communication hook {name!r} with the wrapper {wrapper!r} is not known; use one of "
+            f"{', '.join(_HOOKS)}, and 'no', 'fp16' or 'bf16'"
+        )
+
+
 def register(
     module: DistributedDataParallel, name: str, wrapper: str = "no", options: Mapping[str, Any] | None = None
 ) -> None:
@@ -30,15 +43,7 @@ def register(
         name: "fp16", "bf16" (the gradients' dtype on the way), "power_sgd" or "batched_power_sgd".
         wrapper: "fp16" or "bf16", the dtype of what PowerSGD sends; "no": the gradients' own.
         options: Arguments of `PowerSGDState`.
-
-    Raises:
-        ValueError: If a name is not known.
     """
-    if name not in _HOOKS or wrapper not in ("no", *_WRAPPERS):
-        raise ValueError(
-            f"the communication hook {name!r} with the wrapper {wrapper!r} is not known; use one of "
-            f"{', '.join(_HOOKS)}, and 'no', 'fp16' or 'bf16'"
-        )
     hook = _HOOKS[name] if wrapper == "no" else _WRAPPERS[wrapper](_HOOKS[name])
     state = powerSGD_hook.PowerSGDState(None, **(options or {})) if name.endswith("power_sgd") else None
     # Wrapped in a lambda: torch refuses its own bf16 hook on gloo by name, although gloo can send bfloat16.

@@ -95,6 +95,8 @@ class DDP(SingleDevice):
             raise ValueError(f"gradient_compression={gradient_compression!r} is not known; use 'no' or 'bf16'")
         if comm_hook is not None and gradient_compression != "no":
             raise ValueError("comm_hook and gradient_compression both change how gradients are sent; give one of them")
+        if comm_hook is not None:
+            comm_hooks.check(*comm_hook[:2])
         for name, seconds in (("ddp_timeout", ddp_timeout), ("heartbeat_timeout", heartbeat_timeout)):
             if not seconds > 0:
                 raise ValueError(f"{name}={seconds!r} must be a number of seconds above 0")

@@ -19,6 +19,7 @@ from trainer_kit.accelerator.utils.enums import (
     PrecisionType,
     RNGType,
 )
+from trainer_kit.config import environment
 from trainer_kit.config.compile_options import CompileOptions
 from trainer_kit.utils.units import join_names
 from trainer_kit.utils.user_warnings import warn
@@ -288,7 +289,7 @@ class TorchDynamoPlugin(KwargsHandler):
     """Options of `torch.compile` for prepared models.
 
     Args:
-        backend: A `DynamoBackend` or its name; "NO" compiles nothing.
+        backend: A `DynamoBackend` or its name; "NO" compiles nothing; None: the launcher's choice, else "NO".
         mode: See `torch.compile`.
         fullgraph: See `torch.compile`.
         dynamic: See `torch.compile`.
@@ -297,19 +298,22 @@ class TorchDynamoPlugin(KwargsHandler):
         use_regional_compilation: Whether only the blocks that the model repeats are compiled.
     """
 
-    backend: str = DynamoBackend.NO
-    mode: str = "default"
-    fullgraph: bool = False
+    backend: str | None = None
+    mode: str | None = None
+    fullgraph: bool | None = None
     dynamic: bool | None = None
     options: Any = None
     disable: bool = False
-    use_regional_compilation: bool = False
+    use_regional_compilation: bool | None = None
 
     _WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = ("options",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.backend = DynamoBackend(str(self.backend).upper())
+        name = str(self.backend or environment.dynamo_backend()).upper()
+        if name not in DynamoBackend:
+            raise ValueError(f"the compiler {name!r} is not known; use one of {join_names(DynamoBackend.list(), None)}")
+        self.backend = DynamoBackend(name)
 
     def compile_options(self) -> CompileOptions | None:
         """Return the options of the compilation; None if nothing is compiled."""
@@ -319,8 +323,8 @@ class TorchDynamoPlugin(KwargsHandler):
             mode=self.mode,  # type: ignore[arg-type]  # checked there
             backend=str(self.backend).lower(),
             dynamic=self.dynamic,
-            fullgraph=self.fullgraph,
-            regional=self.use_regional_compilation,
+            fullgraph=bool(self.fullgraph),
+            regional=bool(self.use_regional_compilation),
         )
 
 
