@@ -18,11 +18,11 @@ from trainer_kit.accelerator.settings import (
     accumulation_settings,
     check_schedule_rule,
     compile_options,
-    precision_name,
     project_settings,
     refuse_unavailable,
     set_scaler_options,
     strategy_options,
+    training_arguments,
 )
 from trainer_kit.accelerator.skip import SkippedLoader, skip_first_batches
 from trainer_kit.accelerator.stepping import Stepping
@@ -45,8 +45,6 @@ from trainer_kit.accelerator.wrappers import (
     restore_forward,
     step_rule,
 )
-from trainer_kit.config import environment
-from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.optim import check_fused
 from trainer_kit.strategies.batch_shapes import ShapeLedger
 from trainer_kit.strategies.select import choose_strategy
@@ -156,11 +154,7 @@ class Accelerator(Stepping):
         self.handlers = handlers_by_class(kwargs_handlers or ())
         self.autocast_handler = self.handlers.get(AutocastKwargs)
         self.profile_handler = self.handlers.get(ProfileKwargs)
-        args = TrainingArguments(
-            strategy="auto" if fsdp_plugin is None else "fsdp",
-            mixed_precision=precision_name(mixed_precision),  # type: ignore[arg-type]  # checked there
-            use_cpu=cpu or environment.use_cpu(),
-        )
+        args = training_arguments(mixed_precision, cpu, fsdp_plugin)
         strategy = choose_strategy(
             args, downcast_bf16=downcast_bf16, **strategy_options(self.handlers, fsdp_plugin)
         )  # fmt: skip
@@ -168,6 +162,7 @@ class Accelerator(Stepping):
         set_scaler_options(strategy, self.handlers.get(GradScalerKwargs))
         accumulation = accumulation_settings(gradient_accumulation_steps, gradient_accumulation_plugin)
         super().__init__(strategy, log_with, project_settings(project_dir, project_config), accumulation)
+        self.strategy.shapes = ShapeLedger(by_hand=True)
         self.strategy.setup()
         self._settings = {
             "mixed_precision": self.mixed_precision,

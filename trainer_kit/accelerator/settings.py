@@ -15,6 +15,7 @@ from trainer_kit.accelerator.utils.dataclasses import (
     TorchDynamoPlugin,
 )
 from trainer_kit.config import environment
+from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.config.compile_options import CompileOptions
 from trainer_kit.strategies.base import Strategy
 
@@ -42,9 +43,16 @@ def check_schedule_rule(rule: Any) -> None:
         raise ValueError(f"step_scheduler_with_optimizer={rule!r} is not known; use True, False or 'once'")
 
 
-def precision_name(mixed_precision: Any) -> str:
-    """Return the mixed precision: the argument, else the launcher's choice, else "no"."""
-    return str(mixed_precision).lower() if mixed_precision else environment.mixed_precision()
+def training_arguments(
+    mixed_precision: Any, cpu: bool, fsdp_plugin: FullyShardedDataParallelPlugin | None
+) -> TrainingArguments:
+    """Return the arguments that choose a strategy; the launcher's choice counts where one is not given."""
+    precision: Any = str(mixed_precision).lower() if mixed_precision else environment.mixed_precision()
+    return TrainingArguments(
+        strategy="auto" if fsdp_plugin is None else "fsdp",
+        mixed_precision=precision,
+        use_cpu=cpu or environment.use_cpu(),
+    )
 
 
 def accumulation_settings(steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:

@@ -46,7 +46,7 @@ _OTHER_NAMES = {
 # Options of accelerate whose meaning holds without them, with the number of their values.
 _SATISFIED = {
     "multi_gpu": 0, "same_network": 0, "quiet": 0, "debug": 0, "enable_cpu_affinity": 0, "role": 1, "tee": 1,
-    "main_training_function": 1,
+    "main_training_function": 1, "num_cpu_threads_per_process": 1,
 }  # fmt: skip
 _REFUSED = ("use_deepspeed", "use_megatron_lm", "use_parallelism_config", "no_python")
 
