@@ -5,6 +5,7 @@ Catch `TrainerKitError` for all of them, or the built-in class in parentheses:
 - `CallbackError` (RuntimeError)
 - `CheckpointError` (ValueError): `UnreadableError`
 - `DataError` (RuntimeError): `WorkerError`
+- `DistributedOperationException` (ValueError)
 - `EvaluationInterrupted`, `DoesNotFitError`
 - `FolderInUseError` (ValueError)
 - `LostProcessError`, `ProcessFailed`, `ProcessesLeft` (RuntimeError)
@@ -74,6 +75,10 @@ class NonFiniteError(TrainerKitError, ArithmeticError):
         self.span = span
         self.parameter = parameter
         self.held = held
+
+
+class DistributedOperationException(TrainerKitError, ValueError):
+    """In debug mode, the processes gave a collective operation tensors of different shapes; the message lists them."""
 
 
 class EvaluationInterrupted(TrainerKitError):

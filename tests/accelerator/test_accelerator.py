@@ -134,8 +134,11 @@ def test_a_model_without_weights() -> None:
 
 
 def test_backward_before_prepare() -> None:
-    with pytest.raises(ValueError, match=r"backward\(\) comes after prepare\(model, …\), which was not called"):
-        Accelerator(cpu=True).backward(torch.ones((), requires_grad=True))
+    """A single process has nothing to exchange; see test_ranks for several."""
+    value = torch.ones((), requires_grad=True)
+    Accelerator(cpu=True, gradient_accumulation_steps=2).backward(3 * value)
+    assert value.grad is not None
+    assert value.grad.item() == 1.5
 
 
 def test_what_it_says_of_the_run(tmp_path: Path) -> None:
@@ -156,7 +159,10 @@ def test_what_it_says_of_the_run(tmp_path: Path) -> None:
 def test_scripts_print_the_state() -> None:
     """Each of transformers' example scripts does, before anything else."""
     accelerator = Accelerator(cpu=True)
-    assert str(accelerator.state) == "Accelerator(NO, process 0 of 1, local process 0, device cpu)"
+    assert (
+        str(accelerator.state)
+        == "AcceleratorState(NO, process 0 of 1, local process 0, device cpu, mixed precision no)"
+    )
     assert accelerator.state.num_processes == 1
 
 
@@ -221,7 +227,7 @@ def test_what_the_launcher_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             {"kwargs_handlers": [3]},
             TypeError,
-            "kwargs_handlers holds a int; it takes DistributedDataParallelKwargs and",
+            "kwargs_handlers holds a int; it takes AORecipeKwargs, AutocastKwargs, ",
         ),
         ({"log_with": "wandb"}, ValueError, "log_with='wandb' is not known; use 'tensorboard', 'jsonl', 'all', or an"),
         ({"log_with": object()}, TypeError, r"log_with holds <object .*>, which has no log\(values, step\)"),
@@ -493,8 +499,8 @@ def test_only_tensors(name: str) -> None:
 
 
 def test_an_unknown_reduction() -> None:
-    with pytest.raises(ValueError, match="reduction='max' is not known; use 'sum', 'mean' or 'none'"):
-        Accelerator(cpu=True).reduce(torch.ones(1), "max")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="reduction='min' is not known; use 'sum', 'mean', 'max' or 'none'"):
+        Accelerator(cpu=True).reduce(torch.ones(1), "min")  # type: ignore[arg-type]
 
 
 def test_saving(tmp_path: Path) -> None:

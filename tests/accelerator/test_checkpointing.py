@@ -263,16 +263,67 @@ def test_a_checkpoint_of_the_same_name_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_checkpoint", [False, True])
-def test_nothing_else_is_replaced(is_checkpoint: bool, tmp_path: Path) -> None:
+def test_other_files_stay(is_checkpoint: bool, tmp_path: Path) -> None:
     loop = Loop()
     folder = tmp_path / "results"
     if is_checkpoint:
         loop.accelerator.save_state(folder)
-    folder.mkdir(exist_ok=True)
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    (folder / "empty").mkdir()
     (folder / "notes.txt").write_text("dear")
-    with pytest.raises(ValueError, match=r"would replace .*results, which holds 'notes.txt'; give a folder"):
+    (folder / "logs" / "link").symlink_to("../notes.txt")
+    for loop.counter.value in (1, 2):
         loop.accelerator.save_state(folder)
-    assert (folder / "notes.txt").read_text() == "dear"
+    assert (folder / "logs" / "link").is_symlink()
+    assert (folder / "logs" / "link").read_text() == "dear"
+    assert (folder / "empty").is_dir()
+    verify(folder)
+    loop.counter.value = 0
+    loop.accelerator.load_state(folder)
+    assert loop.counter.value == 2
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "work" / "below").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "work" / "below")
+    for folder in (tmp_path / "work", Path(".")):
+        with pytest.raises(ValueError, match=r"is the working directory or contains it; give a folder below it"):
+            Loop().accelerator.save_state(folder)
+    assert (tmp_path / "work" / "below").is_dir()
+
+
+@pytest.mark.parametrize("is_numbered", [False, True])
+def test_hooks_save_and_load_models_their_own_way(is_numbered: bool, tmp_path: Path) -> None:
+    """As diffusers' scripts do: the hook writes the model and takes its state out of the list."""
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    model, other = accelerator.prepare(torch.nn.Linear(2, 2), torch.nn.Linear(3, 3))
+
+    def save(models: list[Any], weights: list[Any], folder: str) -> None:
+        assert [*models] == [model, other]
+        assert len(weights) == 2
+        torch.save(models[1].state_dict(), Path(folder) / "other.pt")
+        weights.pop()
+
+    def load(models: list[Any], folder: str) -> None:
+        models.pop().load_state_dict(torch.load(Path(folder) / "other.pt"))
+
+    saving, loading = accelerator.register_save_state_pre_hook(save), accelerator.register_load_state_pre_hook(load)
+    before = [each.weight.detach().clone() for each in (model, other)]
+    for _ in range(2):
+        folder = Path(accelerator.save_state(None if is_numbered else tmp_path / "state"))
+    assert [path.name for path in sorted(folder.glob("*.safetensors"))] == ["model.safetensors"]
+    for each in (model, other):
+        torch.nn.init.zeros_(each.weight)
+    accelerator.load_state(folder)
+    assert torch.equal(model.weight, before[0])
+    assert torch.equal(other.weight, before[1])
+    loading.remove()
+    with pytest.raises(ValueError, match="model_1"):
+        accelerator.load_state(folder)
+    saving.remove()
+    accelerator.save_state(folder)
+    accelerator.load_state(folder)
 
 
 def test_an_empty_folder_may_be_written_to(tmp_path: Path) -> None:

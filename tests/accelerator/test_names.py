@@ -21,32 +21,12 @@ GUIDE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 
 # Arguments that are left out here, or have another default; docs/coming-from.md says why.
 LEFT_OUT = {
-    "Accelerator": {
-        "deepspeed_plugin", "torch_tp_plugin", "megatron_lm_plugin", "rng_types", "dynamo_backend",
-        "dynamo_plugin", "deepspeed_plugins", "parallelism_config",
-    },
-    "Accelerator.autocast": {"autocast_handler"},
-    "Accelerator.get_state_dict": {"unwrap"},
     "Accelerator.load_state": {"load_kwargs", "load_model_func_kwargs"},
-    "Accelerator.prepare_data_loader": {"slice_fn_for_dispatch"},
-    "Accelerator.prepare_model": {"device_placement", "evaluation_mode"},
-    "Accelerator.prepare_optimizer": {"device_placement"},
     "Accelerator.save_state": {"save_model_func_kwargs"},
-    "DataLoaderConfiguration": {
-        "dispatch_batches", "even_batches", "use_seedable_sampler", "data_seed", "non_blocking",
-        "use_stateful_dataloader",
+    "load_checkpoint_and_dispatch": {
+        "max_memory", "no_split_module_classes", "offload_folder", "offload_buffers", "offload_state_dict",
+        "skip_keys", "preload_module_classes", "force_hooks", "full_state_dict", "broadcast_from_rank0",
     },
-    "DistributedDataParallelKwargs": {
-        "dim", "broadcast_buffers", "check_reduction", "comm_hook", "comm_wrapper", "comm_state_option",
-    },
-    "FullyShardedDataParallelPlugin": {
-        "sharding_strategy", "backward_prefetch", "mixed_precision_policy", "auto_wrap_policy", "ignored_modules",
-        "state_dict_type", "state_dict_config", "optim_state_dict_config", "limit_all_gathers", "use_orig_params",
-        "param_init_fn", "sync_module_states", "forward_prefetch", "activation_checkpointing",
-        "activation_checkpointing_offload", "cpu_ram_efficient_loading", "min_num_params",
-    },
-    "InitProcessGroupKwargs": {"backend", "init_method"},
-    "ProjectConfiguration": {"save_on_each_node"},
     "load_checkpoint_in_model": {
         "offload_folder", "dtype", "offload_state_dict", "offload_buffers", "keep_in_fp32_modules", "offload_8bit_bnb",
         "full_state_dict", "broadcast_from_rank0",
@@ -59,16 +39,17 @@ OTHER_DEFAULTS = {
     ("Accelerator.on_process", "process_index"),
     ("DistributedDataParallelKwargs", "bucket_cap_mb"),
     ("DistributedDataParallelKwargs", "gradient_as_bucket_view"),
-    ("FullyShardedDataParallelPlugin", "cpu_offload"),
-    ("FullyShardedDataParallelPlugin", "fsdp_version"),
-    ("FullyShardedDataParallelPlugin", "reshard_after_forward"),
     ("GradientAccumulationPlugin", "num_steps"),
-    ("InitProcessGroupKwargs", "timeout"),
     ("load_checkpoint_in_model", "strict"),
     ("notebook_launcher", "rdzv_id"),
     ("notebook_launcher", "use_port"),
 }
-STAND_IN = {("Accelerator", "split_batches"), ("write_basic_config", "save_location")}
+STAND_IN = {
+    ("DistributedDataParallelKwargs", "comm_hook"),
+    ("DistributedDataParallelKwargs", "comm_wrapper"),
+    ("Accelerator", "split_batches"),
+    ("write_basic_config", "save_location"),
+}
 """Their default is an object that stands for the same value."""
 
 

@@ -365,3 +365,28 @@ def read_all(terminal: int) -> str:
                 break
     os.close(terminal)
     return shown.decode()
+
+
+def test_options_of_accelerate() -> None:
+    config = configured(
+        "--multi_gpu", "--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "10.0.0.1",
+        "--main-process-port", "1234", "--num_processes=4", "--same-network", "--use_fsdp", "--dynamo_backend",
+        "inductor", "--gradient_accumulation_steps", "3", "--num_cpu_threads_per_process", "1",
+    )  # fmt: skip
+    assert config == LaunchConfig(
+        num_processes=4, num_nodes=2, node_rank=1, master_addr="10.0.0.1", master_port=1234, fsdp=True,
+        dynamo_backend="inductor", gradient_accumulation_steps=3,
+    )  # fmt: skip
+
+
+def test_a_file_of_accelerate(tmp_path: Path) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text("distributed_type: MULTI_CPU\nnum_processes: 3\n")
+    assert configured("--config_file", str(path)) == LaunchConfig(num_processes=3, cpu=True)
+
+
+@pytest.mark.parametrize("option", ["--use_deepspeed", "--use-megatron-lm"])
+def test_what_accelerate_has_alone(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        configured(option)
+    assert f"{option} is not available; --fsdp shards a large model" in capsys.readouterr().err

@@ -2,42 +2,59 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import gc
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from trainer_kit.accelerator.checkpointing import Checkpointing
+from trainer_kit.accelerator.data_loader import make_loader, with_seedable_sampler
 from trainer_kit.accelerator.loader import PreparedLoader
-from trainer_kit.accelerator.options import (
+from trainer_kit.accelerator.settings import (
+    accumulation_settings,
+    check_schedule_rule,
+    compile_options,
+    project_settings,
+    refuse_unavailable,
+    set_scaler_options,
+    strategy_options,
+    training_arguments,
+)
+from trainer_kit.accelerator.skip import SkippedLoader, skip_first_batches
+from trainer_kit.accelerator.stepping import Stepping
+from trainer_kit.accelerator.utils.dataclasses import (
+    AutocastKwargs,
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
+    GradScalerKwargs,
+    ProfileKwargs,
     ProjectConfiguration,
-    ddp_options,
+    TorchDynamoPlugin,
+    handlers_by_class,
 )
-from trainer_kit.accelerator.skip import SkippedLoader, skip_first_batches
 from trainer_kit.accelerator.validation import is_stateful
-from trainer_kit.accelerator.wrappers import PreparedOptimizer, PreparedScheduler, compute_in_precision, step_rule
-from trainer_kit.config import environment
-from trainer_kit.config.arguments import TrainingArguments
-from trainer_kit.data.sampling import mix
+from trainer_kit.accelerator.wrappers import (
+    PreparedOptimizer,
+    PreparedScheduler,
+    compute_in_precision,
+    restore_forward,
+    step_rule,
+)
 from trainer_kit.optim import check_fused
 from trainer_kit.strategies.batch_shapes import ShapeLedger
 from trainer_kit.strategies.select import choose_strategy
 from trainer_kit.utils.optimizer_state import check_optimizer_state
+from trainer_kit.utils.wrappers import without_wrappers
 
 logger = logging.getLogger("trainer_kit")
 
 
-class Accelerator(Checkpointing):
+class Accelerator(Stepping):
     """Runs a hand-written loop on any hardware and any number of processes.
 
     It uses accelerate's names: a loop written for accelerate runs after a change of the import::
@@ -70,8 +87,11 @@ class Accelerator(Checkpointing):
         gradient_accumulation_steps: Batches per optimizer step on each process; see `accumulate`.
         cpu: Whether to train on the CPU even where there is an accelerator; the launcher can also request it.
         dataloader_config: See `DataLoaderConfiguration`.
+        deepspeed_plugin: Must be None, like `deepspeed_plugins`, `torch_tp_plugin`, `megatron_lm_plugin` and
+            `parallelism_config`: these features are not available.
         fsdp_plugin: Shards the model over the processes, as `trainer-kit launch --fsdp` does, with these options; None:
             the launcher's choice.
+        rng_types: Without effect: the order of loaders is the same on all processes.
         log_with: "tensorboard", "jsonl" (`log.jsonl`), "all" of these, an object with `log(values, step)`, or a list.
         project_dir: See `ProjectConfiguration`.
         project_config: See `ProjectConfiguration`; its `project_dir` takes precedence.
@@ -80,7 +100,11 @@ class Accelerator(Checkpointing):
             per device), or once in all with `split_batches`, so that a schedule made for one process ends at the same
             sample on several. "once": once with the optimizer, whatever the number of processes, for a schedule made
             from `len(loader)` after `prepare`. False: at each call, for example once an epoch.
-        kwargs_handlers: `DistributedDataParallelKwargs` and `InitProcessGroupKwargs`.
+        kwargs_handlers: Objects such as `DistributedDataParallelKwargs`, `InitProcessGroupKwargs`, `GradScalerKwargs`,
+            `AutocastKwargs` and `ProfileKwargs`, at most one of each.
+        dynamo_backend: Name of the compiler of `torch.compile` for prepared models; None: the launcher's choice, else
+            no compilation.
+        dynamo_plugin: Settings in place of `dynamo_backend`.
         downcast_bf16: On XLA, see `trainer_kit.XLA`: prepared models and their batches are cast to bfloat16;
             outputs are float32. Without effect elsewhere.
 
@@ -97,40 +121,49 @@ class Accelerator(Checkpointing):
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
-        *,
+        deepspeed_plugin: Any = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: Sequence[str] | None = None,
         log_with: Any = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool | Literal["once"] = True,
         kwargs_handlers: Iterable[Any] | None = None,
+        dynamo_backend: str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+        *,
         downcast_bf16: bool = False,
     ) -> None:
-        if not isinstance(step_scheduler_with_optimizer, bool) and step_scheduler_with_optimizer != "once":
-            raise ValueError(
-                f"step_scheduler_with_optimizer={step_scheduler_with_optimizer!r} is not known; use True, False or "
-                "'once'"
-            )
-        if gradient_accumulation_plugin is not None and gradient_accumulation_steps != 1:
-            raise ValueError("give gradient_accumulation_steps or gradient_accumulation_plugin, not both")
-        self._accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin(gradient_accumulation_steps)
-        project = project_config if project_config is not None else ProjectConfiguration()
-        if project.project_dir is None:
-            project.project_dir = project_dir
-        args = TrainingArguments(
-            strategy="auto" if fsdp_plugin is None else "fsdp",
-            mixed_precision=mixed_precision or environment.mixed_precision(),  # type: ignore[arg-type]  # checked there
-            use_cpu=cpu or environment.use_cpu(),
-        )
-        options = ddp_options(kwargs_handlers or ()) | ({} if fsdp_plugin is None else fsdp_plugin.options())
-        strategy = choose_strategy(args, downcast_bf16=downcast_bf16, **options)
-        strategy.shapes = ShapeLedger(by_hand=True)
-        super().__init__(strategy, log_with, project)
-        self.strategy.setup()
+        refuse_unavailable(
+            deepspeed_plugin=deepspeed_plugin, torch_tp_plugin=torch_tp_plugin, megatron_lm_plugin=megatron_lm_plugin,
+            deepspeed_plugins=deepspeed_plugins, parallelism_config=parallelism_config,
+        )  # fmt: skip
+        check_schedule_rule(step_scheduler_with_optimizer)
+        self.dataloader_config = dataloader_config or DataLoaderConfiguration()
+        self.split_batches = split_batches or self.dataloader_config.split_batches
+        self.rng_types = rng_types
         self.device_placement = device_placement
-        self.split_batches = split_batches or (dataloader_config is not None and dataloader_config.split_batches)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.fsdp_plugin = fsdp_plugin
+        self.compile_options = compile_options(dynamo_backend, dynamo_plugin)
+        self.handlers = handlers_by_class(kwargs_handlers or ())
+        self.autocast_handler = self.handlers.get(AutocastKwargs)
+        self.profile_handler = self.handlers.get(ProfileKwargs)
+        args = training_arguments(mixed_precision, cpu, fsdp_plugin)
+        strategy = choose_strategy(
+            args, downcast_bf16=downcast_bf16, **strategy_options(self.handlers, fsdp_plugin)
+        )  # fmt: skip
+        strategy.shapes = ShapeLedger(by_hand=True)
+        set_scaler_options(strategy, self.handlers.get(GradScalerKwargs))
+        accumulation = accumulation_settings(gradient_accumulation_steps, gradient_accumulation_plugin)
+        super().__init__(strategy, log_with, project_settings(project_dir, project_config), accumulation)
+        self.strategy.shapes = ShapeLedger(by_hand=True)
+        self.strategy.setup()
         self._settings = {
             "mixed_precision": self.mixed_precision,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
@@ -144,20 +177,6 @@ class Accelerator(Checkpointing):
         """Precision of prepared models: "no", "fp16", "bf16" or "fp8"."""
         precision = self.strategy.precision
         return "no" if precision is None else precision.mode
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Batches per optimizer step on each process; can be set."""
-        return self._accumulation.num_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, steps: int) -> None:
-        self._accumulation = dataclasses.replace(self._accumulation, num_steps=steps)
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current batch ends an optimizer step: gradients are complete, and the optimizer steps."""
-        return self.flow.sync_gradients
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -204,11 +223,16 @@ class Accelerator(Checkpointing):
             )
         return thing
 
-    def prepare_model(self, model: torch.nn.Module) -> torch.nn.Module:
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
         """Move a model to the device, in place, and prepare it for the processes and the precision.
 
         Args:
             model: The user's model; a prepared one is returned unchanged.
+            device_placement: Without effect: models are moved to the device.
+            evaluation_mode: Whether the model is not trained: it is not wrapped for the exchange of gradients. A
+                sharded strategy shards it nevertheless.
 
         Returns:
             The model to call.
@@ -217,17 +241,27 @@ class Accelerator(Checkpointing):
             return model
         if self.mixed_precision != "no" or getattr(self.strategy, "downcast_bf16", False):
             compute_in_precision(model, self.autocast)
-        prepared = self.strategy.prepare(model)
+        if self.fsdp_plugin is not None and self.fsdp_plugin.activation_checkpointing:
+            self.strategy.enable_activation_checkpointing(model)
+        if self.compile_options is not None:
+            self.strategy.compile(model, self.compile_options)
+        if evaluation_mode and not self.strategy.sharding.is_active:
+            prepared = model.to(self.device)
+        else:
+            prepared = self.strategy.prepare(model)
         self._prepared.models.append(prepared)
         for optimizer in self._prepared.optimizers:  # prepared by an earlier call
             self.strategy.prepare_optimizer(optimizer.optimizer)
         return prepared
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> PreparedOptimizer:
         """Return an optimizer that steps only at the end of an optimizer step.
 
         Args:
             optimizer: The user's optimizer. A warning is logged if `save_state` cannot save it.
+            device_placement: Without effect: the state is where the parameters are.
 
         Raises:
             ValueError: If the optimizer is fused and has a parameter with gaps in memory.
@@ -256,27 +290,28 @@ class Accelerator(Checkpointing):
         return prepared
 
     def prepare_data_loader(
-        self, data_loader: DataLoader[Any], device_placement: bool | None = None
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> PreparedLoader:  # fmt: skip
         """Return a loader that yields this process's share of the batches. Collective.
 
         Args:
             data_loader: The user's DataLoader.
             device_placement: Whether to move batches to the device; None for the Accelerator's own setting.
+            slice_fn_for_dispatch: Without effect: each process reads its own batches.
 
         Raises:
             ValueError: If the DataLoader shards its samples itself, or cannot be split.
         """
-        sampler = getattr(data_loader.sampler, "generator", None) or data_loader.generator
-        seed = torch.initial_seed() if sampler is None else sampler.initial_seed()
-        number = len(self._prepared.loaders)
-        prepared = PreparedLoader(
-            data_loader,
-            self.strategy,
+        if isinstance(data_loader, PreparedLoader):
+            return data_loader
+        config = self.dataloader_config
+        prepared = make_loader(
+            with_seedable_sampler(data_loader, config.data_seed) if config.use_seedable_sampler else data_loader,
             self.flow,
-            mix(self.strategy.collectives.broadcast(seed), number),  # loaders of equal length get different orders
-            self.split_batches,
-            self.device_placement if device_placement is None else device_placement,
+            number=len(self._prepared.loaders),
+            split_batches=self.split_batches,
+            device_placement=self.device_placement if device_placement is None else device_placement,
+            even_batches=config.even_batches,
         )
         self._prepared.loaders.append(prepared)
         return prepared
@@ -292,11 +327,9 @@ class Accelerator(Checkpointing):
             keep_torch_compile: If False, the wrapper of `torch.compile` is removed too.
         """
         model = self.strategy.unwrap(model)
-        if not keep_fp32_wrapper and getattr(model.__dict__.get("forward"), "in_precision", False):
-            del model.forward
-        if not keep_torch_compile:
-            model = getattr(model, "_orig_mod", model)
-        return model
+        if not keep_fp32_wrapper:
+            restore_forward(model)
+        return model if keep_torch_compile else without_wrappers(model)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Drop all prepared objects and free cached memory; return a None for each argument."""
@@ -307,108 +340,6 @@ class Accelerator(Checkpointing):
         return [None] * len(objects)
 
     clear = free_memory
-
-    # Training step
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Backpropagate the loss of this process's batch, its mean over the batch's samples.
-
-        The loss is first divided by the number of accumulated batches and of processes, since gradients are summed over
-        all of them. The division is exact for powers of two.
-
-        Args:
-            loss: Scalar tensor with gradients.
-            kwargs: Arguments of `torch.Tensor.backward`, for example `retain_graph`.
-
-        Raises:
-            ValueError: If no model is prepared.
-        """
-        if not self._prepared.models:
-            raise ValueError("backward() comes after prepare(model, …), which was not called")
-        self.flow.trained += 1
-        share = self.gradient_accumulation_steps * self.num_processes
-        self.strategy.backward(loss if share == 1 else loss / share, **kwargs)
-
-    @contextlib.contextmanager
-    def accumulate(self, *models: torch.nn.Module) -> Iterator[None]:
-        """Enter the context of one batch: forward, backward, and the calls of the optimizer and the scheduler.
-
-        The calls take effect only on the last of `gradient_accumulation_steps` batches, or on the last batch of a
-        loader.
-
-        Args:
-            models: Models that are trained in it; default: all prepared ones.
-        """
-        self.flow.next_batch(self._accumulation.num_steps, self._accumulation.sync_with_dataloader)
-        with contextlib.ExitStack() as stack:
-            exchanges = self.sync_gradients or self._accumulation.sync_each_batch
-            for model in () if exchanges else models or self._prepared.models:
-                stack.enter_context(self.strategy.no_sync(model))
-            yield
-
-    @contextlib.contextmanager
-    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
-        """Enter the context of a forward and backward pass that no optimizer step follows: gradients stay local.
-
-        Args:
-            model: Prepared model whose gradients stay local.
-        """
-        with self.strategy.no_sync(model):
-            yield
-
-    @contextlib.contextmanager
-    def autocast(self) -> Iterator[None]:
-        """Enter the context of a mixed-precision computation outside of prepared models."""
-        with self.strategy.autocast():
-            yield
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor | None:
-        """Scale the gradients down if their norm exceeds `max_norm`.
-
-        Args:
-            parameters: Parameters whose gradients are clipped.
-            max_norm: Largest norm of all gradients together.
-            norm_type: Order of the norm; 2 for the Euclidean norm.
-
-        Returns:
-            The norm before clipping; None while gradients accumulate, which are not clipped.
-        """
-        if (chosen := self._complete(parameters)) is None:
-            return None
-        trained = [parameter for parameter in chosen if parameter.grad is not None]
-        if norm_type != 2 or not trained:
-            total = torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type)
-            return self.strategy.sharding.whole_tensors({"total": total})["total"]
-        grads = self.strategy.sharding.gradients(trained)
-        total = self.strategy.sharding.gradient_norms(trained, grads).total
-        # max_norm / (total + 1e-6), at most 1, as in torch.nn.utils.clip_grad_norm_.
-        torch._foreach_mul_(grads, (max_norm / (total + 1e-6)).clamp(max=1.0))
-        return total
-
-    @torch.no_grad()
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip each element of the gradients to ±`clip_value`; do nothing while gradients accumulate.
-
-        Args:
-            parameters: Parameters whose gradients are clipped.
-            clip_value: Largest absolute value.
-        """
-        if (chosen := self._complete(parameters)) is not None:
-            grads = self.strategy.sharding.gradients([each for each in chosen if each.grad is not None])
-            torch._foreach_clamp_min_(grads, -clip_value)
-            torch._foreach_clamp_max_(grads, clip_value)
-
-    def _complete(self, parameters: Any) -> list[torch.Tensor] | None:
-        """Return the parameters, with gradients unscaled from fp16; None while gradients accumulate."""
-        if not self.sync_gradients:
-            return None
-        chosen = self.strategy.prepared_parameters([parameters] if isinstance(parameters, torch.Tensor) else parameters)
-        wanted = {id(parameter) for parameter in chosen}
-        for optimizer in self._prepared.optimizers:
-            if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]):
-                self.strategy.unscale(optimizer.optimizer)
-        return chosen
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkippedLoader:
         """See `trainer_kit.accelerator.skip_first_batches`."""

@@ -6,24 +6,25 @@ import dataclasses
 import logging
 import os
 import uuid
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.accelerator.loader import PreparedLoader
-from trainer_kit.accelerator.options import ProjectConfiguration
+from trainer_kit.accelerator.model_saving import ModelSaving
 from trainer_kit.accelerator.project_lock import ProjectLock, lock_project
-from trainer_kit.accelerator.trackers import Tracking
+from trainer_kit.accelerator.utils.dataclasses import GradientAccumulationPlugin, ProjectConfiguration
 from trainer_kit.accelerator.validation import (
     KINDS,
     check_counts,
     check_replaceable,
     check_state,
     is_stateful,
+    keep_other_files,
 )
 from trainer_kit.accelerator.wrappers import PreparedOptimizer, PreparedScheduler
 from trainer_kit.checkpoint import (
@@ -35,18 +36,17 @@ from trainer_kit.checkpoint import (
     prune,
     read_state,
     remove_stale_staging,
-    save_tensors,
     take_snapshot,
     write_checkpoint,
 )
 from trainer_kit.checkpoint.compatibility import read_optimizer_state
+from trainer_kit.checkpoint.format.commit import staging_folder
 from trainer_kit.checkpoint.format.discovery import is_of_run, recover_replaced
-from trainer_kit.checkpoint.format.export import refuse_pickles, save_model_folder
+from trainer_kit.checkpoint.format.export import refuse_pickles
 from trainer_kit.checkpoint.format.loading import load_weights
 from trainer_kit.checkpoint.integrity import fetch_verified
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.optimizer_state import check_optimizer_state
-from trainer_kit.utils.pytree import map_tensors
 from trainer_kit.utils.rng import generator_states, set_generator_states
 
 logger = logging.getLogger("trainer_kit")
@@ -74,17 +74,26 @@ class Prepared:
             getattr(self, field.name).clear()
 
 
-class Checkpointing(Tracking):
+class Checkpointing(ModelSaving):
     """The part of an `Accelerator` that saves and loads.
 
     Args:
         strategy: Strategy that is set up before the first save.
         log_with: See `Accelerator`.
         project: Where files go.
+        accumulation: Settings of gradient accumulation.
     """
 
-    def __init__(self, strategy: Strategy, log_with: Any, project: ProjectConfiguration) -> None:
-        super().__init__(strategy, log_with, project)
+    def __init__(
+        self,
+        strategy: Strategy,
+        log_with: Any,
+        project: ProjectConfiguration,
+        accumulation: GradientAccumulationPlugin | None = None,
+    ) -> None:
+        super().__init__(strategy, log_with, project, accumulation)
+        self._save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._prepared = Prepared()
         self._lock: ProjectLock | None = None  # on the main process, after the first save to a numbered folder
         self._settings: dict[str, Any] = {}  # written to each checkpoint for the user; not restored
@@ -95,78 +104,6 @@ class Checkpointing(Tracking):
         """Number of the next checkpoint that is saved without a folder."""
         return self.project_configuration.iteration
 
-    def get_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the model's tensors under the user's own names. Collective.
-
-        Args:
-            model: Prepared or not.
-
-        Returns:
-            The tensors; if they are sharded over processes, whole on the host of the main process, and an empty dict
-            on the others.
-        """
-        self.flow.dispatch()
-        detached: dict[int, torch.Tensor] = {}  # XLA recognizes tied tensors only by object identity
-        state = self.strategy.sharding.collect_on_main(self.strategy.model_state(model))
-        if self.strategy.sharding.is_active and not self.is_main_process:
-            return {}
-        return {name: detached.setdefault(id(value), value.detach()) for name, value in state.items()}
-
-    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Save an object with `torch.save` on the main process, atomically and readable without XLA.
-
-        Args:
-            obj: Any object, or with `safe_serialization` a dict of tensors.
-            f: Path of the file.
-            safe_serialization: Whether to write safetensors; the file's name must then end with `.safetensors`.
-
-        Raises:
-            ValueError: If the name has another ending.
-        """
-        path = Path(f)
-        if safe_serialization and path.suffix != ".safetensors":
-            raise ValueError(f"safe_serialization=True writes safetensors, but the file is {str(path)!r}; name it so")
-        if not self.is_main_process:
-            return
-        if safe_serialization:
-            save_tensors(obj, path.parent, path.stem, to_host=self.strategy.device_info.to_host)
-            return
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            torch.save(map_tensors(self._readable_anywhere, obj), temporary)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-    def _readable_anywhere(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy an XLA tensor to the host: it could otherwise be loaded only where torch_xla is installed."""
-        return self.strategy.device_info.to_host(tensor.detach()) if tensor.device.type == "xla" else tensor
-
-    def save_model(
-        self,
-        model: torch.nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Write the model for inference: safetensors, and `config.json` where the model has one. Collective.
-
-        Args:
-            model: Prepared or not.
-            save_directory: Folder, created if missing.
-            max_shard_size: Bytes, or text such as "2GB".
-            safe_serialization: Must be True: pickles are not written.
-
-        Raises:
-            ValueError: If `safe_serialization` is False or the size is invalid.
-        """
-        refuse_pickles(safe_serialization)
-        state, module = self.get_state_dict(model), self.strategy.unwrap(model)
-        folder, to_host = Path(save_directory), self.strategy.device_info.to_host
-        self.strategy.collectives.on_main(
-            lambda: save_model_folder(folder, state, module, None, max_shard_size, to_host)
-        )
-
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
         """Commit a checkpoint of everything that was prepared or registered. Collective.
 
@@ -176,7 +113,7 @@ class Checkpointing(Tracking):
         sum of their gradients.
 
         Args:
-            output_dir: Folder of the checkpoint, replaced as a whole if it exists; None for
+            output_dir: Folder of the checkpoint. A checkpoint in it is replaced, other files stay. None for
                 `project_dir/checkpoints/checkpoint_N` with ascending numbers, of which `total_limit` are kept.
             safe_serialization: Must be True: pickles are not written.
 
@@ -184,8 +121,8 @@ class Checkpointing(Tracking):
             The checkpoint's folder.
 
         Raises:
-            ValueError: If there is no folder to write to, or it holds other files; or an optimizer's state cannot be
-                saved and loaded.
+            ValueError: If there is no folder to write to, or it is the working directory or contains it; or an
+                optimizer's state cannot be saved and loaded.
             FolderInUseError: If another process saves to numbered folders of `project_dir`, until it ends or calls
                 `end_training`.
         """
@@ -195,10 +132,15 @@ class Checkpointing(Tracking):
         folder = self._folder(given, "save_state()")
         self.flow.dispatch()  # computes all tensors in one graph, not one by one as they are read
         self.strategy.collectives.on_main(self._check_optimizers)
+        target = self.strategy.collectives.on_main(lambda: self._target(folder, given))
         models, states = self.strategy.sharding.collect_on_main(
             ([self.strategy.model_state(model) for model in self._prepared.models], self._states())
         )
-        directory = self.strategy.collectives.on_main(lambda: self._commit(folder, given, models, states))
+        for hook in self._save_hooks.values():
+            hook([*self._prepared.models], models, str(target))
+        if self._save_hooks:
+            self.wait_for_everyone()  # their files are part of the checkpoint
+        directory = self.strategy.collectives.on_main(lambda: self._commit(target, given is None, models, states))
         if given is None:
             project.iteration = int(directory.name.removeprefix(PREFIX)) + 1
         self.strategy.session.report_saved_step(self.flow.steps)
@@ -222,7 +164,10 @@ class Checkpointing(Tracking):
         if state is None:
             raise ValueError(f"{directory} holds no state of save_state(); a Trainer's is resumed by the Trainer")
         check_counts(state["counts"], prepared.counts(), directory)
-        self._restore_objects(source, directory)
+        models = [*prepared.models]
+        for hook in self._load_hooks.values():
+            hook(models, str(directory))
+        self._restore_objects(source, directory, models)
         if self.strategy.precision is not None:
             self.strategy.precision.load_state_dict(read_state(source, "precision") or {})
         for loader, saved in zip(prepared.loaders, read_state(source, "loaders") or [], strict=False):
@@ -252,6 +197,30 @@ class Checkpointing(Tracking):
                     "objects that have both can be kept"
                 )
         self._prepared.registered.extend(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Call a function at each `save_state`, on all processes, before the checkpoint is written.
+
+        Args:
+            hook: Called with the prepared models, a list of their states by position, and the checkpoint's folder, into
+                which it may write files. A state that it removes from the list on the main process is not saved.
+
+        Returns:
+            A handle whose `remove()` undoes this.
+        """
+        return _registered_hook(self._save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Call a function at each `load_state`, on all processes, before anything is restored.
+
+        Args:
+            hook: Called with a list of the prepared models and the checkpoint's folder. A model that it removes from
+                the list is not loaded.
+
+        Returns:
+            A handle whose `remove()` undoes this.
+        """
+        return _registered_hook(self._load_hooks, hook)
 
     def end_training(self) -> None:
         try:
@@ -326,19 +295,28 @@ class Checkpointing(Tracking):
             yield f"custom_{name}" + (f"_{seen[name]}" if seen[name] else ""), each
             seen[name] += 1
 
-    def _commit(self, folder: Path, output_dir: Path | None, models: list[Any], states: dict[str, Any]) -> Path:
-        """Write the checkpoint and prune old ones, on the main process only."""
-        confirm: Callable[[], object]
-        if output_dir is None:
+    def _target(self, folder: Path, given: Path | None) -> Path:
+        """Return the folder of the checkpoint to save, on the main process only; hooks may write into it."""
+        if given is None:
             self._lock = lock_project(folder.parent, self)
-            confirm = self._lock.confirm
             remove_stale_staging(folder)
             there = find_checkpoints(folder, PREFIX)
             number = max([self.project_configuration.iteration, *(_number(path) + 1 for path in there[-1:])])
-            output_dir = folder / f"{PREFIX}{number}"
+            given = folder / f"{PREFIX}{number}"
         else:
-            there, confirm = [], partial(check_replaceable, output_dir)
-            confirm()
+            check_replaceable(given)
+        if self._save_hooks:
+            given.mkdir(parents=True, exist_ok=True)
+        return given
+
+    def _commit(self, target: Path, is_numbered: bool, models: list[Any], states: dict[str, Any]) -> Path:
+        """Write the checkpoint and prune old ones, on the main process only."""
+
+        def confirm() -> None:
+            if is_numbered and self._lock is not None:
+                self._lock.confirm()
+            keep_other_files(target, staging_folder(target))
+
         named = dict(_numbered("model", models))
         snapshot = take_snapshot(
             self.flow.steps,
@@ -350,11 +328,12 @@ class Checkpointing(Tracking):
             more_models=named,
         )
         to_host = self.strategy.device_info.to_host
-        directory = write_checkpoint(folder, snapshot, name=output_dir.name, to_host=to_host, confirm=confirm)
-        if there and self.project_configuration.total_limit is not None:
-            own = [*(path for path in there if is_of_run(path, "accelerator", self._run_id)), directory]
+        directory = write_checkpoint(target.parent, snapshot, name=target.name, to_host=to_host, confirm=confirm)
+        if is_numbered and self.project_configuration.total_limit is not None:
+            there = find_checkpoints(target.parent, PREFIX)
+            own = [path for path in there if path == directory or is_of_run(path, "accelerator", self._run_id)]
             committed = [Committed(path.name, _number(path)) for path in own]
-            prune(folder, committed, Retention(self.project_configuration.total_limit))
+            prune(target.parent, committed, Retention(self.project_configuration.total_limit))
         return directory
 
     def _found(self, input_dir: Path | None) -> Path:
@@ -374,10 +353,10 @@ class Checkpointing(Tracking):
         check_state(input_dir)
         return input_dir
 
-    def _restore_objects(self, source: Path, directory: Path) -> None:
-        """Restore models, optimizers, schedulers and registered objects from `source`, which holds `directory`."""
+    def _restore_objects(self, source: Path, directory: Path, models: list[torch.nn.Module]) -> None:
+        """Restore these models, optimizers, schedulers and registered objects from `source`, a copy of `directory`."""
         prepared = self._prepared
-        for name, model in _numbered("model", prepared.models):
+        for name, model in _numbered("model", models):
             load_weights(
                 self.strategy.unwrap(model),
                 source,
@@ -424,6 +403,12 @@ class Checkpointing(Tracking):
                 parameter.grad = self.strategy.sharding.place_like(gradients[name], parameter)
             elif name in gradients and self.strategy.is_main:  # the next backward pass sums them over all processes
                 parameter.grad = torch.empty_like(parameter).copy_(gradients[name])
+
+
+def _registered_hook(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
 
 
 def _numbered(name: str, objects: Sequence[Any]) -> Iterator[tuple[str, Any]]:

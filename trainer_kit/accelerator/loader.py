@@ -40,7 +40,7 @@ class LoaderPosition(NamedTuple):
     complete: bool
 
 
-class PreparedLoader:
+class PreparedLoader(DataLoader[Any]):
     """A DataLoader whose batches come in an order f(seed, epoch), each to one process, on its device.
 
     Process r of n reads every n-th batch, so that all processes together see the order of a single process. Where one
@@ -64,6 +64,8 @@ class PreparedLoader:
         seed: Seed of the order; the same on all processes.
         split_batches: See `DataLoaderConfiguration`.
         device_placement: Whether to move batches to the device.
+        even_batches: Whether samples are repeated so that all processes have the same number of batches. If False, the
+            last batches of some processes of a dataset with indices are smaller or missing. Can be set.
 
     Attributes:
         loader: The user's DataLoader.
@@ -84,8 +86,11 @@ class PreparedLoader:
         seed: int,
         split_batches: bool = False,
         device_placement: bool = True,
+        even_batches: bool = True,
     ) -> None:
+        # Not super().__init__(): the settings are the user's DataLoader's.
         self.loader = loader
+        self.even_batches = even_batches
         self.epoch = 0
         self.gave_last, self.rows, self.real = False, 0, 0
         self._strategy = strategy
@@ -97,8 +102,11 @@ class PreparedLoader:
         self._first = strategy.rank * self._devices  # first share of this process
         self._splits = split_batches and self._shares > 1
         self._streams = isinstance(loader.dataset, IterableDataset) or _iterates_itself(loader)
-        samplers = () if self._streams else (loader.batch_sampler, loader.sampler)
-        self._samplers = [sampler for sampler in samplers if sampler is not None]
+        inner = getattr(loader.batch_sampler, "sampler", None)
+        samplers = () if self._streams else (loader.batch_sampler, inner, loader.sampler)
+        self._samplers = [
+            each for number, each in enumerate(samplers) if each is not None and not _holds(samplers[:number], each)
+        ]
         self._position, self._open = 0, False
         self._stand: LoaderPosition | None = None
         self._workers: WorkerReader | None = None
@@ -127,12 +135,23 @@ class PreparedLoader:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # a DataLoader's own refuses to set attributes
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_strategy", "_workers")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _strategy=state["_flow"].strategy, _workers=None)
+
     def __len__(self) -> int:
         """Return the number of batches per process in one pass."""
         batches, size = len(self.loader), 1 if self._splits else self._shares
+        if self._is_uneven and not self._splits and not self._drops:
+            return batches // size + (self._first < batches % size)
         return batches // size if self._drops else -(-batches // size)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return self.passing()
 
     @property
@@ -156,6 +175,21 @@ class PreparedLoader:
     def _drops(self) -> bool:
         return bool(getattr(self.loader.batch_sampler, "drop_last", self.loader.drop_last))
 
+    @property
+    def is_stream(self) -> bool:
+        """Whether the dataset has no indices."""
+        return self._streams
+
+    @property
+    def remainder(self) -> int:
+        """Number of samples in the last batch of all processes; 0 if that is unknown, or a whole batch."""
+        total = self.total_batch_size
+        return self.total_dataset_length % total if total and not self._streams else 0
+
+    @property
+    def _is_uneven(self) -> bool:
+        return not self.even_batches and not self._streams and self._shares > 1
+
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next pass; the pass that `load_state` found interrupted resumes if it has that number.
 
@@ -164,6 +198,8 @@ class PreparedLoader:
         """
         if self._stand is None or epoch != self._stand.epoch:
             self.epoch, self._position, self._stand = epoch, 0, None
+        for each in self._samplers:
+            set_epoch(each, epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, the seed and the total batch size."""
@@ -271,15 +307,30 @@ class PreparedLoader:
     def _jobs(self, epoch: int, position: int) -> Iterator[BatchRequest]:
         first: list[Any] = []
         rounds = _rounds(self._batches(epoch), 1 if self._splits else self._shares, self._drops)
-        for number, (batches, last) in enumerate(rounds):
+        for number, (batches, ahead) in enumerate(rounds):
             if not first:
                 first = [index for batch in batches for index in batch]
             if number < position:
                 continue
-            indices, real = self._share(batches, cycle(first), last)
+            if self._is_uneven:
+                indices, last = self._own(batches), not self._own(ahead)
+                real = len(indices)
+            else:
+                indices, real = self._share(batches, cycle(first), not ahead)
+                last = not ahead
+            if not indices:
+                return
             # The n-th global batch has the same seed with any number of processes.
             seed = mix(self._seed, epoch, number * self._shares + self._first)
             yield BatchRequest(epoch, seed, indices, real, last)
+
+    def _own(self, batches: list[list[Any]]) -> list[Any]:
+        """Return this process's part of a round without repeats, which may be empty."""
+        end = self._first + self._devices
+        if self._splits:
+            part = (self.batch_rows or 0) // self._shares
+            return batches[0][self._first * part : end * part] if batches else []
+        return [index for batch in batches[self._first : end] for index in batch]
 
     def _batches(self, epoch: int) -> Iterator[list[Any]]:
         """Return the batches of all processes, from the user's samplers."""
@@ -321,7 +372,7 @@ class PreparedLoader:
         first: list[Any] = []
         shares = range(self._first, self._first + self._devices)
         rounds = _rounds(self._stream(epoch), self._shares, self._drops)
-        for number, (batches, last) in enumerate(rounds):
+        for number, (batches, ahead) in enumerate(rounds):
             if not first and self._shares > 1:
                 first = batches
             if number < position:
@@ -329,7 +380,7 @@ class PreparedLoader:
             own = [batches[share] if share < len(batches) else first[share % len(first)] for share in shares]
             rows = [samples for samples, _ in own]
             real = sum(rows[: max(len(batches) - self._first, 0)])
-            yield Dealt(sum(rows), real, last, joined([batch for _, batch in own]))
+            yield Dealt(sum(rows), real, not ahead, joined([batch for _, batch in own]))
 
     def _stream(self, epoch: int) -> Iterator[tuple[int, Any]]:
         """Yield the batches of all processes, each with its number of samples."""
@@ -358,9 +409,18 @@ def _iterates_itself(loader: DataLoader[Any]) -> bool:
     return own.__iter__ is not plain.__iter__ or own._get_iterator is not plain._get_iterator
 
 
-def _rounds(batches: Iterator[Any], size: int, drops_last: bool) -> Iterator[tuple[list[Any], bool]]:
-    """Yield batches in rounds of `size`, each with a flag for the last round."""
-    ahead = list(islice(batches, size))
-    while ahead and not (drops_last and len(ahead) < size):
-        current, ahead = ahead, list(islice(batches, size))
-        yield current, not ahead or (drops_last and len(ahead) < size)
+def _holds(things: tuple[Any, ...], thing: Any) -> bool:
+    return any(each is thing for each in things)
+
+
+def _rounds(batches: Iterator[Any], size: int, drops_last: bool) -> Iterator[tuple[list[Any], list[Any]]]:
+    """Yield batches in rounds of `size`, each with the next round, which is empty after the last one."""
+    ahead = _round(batches, size, drops_last)
+    while ahead:
+        current, ahead = ahead, _round(batches, size, drops_last)
+        yield current, ahead
+
+
+def _round(batches: Iterator[Any], size: int, drops_last: bool) -> list[Any]:
+    found = list(islice(batches, size))
+    return [] if drops_last and len(found) < size else found

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from trainer_kit.accelerator.loader import PreparedLoader
 
 
-class SkippedLoader:
+class SkippedLoader(DataLoader[Any]):
     """A loader that skips the first batches of its pass.
 
     Args:
@@ -18,8 +20,12 @@ class SkippedLoader:
     """
 
     def __init__(self, loader: Any, batches: int) -> None:
+        # Not super().__init__(): the settings are the user's DataLoader's.
         self.loader = loader
         self.batches = batches
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # a DataLoader's own refuses to set attributes
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not set yet in a copy
@@ -29,7 +35,7 @@ class SkippedLoader:
     def __len__(self) -> int:
         return max(0, len(self.loader) - self.batches)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if isinstance(self.loader, PreparedLoader):
             return self.loader.passing(self.batches)
         return islice(iter(self.loader), self.batches, None)

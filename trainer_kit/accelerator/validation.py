@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 from trainer_kit.checkpoint import CheckpointError, read_state, verify
-from trainer_kit.checkpoint.format.manifest import STATE_FOLDER, Manifest, list_files
+from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME, STATE_FOLDER, Manifest
 from trainer_kit.checkpoint.format.trainer_state import BOOL, COUNT, OBJECT, TEXT, WHOLE, CheckedFile, or_none
 
 logger = logging.getLogger("trainer_kit")
@@ -64,20 +66,42 @@ def check_counts(saved: dict[str, int], now: dict[str, int], directory: Path) ->
 
 
 def check_replaceable(directory: Path) -> None:
-    """Check that the folder holds only a checkpoint, since saving replaces the whole folder.
+    """Check that a folder can be replaced by a rename.
 
     Raises:
-        ValueError: If the folder holds other files.
+        ValueError: If it is no folder, or the working directory is in it.
     """
-    if not directory.exists():
-        return
-    try:
-        known = Manifest.read(directory).files
-        others = [path.name for path in list_files(directory) if path.relative_to(directory).as_posix() not in known]
-    except CheckpointError:
-        others = [path.name for path in directory.iterdir()] + ["manifest.json"]
-    if others := [name for name in others if name != "manifest.json"]:
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"save_state() cannot write to {directory}, which is a file; give a folder")
+    if Path.cwd().is_relative_to(directory.resolve()):
         raise ValueError(
-            f"save_state() would replace {directory}, which holds {others[0]!r}; give a folder that holds nothing but "
-            "a checkpoint"
+            f"save_state() cannot replace {directory}, since it is the working directory or contains it; give a folder "
+            "below it"
         )
+
+
+def keep_other_files(directory: Path, staging: Path) -> None:
+    """Link what is in a folder, but in no checkpoint of it, into the staged checkpoint that replaces it.
+
+    Args:
+        directory: The folder; it may be missing.
+        staging: Folder of the complete staged checkpoint, on the same disk.
+    """
+    try:
+        known = {*Manifest.read(directory).files, MANIFEST_NAME}
+    except CheckpointError:
+        known = set()
+    for path in sorted(directory.rglob("*")) if directory.is_dir() else ():
+        name = path.relative_to(directory)
+        target = staging / name
+        if name.as_posix() in known or target.exists():
+            continue
+        if path.is_dir() and not path.is_symlink():
+            if not any(other.startswith(f"{name.as_posix()}/") for other in known):
+                target.mkdir()
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(path, target, follow_symlinks=False)
+        except OSError:  # a disk without links
+            shutil.copy2(path, target, follow_symlinks=False)

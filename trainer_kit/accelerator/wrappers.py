@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from trainer_kit.accelerator.utils.dataclasses import GradientAccumulationPlugin
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.pytree import map_tensors
 
@@ -22,6 +23,10 @@ class BeingRead(Protocol):
     rows: int
     real: int
 
+    @property
+    def remainder(self) -> int:
+        """See `PreparedLoader.remainder`."""
+
 
 class AccumulationState:
     """Position of the user's loop within an optimizer step.
@@ -30,9 +35,11 @@ class AccumulationState:
 
     Args:
         strategy: Strategy of the loop.
+        settings: Settings of gradient accumulation.
 
     Attributes:
         strategy: Strategy of the loop.
+        settings: Settings of gradient accumulation.
         sync_gradients: Whether this batch ends an optimizer step.
         batches: Batches in the unfinished optimizer step so far.
         steps: Optimizer steps taken.
@@ -40,8 +47,9 @@ class AccumulationState:
         loaders: Prepared loaders that are being iterated, innermost last.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy, settings: GradientAccumulationPlugin | None = None) -> None:
         self.strategy = strategy
+        self.settings = settings or GradientAccumulationPlugin()
         self._has_stepped = False  # since the last dispatch to the device
         self._has_cleared = False
         self.sync_gradients = True
@@ -56,16 +64,11 @@ class AccumulationState:
     def __reduce__(self) -> tuple[Callable[[], AccumulationState], tuple[()]]:
         return _flow_of_no_loop, ()
 
-    def next_batch(self, accumulation: int, ends_with_loader: bool) -> None:
-        """Count a batch and determine whether it ends an optimizer step.
-
-        Args:
-            accumulation: Batches per optimizer step.
-            ends_with_loader: Whether a loader's last batch ends a step too.
-        """
-        at_the_end = ends_with_loader and bool(self.loaders) and self.loaders[-1].gave_last
+    def next_batch(self) -> None:
+        """Count a batch and determine whether it ends an optimizer step."""
+        at_the_end = self.settings.sync_with_dataloader and bool(self.loaders) and self.loaders[-1].gave_last
         self.batches += 1
-        self.sync_gradients = at_the_end or self.batches >= accumulation
+        self.sync_gradients = at_the_end or self.batches >= self.settings.num_steps
         if self.sync_gradients:
             self.batches = 0
 
@@ -304,6 +307,12 @@ def compute_in_precision(model: torch.nn.Module, autocast: Callable[[], Any]) ->
     forward.__wrapped__ = function  # type: ignore[attr-defined]  # keeps the signature inspectable
     forward.in_precision = True  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)
+
+
+def restore_forward(model: torch.nn.Module) -> None:
+    """Undo `compute_in_precision`."""
+    if getattr(model.__dict__.get("forward"), "in_precision", False):
+        del model.forward
 
 
 def _to_float32(tensor: torch.Tensor) -> torch.Tensor:

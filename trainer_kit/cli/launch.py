@@ -28,8 +28,27 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("rdzv-id", {"metavar": "NAME", "help": "name of the run, the same on all machines"}),
     ("start-timeout", {"type": float, "metavar": "SECONDS", "help": "how long to wait for other machines"}),
     ("mixed-precision", {"choices": ("no", "fp16", "bf16", "fp8"), "help": "what to compute in"}),
+    ("gradient-accumulation-steps", {"type": int, "metavar": "N", "help": "batches per step of an Accelerator"}),
+    ("dynamo-backend", {"metavar": "NAME", "help": "compiler of an Accelerator's models, such as inductor"}),
     ("profile", {"metavar": "FIRST:LAST", "help": "write a trace of these steps, such as 10:20"}),
 )  # fmt: skip
+
+
+# accelerate's names of options, and ours.
+_OTHER_NAMES = {
+    "num_machines": "num-nodes",
+    "machine_rank": "node-rank",
+    "main_process_ip": "master-addr",
+    "main_process_port": "master-port",
+    "config_file": "config",
+    "use_fsdp": "fsdp",
+}
+# Options of accelerate whose meaning holds without them, with the number of their values.
+_SATISFIED = {
+    "multi_gpu": 0, "same_network": 0, "quiet": 0, "debug": 0, "enable_cpu_affinity": 0, "role": 1, "tee": 1,
+    "main_training_function": 1, "num_cpu_threads_per_process": 1,
+}  # fmt: skip
+_REFUSED = ("use_deepspeed", "use_megatron_lm", "use_parallelism_config", "no_python")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add(parser, "prefix", {"action": "store_true", "help": "show the output of all ranks, each line after [rank N]"})
     _add(parser, "dry-run", {"action": "store_true", "help": "print what would be started"})
+    for name, values in _SATISFIED.items():
+        kind: dict[str, Any] = {} if values else {"action": "store_true"}
+        _add(parser, name.replace("_", "-"), {**kind, "dest": "_satisfied", "help": argparse.SUPPRESS})
+    for name in _REFUSED:
+        _add(parser, name.replace("_", "-"), {"action": _Refuse, "nargs": 0, "help": argparse.SUPPRESS})
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script", help="what to run in each process")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -104,8 +128,18 @@ def _add(parser: argparse.ArgumentParser, name: str, settings: dict[str, Any]) -
     if is_field:
         settings = {**settings, "default": argparse.SUPPRESS}
     parser.add_argument(f"--{name}", **settings)
-    if "-" in name:
-        parser.add_argument(f"--{name.replace('-', '_')}", **{**settings, "help": argparse.SUPPRESS})
+    hidden = {"dest": name.replace("-", "_"), **settings, "help": argparse.SUPPRESS}
+    others = [theirs for theirs, ours in _OTHER_NAMES.items() if ours == name]
+    spellings = {*([name.replace("-", "_")] if "-" in name else []), *others, *(n.replace("_", "-") for n in others)}
+    for spelling in sorted(spellings):
+        parser.add_argument(f"--{spelling}", **hidden)
+
+
+class _Refuse(argparse.Action):
+    """An option of accelerate for which there is nothing here."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
+        parser.error(f"{args[-1]} is not available; --fsdp shards a large model over the processes")
 
 
 def _exit_code(code: int | None) -> int:

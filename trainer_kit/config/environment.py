@@ -26,6 +26,8 @@ USE_CPU = "TRAINER_KIT_USE_CPU"
 PROFILE = "TRAINER_KIT_PROFILE"
 USE_TPU = "TRAINER_KIT_USE_TPU"
 FSDP = "TRAINER_KIT_FSDP"
+ACCUMULATION = "TRAINER_KIT_GRADIENT_ACCUMULATION_STEPS"
+DYNAMO_BACKEND = "TRAINER_KIT_DYNAMO_BACKEND"
 PROGRESS_FILE = "TRAINER_KIT_PROGRESS_FILE"
 DEBUG = ("TRAINER_KIT_DEBUG", "ACCELERATE_DEBUG_MODE")
 
@@ -249,6 +251,16 @@ def slurm_job() -> str | None:
 def mixed_precision() -> str:
     """Return the mixed precision that the launcher requests; "no" by default."""
     return os.environ.get(MIXED_PRECISION, "no")
+
+
+def gradient_accumulation_steps() -> int:
+    """Return the batches per optimizer step that the launcher requests of an Accelerator; 1 by default."""
+    return _number(ACCUMULATION, 1, least=1) or 1
+
+
+def dynamo_backend() -> str:
+    """Return the compiler that the launcher requests of an Accelerator; "NO" by default."""
+    return os.environ.get(DYNAMO_BACKEND, "NO")
 
 
 def use_cpu() -> bool:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from trainer_kit.config import environment
 from trainer_kit.config.field_types import Interval
 from trainer_kit.config.validation import Rule, check_names, check_values, load_fields, save_fields
+from trainer_kit.launch.accelerate_config import from_accelerate, is_of_accelerate
 from trainer_kit.utils.units import format_count
 
 logger = logging.getLogger("trainer_kit")
@@ -71,6 +72,8 @@ class LaunchConfig:
         tpu: Whether to train on XLA devices: those that PJRT_DEVICE names, else TPUs. One process drives all devices of
             its machine; `num_processes` then counts devices, and must be all of them or 1 (one chip of a TPU).
         fsdp: Whether runs whose arguments leave `strategy` at "auto" shard the model over the processes.
+        gradient_accumulation_steps: Batches per optimizer step of an `Accelerator` whose arguments leave it out.
+        dynamo_backend: Compiler of `torch.compile` for an `Accelerator` whose arguments leave it out; "NO": none.
         monitor_interval: Seconds between two checks of the processes.
         start_timeout: Seconds to wait for the other machines.
     """
@@ -91,6 +94,8 @@ class LaunchConfig:
     cpu: bool = dataclasses.field(default_factory=environment.use_cpu)
     tpu: bool = dataclasses.field(default_factory=environment.use_tpu)
     fsdp: bool = dataclasses.field(default_factory=environment.fsdp)
+    gradient_accumulation_steps: _Count = 1
+    dynamo_backend: _Word = "NO"
     monitor_interval: _Seconds = 0.1
     start_timeout: _Seconds = 600.0
 
@@ -219,7 +224,7 @@ class LaunchConfig:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LaunchConfig:
-        """Read a file that `save` or the user wrote; missing fields take their defaults.
+        """Read a file that `save`, the user or `accelerate config` wrote; missing fields take their defaults.
 
         Args:
             path: Path of a .yaml, .yml or .json file.
@@ -232,6 +237,8 @@ class LaunchConfig:
         """
         values = load_fields(path)
         try:
+            if is_of_accelerate(values):
+                values = from_accelerate(values)
             check_names(cls, values, _NAMED_OTHERWISE)
             return cls(**values)
         except TypeError as error:

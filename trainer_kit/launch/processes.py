@@ -133,6 +133,8 @@ def variables(config: LaunchConfig) -> dict[str, str]:
         environment.USE_CPU: str(int(config.cpu)),
         environment.FSDP: str(int(config.fsdp)),
         environment.USE_TPU: str(int(config.tpu)),
+        environment.ACCUMULATION: str(config.gradient_accumulation_steps),
+        environment.DYNAMO_BACKEND: config.dynamo_backend,
     }
     if config.profile is not None:
         settings[environment.PROFILE] = config.profile

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -237,6 +237,14 @@ class Strategy:
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Return the context of each micro-batch except a step's last, in which gradients are not exchanged."""
+        return contextlib.nullcontext()
+
+    def trigger_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of a backward pass that exchanges gradients after a forward pass in `no_sync`."""
+        return contextlib.nullcontext()
+
+    def join_uneven(self, models: Sequence[torch.nn.Module]) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of training steps whose number differs between processes; all enter and leave it."""
         return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:

@@ -9,14 +9,16 @@ import multiprocessing.util
 import socket
 import weakref
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer_kit.config import environment
 from trainer_kit.config.compile_options import CompileOptions
+from trainer_kit.strategies import comm_hooks
 from trainer_kit.strategies.ddp_buckets import FixedBuckets
 from trainer_kit.strategies.ddp_module import Replica, take_from_main
 from trainer_kit.strategies.grad_exchange import GradientExchange
@@ -53,6 +55,8 @@ class DDP(SingleDevice):
         gradient_as_bucket_view: Whether gradients are views of the buckets, which saves one copy of all gradients.
         ddp_timeout: Seconds after which a collective fails because a process has not joined it.
         gradient_compression: "bf16" sends gradients in bfloat16; "no" sends them in their own dtype.
+        comm_hook: Name of a communication hook of torch, name of the hook that wraps it, and options of its state, see
+            `comm_hooks.register`; None: none.
         sync_batch_norm: Whether batch norms compute statistics over all processes (NVIDIA GPUs only).
         heartbeat_timeout: Seconds after which a process that does not answer counts as lost.
         device: Device of this process; None: one GPU for each process if there are GPUs, else the CPU.
@@ -75,6 +79,7 @@ class DDP(SingleDevice):
         gradient_as_bucket_view: bool = True,
         ddp_timeout: float = 1800.0,
         gradient_compression: Literal["no", "bf16"] = "no",
+        comm_hook: tuple[str, str, Mapping[str, Any]] | None = None,
         sync_batch_norm: bool = False,
         heartbeat_timeout: float = 30.0,
         device: str | torch.device | None = None,
@@ -88,6 +93,10 @@ class DDP(SingleDevice):
             )
         if gradient_compression not in ("no", "bf16"):
             raise ValueError(f"gradient_compression={gradient_compression!r} is not known; use 'no' or 'bf16'")
+        if comm_hook is not None and gradient_compression != "no":
+            raise ValueError("comm_hook and gradient_compression both change how gradients are sent; give one of them")
+        if comm_hook is not None:
+            comm_hooks.check(*comm_hook[:2])
         for name, seconds in (("ddp_timeout", ddp_timeout), ("heartbeat_timeout", heartbeat_timeout)):
             if not seconds > 0:
                 raise ValueError(f"{name}={seconds!r} must be a number of seconds above 0")
@@ -100,6 +109,8 @@ class DDP(SingleDevice):
         self.session = self.session_type(self.collectives)
         self.sync_batch_norm = sync_batch_norm
         self.gradient_compression = gradient_compression
+        self.comm_hook = comm_hook
+        self._is_uneven = False
         self.options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters and not static_graph,  # a static graph finds them anyway
             "static_graph": static_graph,
@@ -203,8 +214,9 @@ class DDP(SingleDevice):
         devices = [self.device] if self.device.type == "cuda" else None
         wrapped = FixedBuckets(module, device_ids=devices, **self.options, **_SENDS_BY_ITSELF)
         if self.gradient_compression == "bf16":
-            # Wrapped in a lambda: torch refuses its own hook on gloo by name, although gloo can send bfloat16.
-            wrapped.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
+            comm_hooks.register(wrapped, "bf16")
+        elif self.comm_hook is not None:
+            comm_hooks.register(wrapped, *self.comm_hook)
         return wrapped
 
     def _exchange(self, module: torch.nn.Module) -> GradientExchange:
@@ -223,6 +235,19 @@ class DDP(SingleDevice):
         if isinstance(model, Replica) and not self.options["static_graph"]:
             return model.no_sync()
         return super().no_sync(model)
+
+    def trigger_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        return model.trigger_sync() if isinstance(model, Replica) else super().trigger_sync(model)
+
+    @contextlib.contextmanager
+    def join_uneven(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
+        joined = [replica.joinable() for replica in models if isinstance(replica, Replica)]
+        self._is_uneven = True  # torch sends the last process's buffers at the end
+        try:
+            with self.group.watched(), Join([each for each in joined if each is not None]):
+                yield
+        finally:
+            self._is_uneven = False
 
     def defer_gradient_sync(self, is_deferred: bool) -> None:
         if is_deferred and self.sync_batch_norm:
@@ -248,7 +273,7 @@ class DDP(SingleDevice):
                 model.exchange.discard()
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        if not any(replica.called for replica in self._replicas) and self._replicas:
+        if self._replicas and not any(replica.called for replica in self._replicas) and self._trains(loss):
             raise ValueError(
                 "the loss was computed without calling the model itself, so that processes would not exchange its "
                 "gradients; call model(...), in compute_loss too, not a method of it or its parts"
@@ -259,6 +284,20 @@ class DDP(SingleDevice):
             for replica in self._replicas:
                 if replica.exchange is not None:
                     replica.exchange.send_rest()
+
+    def _trains(self, loss: torch.Tensor) -> bool:
+        """Return whether the loss depends on a parameter of a prepared model."""
+        known = {id(parameter) for replica in self._replicas for parameter in replica.module.parameters()}
+        nodes, seen = [loss.grad_fn], set[Any]()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if id(getattr(node, "variable", None)) in known:
+                return True
+            nodes += [following for following, _ in node.next_functions]
+        return False
 
     def step(
         self,
@@ -273,7 +312,7 @@ class DDP(SingleDevice):
         norms = super().step(optimizer, max_norm, max_value, nonfinite)
         # Only the buffers of this optimizer's models: another model's graph may still need its own (GANs).
         buffers = [buffer for replica in self._trained[optimizer] for buffer in replica.buffers_to_share()]
-        if buffers:
+        if buffers and not self._is_uneven:
             with self.group.watched():
                 take_from_main(buffers)
         self.group.heartbeat.steps += 1

@@ -78,6 +78,10 @@ class Replica(torch.nn.Module):
                 raise
             raise ValueError(sentence) from error
 
+    def __reduce__(self) -> tuple[Callable[[torch.nn.Module], torch.nn.Module], tuple[torch.nn.Module]]:
+        """Copy and pickle the user's module only: a copy takes part in no run."""
+        return _itself, (self.module,)
+
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the user's module, such as its `config`."""
         try:
@@ -91,6 +95,25 @@ class Replica(torch.nn.Module):
             return self._accumulating()
         module = self._synchronized_module()
         return contextlib.nullcontext() if module is None else module.no_sync()
+
+    @contextlib.contextmanager
+    def trigger_sync(self) -> Iterator[None]:
+        """Enter the context of a backward pass that exchanges gradients after a forward pass in `no_sync`."""
+        module = self._synchronized_module()
+        if module is None:
+            yield
+            return
+        before = module.require_backward_grad_sync
+        module.require_backward_grad_sync = True
+        module.reducer.prepare_for_backward([])
+        try:
+            yield
+        finally:
+            module.require_backward_grad_sync = before
+
+    def joinable(self) -> FixedBuckets | None:
+        """Return what takes part in the exchange of gradients for a process that has no batches left."""
+        return self._synchronized_module()
 
     @contextlib.contextmanager
     def _accumulating(self) -> Iterator[None]:
@@ -135,6 +158,10 @@ class Replica(torch.nn.Module):
             "set strategy=DDP(find_unused_parameters=True) (for an Accelerator: kwargs_handlers="
             "[DistributedDataParallelKwargs(find_unused_parameters=True)])"
         )
+
+
+def _itself(module: torch.nn.Module) -> torch.nn.Module:
+    return module
 
 
 def _described(tensor: torch.Tensor) -> str:

@@ -24,6 +24,9 @@ class Precision:
             `torch.set_float32_matmul_precision`. None: as it is set.
         emulate_fp8: Whether devices without fp8 compute as those that have it, slowly, for tests.
 
+    Attributes:
+        scaler_options: Arguments of the gradient scaler that `setup` makes.
+
     Raises:
         ValueError: If `mode` is another value.
     """
@@ -35,6 +38,7 @@ class Precision:
         self.float32_matmul = float32_matmul
         self.emulate_fp8 = emulate_fp8
         self.dtype = _DTYPES[mode]
+        self.scaler_options: dict[str, Any] = {}
         self.scaler: torch.amp.GradScaler | None = None
         self._unscaled: list[torch.optim.Optimizer] = []
         self._has_stepped = False
@@ -53,7 +57,7 @@ class Precision:
         if self.float32_matmul is not None:
             torch.set_float32_matmul_precision(self.float32_matmul)
         self._unscaled, self._has_stepped = [], False
-        self.scaler = torch.amp.GradScaler(device.type) if self.mode == "fp16" else None
+        self.scaler = torch.amp.GradScaler(device.type, **self.scaler_options) if self.mode == "fp16" else None
 
     def convert(self, model: torch.nn.Module) -> None:
         """Replace the layers of a model, on its device, that compute in "fp8".

@@ -74,13 +74,18 @@ def write_checkpoint(
         raise
 
 
+def staging_folder(final: Path) -> Path:
+    """Return the folder in which this process stages a checkpoint of this path."""
+    return final.with_name(f"{STAGING_PREFIX}{final.name}-{os.getpid()}")
+
+
 def open_staging(output_dir: Path, name: str) -> Path:
     """Create the folder in which a checkpoint of this name is staged.
 
     Raises:
         OSError: If the folder cannot be created.
     """
-    staging = output_dir / f"{STAGING_PREFIX}{name}-{os.getpid()}"
+    staging = staging_folder(output_dir / name)
     make_run_folder(output_dir)
     remove_folder(staging)  # of an earlier process with the same PID
     try:

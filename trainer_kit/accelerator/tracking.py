@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer_kit._version import __version__
-from trainer_kit.accelerator.options import ProjectConfiguration
 from trainer_kit.accelerator.process_info import ProcessInfo
+from trainer_kit.accelerator.utils.dataclasses import GradientAccumulationPlugin, ProjectConfiguration
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.scalars import as_scalar, read_scalars
 from trainer_kit.utils.event_file import summary_writer
@@ -156,6 +156,7 @@ class Tracking(ProcessInfo):
         strategy: Strategy that is set up.
         log_with: Trackers to use; see `Accelerator`.
         project: Where files go.
+        accumulation: Settings of gradient accumulation.
 
     Attributes:
         trackers: Trackers that were started; empty except on the main process.
@@ -166,9 +167,15 @@ class Tracking(ProcessInfo):
         TypeError: If an object in it has no method `log`.
     """
 
-    def __init__(self, strategy: Strategy, log_with: Any, project: ProjectConfiguration) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        log_with: Any,
+        project: ProjectConfiguration,
+        accumulation: GradientAccumulationPlugin | None = None,
+    ) -> None:
         guard_standard_streams()
-        super().__init__(strategy)
+        super().__init__(strategy, accumulation)
         self.trackers: list[Any] = []
         self.project_configuration = project
         self._chosen_trackers = chosen_trackers(log_with)

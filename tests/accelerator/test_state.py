@@ -1,0 +1,110 @@
+"""`PartialState`, `AcceleratorState` and `GradientState` of one process and of two."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from kit.ranks import on_ranks
+
+from trainer_kit.accelerator import Accelerator, AcceleratorState, GradientState, PartialState
+from trainer_kit.accelerator.utils.dataclasses import GradientAccumulationPlugin
+from trainer_kit.accelerator.utils.enums import DistributedType
+from trainer_kit.errors import DistributedOperationException
+
+
+@pytest.fixture(autouse=True)
+def fresh_states() -> None:
+    PartialState._reset_state()
+    GradientState._reset_state()
+
+
+def test_all_objects_share_the_facts() -> None:
+    state = PartialState(cpu=True)
+    assert (state.num_processes, state.process_index, state.device) == (1, 0, torch.device("cpu"))
+    assert not state.use_distributed
+    assert PartialState().strategy is state.strategy
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    assert state.strategy is accelerator.strategy
+    assert accelerator.state.mixed_precision == AcceleratorState().mixed_precision == "bf16"
+    assert accelerator.state.deepspeed_plugin is None
+    accelerator.state.distributed_type = DistributedType.FSDP
+    assert PartialState().distributed_type is DistributedType.FSDP
+    assert Accelerator(cpu=True).state.distributed_type is DistributedType.NO
+    with pytest.raises(ValueError, match=r"mixed_precision='bf16' differs from that of the Accelerator, 'no'; give"):
+        AcceleratorState(mixed_precision="bf16")
+    assert pickle.loads(pickle.dumps(state)).__dict__ is state.__dict__
+
+
+def test_the_position_within_a_step() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(range(10), batch_size=4))
+    state = GradientState()
+    assert (state.num_steps, state.remainder, state.active_dataloader) == (2, -1, None)
+    seen = []
+    for _ in loader:
+        assert state.active_dataloader is loader
+        assert state.in_dataloader
+        with accelerator.accumulate():
+            seen.append((state.sync_gradients, state.end_of_dataloader, state.remainder))
+    assert seen == [(False, False, 2), (True, False, 2), (True, True, 2)]
+    assert state.plugin_kwargs == {"num_steps": 2}
+    accelerator.gradient_accumulation_steps = 3
+    accelerator.sync_gradients = False
+    assert (GradientState().num_steps, GradientState().sync_gradients) == (3, False)
+    assert (
+        GradientState(GradientAccumulationPlugin(num_steps=5)).num_steps == accelerator.gradient_accumulation_steps == 5
+    )
+
+
+@pytest.mark.parametrize("inputs", [[1, 2, 3], (1, 2, 3), torch.tensor([1, 2, 3]), {"a": [1, 2], "b": "other"}])
+def test_one_process_gets_all(inputs: Any) -> None:
+    with PartialState(cpu=True).split_between_processes(inputs) as part:
+        assert part is inputs
+
+
+def parts(apply_padding: bool) -> list[Any]:
+    PartialState._reset_state()  # of an earlier call in this process
+    state, found = PartialState(cpu=True), []
+    for inputs in ([1, 2, 3], (1, 2, 3), {"a": ["x", "y", "z"], "b": torch.arange(6).reshape(3, 2)}, [1], []):
+        with state.split_between_processes(inputs, apply_padding=apply_padding) as part:  # type: ignore[arg-type]
+            found.append(part)
+    return found
+
+
+@pytest.mark.distributed
+def test_two_processes_get_parts() -> None:
+    first, second = on_ranks(2, parts, False)
+    assert first[:2] == [[1, 2], (1, 2)]
+    assert second[:2] == [[3], (3,)]
+    assert (first[2]["a"], second[2]["a"]) == (["x", "y"], ["z"])
+    assert torch.equal(torch.cat([first[2]["b"], second[2]["b"]]), torch.arange(6).reshape(3, 2))
+    assert (first[3:], second[3:]) == ([[1], []], [[], []])
+    first, second = on_ranks(2, parts, True)
+    assert second[:2] == [[3, 3], (3, 3)]
+    assert second[2]["b"].tolist() == [[4, 5], [4, 5]]
+    assert second[3:] == [[1], []]
+
+
+def unequal() -> list[str]:
+    PartialState._reset_state()
+    state, messages = PartialState(cpu=True), []
+    state.debug = True
+    tensor = torch.ones(1 + state.process_index, *([1] * state.process_index))
+    for operation in (state.reduce, state.broadcast, state.pad_across_processes):
+        try:
+            operation(tensor)
+        except DistributedOperationException as error:
+            messages.append(str(error))
+    state.debug = False
+    return messages
+
+
+@pytest.mark.distributed
+def test_debug_mode_compares_shapes() -> None:
+    first, second = on_ranks(2, unequal)
+    assert first == second
+    assert [message.partition("()")[0] for message in first] == ["reduce", "broadcast", "pad_across_processes"]
+    assert first[0].endswith("by rank: [[[1]], [[2, 1]]]; give all of them the same shapes")

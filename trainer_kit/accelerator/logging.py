@@ -1,0 +1,66 @@
+"""`get_logger`: loggers that write on selected processes."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import MutableMapping
+from typing import Any
+
+from trainer_kit.accelerator.state import PartialState
+from trainer_kit.config import environment
+
+
+class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
+    """A logger whose calls take `main_process_only` (True unless given) and `in_order`."""
+
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        """Log a message.
+
+        Args:
+            level: Level of the message.
+            msg: The message.
+            args: Its arguments.
+            kwargs: Arguments of `logging.Logger.log`; `main_process_only`: whether only the main process writes;
+                `in_order`: whether the processes write one after another, which makes the call collective.
+        """
+        only_main, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
+        kwargs.setdefault("stacklevel", 2)
+        if not self.isEnabledFor(level):
+            return
+        if in_order and not only_main:
+            state = PartialState()
+            for rank in range(state.num_processes):
+                if rank == state.process_index:
+                    self._write(level, msg, *args, **kwargs)
+                state.wait_for_everyone()
+        elif environment.place().rank == 0 or not only_main:  # needs no process group, which may come later
+            self._write(level, msg, *args, **kwargs)
+
+    def _write(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        kwargs["stacklevel"] += 1
+        text, options = self.process(msg, kwargs)
+        self.logger.log(level, text, *args, **options)
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Return the message and its options unchanged."""
+        return msg, kwargs
+
+    @functools.cache  # noqa: B019  # an adapter lives as long as its logger
+    def warning_once(self, *args: Any, **kwargs: Any) -> None:
+        """Log a warning the first time that it is called with these arguments."""
+        self.warning(*args, **kwargs)
+
+
+def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+    """Return a logger that writes on selected processes: by default on the main one.
+
+    Args:
+        name: Name of the logger, such as `__name__`.
+        log_level: Level below which messages are dropped; None: as logging is configured.
+    """
+    logger = logging.getLogger(name)
+    if log_level is not None:
+        logger.setLevel(log_level.upper())
+        logger.root.setLevel(log_level.upper())
+    return MultiProcessAdapter(logger, {})

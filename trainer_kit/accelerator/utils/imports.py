@@ -1,0 +1,121 @@
+"""Which packages and devices there are."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+
+import torch
+
+from trainer_kit.config import environment
+
+_PACKAGES = {
+    "is_4bit_bnb_available": "bitsandbytes",
+    "is_8bit_bnb_available": "bitsandbytes",
+    "is_aim_available": "aim",
+    "is_bnb_available": "bitsandbytes",
+    "is_boto3_available": "boto3",
+    "is_clearml_available": "clearml",
+    "is_comet_ml_available": "comet_ml",
+    "is_datasets_available": "datasets",
+    "is_dvclive_available": "dvclive",
+    "is_lomo_available": "lomo_optim",
+    "is_matplotlib_available": "matplotlib",
+    "is_mlflow_available": "mlflow",
+    "is_pandas_available": "pandas",
+    "is_peft_available": "peft",
+    "is_pynvml_available": "pynvml",
+    "is_pytest_available": "pytest",
+    "is_rich_available": "rich",
+    "is_sagemaker_available": "sagemaker",
+    "is_schedulefree_available": "schedulefree",
+    "is_swanlab_available": "swanlab",
+    "is_timm_available": "timm",
+    "is_torchao_available": "torchao",
+    "is_torchdata_available": "torchdata",
+    "is_torchvision_available": "torchvision",
+    "is_trackio_available": "trackio",
+    "is_transformers_available": "transformers",
+    "is_triton_available": "triton",
+    "is_wandb_available": "wandb",
+}
+
+_NEVER = (
+    "is_deepspeed_available", "is_habana_gaudi1", "is_hpu_available", "is_megatron_lm_available", "is_mlu_available",
+    "is_msamp_available", "is_musa_available", "is_neuron_available", "is_npu_available", "is_pippy_available",
+    "is_sdaa_available", "is_transformer_engine_available", "is_transformer_engine_mxfp8_available",
+    "is_xccl_available", "is_xpu_available",
+)  # fmt: skip
+"""Devices and packages that no strategy of trainer_kit uses."""
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Return whether bfloat16 can be computed on this machine's device."""
+    if environment.xla_device_type() is not None:
+        return not ignore_tpu
+    return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True
+
+
+def is_fp16_available() -> bool:
+    """Return whether float16 can be computed on this machine's device."""
+    return True
+
+
+def is_fp8_available() -> bool:
+    """Return whether fp8 can be computed: torchao is installed."""
+    return _is_installed("torchao")
+
+
+def is_cuda_available() -> bool:
+    """Return whether torch finds an NVIDIA or AMD GPU."""
+    return torch.cuda.is_available()
+
+
+def is_rocm_available() -> bool:
+    """Return whether torch is built for AMD's GPUs."""
+    return torch.version.hip is not None
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Return whether torch finds an Apple GPU."""
+    return torch.backends.mps.is_available()
+
+
+def is_tensorboard_available() -> bool:
+    """Return whether event files for TensorBoard can be written."""
+    return _is_installed("tensorboard")
+
+
+def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+    """Return whether torch_xla is installed, and with `check_is_tpu` finds a TPU."""
+    if check_is_gpu or not environment.has_torch_xla():
+        return False
+    return environment.xla_device_type() == "TPU" if check_is_tpu else True
+
+
+def is_torchdata_stateful_dataloader_available() -> bool:
+    """Return whether torchdata is installed, which has `StatefulDataLoader`."""
+    return _is_installed("torchdata")
+
+
+def __getattr__(name: str) -> Callable[[], bool]:
+    if name not in _PACKAGES and name not in _NEVER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    package = _PACKAGES.get(name)
+
+    def is_available() -> bool:
+        return package is not None and _is_installed(package)
+
+    is_available.__name__ = is_available.__qualname__ = name
+    is_available.__doc__ = f"Return whether {package} is installed." if package else "Return False."
+    globals()[name] = is_available
+    return is_available
+
+
+__all__ = sorted({*_PACKAGES, *_NEVER, *(name for name in globals() if name.startswith("is_"))})

@@ -1,0 +1,200 @@
+"""Small helpers under accelerate's names."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.torch_version import TorchVersion
+
+from trainer_kit.accelerator.state import PartialState
+from trainer_kit.accelerator.wrappers import restore_forward
+from trainer_kit.checkpoint import load_checkpoint_in_model
+from trainer_kit.launch.config import write_basic_config
+from trainer_kit.launch.processes import set_variables
+from trainer_kit.utils.units import format_size
+from trainer_kit.utils.wrappers import without_wrappers
+
+__all__ = [
+    "SAFE_WEIGHTS_INDEX_NAME",
+    "SAFE_WEIGHTS_NAME",
+    "compare_versions",
+    "convert_bytes",
+    "extract_model_from_parallel",
+    "get_pretty_name",
+    "is_compiled_module",
+    "is_port_in_use",
+    "is_torch_version",
+    "load",
+    "load_checkpoint_in_model",
+    "merge_dicts",
+    "patch_environment",
+    "recursive_getattr",
+    "save",
+    "str_to_bool",
+    "tqdm",
+    "wait_for_everyone",
+    "write_basic_config",
+]
+
+SAFE_WEIGHTS_NAME = "model.safetensors"
+SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
+
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    ">": lambda own, other: own > other,
+    ">=": lambda own, other: own >= other,
+    "==": lambda own, other: own == other,
+    "!=": lambda own, other: own != other,
+    "<=": lambda own, other: own <= other,
+    "<": lambda own, other: own < other,
+}
+
+
+def extract_model_from_parallel(
+    model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> torch.nn.Module:
+    """Return the user's own module from a prepared one, see `Accelerator.unwrap_model`.
+
+    Args:
+        model: Prepared or not.
+        keep_fp32_wrapper: If False, the forward pass is restored, without mixed precision.
+        keep_torch_compile: If False, the wrapper of `torch.compile` is removed too.
+        recursive: Without effect: no module inside the model is wrapped.
+    """
+    model = PartialState().strategy.unwrap(model)
+    if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+        model = model.module
+    if not keep_fp32_wrapper:
+        restore_forward(model)
+    return model if keep_torch_compile else without_wrappers(model)
+
+
+def wait_for_everyone() -> None:
+    """Wait until all processes have arrived. Collective."""
+    PartialState().wait_for_everyone()
+
+
+def save(
+    obj: Any, f: str | os.PathLike[str], save_on_each_node: bool = False, safe_serialization: bool = False
+) -> None:
+    """Save an object on the main process, or with `save_on_each_node` on the first one of each machine.
+
+    Args:
+        obj: Any object, or with `safe_serialization` a dict of tensors.
+        f: Path of the file.
+        save_on_each_node: Whether each machine writes the file.
+        safe_serialization: Whether to write safetensors instead of a pickle.
+    """
+    state = PartialState()
+    if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
+        return
+    if safe_serialization:
+        from safetensors.torch import save_file
+
+        save_file({name: each.detach().contiguous().cpu() for name, each in obj.items()}, f, {"format": "pt"})
+    else:
+        torch.save(obj, f)
+
+
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """Load an object that `torch.save` wrote; `weights_only` must be given as False for more than tensors."""
+    return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
+
+
+@contextlib.contextmanager
+def patch_environment(**kwargs: Any) -> Iterator[None]:
+    """Set environment variables, in capitals, within a block."""
+    with set_variables({name.upper(): str(value) for name, value in kwargs.items()}):
+        yield
+
+
+def str_to_bool(value: str) -> int:
+    """Return 1 for a text such as "yes" or "true", and 0 for one such as "no" or "false".
+
+    Raises:
+        ValueError: If the text is neither.
+    """
+    if value.lower() in ("y", "yes", "t", "true", "on", "1"):
+        return 1
+    if value.lower() in ("n", "no", "f", "false", "off", "0"):
+        return 0
+    raise ValueError(f"{value!r} is no truth value; use 'yes' or 'no'")
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Return whether torch's version compares so: `is_torch_version(">=", "2.4")`."""
+    return compare_versions(torch.__version__, operation, version)
+
+
+def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
+    """Return whether the version of a library, by name, or a version compares so with another one.
+
+    Raises:
+        ValueError: If the operation is not known.
+    """
+    if operation not in _COMPARISONS:
+        raise ValueError(f"operation={operation!r} is not known; use one of {', '.join(_COMPARISONS)}")
+    version = str(library_or_version)
+    if not version[:1].isdigit():
+        from importlib.metadata import version as installed
+
+        version = installed(version)
+    return _COMPARISONS[operation](TorchVersion(version), requirement_version)
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Return whether `torch.compile` wraps a module."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def is_port_in_use(port: int | str | None = None) -> bool:
+    """Return whether a program listens at this port of the machine; None: 29500."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(("localhost", int(port or 29500))) == 0
+
+
+def convert_bytes(size: float) -> str:
+    """Return a number of bytes as text."""
+    return format_size(int(size))
+
+
+def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
+    """Write a tree of dicts into another one, and return it."""
+    for key, value in source.items():
+        if isinstance(value, Mapping):
+            merge_dicts(value, destination.setdefault(key, {}))
+        else:
+            destination[key] = value
+    return destination
+
+
+def get_pretty_name(obj: Any) -> str:
+    """Return the name of a class or function, or of an object's class."""
+    named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
+    return str(getattr(named, "__qualname__", None) or getattr(named, "__name__", named))
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """Return an attribute by a name with dots."""
+    for name in attr.split("."):
+        obj = getattr(obj, name)
+    return obj
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """Return a progress bar of the package tqdm, which only the first process of each machine shows.
+
+    Args:
+        args: Arguments of `tqdm`.
+        main_process_only: Whether the other processes show none.
+        kwargs: Arguments of `tqdm` by name.
+    """
+    from tqdm.auto import tqdm as bar
+
+    if main_process_only and not PartialState().is_local_main_process:
+        kwargs["disable"] = True
+    return bar(*args, **kwargs)
