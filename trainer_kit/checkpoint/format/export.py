@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import re
+import sys
 import tempfile
 import weakref
 from collections.abc import Mapping
@@ -14,13 +15,21 @@ from typing import Any
 
 import torch
 
+from trainer_kit.checkpoint.format.adapters import (
+    PROMPT_PREFIX,
+    adapter_config_files,
+    adapter_folders,
+    frozen_names,
+    split_state,
+)
 from trainer_kit.checkpoint.format.disk import make_folders, write_file
 from trainer_kit.checkpoint.format.json_files import read_json
 from trainer_kit.checkpoint.format.manifest import list_files
 from trainer_kit.checkpoint.format.pretrained import has_own_format, why_not_pretrained
-from trainer_kit.checkpoint.format.safetensors_writer import ToHost, save_tensors
+from trainer_kit.checkpoint.format.safetensors_writer import ToHost, is_file_of, save_tensors
 from trainer_kit.errors import CheckpointError
 from trainer_kit.utils.transformers_models import is_transformers_model
+from trainer_kit.utils.units import join_names
 from trainer_kit.utils.wrappers import model_class, without_wrappers
 
 logger = logging.getLogger("trainer_kit")
@@ -34,10 +43,11 @@ _warned: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def pretrained_files(model: torch.nn.Module, processing_class: Any) -> dict[str, bytes]:
-    """Return the files of a model's configuration and of its tokenizer or processor.
+    """Return the files of the configurations of a model and its adapters, and of its tokenizer or processor.
 
-    A configuration from which `from_pretrained` would create another model is left out, with a warning in the log.
-    Tokenizers are not thread-safe: call this in the thread that uses them.
+    A model with adapters has their configurations in place of its own. A configuration from which `from_pretrained`
+    would create another model is left out, with a warning in the log. Tokenizers are not thread-safe: call this in the
+    thread that uses them.
 
     Args:
         model: The model, wrapped or not.
@@ -49,9 +59,10 @@ def pretrained_files(model: torch.nn.Module, processing_class: Any) -> dict[str,
     Raises:
         OSError: If the files cannot be written to the folder for temporary files, from which they are read.
     """
+    adapters = adapter_config_files(model)
     with tempfile.TemporaryDirectory(prefix="trainer_kit-") as folder:
         try:
-            _save_pretrained(model, processing_class, Path(folder))
+            _save_pretrained(None if adapters else model, processing_class, Path(folder))
         except OSError:
             raise
         except Exception as error:
@@ -60,12 +71,13 @@ def pretrained_files(model: torch.nn.Module, processing_class: Any) -> dict[str,
                 raise
             number = int(found[1])
             raise OSError(number, os.strerror(number), folder) from error
-        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in list_files(Path(folder))}
+        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in list_files(Path(folder))}
+    return adapters | files
 
 
-def _save_pretrained(model: torch.nn.Module, processing_class: Any, directory: Path) -> None:
-    model = without_wrappers(model)
-    if _is_readable(model):
+def _save_pretrained(model: torch.nn.Module | None, processing_class: Any, directory: Path) -> None:
+    model = None if model is None else without_wrappers(model)
+    if model is not None and _is_readable(model):
         config: Any = copy.deepcopy(model.config)
         config.architectures = [model_class(model).__name__]
         config.save_pretrained(directory)
@@ -130,7 +142,30 @@ def save_model_folder(
         write_file(directory / name, [content])
     if CONFIG_NAME not in files:
         _remove_other_configuration(directory)
-    save_tensors(state, directory, max_shard_size=max_shard_size, to_host=to_host)
+    if adapter_folders(model):
+        state = _save_adapters(directory, state, model, to_host)
+    if state or not adapter_folders(model):
+        save_tensors(state, directory, max_shard_size=max_shard_size, to_host=to_host)
+
+
+def _save_adapters(
+    directory: Path, state: Mapping[str, torch.Tensor], model: torch.nn.Module, to_host: ToHost
+) -> dict[str, torch.Tensor]:
+    """Write the files of a model's adapters; return the further tensors that are not frozen."""
+    rest, files = split_state(model, state, frozen_names(model))
+    for path in [path for path in directory.iterdir() if is_file_of(path.name, "model")]:
+        path.unlink()
+    for stem, tensors in files.items():
+        path = directory / stem
+        save_tensors(tensors, path.parent, path.name, sys.maxsize, to_host)
+    if beyond := [name for name in rest if not name.startswith(PROMPT_PREFIX)]:
+        logger.warning(
+            "%s holds %s, which no adapter holds and peft does not load: load them with "
+            "trainer_kit.load_checkpoint_in_model(model, folder), or name their modules in modules_to_save",
+            directory / "model.safetensors",
+            join_names(map(repr, beyond)),
+        )
+    return rest
 
 
 def refuse_pickles(safe_serialization: bool) -> None:
