@@ -166,15 +166,11 @@ class AsyncSaver:
         """Take the snapshot of this process; return its error instead of raising it, since the others wait for it."""
         run, taken = self.run, Future[Snapshot]()
         try:
-            parts = (model_state, None) if self.base is None else self.base.split(model_state)
+            own, adapters = (model_state, None) if self.base is None else self.base.split(model_state)
+            files = pretrained_files(run.model, run.processing_class) if run.strategy.is_main else None
+            size, arguments = run.strategy.world_size, run.args.to_dict()
             snapshot = take_snapshot(
-                run.state.step,
-                parts[0],
-                states(),
-                arguments=run.args.to_dict(),
-                world_size=run.strategy.world_size,
-                files=pretrained_files(run.model, run.processing_class) if run.strategy.is_main else None,
-                adapters=parts[1],
+                run.state.step, own, states(), arguments=arguments, world_size=size, files=files, adapters=adapters
             )
             taken.set_result(snapshot)
         except Exception as error:
