@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +87,11 @@ class Killed(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def trainer(model: Any, folder: str | Path, callbacks: list[Callback] | None = None, **options: Any) -> Trainer:
+def trainer(model: Any, folder: str | Path, callbacks: Sequence[Callback] = (), **options: Any) -> Trainer:
     given = {"max_steps": 6, "save_steps": 2, "learning_rate": 0.01, "per_device_train_batch_size": 4} | options
-    return Trainer(model, TrainingArguments(output_dir=str(folder), report_to=(), **given), rows(), callbacks=callbacks)
+    return Trainer(
+        model, TrainingArguments(output_dir=str(folder), report_to=(), **given), rows(), callbacks=[*callbacks]
+    )
 
 
 def train_until_killed(method: str, folder: str) -> None:

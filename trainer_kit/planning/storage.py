@@ -11,6 +11,7 @@ import torch
 
 from trainer_kit.callback import CallbackList
 from trainer_kit.checkpoint import pretrained_files, take_snapshot
+from trainer_kit.checkpoint.format.adapters import adapter_folders, frozen_names, split_state
 from trainer_kit.checkpoint.async_saver import checkpoints_at_once
 from trainer_kit.memory.costs import EightBitAdam
 from trainer_kit.memory.errors import first_line
@@ -38,7 +39,7 @@ def storage_of(
         TypeError: If the model, or a state, holds something that a checkpoint cannot store.
         ValueError: If the model or a state has a name that cannot be a file name.
     """
-    parts, unknown = {"weights": _size(run, without_wrappers(run.model).state_dict(), {})}, ""
+    parts, unknown = {"weights": _weight_bytes(run)}, ""
     assert run.optimizer is not None
     try:
         parts["optimizer"] = optimizer_bytes(run.optimizer, run.model, without_gradient)
@@ -75,6 +76,16 @@ def _existing(folder: Path) -> Path:
 
 def _size(run: Run, model: dict[str, torch.Tensor], states: dict[str, Any]) -> int:
     return take_snapshot(run.state.step, model, states, arguments=run.args.to_dict()).nbytes
+
+
+def _weight_bytes(run: Run) -> int:
+    """Return the bytes of the weights in each checkpoint: with adapters, without the frozen weights below them."""
+    model = without_wrappers(run.model)
+    state = model.state_dict()
+    if not adapter_folders(model):
+        return _size(run, state, {})
+    rest, files = split_state(model, state, frozen_names(model))
+    return take_snapshot(run.state.step, rest, {}, arguments=run.args.to_dict(), adapters=files).nbytes
 
 
 def _callback_bytes(run: Run, events: CallbackList) -> int:

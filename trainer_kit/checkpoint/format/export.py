@@ -24,7 +24,7 @@ from trainer_kit.checkpoint.format.adapters import (
 )
 from trainer_kit.checkpoint.format.disk import make_folders, write_file
 from trainer_kit.checkpoint.format.json_files import read_json
-from trainer_kit.checkpoint.format.manifest import list_files
+from trainer_kit.checkpoint.format.manifest import STAGING_PREFIX, list_files
 from trainer_kit.checkpoint.format.pretrained import has_own_format, why_not_pretrained
 from trainer_kit.checkpoint.format.safetensors_writer import ToHost, is_file_of, save_tensors
 from trainer_kit.errors import CheckpointError
@@ -35,6 +35,7 @@ from trainer_kit.utils.wrappers import model_class, without_wrappers
 logger = logging.getLogger("trainer_kit")
 
 CONFIG_NAME = "config.json"
+_PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)$")
 
 
@@ -122,8 +123,11 @@ def save_model_folder(
     processing_class: Any,
     max_shard_size: int | str,
     to_host: ToHost = torch.Tensor.cpu,
+    uses_own_format: bool = False,
 ) -> None:
     """Write a model's weights, configuration and tokenizer to a folder, replacing each existing file atomically.
+
+    Adapters of PEFT are written as peft does, without the frozen weights below them.
 
     Args:
         directory: The folder; created if missing.
@@ -132,10 +136,15 @@ def save_model_folder(
         processing_class: Tokenizer or processor; None: none.
         max_shard_size: See `save_tensors`.
         to_host: See `save_tensors`.
+        uses_own_format: Whether a model of another library writes its folder by its own `save_pretrained`.
 
     Raises:
         OSError: If the disk is full or cannot be written.
+        ValueError: If the model's own `save_pretrained` writes a pickle.
     """
+    if uses_own_format and has_own_format(model) and not adapter_folders(model):
+        _save_in_own_format(directory, model, processing_class)
+        return
     files = pretrained_files(model, processing_class)
     for name, content in files.items():
         make_folders((directory / name).parent)
@@ -146,6 +155,22 @@ def save_model_folder(
         state = _save_adapters(directory, state, model, to_host)
     if state or not adapter_folders(model):
         save_tensors(state, directory, max_shard_size=max_shard_size, to_host=to_host)
+
+
+def _save_in_own_format(directory: Path, model: Any, processing_class: Any) -> None:
+    make_folders(directory)
+    with tempfile.TemporaryDirectory(prefix=STAGING_PREFIX, dir=directory) as temporary:
+        _save_pretrained(None, processing_class, Path(temporary))
+        without_wrappers(model).save_pretrained(temporary)
+        files = {path.relative_to(temporary): path for path in list_files(Path(temporary))}
+        if pickles := [str(name) for name in files if name.suffix in _PICKLES]:
+            raise ValueError(
+                f"{model_class(model).__name__}.save_pretrained writes {join_names(pickles)}, which holds a pickle; "
+                "save the model by its own method, or its weights alone with save_file of safetensors"
+            )
+        for name, path in files.items():
+            make_folders((directory / name).parent)
+            write_file(directory / name, [path.read_bytes()])
 
 
 def _save_adapters(
