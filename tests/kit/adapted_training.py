@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import transformers
 
 from trainer_kit import Callback, Run, Trainer, TrainingArguments
 
+PEFT_WARNINGS = (".*is_gradient_checkpointing", "Setting `save_embedding_layers`")
 LINEAR = ["q_proj", "v_proj"]
 METHODS: dict[str, Callable[[], Any]] = {
     "lora": lambda: peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=LINEAR, lora_dropout=0.1),
@@ -61,10 +64,20 @@ def base(seed: int = 0, attention_bias: bool = True) -> Any:
     )
 
 
+@contextlib.contextmanager
+def peft_warnings_ignored() -> Iterator[None]:
+    """Ignore warnings of peft's own, which pytest makes errors on ranks too."""
+    with warnings.catch_warnings():
+        for message in PEFT_WARNINGS:
+            warnings.filterwarnings("ignore", message)
+        yield
+
+
 def adapted(method: str, seed: int = 0) -> Any:
     model = base(seed)
     torch.manual_seed(1)
-    return peft.get_peft_model(model, METHODS[method]())
+    with peft_warnings_ignored():
+        return peft.get_peft_model(model, METHODS[method]())
 
 
 def rows(count: int = 32) -> list[dict[str, torch.Tensor]]:
@@ -87,11 +100,12 @@ class Killed(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def trainer(model: Any, folder: str | Path, callbacks: Sequence[Callback] = (), **options: Any) -> Trainer:
+def trainer(
+    model: Any, folder: str | Path, callbacks: Sequence[Callback] = (), eval_dataset: Any = None, **options: Any
+) -> Trainer:
     given = {"max_steps": 6, "save_steps": 2, "learning_rate": 0.01, "per_device_train_batch_size": 4} | options
-    return Trainer(
-        model, TrainingArguments(output_dir=str(folder), report_to=(), **given), rows(), callbacks=[*callbacks]
-    )
+    args = TrainingArguments(output_dir=str(folder), report_to=(), **given)
+    return Trainer(model, args, rows(), eval_dataset, callbacks=[*callbacks])
 
 
 def train_until_killed(method: str, folder: str) -> None:
@@ -110,7 +124,8 @@ def whole_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def train_on_ranks(method: str, folder: str, strategy: str, resume: str | None = None) -> dict[str, torch.Tensor]:
     run = trainer(adapted(method), folder, strategy=strategy, per_device_train_batch_size=2)
-    run.train(resume_from_checkpoint=resume)
+    with peft_warnings_ignored():
+        run.train(resume_from_checkpoint=resume)
     return whole_state(run.run.model)
 
 

@@ -11,8 +11,8 @@ import torch
 
 from trainer_kit.callback import CallbackList
 from trainer_kit.checkpoint import pretrained_files, take_snapshot
-from trainer_kit.checkpoint.format.adapters import adapter_folders, frozen_names, split_state
 from trainer_kit.checkpoint.async_saver import checkpoints_at_once
+from trainer_kit.checkpoint.format.adapters import adapter_folders, frozen_names, split_state
 from trainer_kit.memory.costs import EightBitAdam
 from trainer_kit.memory.errors import first_line
 from trainer_kit.planning.dry_strategy import stand_in

@@ -157,11 +157,12 @@ def save_model_folder(
         save_tensors(state, directory, max_shard_size=max_shard_size, to_host=to_host)
 
 
-def _save_in_own_format(directory: Path, model: Any, processing_class: Any) -> None:
+def _save_in_own_format(directory: Path, model: torch.nn.Module, processing_class: Any) -> None:
+    own: Any = without_wrappers(model)
     make_folders(directory)
     with tempfile.TemporaryDirectory(prefix=STAGING_PREFIX, dir=directory) as temporary:
         _save_pretrained(None, processing_class, Path(temporary))
-        without_wrappers(model).save_pretrained(temporary)
+        own.save_pretrained(temporary)
         files = {path.relative_to(temporary): path for path in list_files(Path(temporary))}
         if pickles := [str(name) for name in files if name.suffix in _PICKLES]:
             raise ValueError(
