@@ -21,13 +21,13 @@ from trainer_kit.checkpoint import (
     Committed,
     Retention,
     Snapshot,
-    pretrained_files,
     prune,
     take_snapshot,
 )
 from trainer_kit.checkpoint.base_weights import BaseWeights
 from trainer_kit.checkpoint.contribution import Contribution, align_with_main
 from trainer_kit.checkpoint.format.commit import open_staging
+from trainer_kit.checkpoint.format.export import model_files
 from trainer_kit.checkpoint.format.json_files import is_too_large
 from trainer_kit.checkpoint.format.ownership import Division
 from trainer_kit.checkpoint.format.snapshot import Copy
@@ -167,7 +167,7 @@ class AsyncSaver:
         run, taken = self.run, Future[Snapshot]()
         try:
             own, adapters = (model_state, None) if self.base is None else self.base.split(model_state)
-            files = pretrained_files(run.model, run.processing_class) if run.strategy.is_main else None
+            files = model_files(run.model, run.processing_class) if run.strategy.is_main else None
             size, arguments = run.strategy.world_size, run.args.to_dict()
             snapshot = take_snapshot(
                 run.state.step, own, states(), arguments=arguments, world_size=size, files=files, adapters=adapters

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from trainer_kit.callback import CallbackList
-from trainer_kit.checkpoint import pretrained_files, take_snapshot
+from trainer_kit.checkpoint import take_snapshot
 from trainer_kit.checkpoint.async_saver import checkpoints_at_once
 from trainer_kit.checkpoint.format.adapters import adapter_folders, frozen_names, split_state
+from trainer_kit.checkpoint.format.export import model_files
 from trainer_kit.memory.costs import EightBitAdam
 from trainer_kit.memory.errors import first_line
 from trainer_kit.planning.dry_strategy import stand_in
@@ -48,7 +49,7 @@ def storage_of(
     parts["callbacks"] = _callback_bytes(run, events)
     for name, entry in run.stateful.items():
         parts[name] = _size(run, {}, {name: entry.state_dict()})
-    parts["files"] = sum(map(len, pretrained_files(run.model, run.processing_class).values()))
+    parts["files"] = sum(map(len, model_files(run.model, run.processing_class).values()))
     parts = {name: size for name, size in parts.items() if size}
     folder = Path(run.args.output_dir)
     return Storage(

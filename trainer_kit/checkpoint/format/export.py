@@ -43,15 +43,20 @@ _warned: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Models for which the warning about the missing configuration was logged."""
 
 
-def pretrained_files(model: torch.nn.Module, processing_class: Any) -> dict[str, bytes]:
-    """Return the files of the configurations of a model and its adapters, and of its tokenizer or processor.
+def model_files(model: torch.nn.Module, processing_class: Any) -> dict[str, bytes]:
+    """Return the same files as `pretrained_files`, with the configurations of adapters in place of the model's."""
+    adapters = adapter_config_files(model)
+    return adapters | pretrained_files(None if adapters else model, processing_class)
 
-    A model with adapters has their configurations in place of its own. A configuration from which `from_pretrained`
-    would create another model is left out, with a warning in the log. Tokenizers are not thread-safe: call this in the
-    thread that uses them.
+
+def pretrained_files(model: torch.nn.Module | None, processing_class: Any) -> dict[str, bytes]:
+    """Return the files of a model's configuration and of its tokenizer or processor.
+
+    A configuration from which `from_pretrained` would create another model is left out, with a warning in the log.
+    Tokenizers are not thread-safe: call this in the thread that uses them.
 
     Args:
-        model: The model, wrapped or not.
+        model: The model, wrapped or not; None: none.
         processing_class: Tokenizer or processor; None or an object without `save_pretrained` adds no files.
 
     Returns:
@@ -60,10 +65,9 @@ def pretrained_files(model: torch.nn.Module, processing_class: Any) -> dict[str,
     Raises:
         OSError: If the files cannot be written to the folder for temporary files, from which they are read.
     """
-    adapters = adapter_config_files(model)
     with tempfile.TemporaryDirectory(prefix="trainer_kit-") as folder:
         try:
-            _save_pretrained(None if adapters else model, processing_class, Path(folder))
+            _save_pretrained(model, processing_class, Path(folder))
         except OSError:
             raise
         except Exception as error:
@@ -72,8 +76,7 @@ def pretrained_files(model: torch.nn.Module, processing_class: Any) -> dict[str,
                 raise
             number = int(found[1])
             raise OSError(number, os.strerror(number), folder) from error
-        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in list_files(Path(folder))}
-    return adapters | files
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in list_files(Path(folder))}
 
 
 def _save_pretrained(model: torch.nn.Module | None, processing_class: Any, directory: Path) -> None:
@@ -142,10 +145,10 @@ def save_model_folder(
         OSError: If the disk is full or cannot be written.
         ValueError: If the model's own `save_pretrained` writes a pickle.
     """
-    if uses_own_format and has_own_format(model) and not adapter_folders(model):
+    if uses_own_format and has_own_format(without_wrappers(model)) and not adapter_folders(model):
         _save_in_own_format(directory, model, processing_class)
         return
-    files = pretrained_files(model, processing_class)
+    files = model_files(model, processing_class)
     for name, content in files.items():
         make_folders((directory / name).parent)
         write_file(directory / name, [content])
