@@ -72,7 +72,7 @@ def refer_to_base(run: Run) -> BaseWeights | None:
     state, names = model.state_dict(keep_vars=True), sorted(frozen_names(model))
     to_host = strategy.device_info.to_host
     digests = {name: digest(whole, to_host) for name, whole in _whole(state, names, strategy)}
-    is_quantized_base = any(is_quantized(state[name]) for name in names)
+    is_quantized_base = any(_is_quantized(state[name]) for name in names)
     reference = strategy.collectives.on_main(lambda: _reference(model, digests, state, is_quantized_base))
     kept = strategy.sharding.collect_on_main({name: state[name] for name in reference.kept})
     strategy.collectives.on_main(lambda: _keep(run, reference, kept))
@@ -96,6 +96,10 @@ def _whole(state: Tensors, names: list[str], strategy: Strategy) -> Iterator[tup
     """Yield tensors by name, one sharded tensor at a time. Collective if sharding is active."""
     for name in names:
         yield name, strategy.sharding.whole_tensors({name: state[name].detach()})[name]
+
+
+def _is_quantized(tensor: torch.Tensor) -> bool:
+    return is_quantized(tensor) or type(tensor).__module__.partition(".")[0] == "bitsandbytes"
 
 
 def _reference(

@@ -104,14 +104,20 @@ def split_state(
 
 
 def frozen_names(model: torch.nn.Module) -> set[str]:
-    """Return the names of the parameters below a model's adapters that are not trained."""
+    """Return the names of the parameters below a model's adapters that are not trained, and of their quantization."""
     state = without_wrappers(model).state_dict(keep_vars=True)
     held = _held_names(adapter_tensors(model, state), state)
-    return {
+    frozen = {
         name
         for name, value in state.items()
         if isinstance(value, torch.nn.Parameter) and not value.requires_grad and name not in held
     }
+    # bitsandbytes names the scales of a weight "weight.absmax".
+    return frozen | {name for name in state if any(name[:end] in frozen for end in _dots(name))}
+
+
+def _dots(name: str) -> list[int]:
+    return [index for index, character in enumerate(name) if character == "."]
 
 
 def _held_names(files: Mapping[str, Tensors], state: Tensors) -> set[str]:
