@@ -340,3 +340,32 @@ def test_sharded_adapters_are_written_for_use(tmp_path: Path) -> None:
     on_ranks(2, save_on_ranks, "lora", str(tmp_path / "run"), str(tmp_path / "saved"))
     models = [peft.PeftModel.from_pretrained(base(), str(tmp_path / name)) for name in ("saved", "run/checkpoint-2")]
     assert torch.equal(logits(models[0]), logits(models[1]))
+
+
+@pytest.mark.parametrize("package", ["torchao", "bitsandbytes"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_a_quantized_base_is_referred_to_and_a_run_resumes(package: str, tmp_path: Path) -> None:
+    pytest.importorskip(package)
+    base().save_pretrained(tmp_path / "base")
+
+    def make() -> Any:
+        if package == "torchao":
+            from torchao.quantization import Int8WeightOnlyConfig
+
+            config: Any = transformers.TorchAoConfig(Int8WeightOnlyConfig())
+        else:
+            config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        return from_folder(tmp_path / "base", quantization_config=config, device_map="cpu")
+
+    first, second = (trainer(make(), tmp_path / "run") for _ in range(2))
+    first.train()
+    assert not [*(tmp_path / "run").glob("base-*")]
+    assert not [*(tmp_path / "run" / "checkpoint-2").glob("model*")]
+    second.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    for found, other in zip(first.run.model.parameters(), second.run.model.parameters(), strict=True):
+        assert not found.requires_grad or torch.equal(found, other)
+    nameless = make()
+    nameless.get_base_model().config._name_or_path = nameless.get_base_model().name_or_path = ""
+    nameless.peft_config["default"].base_model_name_or_path = None
+    with pytest.raises(ValueError, match="the frozen weights are quantized, and the model does not say"):
+        trainer(nameless, tmp_path / "other").train()
