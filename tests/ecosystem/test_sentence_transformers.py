@@ -28,8 +28,11 @@ def make(folder: Path) -> Any:
     )
     transformers.BertModel(config).save_pretrained(folder)
     transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
-    words = sentence_transformers.models.Transformer(str(folder), max_seq_length=8)
-    pooling = sentence_transformers.models.Pooling(16)
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    words = Transformer(str(folder), max_seq_length=8)
+    pooling = Pooling(16)
     return sentence_transformers.SentenceTransformer(modules=[words, pooling], device="cpu")
 
 
