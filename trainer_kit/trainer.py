@@ -372,6 +372,9 @@ class Trainer:
     ) -> None:
         """Write the model for use: safetensors, and `config.json` and tokenizer files if the model has them.
 
+        Adapters of PEFT are written as peft does, without the frozen weights below them. A model of another library
+        with a `save_pretrained` is written by it, if its weights are not sharded.
+
         Args:
             output_dir: The folder; None: `args.output_dir`.
             max_shard_size: Bytes, or text such as "2GB"; None: `args.max_shard_size`.
@@ -387,9 +390,9 @@ class Trainer:
         model = run.model if self._probe is None else self._probe.loss.model
         state = run.strategy.sharding.collect_on_main(run.strategy.model_state(model))
         folder, size = Path(output_dir or self.args.output_dir), max_shard_size or self.args.max_shard_size
-        to_host = run.strategy.device_info.to_host
+        to_host, has_whole_model = run.strategy.device_info.to_host, not run.strategy.sharding.is_active
         run.strategy.collectives.on_main(
-            lambda: save_model_folder(folder, state, run.model, run.processing_class, size, to_host)
+            lambda: save_model_folder(folder, state, run.model, run.processing_class, size, to_host, has_whole_model)
         )
 
 

@@ -21,12 +21,13 @@ from trainer_kit.checkpoint import (
     Committed,
     Retention,
     Snapshot,
-    pretrained_files,
     prune,
     take_snapshot,
 )
+from trainer_kit.checkpoint.base_weights import BaseWeights
 from trainer_kit.checkpoint.contribution import Contribution, align_with_main
 from trainer_kit.checkpoint.format.commit import open_staging
+from trainer_kit.checkpoint.format.export import model_files
 from trainer_kit.checkpoint.format.json_files import is_too_large
 from trainer_kit.checkpoint.format.ownership import Division
 from trainer_kit.checkpoint.format.snapshot import Copy
@@ -67,6 +68,7 @@ class AsyncSaver:
         failures: Number of failed saves since this start.
         copies: Copies of the run's tensors in host memory.
         writers: Ranks that write checkpoints, the main one first; from `Session.find_writers`.
+        base: Frozen weights to which the checkpoints refer; None: they hold all weights.
     """
 
     def __init__(self, run: Run, is_own: Callable[[Path], bool], confirm: Callable[[], object]) -> None:
@@ -85,6 +87,7 @@ class AsyncSaver:
         self._drain_lock = threading.Lock()  # the heartbeat's thread drains too, before it ends this process
         self.copies = HostStaging(run)
         self.writers = [0]
+        self.base: BaseWeights | None = None
 
     @property
     def newest(self) -> Path | None:
@@ -163,13 +166,11 @@ class AsyncSaver:
         """Take the snapshot of this process; return its error instead of raising it, since the others wait for it."""
         run, taken = self.run, Future[Snapshot]()
         try:
+            own, adapters = (model_state, None) if self.base is None else self.base.split(model_state)
+            files = model_files(run.model, run.processing_class) if run.strategy.is_main else None
+            size, arguments = run.strategy.world_size, run.args.to_dict()
             snapshot = take_snapshot(
-                run.state.step,
-                model_state,
-                states(),
-                arguments=run.args.to_dict(),
-                world_size=run.strategy.world_size,
-                files=pretrained_files(run.model, run.processing_class) if run.strategy.is_main else None,
+                run.state.step, own, states(), arguments=arguments, world_size=size, files=files, adapters=adapters
             )
             taken.set_result(snapshot)
         except Exception as error:

@@ -40,6 +40,7 @@ def load_initial_weights(run: Run, directory: Path | None, model_init: Callable[
             is_verified=False,
             load_state=strategy.load_model_state,
             placement=strategy.sharding.placement,
+            whole_tensors=strategy.sharding.whole_tensors,
         )
         strategy.session.release_checkpoint_copies()
         loaded = names - {*missing}

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from trainer_kit.checkpoint.format.discovery import read_arguments, read_outline, verify
-from trainer_kit.checkpoint.format.manifest import STATE_FOLDER
+from trainer_kit.checkpoint.format.discovery import read_arguments, read_outline
+from trainer_kit.checkpoint.format.manifest import STATE_FOLDER, Manifest
 from trainer_kit.checkpoint.format.trainer_state import (
     COUNT,
     OBJECT,
@@ -58,7 +58,7 @@ def fetch_verified(strategy: Strategy, directory: Path) -> Path:
     """
     source = strategy.session.fetch_checkpoint(directory)
     if source != directory and strategy.collectives.is_local_main:
-        verify(source)
+        Manifest.read(source).check(source)  # the base of adapters is not copied
     return source
 
 

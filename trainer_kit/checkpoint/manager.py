@@ -23,6 +23,7 @@ from trainer_kit.checkpoint import (
     remove_stale_staging,
 )
 from trainer_kit.checkpoint.async_saver import AsyncSaver, States
+from trainer_kit.checkpoint.base_weights import refer_to_base
 from trainer_kit.checkpoint.compatibility import (
     check_same_order,
     check_same_run,
@@ -32,6 +33,7 @@ from trainer_kit.checkpoint.compatibility import (
     report_changes,
 )
 from trainer_kit.checkpoint.earlier_runs import records_of, set_aside
+from trainer_kit.checkpoint.format.base_reference import STATE_NAME as BASE_STATE
 from trainer_kit.checkpoint.format.discovery import first_valid, is_of_run, read_outline
 from trainer_kit.checkpoint.format.disk import make_writable_folder
 from trainer_kit.checkpoint.format.loading import check_weights, load_weights
@@ -58,7 +60,7 @@ from trainer_kit.utils.user_warnings import warn
 
 logger = logging.getLogger("trainer_kit")
 
-OWN_STATES = ("trainer", "optimizer", "lr_scheduler", "precision", "callbacks", "data", "ledger", "means")
+OWN_STATES = ("trainer", "optimizer", "lr_scheduler", "precision", "callbacks", "data", "ledger", "means", "base")
 """State names that `run.stateful` may not use."""
 
 
@@ -195,6 +197,8 @@ class CheckpointManager:
             assert self._earlier is not None
             report_changes(run, self.plan, self._earlier)
         run.strategy.collectives.on_main(self._take_folder)
+        if run.args.save_strategy != "no":
+            self.saver.base = refer_to_base(run)
         self.saver.writers = run.strategy.session.find_writers(self.folder)
         run.strategy.session.release_checkpoint_copies()
 
@@ -260,9 +264,7 @@ class CheckpointManager:
         check_weights(run.model, directory)  # before anything is written
         placement = run.strategy.sharding.placement
         optimizer = fitting_optimizer_state(run, directory, placement)
-        load_weights(
-            run.model, directory, is_verified=True, load_state=run.strategy.load_model_state, placement=placement
-        )
+        self._load_weights(directory, is_verified=True)
         run.strategy.load_optimizer_state(run.optimizer, optimizer)
         load_scheduler(run, directory)
         if run.strategy.precision is not None:
@@ -270,6 +272,17 @@ class CheckpointManager:
         self.events.load_state_dict(read_state(directory, "callbacks") or {})
         run.means.load_state_dict(read_means(directory))
         _restore_stateful(run, directory)
+
+    def _load_weights(self, directory: Path, is_verified: bool) -> None:
+        strategy = self.run.strategy
+        load_weights(
+            self.run.model,
+            directory,
+            is_verified=is_verified,
+            load_state=strategy.load_model_state,
+            placement=strategy.sharding.placement,
+            whole_tensors=strategy.sharding.whole_tensors,
+        )
 
     def begin_save(self, model_state: Mapping[str, torch.Tensor], evaluation_is_due: bool = False) -> None:
         """Begin to write a checkpoint of the run, see `AsyncSaver.begin`. Collective.
@@ -316,14 +329,7 @@ class CheckpointManager:
             why = "no evaluation gave a best one" if best is None else f"the best checkpoint, {best}, is not there"
             warn(f"load_best_model_at_end=True, but {why}: the model stays as it is")
             return
-        source = strategy.session.fetch_checkpoint(best)
-        load_weights(
-            self.run.model,
-            source,
-            is_verified=False,
-            load_state=strategy.load_model_state,
-            placement=strategy.sharding.placement,
-        )
+        self._load_weights(strategy.session.fetch_checkpoint(best), is_verified=False)
         strategy.session.release_checkpoint_copies()
         logger.info("loaded the best model, %s (%s)", best, self.run.state.best_metric)
 
@@ -372,6 +378,8 @@ class CheckpointManager:
             states["precision"] = run.strategy.precision.state_dict()
         if run.means.sums:
             states["means"] = run.means.state_dict()
+        if self.saver.base is not None:
+            states[BASE_STATE] = self.saver.base.reference.to_state()
         return states | {name: entry.state_dict() for name, entry in run.stateful.items()}
 
     def _of_earlier_starts(self, trainer: Mapping[str, Any]) -> list[Committed]:

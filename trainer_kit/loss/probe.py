@@ -219,7 +219,8 @@ def _warn_of_swallowed_columns(module: torch.nn.Module, batch: Mapping[Any, Any]
     parameters = inspect.signature(module.forward).parameters
     # Missing labels raise another error, since there is no loss without them.
     unknown = [str(key) for key in keys(batch) if key not in parameters and key not in ("labels", "label")]
-    if unknown and len(unknown) < len(keys(batch)):
+    is_wrapper = all(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters.values())
+    if unknown and len(unknown) < len(keys(batch)) and not is_wrapper:
         warn(
             f"{model_class(module).__name__}.forward has no parameter for the {pluralize('column', len(unknown))} "
             f"{join_names(unknown, most=None)}, and takes other arguments as **kwargs; if that is a mistake, rename or "

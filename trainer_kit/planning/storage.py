@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from trainer_kit.callback import CallbackList
-from trainer_kit.checkpoint import pretrained_files, take_snapshot
+from trainer_kit.checkpoint import take_snapshot
 from trainer_kit.checkpoint.async_saver import checkpoints_at_once
+from trainer_kit.checkpoint.format.adapters import adapter_folders, frozen_names, split_state
+from trainer_kit.checkpoint.format.export import model_files
 from trainer_kit.memory.costs import EightBitAdam
 from trainer_kit.memory.errors import first_line
 from trainer_kit.planning.dry_strategy import stand_in
@@ -38,7 +40,7 @@ def storage_of(
         TypeError: If the model, or a state, holds something that a checkpoint cannot store.
         ValueError: If the model or a state has a name that cannot be a file name.
     """
-    parts, unknown = {"weights": _size(run, without_wrappers(run.model).state_dict(), {})}, ""
+    parts, unknown = {"weights": _weight_bytes(run)}, ""
     assert run.optimizer is not None
     try:
         parts["optimizer"] = optimizer_bytes(run.optimizer, run.model, without_gradient)
@@ -47,7 +49,7 @@ def storage_of(
     parts["callbacks"] = _callback_bytes(run, events)
     for name, entry in run.stateful.items():
         parts[name] = _size(run, {}, {name: entry.state_dict()})
-    parts["files"] = sum(map(len, pretrained_files(run.model, run.processing_class).values()))
+    parts["files"] = sum(map(len, model_files(run.model, run.processing_class).values()))
     parts = {name: size for name, size in parts.items() if size}
     folder = Path(run.args.output_dir)
     return Storage(
@@ -75,6 +77,16 @@ def _existing(folder: Path) -> Path:
 
 def _size(run: Run, model: dict[str, torch.Tensor], states: dict[str, Any]) -> int:
     return take_snapshot(run.state.step, model, states, arguments=run.args.to_dict()).nbytes
+
+
+def _weight_bytes(run: Run) -> int:
+    """Return the bytes of the weights in each checkpoint: with adapters, without the frozen weights below them."""
+    model = without_wrappers(run.model)
+    state = model.state_dict()
+    if not adapter_folders(model):
+        return _size(run, state, {})
+    rest, files = split_state(model, state, frozen_names(model))
+    return take_snapshot(run.state.step, rest, {}, arguments=run.args.to_dict(), adapters=files).nbytes
 
 
 def _callback_bytes(run: Run, events: CallbackList) -> int:

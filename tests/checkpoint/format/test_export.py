@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kit.fake_peft import FakePeftModel, fake_peft
 from safetensors.torch import load_file
 
 from trainer_kit.checkpoint import pretrained_files
@@ -110,3 +112,45 @@ def test_the_real_tokenizers_code_reports_a_full_disk_so(tmp_path: Path) -> None
 def test_a_bad_size_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_shard_size='huge'"):
         save_model_folder(tmp_path, state(1), torch.nn.Linear(1, 1), None, "huge")
+
+
+class OfAnotherLibrary(torch.nn.Linear):
+    """A model with a format of its own."""
+
+    file = "own/weights.safetensors"
+
+    def save_pretrained(self, folder: str) -> None:
+        path = Path(folder) / self.file
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"mine")
+
+
+def test_a_model_of_another_library_writes_its_own_folder(tmp_path: Path) -> None:
+    model = OfAnotherLibrary(1, 1)
+    save_model_folder(
+        tmp_path, model.state_dict(), torch.nn.DataParallel(model), Tokenizer(), "5GB", uses_own_format=True
+    )
+    assert names(tmp_path) == ["own", "tokenizer.json"]
+    assert names(tmp_path / "own") == ["weights.safetensors"]
+
+
+def test_a_pickle_of_another_library_is_refused(tmp_path: Path) -> None:
+    model = OfAnotherLibrary(1, 1)
+    model.file = "own/weights.bin"
+    with pytest.raises(
+        ValueError, match=r"OfAnotherLibrary.save_pretrained writes own/weights.bin, which holds a pickle"
+    ):
+        save_model_folder(tmp_path, model.state_dict(), model, None, "5GB", uses_own_format=True)
+    assert names(tmp_path) == []
+
+
+def test_adapters_replace_the_weights_that_a_folder_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", fake_peft())
+    save_model_folder(tmp_path, state(100), torch.nn.Linear(1, 1), None, 500)
+    model = FakePeftModel("default", "b")
+    save_model_folder(tmp_path, model.state_dict(), model, Tokenizer(), 8)
+    expected = ["adapter_config.json", "adapter_model.safetensors", "b", "model.safetensors", "tokenizer.json"]
+    assert names(tmp_path) == expected
+    assert load_file(tmp_path / "model.safetensors").keys() == {"count"}
+    assert torch.equal(load_file(tmp_path / "b" / "adapter_model.safetensors")["lora"], model.lora["b"])
+    assert pretrained_files(model, None) == {}  # of a checkpoint that holds all weights

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 
+from trainer_kit.checkpoint.format.base_reference import BaseReference
 from trainer_kit.checkpoint.format.disk import remove_folder
 from trainer_kit.checkpoint.format.json_files import inside, read_json
 from trainer_kit.checkpoint.format.manifest import (
@@ -59,6 +60,8 @@ def verify(directory: Path) -> Manifest:
     try:
         manifest = Manifest.read(directory)
         manifest.check(directory)
+        if (base := BaseReference.read(directory)) is not None:
+            base.verify(directory)
     except OSError as error:
         raise UnreadableError(f"{error.filename or directory} cannot be read: {error.strerror}") from error
     return manifest

@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import re
+import sys
 import tempfile
 import weakref
 from collections.abc import Mapping
@@ -14,18 +15,27 @@ from typing import Any
 
 import torch
 
+from trainer_kit.checkpoint.format.adapters import (
+    PROMPT_PREFIX,
+    adapter_config_files,
+    adapter_folders,
+    frozen_names,
+    split_state,
+)
 from trainer_kit.checkpoint.format.disk import make_folders, write_file
 from trainer_kit.checkpoint.format.json_files import read_json
-from trainer_kit.checkpoint.format.manifest import list_files
+from trainer_kit.checkpoint.format.manifest import STAGING_PREFIX, list_files
 from trainer_kit.checkpoint.format.pretrained import has_own_format, why_not_pretrained
-from trainer_kit.checkpoint.format.safetensors_writer import ToHost, save_tensors
+from trainer_kit.checkpoint.format.safetensors_writer import ToHost, is_file_of, save_tensors
 from trainer_kit.errors import CheckpointError
 from trainer_kit.utils.transformers_models import is_transformers_model
+from trainer_kit.utils.units import join_names
 from trainer_kit.utils.wrappers import model_class, without_wrappers
 
 logger = logging.getLogger("trainer_kit")
 
 CONFIG_NAME = "config.json"
+_PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)$")
 
 
@@ -33,14 +43,20 @@ _warned: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Models for which the warning about the missing configuration was logged."""
 
 
-def pretrained_files(model: torch.nn.Module, processing_class: Any) -> dict[str, bytes]:
+def model_files(model: torch.nn.Module, processing_class: Any) -> dict[str, bytes]:
+    """Return the same files as `pretrained_files`, with the configurations of adapters in place of the model's."""
+    adapters = adapter_config_files(model)
+    return adapters | pretrained_files(None if adapters else model, processing_class)
+
+
+def pretrained_files(model: torch.nn.Module | None, processing_class: Any) -> dict[str, bytes]:
     """Return the files of a model's configuration and of its tokenizer or processor.
 
     A configuration from which `from_pretrained` would create another model is left out, with a warning in the log.
     Tokenizers are not thread-safe: call this in the thread that uses them.
 
     Args:
-        model: The model, wrapped or not.
+        model: The model, wrapped or not; None: none.
         processing_class: Tokenizer or processor; None or an object without `save_pretrained` adds no files.
 
     Returns:
@@ -63,9 +79,9 @@ def pretrained_files(model: torch.nn.Module, processing_class: Any) -> dict[str,
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in list_files(Path(folder))}
 
 
-def _save_pretrained(model: torch.nn.Module, processing_class: Any, directory: Path) -> None:
-    model = without_wrappers(model)
-    if _is_readable(model):
+def _save_pretrained(model: torch.nn.Module | None, processing_class: Any, directory: Path) -> None:
+    model = None if model is None else without_wrappers(model)
+    if model is not None and _is_readable(model):
         config: Any = copy.deepcopy(model.config)
         config.architectures = [model_class(model).__name__]
         config.save_pretrained(directory)
@@ -110,8 +126,11 @@ def save_model_folder(
     processing_class: Any,
     max_shard_size: int | str,
     to_host: ToHost = torch.Tensor.cpu,
+    uses_own_format: bool = False,
 ) -> None:
     """Write a model's weights, configuration and tokenizer to a folder, replacing each existing file atomically.
+
+    Adapters of PEFT are written as peft does, without the frozen weights below them.
 
     Args:
         directory: The folder; created if missing.
@@ -120,17 +139,62 @@ def save_model_folder(
         processing_class: Tokenizer or processor; None: none.
         max_shard_size: See `save_tensors`.
         to_host: See `save_tensors`.
+        uses_own_format: Whether a model of another library writes its folder by its own `save_pretrained`.
 
     Raises:
         OSError: If the disk is full or cannot be written.
+        ValueError: If the model's own `save_pretrained` writes a pickle.
     """
-    files = pretrained_files(model, processing_class)
+    if uses_own_format and has_own_format(without_wrappers(model)) and not adapter_folders(model):
+        _save_in_own_format(directory, model, processing_class)
+        return
+    files = model_files(model, processing_class)
     for name, content in files.items():
         make_folders((directory / name).parent)
         write_file(directory / name, [content])
     if CONFIG_NAME not in files:
         _remove_other_configuration(directory)
-    save_tensors(state, directory, max_shard_size=max_shard_size, to_host=to_host)
+    if adapter_folders(model):
+        state = _save_adapters(directory, state, model, to_host)
+    if state or not adapter_folders(model):
+        save_tensors(state, directory, max_shard_size=max_shard_size, to_host=to_host)
+
+
+def _save_in_own_format(directory: Path, model: torch.nn.Module, processing_class: Any) -> None:
+    own: Any = without_wrappers(model)
+    make_folders(directory)
+    with tempfile.TemporaryDirectory(prefix=STAGING_PREFIX, dir=directory) as temporary:
+        _save_pretrained(None, processing_class, Path(temporary))
+        own.save_pretrained(temporary)
+        files = {path.relative_to(temporary): path for path in list_files(Path(temporary))}
+        if pickles := [str(name) for name in files if name.suffix in _PICKLES]:
+            raise ValueError(
+                f"{model_class(model).__name__}.save_pretrained writes {join_names(pickles)}, which holds a pickle; "
+                "save the model by its own method, or its weights alone with save_file of safetensors"
+            )
+        for name, path in files.items():
+            make_folders((directory / name).parent)
+            write_file(directory / name, [path.read_bytes()])
+
+
+def _save_adapters(
+    directory: Path, state: Mapping[str, torch.Tensor], model: torch.nn.Module, to_host: ToHost
+) -> dict[str, torch.Tensor]:
+    """Write the files of a model's adapters; return the further tensors that are not frozen."""
+    rest, files = split_state(model, state, frozen_names(model))
+    for path in [path for path in directory.iterdir() if is_file_of(path.name, "model")]:
+        path.unlink()
+    for stem, tensors in files.items():
+        path = directory / stem
+        save_tensors(tensors, path.parent, path.name, sys.maxsize, to_host)
+    if beyond := [name for name in rest if not name.startswith(PROMPT_PREFIX)]:
+        logger.warning(
+            "%s holds %s, which no adapter holds and peft does not load: load them with "
+            "trainer_kit.load_checkpoint_in_model(model, folder), or name their modules in modules_to_save",
+            directory / "model.safetensors",
+            join_names(map(repr, beyond)),
+        )
+    return rest
 
 
 def refuse_pickles(safe_serialization: bool) -> None:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from trainer_kit.checkpoint.format.base_reference import BaseReference
 from trainer_kit.checkpoint.format.discovery import find_checkpoints, is_of_run, read_arguments, verify
 from trainer_kit.checkpoint.format.manifest import (
     ARGUMENTS_NAME,
@@ -93,6 +94,8 @@ def inspect(directory: Path, quick: bool = False) -> CheckpointEntry:
         manifest = Manifest.read(directory)
         if quick:
             manifest.check_sizes(directory)
+            if (base := BaseReference.read(directory)) is not None:
+                base.verify(directory, quick=True)
         else:
             verify(directory)
     except (CheckpointError, OSError) as error:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 
+from trainer_kit.checkpoint.format.adapters import WEIGHTS_STEM, adapter_stems, with_model_names
+from trainer_kit.checkpoint.format.base_reference import BaseReference, digest
 from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from trainer_kit.checkpoint.format.safetensors_reader import (
     Source,
@@ -25,6 +27,7 @@ from trainer_kit.utils.pytree import repeated_dimensions
 from trainer_kit.utils.units import join_names
 from trainer_kit.utils.wrappers import model_class, without_wrappers
 
+Tensors = Mapping[str, torch.Tensor]
 Device = str | int | torch.device
 LoadState = Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], object]
 """Loads a part of a model's state, as `Strategy.load_model_state` does."""
@@ -104,6 +107,7 @@ def load_weights(
     is_verified: bool,
     load_state: LoadState = _load_state,
     placement: Placement = unsharded,
+    whole_tensors: Callable[[Tensors], Tensors] = dict,
 ) -> list[str]:
     """Load weights into a model as `load_checkpoint_in_model` does, without moving it.
 
@@ -115,13 +119,19 @@ def load_weights(
         is_verified: Whether `newest_valid` or `verify` has just verified the checkpoint.
         load_state: Called with the model and the whole tensors of each file.
         placement: Returns the part of a model's tensor that this process holds; only its bytes are read, into it.
+        whole_tensors: Returns tensors of the model with each sharded one gathered; called on all processes.
 
     Returns:
         Names of the model's tensors that the files lack, which stay as they are; none if `strict`.
     """
-    found, model = _find(checkpoint, stem, is_verified), without_wrappers(model)
+    model = without_wrappers(model)
     state = _tensors_of(model)
-    missing = _compare(state, _shapes(found), checkpoint, model_class(model).__name__, strict)
+    found = _find(checkpoint, stem, is_verified, model)
+    base = BaseReference.read(checkpoint)
+    elsewhere = _elsewhere(state, found, base)
+    missing = _compare(state, _shapes(found), checkpoint, model, strict, elsewhere)
+    if base is not None:
+        found += base.kept_sources(checkpoint, _changed(state, elsewhere, base, checkpoint, whole_tensors))
     for source in found:
         parts = _parts(state, source, placement)
         once = {id(state[name]): name for name in parts}  # of tied names the last
@@ -141,8 +151,9 @@ def check_weights(model: torch.nn.Module, checkpoint: Path) -> None:
     Raises:
         ValueError: If names or shapes differ; the message names the first tensors that do.
     """
-    found, model = _find(checkpoint, "model", is_verified=True), without_wrappers(model)
-    _compare(_tensors_of(model), _shapes(found), checkpoint, model_class(model).__name__, strict=True)
+    model, base = without_wrappers(model), BaseReference.read(checkpoint)
+    found = _find(checkpoint, "model", is_verified=True, model=model)
+    _compare(_tensors_of(model), _shapes(found), checkpoint, model, True, base.digests if base is not None else ())
 
 
 def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -171,23 +182,57 @@ def _fill_repeated(tensor: torch.Tensor, values: torch.Tensor, name: str, checkp
     once.copy_(first)
 
 
-def _find(checkpoint: Path, stem: str, is_verified: bool) -> list[Source]:
+def _elsewhere(state: Tensors, found: Sequence[Source], base: BaseReference | None) -> set[str]:
+    """Return the names of weights that need not be in the files: those below adapters."""
+    names, shapes = set[str](), _shapes(found)
+    if base is not None:
+        names = {*base.digests}
+    elif any(PurePosixPath(source.path).stem == WEIGHTS_STEM for source in found):  # save_model wrote the folder
+        names = {name for name, tensor in state.items() if not tensor.requires_grad}
+    return names - shapes.keys()
+
+
+def _changed(
+    state: Tensors,
+    names: Collection[str],
+    base: BaseReference,
+    checkpoint: Path,
+    whole_tensors: Callable[[Tensors], Tensors],
+) -> set[str]:
+    """Return the names of kept weights that differ in the model; refuse a model whose other weights differ."""
+    changed = {name for name in sorted(names) if digest(whole_tensors({name: state[name]})[name]) != base.digests[name]}
+    if foreign := sorted(changed.difference(base.kept)):
+        raise ValueError(
+            f"{checkpoint} holds adapters for the weights of {base.name!r}, but the model has others in "
+            f"{join_names(map(repr, foreign))}; make the model from the same weights"
+        )
+    return changed
+
+
+def _find(checkpoint: Path, stem: str, is_verified: bool, model: torch.nn.Module) -> list[Source]:
     if checkpoint.is_file():
         if checkpoint.suffix != ".safetensors":
             raise CheckpointError(f"{checkpoint} is no .safetensors file; files that are pickles are never read")
         return [read_header(checkpoint)]
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint} does not exist")
+    names = model.state_dict(keep_vars=True).keys()
     if not (checkpoint / MANIFEST_NAME).exists():
-        return sources(checkpoint, stem)
+        adapters = [each for each in adapter_stems(model).values() if (checkpoint / f"{each}.safetensors").exists()]
+        found = [with_model_names(source, names) for each in adapters for source in sources(checkpoint, each)]
+        has_model = any(is_file_of(path.name, stem) for path in checkpoint.iterdir())
+        return found + (sources(checkpoint, stem) if has_model or not found else [])
     manifest = Manifest.read(checkpoint)
+    adapters = [name for name in manifest.files if PurePosixPath(name).name == f"{WEIGHTS_STEM}.safetensors"]
     listed = [name for name in manifest.files if is_file_of(name, stem)]
     if not is_verified:
-        manifest.check(checkpoint, listed)
-    return sources(checkpoint, stem, listed)
+        manifest.check(checkpoint, [*listed, *adapters])
+    of_adapters = (sources(checkpoint, each.removesuffix(".safetensors"), adapters) for each in adapters)
+    found = [with_model_names(source, names) for each in of_adapters for source in each]
+    return found + (sources(checkpoint, stem, listed) if listed or not found else [])
 
 
-def _shapes(found: list[Source]) -> dict[str, tuple[int, ...]]:
+def _shapes(found: Sequence[Source]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors in the files, by stored name and alias."""
     return {name: shape for source in found for name, shape in source.shapes.items()}
 
@@ -196,16 +241,18 @@ def _compare(
     state: Mapping[str, torch.Tensor],
     shapes: Mapping[str, tuple[int, ...]],
     checkpoint: Path,
-    model_name: str,
+    model: torch.nn.Module,
     strict: bool,
+    elsewhere: Collection[str] = (),
 ) -> list[str]:
-    """Check names and shapes; return the names that the files lack."""
+    """Check names and shapes; return the names that the files lack, except those of weights that are elsewhere."""
+    model_name = model_class(model).__name__
     empty = next((name for name, tensor in state.items() if tensor.is_meta), None)
     if empty is not None:
         raise ValueError(f"{empty!r} of this {model_name} is on the device 'meta', which holds nothing; use to_empty()")
-    present = {storage_key(tensor) for name, tensor in state.items() if name in shapes}
+    present = {storage_key(tensor) for name, tensor in state.items() if name in shapes or name in elsewhere}
     missing = [name for name, tensor in state.items() if name not in shapes and storage_key(tensor) not in present]
-    unexpected = [name for name in shapes if name not in state]
+    unexpected = [name for name in (*shapes, *elsewhere) if name not in state]
     other = [
         f"{name!r} is of shape {list(shapes[name])} there and {list(tensor.shape)} in the model"
         for name, tensor in state.items()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import PurePosixPath
 
 import torch
@@ -39,6 +40,7 @@ def divide(
     writers: int,
     max_shard_size: int | str,
     is_pinned: Callable[[str, torch.Tensor], bool] = lambda stem, tensor: False,
+    in_one_file: Collection[str] = (),
 ) -> Division:
     """Divide groups of tensors among writers.
 
@@ -50,6 +52,7 @@ def divide(
         writers: Number of processes that can write to the folder.
         max_shard_size: Largest size of a file's tensors, in bytes or as "300MB"; a larger tensor gets its own file.
         is_pinned: Returns whether writer 0 must write a tensor of a group.
+        in_one_file: Stems of the groups that writer 0 writes into one file each, of any size.
 
     Raises:
         ValueError: If `max_shard_size` is invalid.
@@ -59,14 +62,16 @@ def divide(
         {name: tensors[name].nbytes for name in aliases} for tensors, aliases in zip(groups.values(), ties, strict=True)
     ]
     free = [
-        {name: size for name, size in each.items() if not is_pinned(stem, tensors[name])}
+        {name: size for name, size in each.items() if stem not in in_one_file and not is_pinned(stem, tensors[name])}
         for (stem, tensors), each in zip(groups.items(), sizes, strict=True)
     ]
     owners = [
         dict.fromkeys(each, 0) | assigned for each, assigned in zip(sizes, assign_writers(free, writers), strict=True)
     ]
     shards = {
-        stem: plan_shards(tensors, aliases, PurePosixPath(stem).name, max_shard_size, owner)
+        stem: plan_shards(
+            tensors, aliases, PurePosixPath(stem).name, sys.maxsize if stem in in_one_file else max_shard_size, owner
+        )
         for (stem, tensors), aliases, owner in zip(groups.items(), ties, owners, strict=True)
     }
     lines = [

@@ -248,7 +248,7 @@ def _content(
     header = _header(tensors, aliases)
     yield struct.pack("<Q", len(header)) + header
     for name in aliases:
-        yield _bytes_of(tensors[name], to_host)
+        yield bytes_of(tensors[name], to_host)
 
 
 def _header(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, list[str]]) -> bytes:
@@ -268,7 +268,7 @@ def _header(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, list[str]
     return encoded + b" " * (-len(encoded) % 8)
 
 
-def _bytes_of(tensor: torch.Tensor, to_host: ToHost) -> memoryview:
+def bytes_of(tensor: torch.Tensor, to_host: ToHost) -> memoryview:
     """Return a tensor's bytes on the host, without a copy if it is contiguous there."""
     host = to_host(tensor).detach().resolve_conj().resolve_neg().contiguous()
     content: memoryview = host.reshape(-1).view(torch.uint8).numpy().data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
@@ -41,6 +42,7 @@ class Snapshot:
         arguments: The arguments of the run, as a JSON tree.
         files: Contents of further files (config.json, a tokenizer's) by path in the checkpoint.
         more_models: Tensors of further models, by prefix of their files' names.
+        adapters: Tensors of adapters, by the stem of the one file that each has.
         division: Files that several processes write together; None: one process writes everything.
         writer: Number of this process among the writers; 0 also writes what is not divided.
     """
@@ -52,6 +54,7 @@ class Snapshot:
     arguments: Any
     files: Mapping[str, bytes]
     more_models: Mapping[str, Tensors] = dataclasses.field(default_factory=dict)
+    adapters: Mapping[str, Tensors] = dataclasses.field(default_factory=dict)
     division: Division | None = None
     writer: int = 0
 
@@ -59,7 +62,8 @@ class Snapshot:
     def groups(self) -> dict[str, Tensors]:
         """Tensors of each group of files, by its stem in the checkpoint: "model", "state/optimizer"."""
         of_states = {f"{STATE_FOLDER}/{name}": tensors for name, (_, tensors) in self.states.items() if tensors}
-        return {"model": self.model, **self.more_models, **of_states}
+        of_model = {"model": self.model} if self.model or not self.adapters else {}
+        return {**of_model, **self.more_models, **self.adapters, **of_states}
 
     @property
     def nbytes(self) -> int:
@@ -84,12 +88,13 @@ class Snapshot:
         Raises:
             ValueError: If `max_shard_size` is invalid.
         """
-        together = {"model", *(f"{STATE_FOLDER}/{name}" for name in shared)}
+        together = {"model", *self.adapters, *(f"{STATE_FOLDER}/{name}" for name in shared)}
         return divide(
             {stem: tensors for stem, tensors in self.groups.items() if stem in together},
             writers,
             max_shard_size,
-            lambda stem, tensor: is_pinned(PurePosixPath(stem).name, tensor),
+            lambda stem, tensor: stem not in self.adapters and is_pinned(PurePosixPath(stem).name, tensor),
+            in_one_file=self.adapters,
         )
 
     def shards(self, stem: str, max_shard_size: int | str) -> Sequence[Shard]:
@@ -101,6 +106,7 @@ class Snapshot:
         if self.division is not None and stem in self.division.shards:
             return self.division.shards[stem]
         tensors = self.groups[stem]
+        max_shard_size = sys.maxsize if stem in self.adapters else max_shard_size
         return plan_shards(tensors, untie(tensors), PurePosixPath(stem).name, max_shard_size)
 
     def stored(self) -> Iterator[tuple[torch.Tensor, int]]:
@@ -128,6 +134,7 @@ class Snapshot:
             model=copied(self.model),
             states={name: (tree, copied(tensors)) for name, (tree, tensors) in self.states.items()},
             more_models={name: copied(tensors) for name, tensors in self.more_models.items()},
+            adapters={name: copied(tensors) for name, tensors in self.adapters.items()},
         )
 
     def _own(self, stem: str, tensors: Tensors) -> Tensors:
@@ -147,6 +154,7 @@ def take_snapshot(
     world_size: int = 1,
     files: Mapping[str, bytes] | None = None,
     more_models: Mapping[str, Tensors] | None = None,
+    adapters: Mapping[str, Tensors] | None = None,
 ) -> Snapshot:
     """Collect the content of a checkpoint, and check that a checkpoint can hold it.
 
@@ -158,6 +166,7 @@ def take_snapshot(
         world_size: Number of processes of the run.
         files: Contents of further files by path in the checkpoint; None: none.
         more_models: Tensors of further models, by prefix of their files' names; None: none.
+        adapters: Tensors of adapters, by the stem of the one file that each has; None: none.
 
     Returns:
         The snapshot. It refers to the tensors themselves (see `Snapshot.copied`), and shares nothing else with the
@@ -174,14 +183,16 @@ def take_snapshot(
     _check_names("state", states)
     stems = ["model", *more_models]
     _check_names("model", stems)
-    for tensors in (model_state, *more_models.values()):
+    adapters = adapters or {}
+    _check_names("adapter", [part for stem in adapters for part in PurePosixPath(stem).parts])
+    for tensors in (model_state, *more_models.values(), *adapters.values()):
         _refuse_unstorable(tensors)
     taken = {name: _take_state(name, state) for name, state in states.items()}
     tree, tensors_of_arguments = flatten_state(dict(arguments))
     if tensors_of_arguments:
         place = next(iter(tensors_of_arguments))
         raise TypeError(f"the arguments hold a tensor or an array ({place}); give a number or a list")
-    _check_files(files or (), stems)
+    _check_files(files or (), [*stems, *adapters])
     return Snapshot(
         step=step,
         world_size=world_size,
@@ -190,6 +201,7 @@ def take_snapshot(
         arguments=tree,
         files=dict(files or {}),
         more_models=more_models,
+        adapters=adapters,
     )
 
 

@@ -1,0 +1,164 @@
+"""`BaseReference`: the frozen weights below the adapters of a checkpoint, which lie outside of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from trainer_kit.checkpoint.format.disk import fsync_directory, remove_folder, rename_folder, write_json
+from trainer_kit.checkpoint.format.json_files import inside, read_json
+from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME, STAGING_PREFIX, STATE_FOLDER, Manifest
+from trainer_kit.checkpoint.format.safetensors_reader import Source, sources
+from trainer_kit.checkpoint.format.safetensors_writer import ToHost, bytes_of, save_tensors
+from trainer_kit.errors import CheckpointError, UnreadableError
+from trainer_kit.utils.pytree import unflatten_state
+from trainer_kit.utils.quantized_tensors import parts_of
+
+STATE_NAME = "base"
+FOLDER_PREFIX = "base-"
+
+
+@dataclasses.dataclass(frozen=True)
+class BaseReference:
+    """Frozen weights that the checkpoints of a run share.
+
+    Attributes:
+        name: Name or folder that the model was loaded from; None if it is not known.
+        digests: Digest of each tensor by its name in the model, from `digest`.
+        kept: Names of the tensors in `folder`; `name` holds the others.
+        folder: Name of a folder in the run's folder; None if nothing is kept.
+    """
+
+    name: str | None
+    digests: Mapping[str, str]
+    kept: Collection[str]
+    folder: str | None
+
+    @classmethod
+    def of(cls, name: str | None, digests: Mapping[str, str], kept: Collection[str]) -> BaseReference:
+        """Return the reference to weights of which some are kept, in a folder that is named by their digests."""
+        lines = [f"{each} {digests[each]}" for each in sorted(kept)]
+        folder = f"{FOLDER_PREFIX}{xxhash.xxh3_64_hexdigest(chr(10).join(lines).encode())}" if kept else None
+        return cls(name, dict(digests), sorted(kept), folder)
+
+    @classmethod
+    def read(cls, directory: Path) -> BaseReference | None:
+        """Return the reference in a checkpoint; None if the checkpoint holds all weights itself.
+
+        Raises:
+            CheckpointError: If the manifest or the reference is damaged.
+        """
+        file = f"{STATE_FOLDER}/{STATE_NAME}.json"
+        if not (directory / MANIFEST_NAME).exists() or file not in Manifest.read(directory).files:
+            return None
+        path = inside(directory, file)
+        try:
+            content = unflatten_state(read_json(path), {})
+            found = cls(**content)
+            inside(directory, found.folder or FOLDER_PREFIX)
+            if not found.digests.keys() >= set(found.kept):
+                raise ValueError("a kept tensor has no digest")
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from error
+        return found
+
+    def to_state(self) -> dict[str, Any]:
+        """Return the content of the state of a checkpoint."""
+        return {**dataclasses.asdict(self), "kept": [*self.kept]}
+
+    def find_folder(self, directory: Path) -> Path | None:
+        """Return the folder of the kept weights of a checkpoint; None if nothing is kept.
+
+        The folder lies in the run's folder, also for a checkpoint that was moved to `earlier-N/` there.
+
+        Raises:
+            CheckpointError: If the folder is not there.
+        """
+        if self.folder is None:
+            return None
+        parent = directory.absolute().parent
+        for place in (parent / self.folder, parent.parent / self.folder):
+            if (place / MANIFEST_NAME).is_file():
+                return place
+        raise UnreadableError(
+            f"{directory} lacks the frozen weights of its model, the folder {self.folder} of its run; put that folder "
+            f"into {parent}"
+        )
+
+    def verify(self, directory: Path, quick: bool = False) -> None:
+        """Verify the kept weights of a checkpoint: all checksums, or only the sizes with `quick`.
+
+        Raises:
+            CheckpointError: If a file is missing or damaged.
+        """
+        folder = self.find_folder(directory)
+        if folder is None:
+            return
+        try:
+            manifest = Manifest.read(folder)
+            if quick:
+                manifest.check_sizes(folder)
+            else:
+                manifest.check(folder)
+        except CheckpointError as error:  # the checkpoint itself may be valid
+            raise UnreadableError(f"the frozen weights of {directory.name} cannot be read: {error}") from error
+
+    def kept_sources(self, directory: Path, names: Collection[str]) -> list[Source]:
+        """Return the files of kept weights with these names alone.
+
+        Raises:
+            CheckpointError: If the folder is not there, or damaged.
+        """
+        folder = self.find_folder(directory) if names else None
+        return [] if folder is None else [_only(each, names) for each in sources(folder, "model")]
+
+
+def _only(source: Source, names: Collection[str]) -> Source:
+    """Return those tensors of a file that have one of these names, stored or alias."""
+    entries, aliases = {}, dict[str, str]()
+    for stored, entry in source.entries.items():
+        if own := [
+            each for each in (stored, *source.aliases) if source.aliases.get(each, each) == stored and each in names
+        ]:
+            entries[own[0]] = entry
+            aliases |= dict.fromkeys(own[1:], own[0])
+    return Source(source.path, entries, aliases)
+
+
+def write_kept(
+    run_folder: Path, reference: BaseReference, tensors: Mapping[str, torch.Tensor], max_shard_size: int | str,
+    to_host: ToHost,
+) -> None:  # fmt: skip
+    """Write the kept weights into a run's folder, unless they are there: staged, and committed by one rename.
+
+    Raises:
+        OSError: If the disk is full or cannot be written.
+    """
+    if reference.folder is None or (run_folder / reference.folder / MANIFEST_NAME).is_file():
+        return
+    staging = run_folder / f"{STAGING_PREFIX}{reference.folder}-{os.getpid()}"
+    remove_folder(staging)
+    try:
+        written = save_tensors(tensors, staging, max_shard_size=max_shard_size, to_host=to_host)
+        write_json(staging / MANIFEST_NAME, Manifest.of(written, 0, 1).to_json())
+        fsync_directory(staging)
+        rename_folder(staging, run_folder / reference.folder)
+        fsync_directory(run_folder)
+    except BaseException:
+        remove_folder(staging)
+        raise
+
+
+def digest(tensor: torch.Tensor, to_host: ToHost = torch.Tensor.cpu) -> str:
+    """Return the XXH3 64-bit hash of a tensor's dtype, shape and bytes as 16 hexadecimal digits."""
+    hashed = xxhash.xxh3_64()
+    for part in parts_of(tensor.detach()):
+        hashed.update(f"{part.dtype} {[*part.shape]}".encode())
+        hashed.update(bytes_of(part, to_host))
+    return hashed.hexdigest()
