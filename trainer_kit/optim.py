@@ -299,7 +299,7 @@ def make_scheduler(
                 f"lr_scheduler_kwargs has {name!r}, which lr_scheduler_type={args.lr_scheduler_type!r} does not know; "
                 f"allowed: {', '.join(allowed) or 'nothing'}"
             )
-    warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
+    warmup = int(args.warmup_steps) or math.ceil(args.warmup_ratio * total_steps)
     if warmup and schedule in (_constant, _one_cycle):
         warn(
             f"lr_scheduler_type={args.lr_scheduler_type!r} has no warmup; warmup_steps={args.warmup_steps} and "

@@ -245,7 +245,7 @@ class Trainer:
         run.strategy.setup()
         run.ledger.keep_time_by(run.strategy.device_info.clock())
         check_same_start(run)
-        loss = Loss(run.strategy.prepare(run.model), run.model, self.compute_loss, run.args.chunked_cross_entropy)
+        loss = Loss.by_arguments(run.strategy.prepare(run.model), run.model, self.compute_loss, run.args)
         load_initial_weights(run, self._weights, self._model_init)
         self._weights = None
         self._probe = LossProbe(loss, run.strategy)

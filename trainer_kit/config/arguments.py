@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from trainer_kit.config import environment
 from trainer_kit.config.checkpointing_options import CheckpointingOptions
+from trainer_kit.config.command_line import read_command_line
 from trainer_kit.config.compile_options import CompileOptions
 from trainer_kit.config.field_types import (
     REPORTERS,
     Beta,
     Count,
+    CountOrFraction,
     CountOrZero,
     Folder,
     Interval,
@@ -30,29 +34,35 @@ from trainer_kit.config.field_types import (
     Seed,
     Size,
     Steps,
+    StepsOrFraction,
 )
+from trainer_kit.config.lightning_names import LIGHTNING_NAMES
 from trainer_kit.config.optimizer_options import optimizer_options
-from trainer_kit.config.other_names import REMEDIES, SYNONYMS
-from trainer_kit.config.validation import check_names, check_values, load_fields, read_options, save_fields
+from trainer_kit.config.other_names import translate
+from trainer_kit.config.parser_hints import with_plain_hints
+from trainer_kit.config.transformers_names import FIELD_VALUES, TRANSFORMERS_NAMES, settings_of
+from trainer_kit.config.validation import check_values, load_fields, read_options, save_fields
+
+OTHER_NAMES = {**LIGHTNING_NAMES, **TRANSFORMERS_NAMES}
+"""Translation of each name that another trainer has for a setting."""
 
 T = TypeVar("T")
 Arguments = TypeVar("Arguments", bound="TrainingArguments")
 
 
-def _refuse_unknown_names(cls: type[T]) -> type[T]:
-    """Make the constructor of dataclass `cls` name the nearest field in the error for an unknown one."""
+def _with_other_names(cls: type[T]) -> type[T]:
+    """Make the constructor of dataclass `cls` take names of other trainers, and its hints plain for parsers."""
     generated = cls.__init__
 
     @functools.wraps(generated)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        check_names(cls, kwargs, SYNONYMS, REMEDIES)
-        generated(self, *args, **kwargs)
+        generated(self, *args, **translate(cls, kwargs, OTHER_NAMES, FIELD_VALUES))
 
     cls.__init__ = init  # type: ignore[method-assign]
-    return cls
+    return with_plain_hints(cls)
 
 
-@_refuse_unknown_names
+@_with_other_names
 @dataclasses.dataclass
 class TrainingArguments:
     """Settings of a training run. Fields have the names of transformers where the meaning is the same.
@@ -85,8 +95,8 @@ class TrainingArguments:
             and nesterov of "sgd"; momentum, nesterov and ns_steps of "muon". None: the defaults of torch.
         lr_scheduler_type: Name of the schedule, see `trainer_kit.optim.make_scheduler`.
         lr_scheduler_kwargs: Numeric options of the schedule, such as `{"num_cycles": 2}`.
-        warmup_steps: Steps in which the learning rate rises from 0; 0: use `warmup_ratio`. If a resume changes the
-            number of samples of a step, the warmup and `num_decay_steps` keep their numbers of samples.
+        warmup_steps: Steps in which the learning rate rises from 0; below 1: as `warmup_ratio`; 0: use that. If a
+            resume changes the samples of a step, the warmup and `num_decay_steps` keep their numbers of samples.
         warmup_ratio: Warmup as a fraction of all steps.
         max_grad_norm: Largest total norm of the gradients, by scaling; 0: no limit.
         max_grad_value: Largest absolute value of a gradient's element, by clipping; None: no limit.
@@ -109,15 +119,18 @@ class TrainingArguments:
             has `gradient_checkpointing_enable` recomputes as that method does it, another one in its repeated blocks.
         chunked_cross_entropy: Whether a causal language model of transformers computes its logits and its loss in
             chunks of tokens, to save memory. Loss and gradients are the same up to rounding. Not with `compute_loss`.
+        label_smoothing_factor: Share of the uniform distribution in the labels of the model's own loss, in training and
+            evaluation; see `trainer_kit.loss.label_smoothing`. Not with `compute_loss` or `chunked_cross_entropy`.
+        neftune_noise_alpha: Scale of the noise on the input embeddings in training, see `callbacks.Neftune`; None: off.
         logging_strategy: When to log a record: every `logging_steps` ("steps"), after each "epoch" and at the end, or
             "no".
-        logging_steps: Steps between two records.
+        logging_steps: Steps between two records; below 1: as a fraction of all steps.
         logging_first_step: Whether to log step 1 too.
         eval_strategy: When to evaluate: every `eval_steps` ("steps"), after each "epoch" and at the end, or "no".
-        eval_steps: Steps between two evaluations; None: `logging_steps`.
+        eval_steps: Steps between two evaluations; below 1: as a fraction of all steps; None: `logging_steps`.
         save_strategy: When to save a checkpoint: every `save_steps` ("steps"), after each "epoch", after each
             evaluation with a new "best" metric, every `save_minutes` ("minutes"), or "no".
-        save_steps: Steps between two checkpoints.
+        save_steps: Steps between two checkpoints; below 1: as a fraction of all steps.
         save_minutes: Minutes between two checkpoints, in addition to any `save_strategy` but "no"; None: off.
         async_save: Whether training continues while a checkpoint is written. It pauses only to copy the state to host
             memory, which is reused for the next checkpoint. False: training waits, and no copy is needed.
@@ -148,7 +161,7 @@ class TrainingArguments:
             the launcher's, else None.
         disable_tqdm: Whether to hide the progress bar.
         log_level: "debug", "info", "warning", "error" or "critical".
-        use_cpu: Whether to train on the CPU even if there is an accelerator. Default: the launcher's, else False.
+        use_cpu: Whether to train on the CPU even if there is an accelerator; None: as the launcher says, else False.
         strategy: Hardware to use: "auto" follows the launcher's environment, "single" uses one device, "ddp" the
             processes of one machine, "multinode" those of several machines, "fsdp" shards the model over the
             processes, "xla" uses all TPU devices. For further settings, give the Trainer `strategy=DDP(...)` instead.
@@ -179,7 +192,7 @@ class TrainingArguments:
         "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "one_cycle", "warmup_stable_decay"
     ] = "linear"
     lr_scheduler_kwargs: Numbers = dataclasses.field(default_factory=dict)
-    warmup_steps: CountOrZero = 0
+    warmup_steps: CountOrFraction = 0
     warmup_ratio: Ratio = 0.0
     max_grad_norm: NotNegative = 1.0
     max_grad_value: Positive | None = None
@@ -192,13 +205,15 @@ class TrainingArguments:
     torch_compile: bool | dict[str, Any] = False
     gradient_checkpointing: bool | dict[str, Any] = False
     chunked_cross_entropy: bool = False
+    label_smoothing_factor: Ratio = 0.0
+    neftune_noise_alpha: Positive | None = None
     logging_strategy: Literal["steps", "epoch", "no"] = "steps"
-    logging_steps: Count = 50
+    logging_steps: StepsOrFraction = 50
     logging_first_step: bool = False
     eval_strategy: Literal["no", "steps", "epoch"] = "no"
-    eval_steps: Count | None = None
+    eval_steps: StepsOrFraction | None = None
     save_strategy: Literal["steps", "epoch", "best", "minutes", "no"] = "steps"
-    save_steps: Count = 500
+    save_steps: StepsOrFraction = 500
     save_minutes: Positive | None = None
     async_save: bool = True
     save_failures: Literal["warn", "raise"] = "warn"
@@ -221,13 +236,15 @@ class TrainingArguments:
     profile: Interval | None = dataclasses.field(default_factory=environment.profile)
     disable_tqdm: bool = False
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
-    use_cpu: bool = dataclasses.field(default_factory=environment.use_cpu)
+    use_cpu: bool | None = None
     strategy: Literal["auto", "single", "ddp", "multinode", "fsdp", "xla"] = "auto"
     nonfinite: Literal["stop", "skip", "rollback", "ignore"] = "stop"
     max_rollbacks: Count = 3
 
     def __post_init__(self) -> None:
         check_values(self)
+        if self.use_cpu is None:
+            self.use_cpu = environment.use_cpu()
         self._check_together()
         self._resolve()
 
@@ -267,6 +284,9 @@ class TrainingArguments:
 
     def _resolve(self) -> None:
         """Replace short forms and None by the values that they stand for."""
+        for name in ("logging_steps", "eval_steps", "save_steps", "warmup_steps"):
+            value = getattr(self, name)
+            setattr(self, name, int(value) if value is not None and value == int(value) else value)
         self.output_dir = os.path.expanduser(self.output_dir)
         if self.logging_dir is not None:
             self.logging_dir = os.path.expanduser(self.logging_dir)
@@ -316,8 +336,38 @@ class TrainingArguments:
             TypeError: If a field is unknown or a value has the wrong type.
             ValueError: If a value is not allowed.
         """
-        check_names(cls, values, SYNONYMS, REMEDIES)
-        return cls(**values)
+        return cls(**translate(cls, values, OTHER_NAMES, FIELD_VALUES))
+
+    @classmethod
+    def from_args(cls: type[Arguments], argv: Sequence[str] | None = None) -> Arguments:
+        """Create arguments from a command line such as `--config run.yaml --learning_rate 3e-4 --bf16`.
+
+        Args:
+            argv: The words of the command line, see `docs/configuration.md`; None: those of the program.
+
+        Raises:
+            SystemExit: After `--help`, which prints the fields.
+            TypeError: If a name is unknown or a value has the wrong type.
+            ValueError: If a word belongs to no name or a value is not allowed.
+        """
+        words = sys.argv[1:] if argv is None else argv
+        if {"-h", "--help"} & {*words}:
+            sys.stdout.write(f"{inspect.getdoc(cls)}\n")
+            raise SystemExit(0)
+        return cls.from_dict(read_command_line(cls, words))
+
+    @classmethod
+    def from_transformers(cls: type[Arguments], hf_args: Any) -> Arguments:
+        """Create arguments that mean what transformers' `TrainingArguments` mean.
+
+        Args:
+            hf_args: An instance of transformers' `TrainingArguments` or a subclass.
+
+        Raises:
+            TypeError: If settings that differ from transformers' defaults have no counterpart; names them all.
+            ValueError: If a value is not allowed.
+        """
+        return cls.from_dict(settings_of(hf_args, {field.name for field in dataclasses.fields(cls)}))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all fields to a file with the suffix .json, .yaml or .yml.

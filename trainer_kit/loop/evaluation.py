@@ -28,7 +28,6 @@ from trainer_kit.loop.metrics import (
     predictions_in,
 )
 from trainer_kit.loss.batch import Counts, labels_of, samples_of, shape_of
-from trainer_kit.loss.loss import found_loss
 from trainer_kit.loss.probe import LossProbe
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import clear_frames
@@ -248,7 +247,7 @@ class Evaluator:
                 calls, outputs, loss.outputs = captured.copy(), loss.outputs, None
             else:
                 outputs = loss.output(batch)
-                value, items = found_loss(outputs), None
+                value, items = loss.loss_of(outputs, batch), None
         captured.clear()
         if value is not None:
             mean.add(value, items, loss.items(counts))

@@ -175,8 +175,8 @@ class TrainingLoop:
             self._has_checked_space = True
             self.checkpoints.check_space(run.strategy.model_state(self.loss.model))
         requests, schedule, step = run.requests, self._schedule, run.state.step
-        requests.log = requests.log or schedule.is_due_after_step("log", step)
-        requests.evaluate = requests.evaluate or schedule.is_due_after_step("evaluate", step)
+        requests.log = requests.log or schedule.is_due_after_step("log", step, run.total_steps)
+        requests.evaluate = requests.evaluate or schedule.is_due_after_step("evaluate", step, run.total_steps)
         if global_batch.closes_epoch:
             call("on_epoch_end", run)
             self._request(self._schedule.is_due_after_epoch)
