@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from trainer_kit import Trainer
 from trainer_kit.callbacks import Neftune
+from trainer_kit.errors import CallbackError
 
 SIZES: dict[str, Any] = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 13, "n_positions": 16}
 
@@ -75,7 +76,7 @@ def test_evaluation_has_no_noise_and_training_leaves_no_hook(tmp_path: Path) -> 
 
 
 def test_a_model_without_input_embeddings_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"neftune_noise_alpha needs a model .* Linear has none; set it to None"):
+    with pytest.raises(CallbackError, match=r"neftune_noise_alpha needs a model .* Linear has none; set it to None"):
         Trainer(nn.Linear(2, 2), args=arguments(tmp_path, neftune_noise_alpha=5.0))
     with pytest.raises(ValueError, match=r"Neftune\(alpha=0\) must be a finite number above 0"):
         Neftune(0)

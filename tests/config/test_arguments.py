@@ -181,6 +181,11 @@ def test_the_message_says_what_is_allowed(name: str, value: Any, allowed: str) -
         ({"load_best_model_at_end": True, "save_strategy": "no", "eval_strategy": "epoch"}, "save_strategy='no'"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end=True needs .* eval_strategy='no'"),
         ({"save_strategy": "best"}, "save_strategy='best' needs .* eval_strategy='no'"),
+        (
+            {"lr_scheduler_type": "reduce_lr_on_plateau"},
+            "lr_scheduler_type='reduce_lr_on_plateau' steps at evaluations",
+        ),
+        ({"optim": "schedule_free_adamw"}, "optim='schedule_free_adamw' needs no schedule; set lr_scheduler_type="),
         ({"strategy": "xla", "use_cpu": True}, "strategy='xla' and use_cpu=True contradict each other"),
         ({"pad_to_lengths": [64], "pad_to_multiple_of": 8}, "pad_to_multiple_of=8 contradict each other"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer_kit.config.arguments import OTHER_NAMES, TrainingArguments
+from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.config.other_names import (
     Fields,
     Refusal,
@@ -21,6 +21,7 @@ from trainer_kit.config.other_names import (
     switched,
     translate,
 )
+from trainer_kit.config.sources import OTHER_NAMES
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import pytest
 import transformers
 from transformers.training_args import OptimizerNames
 
-from trainer_kit.config.arguments import OTHER_NAMES, TrainingArguments
+from trainer_kit.config.arguments import TrainingArguments
+from trainer_kit.config.sources import OTHER_NAMES
 from trainer_kit.config.transformers_names import settings_of
 
 OWN = {field.name for field in dataclasses.fields(TrainingArguments)}
@@ -36,7 +37,9 @@ def test_every_setting_of_transformers_is_known() -> None:
 def test_every_optimizer_and_schedule_of_transformers_is_known() -> None:
     def sentence_or_value(**settings: Any) -> str:
         try:
-            return f"taken as {TrainingArguments(**settings).optim}"
+            if settings.get("optim", "").startswith("schedule_free"):
+                settings["lr_scheduler_type"] = "constant"
+            return f"taken as {TrainingArguments(eval_strategy='steps', **settings).optim}"
         except ValueError as error:
             return str(error)
 
@@ -147,6 +150,7 @@ def test_from_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
         label_smoothing_factor=0.1,
         load_best_model_at_end=True,
         disable_tqdm=given.disable_tqdm,
+        dataloader_pin_memory=given.dataloader_pin_memory,
         report_to="none",
     )
     assert [message for message in caplog.messages if "run_name" in message] == [

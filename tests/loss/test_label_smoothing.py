@@ -64,7 +64,9 @@ def test_the_loss_is_transformers(shifts: bool, dtype: torch.dtype) -> None:
 def test_training_and_evaluation_have_the_mean_over_all_items(tmp_path: Path) -> None:
     samples = texts()
     output = language_model()(**stacked(samples))
-    expected = LabelSmoother(0.2)(output, stacked(samples)["labels"], shift_labels=True).item()
+    theirs = LabelSmoother(0.2)(output, stacked(samples)["labels"], shift_labels=True)  # its sum is in float32
+    expected = smoothed_loss(output, stacked(samples)["labels"], 0.2, shifts=True).item()
+    assert expected == pytest.approx(theirs.item(), abs=1e-6)
     weights = []
     for number, (batch, accumulation) in enumerate([(8, 1), (2, 4), (3, 3)]):
         recorder = Losses()
@@ -73,7 +75,7 @@ def test_training_and_evaluation_have_the_mean_over_all_items(tmp_path: Path) ->
             max_steps=1, label_smoothing_factor=0.2, optim="sgd", learning_rate=0.1, logging_steps=1, max_grad_norm=0.0,
         )  # fmt: skip
         trainer = Trainer(language_model(), args, samples, samples, data_collator=stacked, callbacks=[recorder])
-        assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-6)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-12)
         trainer.train()
         assert recorder.losses[0] == pytest.approx(expected, abs=1e-9)
         weights.append(torch.cat([each.detach().flatten() for each in trainer.run.model.parameters()]))

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import os
-import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from trainer_kit.config import environment
 from trainer_kit.config.checkpointing_options import CheckpointingOptions
-from trainer_kit.config.command_line import read_command_line
 from trainer_kit.config.compile_options import CompileOptions
 from trainer_kit.config.field_types import (
     REPORTERS,
@@ -36,35 +31,14 @@ from trainer_kit.config.field_types import (
     Steps,
     StepsOrFraction,
 )
-from trainer_kit.config.lightning_names import LIGHTNING_NAMES
-from trainer_kit.config.optimizer_options import optimizer_options
-from trainer_kit.config.other_names import translate
-from trainer_kit.config.parser_hints import with_plain_hints
-from trainer_kit.config.transformers_names import FIELD_VALUES, TRANSFORMERS_NAMES, settings_of
-from trainer_kit.config.validation import check_values, load_fields, read_options, save_fields
-
-OTHER_NAMES = {**LIGHTNING_NAMES, **TRANSFORMERS_NAMES}
-"""Translation of each name that another trainer has for a setting."""
-
-T = TypeVar("T")
-Arguments = TypeVar("Arguments", bound="TrainingArguments")
+from trainer_kit.config.optimizer_options import check_schedule, optimizer_options
+from trainer_kit.config.sources import ArgumentSources, with_other_names
+from trainer_kit.config.validation import check_values, read_options
 
 
-def _with_other_names(cls: type[T]) -> type[T]:
-    """Make the constructor of dataclass `cls` take names of other trainers, and its hints plain for parsers."""
-    generated = cls.__init__
-
-    @functools.wraps(generated)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        generated(self, *args, **translate(cls, kwargs, OTHER_NAMES, FIELD_VALUES))
-
-    cls.__init__ = init  # type: ignore[method-assign]
-    return with_plain_hints(cls)
-
-
-@_with_other_names
+@with_other_names
 @dataclasses.dataclass
-class TrainingArguments:
+class TrainingArguments(ArgumentSources):
     """Settings of a training run. Fields have the names of transformers where the meaning is the same.
 
     Steps are optimizer steps. The constructor checks all values; later assignments are not checked
@@ -143,7 +117,7 @@ class TrainingArguments:
         max_shard_size: Largest size of a file of weights: bytes, or a string such as "5GB" or "200MiB".
         load_best_model_at_end: Whether to load the best checkpoint's weights when training ends.
         metric_for_best_model: Metric that defines "best", with or without the prefix `eval_`. None: "eval_loss" if
-            `load_best_model_at_end` or `save_strategy="best"` needs a metric.
+            `load_best_model_at_end`, `save_strategy="best"` or "reduce_lr_on_plateau" needs a metric.
         greater_is_better: Whether a greater metric is better; None: True unless the metric's name ends with "loss".
         dataloader_num_workers: Number of processes that load data; 0: the training process loads it.
         dataloader_timeout: Seconds that a worker may take for a batch before training ends with an error that names
@@ -186,10 +160,22 @@ class TrainingArguments:
     adam_beta1: Beta = 0.9
     adam_beta2: Beta = 0.999
     adam_epsilon: Positive = 1e-8
-    optim: Literal["adamw_torch", "sgd", "adafactor", "muon", "adamw_8bit"] = "adamw_torch"
+    optim: Literal[
+        "adamw_torch", "sgd", "adafactor", "muon", "adamw_8bit", "schedule_free_adamw", "schedule_free_sgd"
+    ] = "adamw_torch"
     optim_args: OptimizerOptions | None = None
     lr_scheduler_type: Literal[
-        "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "one_cycle", "warmup_stable_decay"
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "cosine_with_min_lr",
+        "inverse_sqrt",
+        "reduce_lr_on_plateau",
+        "constant",
+        "constant_with_warmup",
+        "polynomial",
+        "one_cycle",
+        "warmup_stable_decay",
     ] = "linear"
     lr_scheduler_kwargs: Numbers = dataclasses.field(default_factory=dict)
     warmup_steps: CountOrFraction = 0
@@ -270,6 +256,7 @@ class TrainingArguments:
                 "nonfinite='rollback' needs checkpoints to go back to; set save_strategy to another than 'no'"
             )
         optimizer_options(self.optim, self.optim_args)
+        check_schedule(self.lr_scheduler_type, self.optim, self.eval_strategy)
         CompileOptions.read(self.torch_compile)
         read_options(CheckpointingOptions, "gradient_checkpointing", self.gradient_checkpointing)
         if self.strategy == "xla" and self.use_cpu:
@@ -294,7 +281,8 @@ class TrainingArguments:
         self.report_to = [name for name in REPORTERS if name in chosen or "all" in chosen]
         if self.eval_steps is None:
             self.eval_steps = self.logging_steps
-        if self.metric_for_best_model is None and (self.load_best_model_at_end or self.save_strategy == "best"):
+        by_metric = self.load_best_model_at_end or self.save_strategy == "best"
+        if self.metric_for_best_model is None and (by_metric or self.lr_scheduler_type == "reduce_lr_on_plateau"):
             self.metric_for_best_model = "eval_loss"
         if self.metric_for_best_model is not None:
             self.metric_for_best_model = "eval_" + self.metric_for_best_model.removeprefix("eval_")
@@ -323,76 +311,3 @@ class TrainingArguments:
     def log_dir(self) -> Path:
         """Folder of TensorBoard's files."""
         return Path(self.logging_dir) if self.logging_dir is not None else Path(self.output_dir) / "logs"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields by name, as strings, numbers, booleans, None, and lists and dicts of these."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls: type[Arguments], values: Mapping[str, Any]) -> Arguments:
-        """Create arguments from values by field; missing fields have their defaults.
-
-        Raises:
-            TypeError: If a field is unknown or a value has the wrong type.
-            ValueError: If a value is not allowed.
-        """
-        return cls(**translate(cls, values, OTHER_NAMES, FIELD_VALUES))
-
-    @classmethod
-    def from_args(cls: type[Arguments], argv: Sequence[str] | None = None) -> Arguments:
-        """Create arguments from a command line such as `--config run.yaml --learning_rate 3e-4 --bf16`.
-
-        Args:
-            argv: The words of the command line, see `docs/configuration.md`; None: those of the program.
-
-        Raises:
-            SystemExit: After `--help`, which prints the fields.
-            TypeError: If a name is unknown or a value has the wrong type.
-            ValueError: If a word belongs to no name or a value is not allowed.
-        """
-        words = sys.argv[1:] if argv is None else argv
-        if {"-h", "--help"} & {*words}:
-            sys.stdout.write(f"{inspect.getdoc(cls)}\n")
-            raise SystemExit(0)
-        return cls.from_dict(read_command_line(cls, words))
-
-    @classmethod
-    def from_transformers(cls: type[Arguments], hf_args: Any) -> Arguments:
-        """Create arguments that mean what transformers' `TrainingArguments` mean.
-
-        Args:
-            hf_args: An instance of transformers' `TrainingArguments` or a subclass.
-
-        Raises:
-            TypeError: If settings that differ from transformers' defaults have no counterpart; names them all.
-            ValueError: If a value is not allowed.
-        """
-        return cls.from_dict(settings_of(hf_args, {field.name for field in dataclasses.fields(cls)}))
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all fields to a file with the suffix .json, .yaml or .yml.
-
-        Raises:
-            ValueError: If the suffix is another one.
-        """
-        save_fields(path, self.to_dict())
-
-    @classmethod
-    def load(cls: type[Arguments], path: str | os.PathLike[str]) -> Arguments:
-        """Read arguments from a file with the suffix .json, .yaml or .yml; missing fields have their defaults.
-
-        In YAML, `no` is the string "no" and `5e-5` a number, as in YAML 1.2.
-
-        Raises:
-            FileNotFoundError: If the file does not exist.
-            TypeError: If a field is unknown or a value has the wrong type; the message begins with the path.
-            ValueError: If the suffix is another one, the content is invalid or a value is not allowed; the message
-                begins with the path.
-        """
-        values = load_fields(path)
-        try:
-            return cls.from_dict(values)
-        except TypeError as error:
-            raise TypeError(f"{os.fspath(path)}: {error}") from error
-        except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from error

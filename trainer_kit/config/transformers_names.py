@@ -198,9 +198,9 @@ _CURRENT: Mapping[str, OtherName] = {
     "deepspeed": refused("DeepSpeed is not available; use strategy='fsdp'"),
     "debug": refused("a loss that is not finite is located without a setting; records have xla/compiles", "", []),
     "skip_memory_metrics": ignored("always in the records", True, False),
-    "do_train": ignored(_SCRIPT, False),
-    "do_eval": ignored(_SCRIPT, False),
-    "do_predict": ignored(_SCRIPT, False),
+    "do_train": ignored(_SCRIPT, False, True),
+    "do_eval": ignored(_SCRIPT, False, True),
+    "do_predict": ignored(_SCRIPT, False, True),
     "resume_from_checkpoint": refused("give it to train(resume_from_checkpoint=)"),
     "local_rank": ignored("the launcher's environment decides", -1, 0),
 }
