@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.config.optimizer_options import optimizer_options
 from trainer_kit.utils.adafactor import UnscaledAdafactor
+from trainer_kit.utils.layer_decay import decay_by_layer
 from trainer_kit.utils.lr_curves import SCHEDULES, Span
 from trainer_kit.utils.muon import Muon, split_matrices
 from trainer_kit.utils.pytree import strides_of_copy
@@ -41,7 +42,7 @@ def make_optimizer(model: nn.Module, args: TrainingArguments) -> torch.optim.Opt
     """Make the optimizer that `args.optim` names, over the parameters of `model` that require a gradient.
 
     The model must already be on its device. `args.weight_decay` applies to all parameters except biases and those of
-    normalization modules. Each group has the names of its parameters as `param_names`.
+    normalization modules. With `args.layer_lr_decay`, see `trainer_kit.utils.layer_decay`. Each group has the names of its parameters as `param_names`.
 
     - adamw_torch: `torch.optim.AdamW`, fused if the parameters' device and dtype allow it.
     - sgd: `torch.optim.SGD`, with the momentum, dampening and nesterov of `args.optim_args`, fused if device, dtype and
@@ -56,11 +57,14 @@ def make_optimizer(model: nn.Module, args: TrainingArguments) -> torch.optim.Opt
     - adamw_8bit: `AdamW8bit` of bitsandbytes, else of torchao.
 
     Raises:
-        ValueError: If no parameter requires a gradient, or `args.optim` is "muon" and there is no hidden matrix.
+        ValueError: If no parameter requires a gradient, `args.optim` is "muon" and there is no hidden matrix, or
+            `args.layer_lr_decay` is not 1 and the model repeats no block.
         RuntimeError: If `args.optim` is "muon", which this release of torch lacks.
         ImportError: If a package of `args.optim` ("adamw_8bit", "schedule_free_adamw") cannot be imported.
     """
     groups = parameter_groups(model, args.weight_decay)
+    if args.layer_lr_decay != 1:
+        groups = decay_by_layer(model, groups, args.learning_rate, args.layer_lr_decay)
     adam: dict[str, Any] = {
         "lr": args.learning_rate,
         "betas": (args.adam_beta1, args.adam_beta2),

@@ -74,7 +74,6 @@ def test_a_resume_and_evaluations_leave_the_bits(tmp_path: Path, optim: str, is_
         async_save=is_async,
         eval_strategy="steps",
         eval_steps=2,
-        per_device_eval_batch_size=5,
     )
     whole.train()
     assert torch.equal(weights(plain.run.model), weights(whole.run.model))

@@ -16,6 +16,7 @@ from trainer_kit.config.field_types import (
     Count,
     CountOrFraction,
     CountOrZero,
+    Factor,
     Folder,
     Interval,
     Lengths,
@@ -60,6 +61,8 @@ class TrainingArguments(ArgumentSources):
         per_device_eval_batch_size: Samples of one evaluation batch on one process; None: the training batch size.
         gradient_accumulation_steps: Micro-batches of one step.
         learning_rate: Peak learning rate.
+        layer_lr_decay: Factor of the learning rate from each block that the model repeats to the one below; the head has
+            `learning_rate`. 1.0: all parameters have it.
         weight_decay: Weight decay of all parameters except biases and parameters of normalization layers.
         adam_beta1: Decay rate of AdamW's first moment.
         adam_beta2: Decay rate of AdamW's second moment.
@@ -156,6 +159,7 @@ class TrainingArguments(ArgumentSources):
     per_device_eval_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1
     learning_rate: NotNegative = 5e-5
+    layer_lr_decay: Factor = 1.0
     weight_decay: NotNegative = 0.0
     adam_beta1: Beta = 0.9
     adam_beta2: Beta = 0.999
@@ -240,6 +244,11 @@ class TrainingArguments(ArgumentSources):
                 "load_best_model_at_end=True has no checkpoint to load with save_strategy='no'; "
                 "set save_strategy to 'best', 'steps', 'epoch' or 'minutes'"
             )
+        if 0 < self.warmup_steps < 1 and self.warmup_ratio not in (0, self.warmup_steps):
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio} contradict each other; set one "
+                "of them"
+            )
         needs_metric = "load_best_model_at_end=True" if self.load_best_model_at_end else "save_strategy='best'"
         if self.eval_strategy == "no" and (self.load_best_model_at_end or self.save_strategy == "best"):
             raise ValueError(
@@ -271,6 +280,8 @@ class TrainingArguments(ArgumentSources):
 
     def _resolve(self) -> None:
         """Replace short forms and None by the values that they stand for."""
+        if 0 < self.warmup_steps < 1:
+            self.warmup_steps, self.warmup_ratio = 0, self.warmup_steps
         for name in ("logging_steps", "eval_steps", "save_steps", "warmup_steps"):
             value = getattr(self, name)
             setattr(self, name, int(value) if value is not None and value == int(value) else value)

@@ -78,11 +78,6 @@ def _fsdp_config(value: Any) -> Fields | Refusal:
     return Fields() if value == {} else _FSDP(value)
 
 
-def _warmup(value: Any) -> Fields | Refusal:
-    is_fraction = isinstance(value, float) and 0 < value < 1
-    return Fields({"warmup_ratio" if is_fraction else "warmup_steps": value})
-
-
 def _optional(field: str) -> OtherName:
     """Return the translation of a field of the same name, for which None means its default."""
     return lambda value: Fields() if value is None else Fields({field: value})
@@ -122,7 +117,6 @@ FIELD_VALUES: Mapping[str, OtherName] = {
     "optim": _OPTIMIZERS,
     "lr_scheduler_type": _SCHEDULES,
     "lr_scheduler_kwargs": lambda value: _optional("lr_scheduler_kwargs")(read_json(value)),
-    "warmup_steps": _warmup,
     "gradient_checkpointing": lambda value: _optional("gradient_checkpointing")(read_json(value)),
     "torch_compile": lambda value: Fields({"torch_compile": read_json(value)}),
     "log_level": _log_level,
