@@ -42,7 +42,8 @@ def make_optimizer(model: nn.Module, args: TrainingArguments) -> torch.optim.Opt
     """Make the optimizer that `args.optim` names, over the parameters of `model` that require a gradient.
 
     The model must already be on its device. `args.weight_decay` applies to all parameters except biases and those of
-    normalization modules. With `args.layer_lr_decay`, see `trainer_kit.utils.layer_decay`. Each group has the names of its parameters as `param_names`.
+    normalization modules. Each group has the names of its parameters as `param_names`.
+    `args.layer_lr_decay` divides them by layer, see `trainer_kit.utils.layer_decay`.
 
     - adamw_torch: `torch.optim.AdamW`, fused if the parameters' device and dtype allow it.
     - sgd: `torch.optim.SGD`, with the momentum, dampening and nesterov of `args.optim_args`, fused if device, dtype and

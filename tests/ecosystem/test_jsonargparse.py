@@ -11,7 +11,7 @@ from trainer_kit import TrainingArguments
 jsonargparse = pytest.importorskip("jsonargparse")
 pytestmark = pytest.mark.ecosystem
 
-LINE = ["--args.learning_rate=3e-4", "--args.eval_strategy=steps", "--args.warmup_steps=0.1", "--args.bf16=true"]
+LINE = ["--args.learning_rate=3e-4", "--args.eval_strategy=steps", "--args.warmup_steps=0.1"]
 
 
 def test_class_arguments(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_class_arguments(tmp_path: Path) -> None:
     parser.add_argument("--config", action="config")
     (tmp_path / "run.yaml").write_text("args:\n  seed: 7\n  learning_rate: 1e-3\n  report_to: [jsonl]\n")
     config = parser.parse_args([f"--config={tmp_path / 'run.yaml'}", *LINE[:3]])
-    args = parser.instantiate_classes(config).args
+    args = parser.instantiate(config).args
     assert args == TrainingArguments(
         learning_rate=3e-4, eval_strategy="steps", warmup_ratio=0.1, seed=7, report_to=["jsonl"]
     )

@@ -61,8 +61,8 @@ class TrainingArguments(ArgumentSources):
         per_device_eval_batch_size: Samples of one evaluation batch on one process; None: the training batch size.
         gradient_accumulation_steps: Micro-batches of one step.
         learning_rate: Peak learning rate.
-        layer_lr_decay: Factor of the learning rate from each block that the model repeats to the one below; the head has
-            `learning_rate`. 1.0: all parameters have it.
+        layer_lr_decay: Factor of the learning rate from each block that the model repeats to the one below; the head
+            has `learning_rate`. 1.0: all parameters have it.
         weight_decay: Weight decay of all parameters except biases and parameters of normalization layers.
         adam_beta1: Decay rate of AdamW's first moment.
         adam_beta2: Decay rate of AdamW's second moment.

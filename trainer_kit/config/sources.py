@@ -43,6 +43,7 @@ def with_other_names(cls: type[T]) -> type[T]:
     return with_plain_hints(cls)
 
 
+@dataclasses.dataclass  # jsonargparse takes a dataclass for settings if all its bases are dataclasses
 class ArgumentSources(_Base):
     """The methods of a dataclass of arguments that read and write its fields."""
 
