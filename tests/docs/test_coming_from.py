@@ -50,7 +50,7 @@ def test_the_settings_of_lightning_that_are_taken_are_in_the_code() -> None:
 
 
 def test_the_example_is_taken() -> None:
-    call = re.search(r"^args = (TrainingArguments\(\"out\".*\))$", TEXT, re.MULTILINE)
+    call = re.search(r"^args = (TrainingArguments\(\n.*?^\))$", TEXT, re.MULTILINE | re.DOTALL)
     assert call is not None
     names_in: dict[str, Any] = {"TrainingArguments": TrainingArguments}
     args = eval(call[1], names_in)
