@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from .ema import EMA
     from .freezing import Freezing
     from .jsonl import JsonLines, read_log
+    from .max_time import MaxTime
     from .memory import Memory
+    from .neftune import Neftune
     from .preemption import Preemption
     from .profiler import Profiler
     from .progress import Progress
@@ -41,16 +43,21 @@ if TYPE_CHECKING:
     from .report import Report
     from .tensorboard import TensorBoard
     from .throughput import Throughput
+    from .torch_modes import DetectAnomaly, Deterministic
 
 __all__ = [
     "EMA",
     "Checkpointing",
     "Compilation",
     "Console",
+    "DetectAnomaly",
+    "Deterministic",
     "EarlyStopping",
     "Freezing",
     "JsonLines",
+    "MaxTime",
     "Memory",
+    "Neftune",
     "Preemption",
     "Profiler",
     "Progress",
@@ -69,11 +76,15 @@ _MODULES = {
     "Checkpointing": "checkpointing",
     "Compilation": "compilation",
     "Console": "console",
+    "DetectAnomaly": "torch_modes",
+    "Deterministic": "torch_modes",
     "EMA": "ema",
     "EarlyStopping": "early_stopping",
     "Freezing": "freezing",
     "JsonLines": "jsonl",
+    "MaxTime": "max_time",
     "Memory": "memory",
+    "Neftune": "neftune",
     "Preemption": "preemption",
     "Profiler": "profiler",
     "Progress": "progress",
@@ -102,7 +113,8 @@ def default_callbacks(args: TrainingArguments, own: Sequence[Callback] = ()) -> 
 
     `Checkpointing`, `Preemption`, `Compilation`, `Memory` and `Throughput` are always included. `Progress` is included
     on a terminal or in a notebook, else `Console`; with `args.disable_tqdm` it is `Console`, or neither if `log_level`
-    is "error" or "critical". `args.report_to` names the writers, and `args.profile` the steps of a `Profiler`.
+    is "error" or "critical". `args.report_to` names the writers, `args.profile` the steps of a `Profiler`, and
+    `args.neftune_noise_alpha` is that of `Neftune`.
 
     Args:
         args: The arguments of the run.
@@ -115,6 +127,10 @@ def default_callbacks(args: TrainingArguments, own: Sequence[Callback] = ()) -> 
     from .throughput import Throughput
 
     callbacks: list[Callback] = [Checkpointing(), Preemption(), Compilation(), Memory(), Throughput()]
+    if args.neftune_noise_alpha is not None:
+        from .neftune import Neftune
+
+        callbacks.append(Neftune(args.neftune_noise_alpha))
     if args.profile is not None:
         from .profiler import Profiler
 

@@ -39,7 +39,7 @@ class Checkpointing(Callback):
 
     def on_step_end(self, run: Run) -> None:
         is_time = self._due is not None and time.monotonic() >= self._due
-        if is_time or EventSchedule(run.args).is_due_after_step("save", run.state.step):
+        if is_time or EventSchedule(run.args).is_due_after_step("save", run.state.step, run.total_steps):
             run.requests.save = True
             self._wind_up(run)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_kit.callback import Callback
+from trainer_kit.config.event_schedule import steps_between
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -159,8 +160,9 @@ class _Adapter(Callback):
         state.num_input_tokens_seen = counters.tokens
         state.num_train_epochs = math.ceil(run.args.num_train_epochs)
         state.train_batch_size = run.args.per_device_train_batch_size
-        state.logging_steps, state.save_steps = run.args.logging_steps, run.args.save_steps
-        state.eval_steps = run.args.eval_steps or run.args.logging_steps
+        total, args = run.total_steps, run.args
+        state.logging_steps, state.save_steps = (steps_between(n, total) for n in (args.logging_steps, args.save_steps))
+        state.eval_steps = steps_between(args.eval_steps or args.logging_steps, total)
         state.is_world_process_zero = run.strategy.is_main
         state.is_local_process_zero = run.strategy.collectives.is_local_main
 

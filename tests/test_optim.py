@@ -14,7 +14,14 @@ from torch import nn
 from torch.optim.lr_scheduler import LinearLR, StepLR
 
 from trainer_kit.config.arguments import TrainingArguments
-from trainer_kit.optim import check_optimizer, make_optimizer, make_scheduler, own_scheduler
+from trainer_kit.optim import (
+    check_optimizer,
+    make_optimizer,
+    make_plateau_scheduler,
+    make_scheduler,
+    own_scheduler,
+)
+from trainer_kit.utils.adafactor import UnscaledAdafactor
 
 
 class CustomRMSNorm(nn.Module):
@@ -191,7 +198,7 @@ def test_adamw_is_fused_on_cuda_and_steps() -> None:
 REFERENCES: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
     "adamw_torch": lambda groups: torch.optim.AdamW(groups, lr=0.1, betas=(0.8, 0.95), eps=1e-3, fused=True),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
-    "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.1),
+    "adafactor": lambda groups: UnscaledAdafactor(groups, lr=0.1),
 }
 
 
@@ -289,6 +296,12 @@ def our_rates(total: int, rate: float = PEAK, **settings: Any) -> list[float]:
         ("polynomial", {}),
         ("polynomial", {"power": 2.0, "lr_end": 0.01}),
         ("warmup_stable_decay", {"num_decay_steps": 1}),
+        ("cosine_with_restarts", {}),
+        ("cosine_with_restarts", {"num_cycles": 3}),
+        ("cosine_with_min_lr", {"min_lr": 0.01}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.2, "num_cycles": 1.5}),
+        ("inverse_sqrt", {}),
+        ("inverse_sqrt", {"timescale": 7}),
     ],
 )
 def test_schedules_equal_those_of_transformers(name: str, numbers: dict[str, float], warmup: int, total: int) -> None:
@@ -395,7 +408,7 @@ def test_a_learning_rate_of_zero() -> None:
     assert our_rates(3, rate=0.0) == [0.0] * 4
 
 
-@pytest.mark.parametrize("name", ["cosine", "one_cycle", "warmup_stable_decay"])
+@pytest.mark.parametrize("name", ["cosine", "one_cycle", "warmup_stable_decay", "inverse_sqrt"])
 def test_a_schedule_goes_on_from_its_state(name: str) -> None:
     args = arguments(lr_scheduler_type=name)
     whole = rates(make_scheduler(sgd(), args, 20), 20)
@@ -435,6 +448,10 @@ def test_a_schedule_goes_on_at_any_place_without_a_step_before() -> None:
         ("warmup_stable_decay", {"num_decay_steps": -1}, "num_decay_steps=-1, .* from 0 to 10, whole"),
         ("warmup_stable_decay", {"num_decay_steps": 2.5}, r"num_decay_steps=2\.5, .* from 0 to 10, whole"),
         ("warmup_stable_decay", {"min_lr_ratio": 1.5}, r"min_lr_ratio=1\.5, .* from 0 to 1"),
+        ("cosine_with_restarts", {"num_cycles": 0}, "num_cycles=0, .* above 0"),
+        ("cosine_with_min_lr", {"min_lr": 0.2}, r"min_lr=0\.2, .* from 0 to the learning rate 0\.1"),
+        ("cosine_with_min_lr", {"min_lr_rate": 1.5}, r"min_lr_rate=1\.5, .* from 0 to 1"),
+        ("inverse_sqrt", {"timescale": 0}, "timescale=0, .* above 0"),
         ("one_cycle", {"pct_start": 1.5}, r"pct_start=1\.5, .* from 0 to 1"),
         ("one_cycle", {"div_factor": 0}, "div_factor=0, .* above 0"),
         ("one_cycle", {"final_div_factor": -1}, "final_div_factor=-1, .* above 0"),
@@ -516,3 +533,24 @@ def test_groups_that_are_added_later_have_no_peak() -> None:
     assert schedule.base_lrs == [0.1]
     schedule.base_lrs = [0.2]
     assert [group.get("initial_lr") for group in optimizer.param_groups] == [0.2, None]
+
+
+def test_a_cosine_with_a_floor_needs_one_floor() -> None:
+    for numbers in ({}, {"min_lr": 0.01, "min_lr_rate": 0.1}):
+        with pytest.raises(ValueError, match="'cosine_with_min_lr' needs min_lr or min_lr_rate in lr_scheduler_kwargs"):
+            make_scheduler(sgd(), arguments(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs=numbers), 10)
+
+
+def test_reduce_lr_on_plateau_follows_the_metric() -> None:
+    given: dict[str, Any] = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}
+    args = arguments(**given, lr_scheduler_kwargs={"patience": 0, "factor": 0.5})
+    assert args.metric_for_best_model == "eval_loss"
+    assert make_plateau_scheduler(sgd(), args).mode == "min"
+    scheduler = make_plateau_scheduler(sgd(), arguments(**given, metric_for_best_model="accuracy"))
+    assert (scheduler.mode, scheduler.patience, scheduler.factor) == ("max", 10, 0.1)
+    with pytest.raises(ValueError, match="has 'cycles', which lr_scheduler_type='reduce_lr_on_plateau' does not know"):
+        make_plateau_scheduler(sgd(), arguments(**given, lr_scheduler_kwargs={"cycles": 1}))
+    with pytest.raises(ValueError, match=r"lr_scheduler_kwargs=\{'factor': 2\}: Factor should be < 1"):
+        make_plateau_scheduler(sgd(), arguments(**given, lr_scheduler_kwargs={"factor": 2}))
+    with pytest.warns(UserWarning, match="'reduce_lr_on_plateau' has no warmup"):
+        make_plateau_scheduler(sgd(), arguments(**given, warmup_steps=3))

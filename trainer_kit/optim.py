@@ -9,25 +9,25 @@ import math
 import re
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.config.optimizer_options import optimizer_options
-from trainer_kit.utils.adafactor import Adafactor
+from trainer_kit.utils.adafactor import UnscaledAdafactor
+from trainer_kit.utils.layer_decay import decay_by_layer
+from trainer_kit.utils.lr_curves import SCHEDULES, Span
 from trainer_kit.utils.muon import Muon, split_matrices
 from trainer_kit.utils.pytree import strides_of_copy
+from trainer_kit.utils.schedule_free import schedule_free
 from trainer_kit.utils.sgd import SGD
 from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.wrappers import model_class, without_wrappers
 
 logger = logging.getLogger("trainer_kit")
-
-# Maps a step to the learning rate's factor.
-Factor = Callable[[int], float]
 
 # Device types with a fused AdamW in torch.
 _FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}
@@ -43,23 +43,29 @@ def make_optimizer(model: nn.Module, args: TrainingArguments) -> torch.optim.Opt
 
     The model must already be on its device. `args.weight_decay` applies to all parameters except biases and those of
     normalization modules. Each group has the names of its parameters as `param_names`.
+    `args.layer_lr_decay` divides them by layer, see `trainer_kit.utils.layer_decay`.
 
     - adamw_torch: `torch.optim.AdamW`, fused if the parameters' device and dtype allow it.
     - sgd: `torch.optim.SGD`, with the momentum, dampening and nesterov of `args.optim_args`, fused if device, dtype and
       options allow it.
-    - adafactor: `torch.optim.Adafactor`; its learning rate is relative to the size of the weights. On CUDA its step
-      does not wait for the device.
+    - adafactor: Adafactor without a scale by the size of the weights, as in transformers, see `UnscaledAdafactor`.
     - muon: `torch.optim.Muon` for the matrices of hidden layers, with the momentum, nesterov and ns_steps of
       `args.optim_args`, and AdamW for embeddings, the head and all other parameters. One learning rate serves both, see
       `trainer_kit.utils.muon.Muon`; the head is the model's output embeddings, else its last module with a matrix.
+    - schedule_free_adamw, schedule_free_sgd: `AdamWScheduleFree`, `SGDScheduleFree` of the package schedulefree, with
+      r, weight_lr_power and (SGD) momentum in `args.optim_args`. Evaluations, checkpoints and the trained model have
+      the averaged weights.
     - adamw_8bit: `AdamW8bit` of bitsandbytes, else of torchao.
 
     Raises:
-        ValueError: If no parameter requires a gradient, or `args.optim` is "muon" and there is no hidden matrix.
+        ValueError: If no parameter requires a gradient, `args.optim` is "muon" and there is no hidden matrix, or
+            `args.layer_lr_decay` is not 1 and the model repeats no block.
         RuntimeError: If `args.optim` is "muon", which this release of torch lacks.
-        ImportError: If `args.optim` is "adamw_8bit" and neither of its packages can be imported.
+        ImportError: If a package of `args.optim` ("adamw_8bit", "schedule_free_adamw") cannot be imported.
     """
     groups = parameter_groups(model, args.weight_decay)
+    if args.layer_lr_decay != 1:
+        groups = decay_by_layer(model, groups, args.learning_rate, args.layer_lr_decay)
     adam: dict[str, Any] = {
         "lr": args.learning_rate,
         "betas": (args.adam_beta1, args.adam_beta2),
@@ -71,8 +77,11 @@ def make_optimizer(model: nn.Module, args: TrainingArguments) -> torch.optim.Opt
     if args.optim == "muon":
         return _muon(model, groups, adam, options)
     if args.optim == "adafactor":
-        is_cuda = all(parameter.is_cuda for group in groups for _, parameter in group["params"])
-        return (Adafactor if is_cuda else torch.optim.Adafactor)(groups, lr=args.learning_rate)
+        return UnscaledAdafactor(groups, lr=args.learning_rate)
+    if args.optim == "schedule_free_sgd":
+        return schedule_free("SGDScheduleFree", groups, lr=args.learning_rate, **options)
+    if args.optim == "schedule_free_adamw":
+        return schedule_free("AdamWScheduleFree", groups, **adam, **options)
     if args.optim == "adamw_8bit":
         optimizer: torch.optim.Optimizer = _adamw_8bit()(groups, **adam)
         return optimizer
@@ -201,14 +210,6 @@ def _adamw_8bit() -> Any:
     raise ImportError("optim='adamw_8bit' needs a package of its own; run `pip install bitsandbytes`, or torchao")
 
 
-class _Span(NamedTuple):
-    """Steps of the run, steps of its warmup, and the peak learning rate."""
-
-    total: int
-    warmup: int
-    peak: float
-
-
 class Schedule(LambdaLR):
     """A learning rate schedule made by `make_scheduler`.
 
@@ -276,6 +277,9 @@ def make_scheduler(
 
     - linear: 1 - p
     - cosine: (1 + cos(2 pi num_cycles p)) / 2, num_cycles=0.5
+    - cosine_with_restarts: (1 + cos(pi (num_cycles p mod 1))) / 2 and 0 at the end, num_cycles=1
+    - cosine_with_min_lr: cosine from 1 to min_lr / peak, or to min_lr_rate; one of the two must be given
+    - inverse_sqrt: (1 + (s - w) / t) ** -0.5, timescale t = w, or 10,000 without a warmup
     - constant: 1, without a warmup
     - constant_with_warmup: 1
     - polynomial: from 1 to lr_end / peak as (1 - p) ** power, lr_end=1e-7, power=1
@@ -297,26 +301,54 @@ def make_scheduler(
     """
     if total_steps < 1:
         raise ValueError(f"total_steps={total_steps} is not allowed; a schedule needs at least 1 step")
-    schedule = _SCHEDULES[args.lr_scheduler_type]
+    schedule = SCHEDULES[args.lr_scheduler_type]
     allowed = [p.name for p in inspect.signature(schedule).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    _check_options(args, allowed)
+    warmup = int(args.warmup_steps) or math.ceil(args.warmup_ratio * total_steps)
+    group = optimizer.param_groups[0]
+    span = Span(total_steps, warmup, float(group.get("initial_lr", group["lr"])))
+    factor = schedule(span, **args.lr_scheduler_kwargs)
+    made = Schedule(optimizer, lambda step: factor(min(step, total_steps)))
+    made.go_on_at(place)
+    return made
+
+
+_PLATEAU_OPTIONS = ("factor", "patience", "threshold", "cooldown", "min_lr", "eps")
+
+
+def make_plateau_scheduler(optimizer: torch.optim.Optimizer, args: TrainingArguments) -> ReduceLROnPlateau:
+    """Make the schedule "reduce_lr_on_plateau", which steps with `args.metric_for_best_model` at each evaluation.
+
+    Args:
+        optimizer: Its groups' learning rates are those to begin with.
+        args: The arguments; `lr_scheduler_kwargs` has the options of `torch.optim.lr_scheduler.ReduceLROnPlateau`.
+
+    Raises:
+        ValueError: If an option is unknown or not allowed.
+    """
+    _check_options(args, _PLATEAU_OPTIONS)
+    mode: Any = "max" if args.greater_is_better else "min"
+    try:
+        return ReduceLROnPlateau(optimizer, mode, **args.lr_scheduler_kwargs)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"lr_scheduler_kwargs={args.lr_scheduler_kwargs}: {error}") from error
+
+
+def _check_options(args: TrainingArguments, allowed: Sequence[str]) -> None:
     for name in args.lr_scheduler_kwargs:
         if name not in allowed:
             raise ValueError(
                 f"lr_scheduler_kwargs has {name!r}, which lr_scheduler_type={args.lr_scheduler_type!r} does not know; "
                 f"allowed: {', '.join(allowed) or 'nothing'}"
             )
-    warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
-    if warmup and schedule in (_constant, _one_cycle):
+    if (args.warmup_steps or args.warmup_ratio) and args.lr_scheduler_type in _WITHOUT_WARMUP:
         warn(
             f"lr_scheduler_type={args.lr_scheduler_type!r} has no warmup; warmup_steps={args.warmup_steps} and "
             f"warmup_ratio={args.warmup_ratio} have no effect",
         )
-    group = optimizer.param_groups[0]
-    span = _Span(total_steps, warmup, float(group.get("initial_lr", group["lr"])))
-    factor = schedule(span, **args.lr_scheduler_kwargs)
-    made = Schedule(optimizer, lambda step: factor(min(step, total_steps)))
-    made.go_on_at(place)
-    return made
+
+
+_WITHOUT_WARMUP = ("constant", "one_cycle", "reduce_lr_on_plateau")
 
 
 def own_scheduler(given: Any, optimizer: torch.optim.Optimizer) -> Any:
@@ -346,99 +378,3 @@ def _check_takes_optimizer(function: Callable[..., Any]) -> None:
             f"lr_scheduler={name} cannot be called with the optimizer alone ({error}); give a function such as "
             f"lambda optimizer: {name}(optimizer, …)"
         ) from error
-
-
-def _require(holds: bool, name: str, value: float, allowed: str) -> None:
-    if not holds:
-        raise ValueError(f"lr_scheduler_kwargs has {name}={value!r}, which is not allowed; it must be {allowed}")
-
-
-def _warmup(span: _Span, step: int, start: float = 0.0) -> float:
-    """Return the factor of a linear warmup from `start` to 1."""
-    return start + (1 - start) * step / span.warmup
-
-
-def _warmup_then(span: _Span, curve: Callable[[float], float]) -> Factor:
-    """Return the factor of a warmup from 0, then `curve` of p."""
-
-    def factor(step: int) -> float:
-        if step < span.warmup:
-            return _warmup(span, step)
-        return curve((step - span.warmup) / (span.total - span.warmup) if span.total > span.warmup else 1.0)
-
-    return factor
-
-
-def _cosine_between(start: float, end: float, progress: float) -> float:
-    """Return half a cosine from `start` to `end` as `progress` goes from 0 to 1."""
-    return end + (start - end) * (1 + math.cos(math.pi * progress)) / 2
-
-
-def _linear(span: _Span) -> Factor:
-    return _warmup_then(span, lambda p: 1 - p)
-
-
-def _cosine(span: _Span, *, num_cycles: float = 0.5) -> Factor:
-    _require(num_cycles > 0, "num_cycles", num_cycles, "above 0")
-    return _warmup_then(span, lambda p: _cosine_between(1.0, 0.0, 2 * num_cycles * p))
-
-
-def _constant(span: _Span) -> Factor:
-    return lambda step: 1.0
-
-
-def _constant_with_warmup(span: _Span) -> Factor:
-    return _warmup_then(span, lambda p: 1.0)
-
-
-def _polynomial(span: _Span, *, lr_end: float = 1e-7, power: float = 1.0) -> Factor:
-    _require(power > 0, "power", power, "above 0")
-    _require(0 <= lr_end < span.peak, "lr_end", lr_end, f"at least 0 and below the learning rate {span.peak}")
-    end = lr_end / span.peak
-    return _warmup_then(span, lambda p: end + (1 - end) * (1 - p) ** power)
-
-
-def _warmup_stable_decay(span: _Span, *, num_decay_steps: int | None = None, min_lr_ratio: float = 0.0) -> Factor:
-    longest = max(0, span.total - span.warmup)
-    decay = min(longest, math.ceil(0.1 * span.total)) if num_decay_steps is None else num_decay_steps
-    _require(isinstance(decay, int) and 0 <= decay <= longest, "num_decay_steps", decay, f"from 0 to {longest}, whole")
-    _require(0 <= min_lr_ratio <= 1, "min_lr_ratio", min_lr_ratio, "from 0 to 1")
-    begin = span.total - decay
-
-    def factor(step: int) -> float:
-        if step < span.warmup:
-            return _warmup(span, step, min_lr_ratio)
-        if step < begin:
-            return 1.0
-        return _cosine_between(1.0, min_lr_ratio, (step - begin) / decay if decay else 1.0)
-
-    return factor
-
-
-def _one_cycle(
-    span: _Span, *, pct_start: float = 0.3, div_factor: float = 25.0, final_div_factor: float = 1e4
-) -> Factor:
-    _require(0 <= pct_start <= 1, "pct_start", pct_start, "from 0 to 1")
-    _require(div_factor > 0, "div_factor", div_factor, "above 0")
-    _require(final_div_factor > 0, "final_div_factor", final_div_factor, "above 0")
-    top, last = pct_start * span.total - 1, span.total - 1
-    start, end = 1 / div_factor, 1 / (div_factor * final_div_factor)
-
-    def factor(step: int) -> float:
-        step = min(step, last)
-        if step <= top:
-            return _cosine_between(start, 1.0, step / top) if top else 1.0
-        return _cosine_between(1.0, end, (step - top) / (last - top))
-
-    return factor
-
-
-_SCHEDULES: dict[str, Callable[..., Factor]] = {
-    "linear": _linear,
-    "cosine": _cosine,
-    "constant": _constant,
-    "constant_with_warmup": _constant_with_warmup,
-    "polynomial": _polynomial,
-    "warmup_stable_decay": _warmup_stable_decay,
-    "one_cycle": _one_cycle,
-}

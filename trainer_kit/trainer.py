@@ -16,6 +16,7 @@ from trainer_kit.checkpoint.format.export import refuse_pickles, save_model_fold
 from trainer_kit.checkpoint.initial_weights import load_initial_weights
 from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.config.arguments import TrainingArguments
+from trainer_kit.config.sources import OTHER_NAMES
 from trainer_kit.data.build import make_collators, make_reading
 from trainer_kit.data.collate import Collator
 from trainer_kit.data.peek import first_batch
@@ -33,7 +34,13 @@ from trainer_kit.state import IntervalMeans, Requests, TrainState
 from trainer_kit.strategies.activation_checkpointing import restore_modules
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.select import choose_strategy
-from trainer_kit.utils.overrides import check_attribute, check_class, check_lightning_module
+from trainer_kit.utils.overrides import (
+    check_attribute,
+    check_class,
+    check_lightning_module,
+    explains_arguments,
+    missing_attribute,
+)
 from trainer_kit.utils.rng import generators_kept
 from trainer_kit.utils.streams import guard_standard_streams
 from trainer_kit.utils.user_warnings import warn
@@ -120,6 +127,10 @@ class Trainer:
             check_attribute(type(self), name)
             super().__setattr__(name, value)
 
+        def __getattr__(self, name: str) -> Any:
+            raise missing_attribute(type(self), name)
+
+    @explains_arguments([*OTHER_NAMES, *TrainingArguments.__annotations__])
     def __init__(
         self,
         model: torch.nn.Module | None = None,
@@ -255,7 +266,7 @@ class Trainer:
         run.strategy.setup()
         run.ledger.keep_time_by(run.strategy.device_info.clock())
         check_same_start(run)
-        loss = Loss(run.strategy.prepare(run.model), run.model, self.compute_loss, run.args.chunked_cross_entropy)
+        loss = Loss.by_arguments(run.strategy.prepare(run.model), run.model, self.compute_loss, run.args)
         load_initial_weights(run, self._weights, self._model_init)
         self._weights = None
         self._probe = LossProbe(loss, run.strategy)

@@ -27,6 +27,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "per_device_eval_batch_size": [0],
     "gradient_accumulation_steps": [0],
     "learning_rate": [-1e-9, NAN, INF],
+    "layer_lr_decay": [0.0, 1.1],
     "weight_decay": [-0.1, NAN],
     "adam_beta1": [-0.1, 1.0, NAN],
     "adam_beta2": [-0.1, 1.0],
@@ -35,23 +36,25 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "lr_scheduler_type": ["cyclic"],
     "lr_scheduler_kwargs": [{"power": "2"}, {"power": NAN}, {"power": True}, {1: 2}],
     "optim_args": ["", "momentum", "momentum=high", "momentum=0.9,momentum=0.5"],
-    "warmup_steps": [-1],
+    "warmup_steps": [-1, -0.1, 1.5],
     "warmup_ratio": [-0.1, 1.1, NAN],
     "max_grad_norm": [-1.0, INF],
     "max_grad_value": [0.0, -1.0],
     "mixed_precision": ["int8"],
     "float32_matmul_precision": ["tf32", ""],
+    "label_smoothing_factor": [-0.1, 1.1],
+    "neftune_noise_alpha": [0.0, -5],
     "seed": [-1, 2**63],
     "logging_strategy": ["best"],
-    "logging_steps": [0],
+    "logging_steps": [0, -0.5, 1.5, NAN],
     "eval_strategy": ["best"],
-    "eval_steps": [0],
+    "eval_steps": [0, 2.5],
     "label_names": [[], ["a", "a"], [""]],
     "include_for_metrics": [["logits"]],
     "generation_max_length": [0],
     "generation_num_beams": [0],
     "save_strategy": ["never"],
-    "save_steps": [0],
+    "save_steps": [0, 0.0],
     "save_total_limit": [0],
     "save_minutes": [0],
     "save_failures": ["ignore"],
@@ -72,7 +75,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
 }
 
 WRONG_TYPES: dict[str, list[Any]] = {
-    "output_dir": [None, 3],
+    "output_dir": [3],
     "num_train_epochs": ["3", None, True, 1j],
     "max_steps": [10.0, "10", True],
     "per_device_train_batch_size": [8.0, "8", True, None],
@@ -80,15 +83,16 @@ WRONG_TYPES: dict[str, list[Any]] = {
     "per_device_eval_batch_size": [8.5, True],
     "gradient_accumulation_steps": [True, 1.0],
     "learning_rate": ["5e-5", None, False, [1e-4]],
+    "layer_lr_decay": ["0.9", None],
     "weight_decay": [None],
     "adam_beta1": ["0.9"],
     "adam_beta2": [None],
     "adam_epsilon": [None],
     "optim": [None, 1],
     "lr_scheduler_type": [False],
-    "lr_scheduler_kwargs": [None, "power=2", [("power", 2)]],
+    "lr_scheduler_kwargs": ["power=2", [("power", 2)]],
     "optim_args": [0.9, ["momentum=0.9"], {"momentum": 0.9}],
-    "warmup_steps": [0.1, None],
+    "warmup_steps": ["0.1", None],
     "warmup_ratio": [None],
     "max_grad_norm": [None],
     "max_grad_value": ["1"],
@@ -96,14 +100,16 @@ WRONG_TYPES: dict[str, list[Any]] = {
     "float32_matmul_precision": [True],
     "seed": [1.0, None],
     "torch_compile": [1, "yes", None, ["regional"]],
-    "gradient_checkpointing": [0, None, "all", ["blocks.*"]],
+    "gradient_checkpointing": [0, "all", ["blocks.*"]],
+    "label_smoothing_factor": ["0.1", None],
+    "neftune_noise_alpha": ["5", True],
     "chunked_cross_entropy": [1, "liger"],
     "channels_last": [1, "yes"],
     "logging_strategy": [False],
-    "logging_steps": [0.1, True],
+    "logging_steps": ["0.1", True],
     "logging_first_step": ["no"],
     "eval_strategy": [False],
-    "eval_steps": [0.5],
+    "eval_steps": ["0.5"],
     "eval_on_start": [1],
     "label_names": ["labels", [1]],
     "include_for_metrics": ["loss", None],
@@ -136,7 +142,7 @@ WRONG_TYPES: dict[str, list[Any]] = {
     "report_to": [None, 3, [3]],
     "logging_dir": [3],
     "profile": [10, ["10:20"]],
-    "disable_tqdm": [None],
+    "disable_tqdm": ["no"],
     "log_level": [20],
     "use_cpu": ["cpu"],
     "strategy": [None],
@@ -173,8 +179,8 @@ def test_every_field_is_checked() -> None:
         ("learning_rate", -1.0, "it must be a finite number of at least 0"),
         ("per_device_eval_batch_size", 0, "it must be a whole number of at least 1, or None"),
         ("mixed_precision", "int8", "it must be one of 'no', 'fp16', 'bf16', 'fp8'"),
-        ("use_cpu", 1, "it must be True or False"),
-        ("report_to", "wandb", "it must be 'all', 'none', or a list of 'tensorboard', 'jsonl', 'html'"),
+        ("use_cpu", 1, "it must be True or False, or None"),
+        ("report_to", "html5", "it must be 'all', 'none', or a list of 'tensorboard', 'jsonl', 'html'"),
         ("max_shard_size", "big", "it must be a number of bytes of at least 1, or a string such as '5GB' or '200MiB'"),
     ],
 )
@@ -190,6 +196,11 @@ def test_the_message_says_what_is_allowed(name: str, value: Any, allowed: str) -
         ({"load_best_model_at_end": True, "save_strategy": "no", "eval_strategy": "epoch"}, "save_strategy='no'"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end=True needs .* eval_strategy='no'"),
         ({"save_strategy": "best"}, "save_strategy='best' needs .* eval_strategy='no'"),
+        (
+            {"lr_scheduler_type": "reduce_lr_on_plateau"},
+            "lr_scheduler_type='reduce_lr_on_plateau' steps at evaluations",
+        ),
+        ({"optim": "schedule_free_adamw"}, "optim='schedule_free_adamw' needs no schedule; set lr_scheduler_type="),
         ({"strategy": "xla", "use_cpu": True}, "strategy='xla' and use_cpu=True contradict each other"),
         ({"pad_to_lengths": [64], "pad_to_multiple_of": 8}, "pad_to_multiple_of=8 contradict each other"),
     ],
@@ -234,7 +245,7 @@ def test_members_of_string_enums_are_taken_by_value() -> None:
         "eval_strategy": transformers.IntervalStrategy.STEPS,
         "save_strategy": transformers.trainer_utils.SaveStrategy.BEST,
         "lr_scheduler_type": transformers.SchedulerType.WARMUP_STABLE_DECAY,
-        "optim": transformers.training_args.OptimizerNames.ADAMW_TORCH,
+        "optim": transformers.training_args.OptimizerNames.ADAMW_TORCH_FUSED,
     }
     values = TrainingArguments(**members).to_dict()
     for name, value in (
@@ -245,8 +256,8 @@ def test_members_of_string_enums_are_taken_by_value() -> None:
     ):
         assert values[name] == value
         assert type(values[name]) is str
-    unknown: dict[str, Any] = {"lr_scheduler_type": transformers.SchedulerType.INVERSE_SQRT}
-    with pytest.raises(ValueError, match=r"^lr_scheduler_type=<SchedulerType\.INVERSE_SQRT"):
+    unknown: dict[str, Any] = {"lr_scheduler_type": transformers.SchedulerType.GREEDY}
+    with pytest.raises(ValueError, match=r"^lr_scheduler_type='greedy' is not allowed; it is not available"):
         TrainingArguments(**unknown)
 
 

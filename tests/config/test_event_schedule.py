@@ -31,6 +31,9 @@ def schedule(**given: Any) -> EventSchedule:
         ("save", {"save_strategy": "best", "eval_strategy": "epoch"}, [10]),
         ("save", {"save_strategy": "steps", "save_steps": 20, "nonfinite": "rollback"}, [0, 10]),
         ("save", {"save_strategy": "no"}, []),
+        ("log", {"logging_steps": 0.25}, [3, 6, 9, 10]),
+        ("evaluate", {"eval_strategy": "steps", "eval_steps": 0.5}, [5, 10]),
+        ("save", {"save_steps": 0.001}, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
     ],
 )
 def test_the_steps_of_an_event(event: Event, given: dict[str, Any], expected: list[int]) -> None:
@@ -42,9 +45,9 @@ def test_the_steps_of_an_event(event: Event, given: dict[str, Any], expected: li
 def test_a_change_of_the_arguments_counts_from_then_on() -> None:
     args = TrainingArguments(use_cpu=True, logging_steps=4)
     changing = EventSchedule(args)
-    assert not changing.is_due_after_step("log", 6)
+    assert not changing.is_due_after_step("log", 6, 10)
     args.logging_steps = 3
-    assert changing.is_due_after_step("log", 6)
+    assert changing.is_due_after_step("log", 6, 10)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,27 @@
+"""The translation of other trainers' names."""
+
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import pytest
 
 from trainer_kit.config.arguments import TrainingArguments
+from trainer_kit.config.other_names import (
+    Fields,
+    Refusal,
+    by_value,
+    ignored,
+    options_of,
+    read_json,
+    refused,
+    renamed,
+    switched,
+    translate,
+)
+from trainer_kit.config.sources import OTHER_NAMES
 
 
 @pytest.mark.parametrize(
@@ -13,43 +29,106 @@ from trainer_kit.config.arguments import TrainingArguments
     [
         ("learing_rate", "learning_rate"),
         ("lr", "learning_rate"),
-        ("evaluation_strategy", "eval_strategy"),
         ("batch_size", "per_device_train_batch_size"),
-        ("bf16", "mixed_precision"),
-        ("fp16", "mixed_precision"),
-        ("no_cuda", "use_cpu"),
         ("warmup_step", "warmup_steps"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(unknown: str, nearest: str) -> None:
     message = f"^TrainingArguments has no field '{unknown}'; the nearest known name is '{nearest}'$"
     settings: dict[str, Any] = {unknown: 1}
-    with pytest.raises(TypeError, match=message):
-        TrainingArguments(**settings)
-    with pytest.raises(TypeError, match=message):
-        TrainingArguments.from_dict(settings)
+    for make in (lambda given: TrainingArguments(**given), TrainingArguments.from_dict):
+        with pytest.raises(TypeError, match=message):
+            make(settings)
     with pytest.raises(TypeError, match=message):
         dataclasses.replace(TrainingArguments(), **settings)
 
 
+def test_a_name_that_is_like_no_other_gets_no_hint() -> None:
+    with pytest.raises(TypeError, match=r"^TrainingArguments has no field 'flavour'; no setting has a similar name$"):
+        TrainingArguments(**{"flavour": 1})  # type: ignore[arg-type]
+
+
+def test_all_settings_without_counterpart_are_named_together() -> None:
+    settings: dict[str, Any] = {"push_to_hub": True, "seed": 3, "deepspeed": "z.json", "sead": 1, "optim": "lion_8bit"}
+    with pytest.raises(TypeError) as raised:
+        TrainingArguments(**settings)
+    assert str(raised.value).splitlines() == [
+        "TrainingArguments does not take 4 of the settings:",
+        "  push_to_hub=True: uploads are not available yet; use huggingface_hub.upload_folder on the saved folder",
+        "  deepspeed='z.json': DeepSpeed is not available; use strategy='fsdp'",
+        "  sead=1: the nearest known name is 'seed'",
+        "  optim='lion_8bit': it is not available; give Trainer(optimizer=), made with bitsandbytes.optim",
+    ]
+
+
+def test_a_taken_name_does_not_become_a_field() -> None:
+    args = TrainingArguments(**{"bf16": True, "max_epochs": 2})  # type: ignore[arg-type]
+    assert (args.mixed_precision, args.num_train_epochs) == ("bf16", 2)
+    assert not {"bf16", "max_epochs"} & args.to_dict().keys()
+    assert TrainingArguments.from_dict(args.to_dict()) == args
+
+
 @pytest.mark.parametrize(
-    ("name", "remedy"),
+    ("settings", "message"),
     [
-        ("fsdp", "use strategy='fsdp', or Trainer(strategy=FSDP(...)) for its options"),
-        ("fsdp_config", "use strategy='fsdp', or Trainer(strategy=FSDP(...)) for its options"),
-        ("ddp_timeout", "use Trainer(strategy=DDP(ddp_timeout=...))"),
-        ("torch_compile_backend", "use torch_compile={'backend': ...}"),
-        ("torch_compile_mode", "use torch_compile={'mode': ...}"),
-        (
-            "gradient_checkpointing_kwargs",
-            "checkpointing is never reentrant; use gradient_checkpointing={'policy': ...}",
-        ),
-        ("use_liger_kernel", "use chunked_cross_entropy=True, which needs no other package"),
-        ("tf32", "use float32_matmul_precision='high' for tf32=True, 'highest' for False"),
+        ({"bf16": True, "fp16": True}, "field 'fp16'; it gives mixed_precision='fp16', but another .*='bf16'"),
+        ({"max_epochs": 1, "num_train_epochs": 2}, "num_train_epochs=2 is not allowed; it gives num_train_epochs=2"),
+        ({"warmup_steps": 0.1, "warmup_ratio": 0.2}, "warmup_steps=0.1 and warmup_ratio=0.2 contradict each other"),
     ],
 )
-def test_a_name_of_transformers_is_refused_with_what_stands_for_it(name: str, remedy: str) -> None:
-    for make in (lambda settings: TrainingArguments(**settings), TrainingArguments.from_dict):
-        with pytest.raises(TypeError) as raised:
-            make({name: 1})
-        assert str(raised.value) == f"TrainingArguments has no field {name!r}; {remedy}"
+def test_settings_that_contradict_each_other(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        TrainingArguments(**settings)
+
+
+def test_options_of_one_field_are_put_together() -> None:
+    for given in (
+        {"torch_compile_mode": "default", "torch_compile_backend": "eager"},
+        {"torch_compile": True, "torch_compile_mode": "default", "torch_compile_backend": "eager"},
+        {"torch_compile_mode": "default", "torch_compile": {"backend": "eager"}},
+        {"torch_compile_mode": "default", "torch_compile": False, "torchdynamo": "eager"},
+    ):
+        settings: dict[str, Any] = dict(given)
+        assert TrainingArguments(**settings).torch_compile == {"mode": "default", "backend": "eager"}
+
+
+def test_settings_without_effect_are_mentioned_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    settings: dict[str, Any] = {"run_name": "a", "use_cache": True, "dataloader_prefetch_factor": 4}
+    with caplog.at_level(logging.WARNING, logger="trainer_kit"):
+        assert TrainingArguments(**settings) == TrainingArguments()
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith(
+        "settings without effect here: run_name='a' (a run is named by its output_dir)"
+    )
+    assert "dataloader_prefetch_factor=4" in caplog.messages[0]
+    assert "use_cache" not in caplog.messages[0]
+
+
+def test_no_field_is_in_the_table_of_other_names() -> None:
+    assert not {field.name for field in dataclasses.fields(TrainingArguments)} & OTHER_NAMES.keys()
+
+
+def test_a_field_has_precedence_over_another_name() -> None:
+    @dataclasses.dataclass
+    class Own:
+        push_to_hub: bool = False
+
+    assert translate(Own, {"push_to_hub": True}, {"push_to_hub": refused("no")}, {}) == {"push_to_hub": True}
+
+
+def test_the_translations() -> None:
+    assert renamed("a")(3) == Fields({"a": 3})
+    switch = switched("a", "on", "off")
+    assert [switch(value) for value in (True, False, None)] == [Fields({"a": "on"}), Fields({"a": "off"}), Fields()]
+    assert switched("a", "on")(False) == Fields()
+    assert switch("yes") == Refusal("give True or False")
+    assert [refused("no", 0)(value) for value in (None, 0, False, 1)] == [Fields()] * 2 + [Refusal("no")] * 2
+    assert ignored("why", 0)(0) == Fields()
+    assert ignored("why", 0)(1) == Fields(note="why")
+    named = by_value("a", {"old": "new"}, {"gone": "no"})
+    assert [named(value) for value in ("old", "x", "gone", 3)] == [
+        *(Fields({"a": "new"}), Fields({"a": "x"})), Refusal("no"), Fields({"a": 3}),
+    ]  # fmt: skip
+    assert options_of("a", "k")(None) == Fields()
+    assert options_of("a", "k")(1) == Fields({"a": {"k": 1}})
+    assert [read_json(value) for value in ('{"a": 1}', "{a", "a", 1)] == [{"a": 1}, "{a", "a", 1]

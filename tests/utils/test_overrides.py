@@ -254,3 +254,43 @@ def test_a_plain_module_with_a_method_of_that_name_trains(tmp_path: Path) -> Non
         def training_step(self) -> None: ...
 
     assert make(Trainer, tmp_path, Stepping()).train().global_step == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"tokenizer": None}, "Trainer has no argument 'tokenizer': give processing_class="),
+        ({"optimizers": (None, None)}, "Trainer has no argument 'optimizers': give optimizer= and lr_scheduler=, each"),
+        ({"compute_loss_func": None}, "Trainer has no argument 'compute_loss_func': give compute_loss=function; "),
+        (
+            {"max_epochs": 3},
+            "Trainer has no argument 'max_epochs': give Trainer(args=TrainingArguments(max",
+        ),
+        (
+            {"learning_rate": 3},
+            "Trainer has no argument 'learning_rate': give Trainer(args=Training",
+        ),
+        ({"flavour": 3}, "Trainer has no argument 'flavour'"),
+        (
+            {"flavour": 3, "tokenizer": 1},
+            "Trainer has no argument 'flavour'; Trainer has no argument 'tokenizer': ",
+        ),
+    ],
+)
+def test_an_argument_of_another_trainer_is_refused_with_its_replacement(
+    arguments: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(TypeError) as raised:
+        Trainer(nn.Linear(2, 2), **arguments)
+    assert str(raised.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    "name", ["add_callback", "remove_callback", "pop_callback", "is_world_process_zero", "state", "log"]
+)
+def test_an_attribute_of_another_trainer_is_missing_with_its_replacement(name: str, tmp_path: Path) -> None:
+    trainer = Trainer(nn.Linear(2, 2), TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
+    with pytest.raises(AttributeError) as raised:
+        getattr(trainer, name)
+    assert str(raised.value) == f"'Trainer' object has no attribute {name!r}: {REPLACEMENTS[name]}"
+    assert not hasattr(trainer, "flavour")

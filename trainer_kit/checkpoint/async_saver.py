@@ -34,6 +34,7 @@ from trainer_kit.checkpoint.format.snapshot import Copy
 from trainer_kit.checkpoint.save import Outcome, Save
 from trainer_kit.checkpoint.staging import HostStaging
 from trainer_kit.config.arguments import TrainingArguments
+from trainer_kit.config.event_schedule import steps_between
 from trainer_kit.errors import SaveError
 from trainer_kit.run import Run
 from trainer_kit.utils.units import format_count, format_size
@@ -438,7 +439,7 @@ def checkpoints_at_once(run: Run, planned: int | None = None) -> int:
     if planned is None:
         planned = 1
         if args.save_strategy == "steps":
-            planned = max(1, -(-run.total_steps // args.save_steps))
+            planned = max(1, -(-run.total_steps // steps_between(args.save_steps, run.total_steps)))
         elif args.save_strategy == "epoch" and args.max_steps == -1:
             planned = int(-(-args.num_train_epochs // 1))
     if args.save_total_limit is None:

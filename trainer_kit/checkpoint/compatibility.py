@@ -26,7 +26,7 @@ from trainer_kit.utils.user_warnings import warn
 
 logger = logging.getLogger("trainer_kit")
 
-_IN_THE_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+_IN_THE_OPTIMIZER = ("learning_rate", "layer_lr_decay", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 """Arguments whose value the checkpoint's optimizer restores."""
 
 _IN_THE_LAYOUT = ("per_device_train_batch_size", "gradient_accumulation_steps")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from trainer_kit.config import environment
 from trainer_kit.config.checkpointing_options import CheckpointingOptions
@@ -16,7 +14,9 @@ from trainer_kit.config.field_types import (
     REPORTERS,
     Beta,
     Count,
+    CountOrFraction,
     CountOrZero,
+    Factor,
     Folder,
     Interval,
     Lengths,
@@ -32,31 +32,16 @@ from trainer_kit.config.field_types import (
     Seed,
     Size,
     Steps,
+    StepsOrFraction,
 )
-from trainer_kit.config.optimizer_options import optimizer_options
-from trainer_kit.config.other_names import REMEDIES, SYNONYMS
-from trainer_kit.config.validation import check_names, check_values, load_fields, read_options, save_fields
-
-T = TypeVar("T")
-Arguments = TypeVar("Arguments", bound="TrainingArguments")
+from trainer_kit.config.optimizer_options import check_schedule, optimizer_options
+from trainer_kit.config.sources import ArgumentSources, with_other_names
+from trainer_kit.config.validation import check_values, read_options
 
 
-def _refuse_unknown_names(cls: type[T]) -> type[T]:
-    """Make the constructor of dataclass `cls` name the nearest field in the error for an unknown one."""
-    generated = cls.__init__
-
-    @functools.wraps(generated)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        check_names(cls, kwargs, SYNONYMS, REMEDIES)
-        generated(self, *args, **kwargs)
-
-    cls.__init__ = init  # type: ignore[method-assign]
-    return cls
-
-
-@_refuse_unknown_names
+@with_other_names
 @dataclasses.dataclass
-class TrainingArguments:
+class TrainingArguments(ArgumentSources):
     """Settings of a training run. Fields have the names of transformers where the meaning is the same.
 
     Steps are optimizer steps. The constructor checks all values; later assignments are not checked
@@ -78,6 +63,8 @@ class TrainingArguments:
         per_device_eval_batch_size: Samples of one evaluation batch on one process; None: the training batch size.
         gradient_accumulation_steps: Micro-batches of one step.
         learning_rate: Peak learning rate.
+        layer_lr_decay: Factor of the learning rate from each block that the model repeats to the one below; the head
+            has `learning_rate`. 1.0: all parameters have it.
         weight_decay: Weight decay of all parameters except biases and parameters of normalization layers.
         adam_beta1: Decay rate of AdamW's first moment.
         adam_beta2: Decay rate of AdamW's second moment.
@@ -87,8 +74,8 @@ class TrainingArguments:
             and nesterov of "sgd"; momentum, nesterov and ns_steps of "muon". None: the defaults of torch.
         lr_scheduler_type: Name of the schedule, see `trainer_kit.optim.make_scheduler`.
         lr_scheduler_kwargs: Numeric options of the schedule, such as `{"num_cycles": 2}`.
-        warmup_steps: Steps in which the learning rate rises from 0; 0: use `warmup_ratio`. If a resume changes the
-            number of samples of a step, the warmup and `num_decay_steps` keep their numbers of samples.
+        warmup_steps: Steps in which the learning rate rises from 0; below 1: as `warmup_ratio`; 0: use that. If a
+            resume changes the samples of a step, the warmup and `num_decay_steps` keep their numbers of samples.
         warmup_ratio: Warmup as a fraction of all steps.
         max_grad_norm: Largest total norm of the gradients, by scaling; 0: no limit.
         max_grad_value: Largest absolute value of a gradient's element, by clipping; None: no limit.
@@ -111,12 +98,15 @@ class TrainingArguments:
             has `gradient_checkpointing_enable` recomputes as that method does it, another one in its repeated blocks.
         chunked_cross_entropy: Whether a causal language model of transformers computes its logits and its loss in
             chunks of tokens, to save memory. Loss and gradients are the same up to rounding. Not with `compute_loss`.
+        label_smoothing_factor: Share of the uniform distribution in the labels of the model's own loss, in training and
+            evaluation; see `trainer_kit.loss.label_smoothing`. Not with `compute_loss` or `chunked_cross_entropy`.
+        neftune_noise_alpha: Scale of the noise on the input embeddings in training, see `callbacks.Neftune`; None: off.
         logging_strategy: When to log a record: every `logging_steps` ("steps"), after each "epoch" and at the end, or
             "no".
-        logging_steps: Steps between two records.
+        logging_steps: Steps between two records; below 1: as a fraction of all steps.
         logging_first_step: Whether to log step 1 too.
         eval_strategy: When to evaluate: every `eval_steps` ("steps"), after each "epoch" and at the end, or "no".
-        eval_steps: Steps between two evaluations; None: `logging_steps`.
+        eval_steps: Steps between two evaluations; below 1: as a fraction of all steps; None: `logging_steps`.
         eval_on_start: Whether to evaluate before the first step too.
         label_names: Columns that metrics get as labels, in this order; None: "labels" or "label", or "start_positions"
             and "end_positions". What a loss counts does not depend on it.
@@ -129,7 +119,7 @@ class TrainingArguments:
         generation_config: Further arguments of the model's `generate` by name; None: none.
         save_strategy: When to save a checkpoint: every `save_steps` ("steps"), after each "epoch", after each
             evaluation with a new "best" metric, every `save_minutes` ("minutes"), or "no".
-        save_steps: Steps between two checkpoints.
+        save_steps: Steps between two checkpoints; below 1: as a fraction of all steps.
         save_minutes: Minutes between two checkpoints, in addition to any `save_strategy` but "no"; None: off.
         async_save: Whether training continues while a checkpoint is written. It pauses only to copy the state to host
             memory, which is reused for the next checkpoint. False: training waits, and no copy is needed.
@@ -142,7 +132,7 @@ class TrainingArguments:
         max_shard_size: Largest size of a file of weights: bytes, or a string such as "5GB" or "200MiB".
         load_best_model_at_end: Whether to load the best checkpoint's weights when training ends.
         metric_for_best_model: Metric that defines "best", with or without the prefix `eval_`. None: "eval_loss" if
-            `load_best_model_at_end` or `save_strategy="best"` needs a metric.
+            `load_best_model_at_end`, `save_strategy="best"` or "reduce_lr_on_plateau" needs a metric.
         greater_is_better: Whether a greater metric is better; None: True unless the metric's name ends with "loss".
         shuffle: Whether to shuffle the samples of each epoch; False: the order of the dataset. A sampler or DataLoader
             has an order of its own.
@@ -164,7 +154,7 @@ class TrainingArguments:
             the launcher's, else None.
         disable_tqdm: Whether to hide the progress bar.
         log_level: "debug", "info", "warning", "error" or "critical".
-        use_cpu: Whether to train on the CPU even if there is an accelerator. Default: the launcher's, else False.
+        use_cpu: Whether to train on the CPU even if there is an accelerator; None: as the launcher says, else False.
         strategy: Hardware to use: "auto" follows the launcher's environment, "single" uses one device, "ddp" the
             processes of one machine, "multinode" those of several machines, "fsdp" shards the model over the
             processes, "xla" uses all TPU devices. For further settings, give the Trainer `strategy=DDP(...)` instead.
@@ -185,17 +175,30 @@ class TrainingArguments:
     per_device_eval_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1
     learning_rate: NotNegative = 5e-5
+    layer_lr_decay: Factor = 1.0
     weight_decay: NotNegative = 0.0
     adam_beta1: Beta = 0.9
     adam_beta2: Beta = 0.999
     adam_epsilon: Positive = 1e-8
-    optim: Literal["adamw_torch", "sgd", "adafactor", "muon", "adamw_8bit"] = "adamw_torch"
+    optim: Literal[
+        "adamw_torch", "sgd", "adafactor", "muon", "adamw_8bit", "schedule_free_adamw", "schedule_free_sgd"
+    ] = "adamw_torch"
     optim_args: OptimizerOptions | None = None
     lr_scheduler_type: Literal[
-        "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "one_cycle", "warmup_stable_decay"
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "cosine_with_min_lr",
+        "inverse_sqrt",
+        "reduce_lr_on_plateau",
+        "constant",
+        "constant_with_warmup",
+        "polynomial",
+        "one_cycle",
+        "warmup_stable_decay",
     ] = "linear"
     lr_scheduler_kwargs: Numbers = dataclasses.field(default_factory=dict)
-    warmup_steps: CountOrZero = 0
+    warmup_steps: CountOrFraction = 0
     warmup_ratio: Ratio = 0.0
     max_grad_norm: NotNegative = 1.0
     max_grad_value: Positive | None = None
@@ -208,11 +211,13 @@ class TrainingArguments:
     torch_compile: bool | dict[str, Any] = False
     gradient_checkpointing: bool | dict[str, Any] = False
     chunked_cross_entropy: bool = False
+    label_smoothing_factor: Ratio = 0.0
+    neftune_noise_alpha: Positive | None = None
     logging_strategy: Literal["steps", "epoch", "no"] = "steps"
-    logging_steps: Count = 50
+    logging_steps: StepsOrFraction = 50
     logging_first_step: bool = False
     eval_strategy: Literal["no", "steps", "epoch"] = "no"
-    eval_steps: Count | None = None
+    eval_steps: StepsOrFraction | None = None
     eval_on_start: bool = False
     label_names: Names | None = None
     include_for_metrics: MetricInputs = dataclasses.field(default_factory=list)
@@ -221,7 +226,7 @@ class TrainingArguments:
     generation_num_beams: Count | None = None
     generation_config: dict[str, Any] | None = None
     save_strategy: Literal["steps", "epoch", "best", "minutes", "no"] = "steps"
-    save_steps: Count = 500
+    save_steps: StepsOrFraction = 500
     save_minutes: Positive | None = None
     async_save: bool = True
     save_failures: Literal["warn", "raise"] = "warn"
@@ -246,13 +251,15 @@ class TrainingArguments:
     profile: Interval | None = dataclasses.field(default_factory=environment.profile)
     disable_tqdm: bool = False
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
-    use_cpu: bool = dataclasses.field(default_factory=environment.use_cpu)
+    use_cpu: bool | None = None
     strategy: Literal["auto", "single", "ddp", "multinode", "fsdp", "xla"] = "auto"
     nonfinite: Literal["stop", "skip", "rollback", "ignore"] = "stop"
     max_rollbacks: Count = 3
 
     def __post_init__(self) -> None:
         check_values(self)
+        if self.use_cpu is None:
+            self.use_cpu = environment.use_cpu()
         self._check_together()
         self._resolve()
 
@@ -261,6 +268,11 @@ class TrainingArguments:
             raise ValueError(
                 "load_best_model_at_end=True has no checkpoint to load with save_strategy='no'; "
                 "set save_strategy to 'best', 'steps', 'epoch' or 'minutes'"
+            )
+        if 0 < self.warmup_steps < 1 and self.warmup_ratio not in (0, self.warmup_steps):
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio} contradict each other; set one "
+                "of them"
             )
         needs_metric = "load_best_model_at_end=True" if self.load_best_model_at_end else "save_strategy='best'"
         if self.eval_strategy == "no" and (self.load_best_model_at_end or self.save_strategy == "best"):
@@ -278,6 +290,7 @@ class TrainingArguments:
                 "nonfinite='rollback' needs checkpoints to go back to; set save_strategy to another than 'no'"
             )
         optimizer_options(self.optim, self.optim_args)
+        check_schedule(self.lr_scheduler_type, self.optim, self.eval_strategy)
         CompileOptions.read(self.torch_compile)
         read_options(CheckpointingOptions, "gradient_checkpointing", self.gradient_checkpointing)
         if self.strategy == "xla" and self.use_cpu:
@@ -292,6 +305,11 @@ class TrainingArguments:
 
     def _resolve(self) -> None:
         """Replace short forms and None by the values that they stand for."""
+        if 0 < self.warmup_steps < 1:
+            self.warmup_steps, self.warmup_ratio = 0, self.warmup_steps
+        for name in ("logging_steps", "eval_steps", "save_steps", "warmup_steps"):
+            value = getattr(self, name)
+            setattr(self, name, int(value) if value is not None and value == int(value) else value)
         self.output_dir = os.path.expanduser(self.output_dir)
         if self.logging_dir is not None:
             self.logging_dir = os.path.expanduser(self.logging_dir)
@@ -299,7 +317,8 @@ class TrainingArguments:
         self.report_to = [name for name in REPORTERS if name in chosen or "all" in chosen]
         if self.eval_steps is None:
             self.eval_steps = self.logging_steps
-        if self.metric_for_best_model is None and (self.load_best_model_at_end or self.save_strategy == "best"):
+        by_metric = self.load_best_model_at_end or self.save_strategy == "best"
+        if self.metric_for_best_model is None and (by_metric or self.lr_scheduler_type == "reduce_lr_on_plateau"):
             self.metric_for_best_model = "eval_loss"
         if self.metric_for_best_model is not None:
             self.metric_for_best_model = "eval_" + self.metric_for_best_model.removeprefix("eval_")
@@ -328,46 +347,3 @@ class TrainingArguments:
     def log_dir(self) -> Path:
         """Folder of TensorBoard's files."""
         return Path(self.logging_dir) if self.logging_dir is not None else Path(self.output_dir) / "logs"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields by name, as strings, numbers, booleans, None, and lists and dicts of these."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls: type[Arguments], values: Mapping[str, Any]) -> Arguments:
-        """Create arguments from values by field; missing fields have their defaults.
-
-        Raises:
-            TypeError: If a field is unknown or a value has the wrong type.
-            ValueError: If a value is not allowed.
-        """
-        check_names(cls, values, SYNONYMS, REMEDIES)
-        return cls(**values)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all fields to a file with the suffix .json, .yaml or .yml.
-
-        Raises:
-            ValueError: If the suffix is another one.
-        """
-        save_fields(path, self.to_dict())
-
-    @classmethod
-    def load(cls: type[Arguments], path: str | os.PathLike[str]) -> Arguments:
-        """Read arguments from a file with the suffix .json, .yaml or .yml; missing fields have their defaults.
-
-        In YAML, `no` is the string "no" and `5e-5` a number, as in YAML 1.2.
-
-        Raises:
-            FileNotFoundError: If the file does not exist.
-            TypeError: If a field is unknown or a value has the wrong type; the message begins with the path.
-            ValueError: If the suffix is another one, the content is invalid or a value is not allowed; the message
-                begins with the path.
-        """
-        values = load_fields(path)
-        try:
-            return cls.from_dict(values)
-        except TypeError as error:
-            raise TypeError(f"{os.fspath(path)}: {error}") from error
-        except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from error

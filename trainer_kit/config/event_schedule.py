@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from operator import attrgetter
 from typing import Literal
@@ -10,12 +11,17 @@ from trainer_kit.config.arguments import TrainingArguments
 
 Event = Literal["log", "evaluate", "save"]
 
-_READ: dict[Event, attrgetter[tuple[str, int | None]]] = {
+_READ: dict[Event, attrgetter[tuple[str, float | None]]] = {
     "log": attrgetter("logging_strategy", "logging_steps"),
     "evaluate": attrgetter("eval_strategy", "eval_steps"),
     "save": attrgetter("save_strategy", "save_steps"),
 }
 """Read the arguments that schedule an event: its strategy, and the steps between two."""
+
+
+def steps_between(steps: float, total_steps: int) -> int:
+    """Return an interval in steps, which may be given as a fraction of all steps."""
+    return int(steps) if steps >= 1 else max(1, math.ceil(steps * total_steps))
 
 
 class EventSchedule:
@@ -28,13 +34,22 @@ class EventSchedule:
     def __init__(self, args: TrainingArguments) -> None:
         self._args = args
 
-    def is_due_after_step(self, event: Event, step: int) -> bool:
-        """Return whether an event is due after a step because of the step's number."""
+    def is_due_after_step(self, event: Event, step: int, total_steps: int) -> bool:
+        """Return whether an event is due after a step because of the step's number.
+
+        Args:
+            event: The event.
+            step: Number of the step, from 1.
+            total_steps: Steps of the run, of which an interval may be a fraction.
+        """
         strategy, interval = _READ[event](self._args)
         if strategy != "steps":
             return False
         is_first_record = event == "log" and step == 1 and self._args.logging_first_step
-        return is_first_record or step % (interval or self._args.logging_steps) == 0
+        steps = interval or self._args.logging_steps
+        if steps < 1:
+            steps = steps_between(steps, total_steps)
+        return is_first_record or step % steps == 0
 
     def is_due_after_epoch(self, event: Event) -> bool:
         """Return whether an event is due at the end of each epoch."""
@@ -68,6 +83,8 @@ class EventSchedule:
         """
         closing = {*epoch_ends} if self.is_due_after_epoch(event) else set()
         closing |= {last} if self.is_due_at_end(event) else set()
-        due = [step for step in range(taken + 1, last + 1) if step in closing or self.is_due_after_step(event, step)]
+        due = [
+            step for step in range(taken + 1, last + 1) if step in closing or self.is_due_after_step(event, step, last)
+        ]
         starts = {"save": self.saves_before_first_step, "evaluate": self._args.eval_on_start}
         return [0, *due] if taken == 0 and starts.get(event) else due

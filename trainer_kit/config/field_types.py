@@ -13,6 +13,10 @@ from trainer_kit.utils.units import parse_size
 REPORTERS = ("tensorboard", "jsonl", "html")
 
 
+def _is_interval_of_steps(value: float) -> bool:
+    return 0 < value < 1 or (value >= 1 and value == int(value))
+
+
 def _is_size(value: int | str) -> bool:
     try:
         return parse_size(value) > 0
@@ -34,11 +38,21 @@ def _is_dict_of_numbers(value: Any) -> bool:
 
 Count = Annotated[int, Rule("a whole number of at least 1", lambda value: value >= 1)]
 CountOrZero = Annotated[int, Rule("a whole number of at least 0", lambda value: value >= 0)]
+CountOrFraction = Annotated[
+    int | float,
+    Rule(
+        "a whole number of at least 0, or a fraction below 1", lambda value: value == 0 or _is_interval_of_steps(value)
+    ),
+]
+StepsOrFraction = Annotated[
+    int | float, Rule("a whole number of at least 1, or a fraction of all steps below 1", _is_interval_of_steps)
+]
 Steps = Annotated[int, Rule("a whole number of at least 1, or -1 for no limit", lambda value: value == -1 or value > 0)]
 Seed = Annotated[int, Rule("a whole number from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63)]
 Positive = Annotated[float, Rule("a finite number above 0", lambda value: value > 0)]
 NotNegative = Annotated[float, Rule("a finite number of at least 0", lambda value: value >= 0)]
 Beta = Annotated[float, Rule("a number of at least 0 and below 1", lambda value: 0 <= value < 1)]
+Factor = Annotated[float, Rule("a number above 0 and at most 1", lambda value: 0 < value <= 1)]
 Ratio = Annotated[float, Rule("a number from 0 to 1", lambda value: 0 <= value <= 1)]
 Folder = Annotated[str, Rule("the path of a folder", bool)]
 Name = Annotated[str, Rule("a name that is not empty", bool)]

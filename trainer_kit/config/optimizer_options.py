@@ -7,6 +7,8 @@ from typing import Any
 
 _OPTIONS: dict[str, tuple[str, dict[str, type]]] = {
     "sgd": ("SGD", {"momentum": float, "dampening": float, "nesterov": bool}),
+    "schedule_free_adamw": ("AdamWScheduleFree", {"r": float, "weight_lr_power": float}),
+    "schedule_free_sgd": ("SGDScheduleFree", {"momentum": float, "r": float, "weight_lr_power": float}),
     "muon": ("Muon", {"momentum": float, "nesterov": bool, "ns_steps": int}),
 }
 """Name of each optimizer that has options, and their types."""
@@ -60,6 +62,23 @@ def optimizer_options(optim: str, optim_args: str | None) -> dict[str, Any]:
     if options.get("nesterov") and optim == "sgd" and (not options.get("momentum") or options.get("dampening")):
         raise ValueError(f"{given} has nesterov without momentum, or with dampening; set momentum above 0 alone")
     return options
+
+
+def check_schedule(schedule: str, optim: str, eval_strategy: str) -> None:
+    """Check that a schedule fits the optimizer and the evaluations, all given by name.
+
+    Raises:
+        ValueError: If the schedule needs evaluations and there are none, or the optimizer needs no schedule.
+    """
+    if schedule == "reduce_lr_on_plateau" and eval_strategy == "no":
+        raise ValueError(
+            "lr_scheduler_type='reduce_lr_on_plateau' steps at evaluations; set eval_strategy to 'steps' or 'epoch'"
+        )
+    if optim.startswith("schedule_free") and not schedule.startswith("constant"):
+        raise ValueError(
+            f"optim={optim!r} needs no schedule; set lr_scheduler_type='constant', or with its warmup "
+            "'constant_with_warmup'"
+        )
 
 
 def _checked(given: str, name: str, value: float | bool, kind: type) -> Any:

@@ -1,30 +1,189 @@
-"""Names that other trainers have for the fields of `TrainingArguments`."""
+"""Names that other trainers have for the settings of `TrainingArguments`, and their translation."""
 
 from __future__ import annotations
 
-# Other trainers' names of fields, if they are not similar in spelling.
-SYNONYMS = {
-    "fp16": "mixed_precision",
-    "bf16": "mixed_precision",
-    "no_cuda": "use_cpu",
+import dataclasses
+import difflib
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from typing import Any, NamedTuple
+
+logger = logging.getLogger("trainer_kit")
+
+_NEAR = 0.75
+"""Similarity of spelling from which an unknown name is a misspelled field."""
+
+
+class Fields(NamedTuple):
+    """Fields that stand for a setting.
+
+    Attributes:
+        values: Values by field; empty if the setting is what happens anyway.
+        note: Reason why the setting has no effect; None if the fields have the same effect.
+    """
+
+    values: Mapping[str, Any] = {}
+    note: str | None = None
+
+
+class Refusal(NamedTuple):
+    """The sentence about a setting that no field stands for."""
+
+    sentence: str
+
+
+OtherName = Callable[[Any], Fields | Refusal]
+"""Translates the value of a setting."""
+
+
+def plain(value: Any) -> Any:
+    """Return the value of a member of an Enum, and other values as they are."""
+    return value.value if isinstance(value, Enum) else value
+
+
+def renamed(field: str) -> OtherName:
+    """Return the translation of another name of a field."""
+    return lambda value: Fields({field: value})
+
+
+def switched(field: str, on: Any, off: Any = None) -> OtherName:
+    """Return the translation of a switch that gives a field the value `on` or `off`; None leaves the field alone."""
+
+    def translate(value: Any) -> Fields | Refusal:
+        if value is None:
+            return Fields()
+        if not isinstance(value, bool):
+            return Refusal("give True or False")
+        chosen = on if value else off
+        return Fields() if chosen is None else Fields({field: chosen})
+
+    return translate
+
+
+def refused(sentence: str, *harmless: Any) -> OtherName:
+    """Return the translation of a setting that only has a counterpart with the values `harmless`."""
+    return lambda value: Fields() if _is_among(value, (None, *harmless)) else Refusal(sentence)
+
+
+def ignored(note: str, *harmless: Any) -> OtherName:
+    """Return the translation of a setting without effect on results, mentioned unless its value is `harmless`."""
+    return lambda value: Fields(note=None if _is_among(value, (None, *harmless)) else note)
+
+
+def by_value(field: str, values: Mapping[str, str], sentences: Mapping[str, str]) -> OtherName:
+    """Return the translation of a field's values: `values` have another name here, `sentences` are refused."""
+
+    def translate(value: Any) -> Fields | Refusal:
+        value = plain(value)
+        if isinstance(value, str) and value in sentences:
+            return Refusal(sentences[value])
+        return Fields({field: values.get(value, value) if isinstance(value, str) else value})
+
+    return translate
+
+
+def options_of(field: str, key: str) -> OtherName:
+    """Return the translation of one option of a field that is a dict of options."""
+    return lambda value: Fields() if value is None else Fields({field: {key: value}})
+
+
+def read_json(value: Any) -> Any:
+    """Return the dict that JSON text holds, and other values as they are."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _is_among(value: Any, harmless: Iterable[Any]) -> bool:
+    value = plain(value)
+    return any(type(value) is type(each) and value == each for each in harmless)
+
+
+def translate(
+    cls: type, settings: Mapping[str, Any], others: Mapping[str, OtherName], values: Mapping[str, OtherName]
+) -> dict[str, Any]:
+    """Return the fields of a dataclass that settings stand for.
+
+    Args:
+        cls: The dataclass.
+        settings: Values by name.
+        others: Translations of names that are no fields. Fields of the dataclass have precedence.
+        values: Translations of the values of fields.
+
+    Raises:
+        TypeError: If any name has no counterpart, or several settings give a field different values; names them all.
+        ValueError: If only values of fields have no counterpart; names them all.
+    """
+    known = [field.name for field in dataclasses.fields(cls)]
+    fields: dict[str, Any] = {}
+    problems: dict[Any, str] = {}
+    notes = []
+    for name, value in settings.items():
+        found = _translated(name, value, known, others, values)
+        if isinstance(found, Refusal):
+            problems[name] = found.sentence
+            continue
+        if found.note is not None:
+            notes.append(f"{name}={plain(value)!r} ({found.note})")
+        for field, own in found.values.items():
+            try:
+                fields[field] = _merged(fields[field], own) if field in fields else own
+            except ValueError:
+                problems[name] = f"it gives {field}={own!r}, but another setting gives {field}={fields[field]!r}"
+    if problems:
+        error = ValueError if set(problems) <= set(known) else TypeError
+        raise error(_message(cls, settings, problems, known))
+    if notes:
+        logger.warning("settings without effect here: %s", ", ".join(notes))
+    return fields
+
+
+def _translated(
+    name: Any, value: Any, known: list[str], others: Mapping[str, OtherName], values: Mapping[str, OtherName]
+) -> Fields | Refusal:
+    if name in known:
+        return values[name](value) if name in values else Fields({name: value})
+    return others[name](value) if name in others else Refusal(_hint(name, known))
+
+
+def _merged(first: Any, second: Any) -> Any:
+    """Return a value for a field that two settings give: options are put together, and imply True."""
+    options = [value for value in (first, second) if isinstance(value, Mapping)]
+    if options and all(isinstance(value, (bool, Mapping)) for value in (first, second)):
+        return {key: value for each in options for key, value in each.items()}
+    if first != second:
+        raise ValueError
+    return first
+
+
+def _hint(name: Any, known: list[str]) -> str:
+    if name in _SYNONYMS:
+        return f"the nearest known name is {_SYNONYMS[name]!r}"
+    near = difflib.get_close_matches(str(name), known, n=1, cutoff=_NEAR)
+    return f"the nearest known name is {near[0]!r}" if near else "no setting has a similar name"
+
+
+def _message(cls: type, settings: Mapping[str, Any], problems: Mapping[Any, str], known: list[str]) -> str:
+    if len(problems) == 1:
+        name, sentence = next(iter(problems.items()))
+        if name in known:
+            return f"{name}={plain(settings[name])!r} is not allowed; {sentence}"
+        return f"{cls.__name__} has no field {name!r}; {sentence}"
+    lines = "".join(f"\n  {name}={plain(settings[name])!r}: {sentence}" for name, sentence in problems.items())
+    return f"{cls.__name__} does not take {len(problems)} of the settings:{lines}"
+
+
+# Other programs' names of fields, if they are not similar in spelling.
+_SYNONYMS = {
     "lr": "learning_rate",
     "epochs": "num_train_epochs",
     "batch_size": "per_device_train_batch_size",
-}
-_SHARDED = "use strategy='fsdp', or Trainer(strategy=FSDP(...)) for its options"
-# What to do instead of giving other trainers' fields that are no fields here.
-REMEDIES = {
-    "fsdp": _SHARDED,
-    "fsdp_config": _SHARDED,
-    "use_liger_kernel": "use chunked_cross_entropy=True, which needs no other package",
-    "tf32": "use float32_matmul_precision='high' for tf32=True, 'highest' for False",
-    "ddp_find_unused_parameters": "use Trainer(strategy=DDP(find_unused_parameters=...))",
-    "ddp_bucket_cap_mb": "use Trainer(strategy=DDP(bucket_cap_mb=...))",
-    "ddp_timeout": "use Trainer(strategy=DDP(ddp_timeout=...))",
-    "ddp_backend": "the device decides: gloo on CPUs, nccl on NVIDIA GPUs",
-    "torch_compile_backend": "use torch_compile={'backend': ...}",
-    "torch_compile_mode": "use torch_compile={'mode': ...}",
-    "gradient_checkpointing_kwargs": "checkpointing is never reentrant; use gradient_checkpointing={'policy': ...}",
-    "eval_accumulation_steps": "predictions always leave the device after each batch",
-    "ddp_broadcast_buffers": "buffers are always broadcast, after each step",
+    "train_batch_size": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "log_steps": "logging_steps",
 }

@@ -10,7 +10,7 @@ import numbers
 import os
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import (
@@ -25,6 +25,8 @@ from typing import (
     get_origin,
     get_type_hints,
 )
+
+from trainer_kit.config.parser_hints import Accepts
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -44,24 +46,19 @@ class Rule(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-def check_names(
-    cls: type, names: Iterable[Any], synonyms: Mapping[str, str], remedies: Mapping[str, str] | None = None
-) -> None:
+def check_names(cls: type, names: Iterable[Any], synonyms: Mapping[str, str]) -> None:
     """Check that all names are fields of the dataclass `cls`.
 
     Args:
         cls: The dataclass.
         names: The names to check.
         synonyms: Field names by other names for them that are not similar in spelling.
-        remedies: What to do instead, for names that stand for no field.
 
     Raises:
         TypeError: If a name is unknown; the message has the first such name and the nearest known one.
     """
     known = [field.name for field in dataclasses.fields(cls)]
     for name in names:
-        if remedies and name in remedies:
-            raise TypeError(f"{cls.__name__} has no field {name!r}; {remedies[name]}")
         if name not in known:
             nearest = synonyms.get(name) or difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
             raise TypeError(f"{cls.__name__} has no field {name!r}; the nearest known name is {nearest!r}")
@@ -115,6 +112,9 @@ def _read(value: Any, hint: Any) -> Any:
     origin = get_origin(hint)
     if origin is Annotated:
         base, *notes = get_args(hint)
+        accepted = next((note.hint for note in notes if isinstance(note, Accepts)), None)
+        if accepted is not None:
+            return _read(value, accepted)
         return _read_ruled(value, base, [note for note in notes if isinstance(note, Rule)])
     if origin in (Union, types.UnionType):
         return _read_union(value, get_args(hint))
@@ -189,7 +189,7 @@ def _read_str(value: Any) -> str:
 
 
 def _read_list(value: Any) -> list[Any]:
-    if not isinstance(value, (list, tuple)):
+    if isinstance(value, str) or not isinstance(value, Sequence):  # such as OmegaConf's ListConfig
         raise TypeError("a list")
     return list(value)
 
@@ -197,7 +197,16 @@ def _read_list(value: Any) -> list[Any]:
 def _read_dict(value: Any) -> dict[Any, Any]:
     if not isinstance(value, Mapping):
         raise TypeError("a dict")
-    return dict(value)
+    return {key: _as_builtin(item) for key, item in value.items()}
+
+
+def _as_builtin(value: Any) -> Any:
+    """Return the dicts and lists of a value, which may be of OmegaConf, as dicts and lists."""
+    if isinstance(value, Mapping):
+        return {key: _as_builtin(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, tuple)):
+        return [_as_builtin(item) for item in value]
+    return value
 
 
 def _read_none(value: Any) -> None:
@@ -269,6 +278,18 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def _read_yaml(path: Path) -> Any:
+    try:
+        return parse_yaml(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: is no valid YAML: {error}") from error
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the content of YAML text, in which `no` is a string and `5e-5` a number, as in YAML 1.2.
+
+    Raises:
+        ValueError: If the text is no valid YAML.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -283,9 +304,9 @@ def _read_yaml(path: Path) -> Any:
     Loader.add_implicit_resolver(bool_tag, re.compile("(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
     Loader.add_implicit_resolver(float_tag, re.compile(f"(?:{number})$"), list("-+.0123456789"))
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path}: is no valid YAML: {error}") from error
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
 
 
 def _write_yaml(path: Path, values: dict[str, Any]) -> None:

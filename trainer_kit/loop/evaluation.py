@@ -32,7 +32,6 @@ from trainer_kit.loop.metrics import (
 )
 from trainer_kit.loop.prediction import EvalPrediction, PredictionOutput
 from trainer_kit.loss.batch import Counts, labels_of, samples_of, shape_of, targets_of
-from trainer_kit.loss.loss import found_loss
 from trainer_kit.loss.means import means_of
 from trainer_kit.loss.probe import LossProbe
 from trainer_kit.run import Run
@@ -262,7 +261,7 @@ class Evaluator:
                 calls, outputs, loss.outputs = totals.captured.copy(), loss.outputs, None
             elif self.generate is None or not predicts:
                 outputs = loss.output(batch)
-                value = found_loss(outputs)
+                value = loss.loss_of(outputs, batch)
             if value is not None or outputs is not None:
                 totals.logged.add(loss.log.values, loss.items(counts) if items is None else items)
             generated = self.generate(batch) if self.generate is not None and predicts else None

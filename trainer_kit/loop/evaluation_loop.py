@@ -15,6 +15,7 @@ from trainer_kit.loop.metrics import Metric
 from trainer_kit.loop.prediction import EvalPrediction, PredictionOutput
 from trainer_kit.loss.probe import LossProbe
 from trainer_kit.run import Run
+from trainer_kit.utils.schedule_free import averaged_weights
 
 
 class EvaluationLoop:
@@ -58,7 +59,7 @@ class EvaluationLoop:
     def predict(self, dataset: Any, prefix: str, keep: bool = True) -> PredictionOutput:
         """Return the metrics of one dataset and, with `keep`, its predictions and labels."""
         run = self.run
-        with run.ledger.during("evaluation"):
+        with run.ledger.during("evaluation"), averaged_weights(run.optimizer):
             metrics = None
             try:
                 self.events.call("on_evaluate_begin", run)

@@ -21,6 +21,7 @@ from trainer_kit.loop.retrying_train_step import RetryingTrainStep
 from trainer_kit.loop.train_step import TrainStep
 from trainer_kit.loop.training_loop import TrainingLoop
 from trainer_kit.optim import check_optimizer, make_optimizer
+from trainer_kit.utils.schedule_free import set_training
 
 logger = logging.getLogger("trainer_kit")
 
@@ -72,6 +73,7 @@ def set_up_training(
     check_stateful(run)
     check_storable(run)
     checkpoints.restore()
+    set_training(run.optimizer, True)
     loss.shifts = checkpoints.shifts_labels
     if run.total_steps <= run.state.step:
         logger.warning(

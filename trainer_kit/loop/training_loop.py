@@ -23,6 +23,7 @@ from trainer_kit.loop.rank_sync import RankSync
 from trainer_kit.loop.step_metrics import StepMetrics, StepSpan
 from trainer_kit.loop.train_step import TrainStep
 from trainer_kit.run import TrainOutput
+from trainer_kit.utils.schedule_free import averaged_weights, set_training
 from trainer_kit.utils.streams import warn_of_failed_streams
 
 logger = logging.getLogger("trainer_kit")
@@ -132,6 +133,7 @@ class TrainingLoop:
         sync.sync()
         self._handle_requests()
         self._finish_save()
+        set_training(run.optimizer, False)
         if self.args.load_best_model_at_end and self.exit_code is None:
             self.checkpoints.load_best()
         sync.sync()  # shares a signal that arrived in the meantime
@@ -176,8 +178,8 @@ class TrainingLoop:
             self._has_checked_space = True
             self.checkpoints.check_space(run.strategy.model_state(self.loss.model))
         requests, schedule, step = run.requests, self._schedule, run.state.step
-        requests.log = requests.log or schedule.is_due_after_step("log", step)
-        requests.evaluate = requests.evaluate or schedule.is_due_after_step("evaluate", step)
+        requests.log = requests.log or schedule.is_due_after_step("log", step, run.total_steps)
+        requests.evaluate = requests.evaluate or schedule.is_due_after_step("evaluate", step, run.total_steps)
         if global_batch.closes_epoch:
             call("on_epoch_end", run)
             self._request(self._schedule.is_due_after_epoch)
@@ -219,7 +221,9 @@ class TrainingLoop:
         run.state.rollbacks, (run.state.micro_batch, run.state.eval_batch) = done + 1, found
         run.state.passed_over = [*passed_over, bad[1:]]
         self.checkpoints.lay_out(self.loader)
-        if not self._has_own_scheduler:  # skipping samples changes the number of steps
+        set_training(run.optimizer, True)
+        is_plateau = isinstance(run.lr_scheduler, ReduceLROnPlateau)
+        if not (self._has_own_scheduler or is_plateau):  # skipping samples changes the number of steps
             run.lr_scheduler = make_run_scheduler(run, self.checkpoints.plan)
         self._metrics.forget()
         pending = self._sync.pending
@@ -335,8 +339,10 @@ class TrainingLoop:
     def _save(self) -> None:
         self._finish_save()  # one save at a time
         with self.run.ledger.during("saving"):
-            state = self.run.strategy.model_state(self.loss.model)
-            self.checkpoints.begin_save(state, evaluation_is_due=self._sync.pending.evaluate)
+            saver = self.checkpoints.saver
+            with averaged_weights(self.run.optimizer, saver.wait_for_staging):
+                state = self.run.strategy.model_state(self.loss.model)
+                self.checkpoints.begin_save(state, evaluation_is_due=self._sync.pending.evaluate)
         self._saved_step = self.run.state.step
         if not self.args.async_save:
             self._finish_save()

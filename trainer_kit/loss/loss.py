@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.loss.batch import IGNORED, is_whole, labels_of, with_labels
 from trainer_kit.loss.deferred_logits import ChunkedLanguageModel
 from trainer_kit.loss.dtype_errors import explain_dtypes
+from trainer_kit.loss.label_smoothing import smoothed_loss
 from trainer_kit.loss.means import PassLog
 from trainer_kit.strategies.collectives import Collectives
 from trainer_kit.utils.module_modes import evaluating
@@ -35,9 +37,11 @@ class Loss:
             `(loss_sum, count)`. Outputs may follow: `(mean, outputs)` or `(loss_sum, count, outputs)`. In place of the
             mean or the sum, a dict with "loss" and its parts. None: the loss that the model returns.
         chunked: Whether the model computes its loss in chunks of tokens, see `ChunkedLanguageModel`.
+        label_smoothing: Smoothing of the labels of the model's own loss, see `smoothed_loss`.
 
     Raises:
-        ValueError: If `chunked`, and the model's loss cannot be computed in chunks.
+        ValueError: If `chunked`, and the model's loss cannot be computed in chunks; or if labels are to be smoothed,
+            and the loss is `compute_loss` or computed in chunks.
 
     Attributes:
         outputs: The outputs that `compute_loss` returned in the last call without gradient; None if it returned none.
@@ -52,7 +56,14 @@ class Loss:
         module: torch.nn.Module,
         compute_loss: ComputeLoss | None,
         chunked: bool = False,
+        label_smoothing: float = 0.0,
     ) -> None:
+        if label_smoothing and (chunked or compute_loss is not None):
+            other = "chunked_cross_entropy=True" if chunked else "compute_loss="
+            raise ValueError(
+                f"label_smoothing_factor={label_smoothing} smooths the labels of the model's own loss; set it to 0.0, "
+                f"or leave out {other}"
+            )
         if chunked and compute_loss is not None:
             raise ValueError(
                 "chunked_cross_entropy=True computes the model's own loss; set it to False, or leave out compute_loss="
@@ -63,9 +74,17 @@ class Loss:
         self.outputs: Any = None
         self.log = PassLog()
         self.shifts: bool | None = None
+        self.label_smoothing = label_smoothing
         self.returns_sum_and_count: bool | None = None if compute_loss is not None else False
         self._compute = compute_loss or call
         self._chunked = ChunkedLanguageModel(module) if chunked else None
+
+    @classmethod
+    def by_arguments(
+        cls, model: torch.nn.Module, module: torch.nn.Module, compute_loss: ComputeLoss | None, args: TrainingArguments
+    ) -> Loss:
+        """Return the loss with the options of a run's arguments."""
+        return cls(model, module, compute_loss, args.chunked_cross_entropy, args.label_smoothing_factor)
 
     def __call__(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """Compute the loss of one batch.
@@ -96,7 +115,7 @@ class Loss:
                 raise
             raise ValueError(sentence) from error
         if self.compute_loss is None:
-            loss = found_loss(result)
+            loss = self.loss_of(result, batch)
             if loss is None:
                 raise ValueError(self._without_loss(batch, result))
             self.log.add_parts(result)
@@ -136,9 +155,20 @@ class Loss:
         return self.shifts
 
     def eval_loss(self, batch: Any, context: Callable[[], Any]) -> torch.Tensor:
-        """Return the loss of a batch in evaluation mode, without gradient and without changing the model."""
-        with evaluating(self.model), torch.no_grad(), context():
-            return self(batch)[0]
+        """Return the loss of a batch in evaluation mode, without label smoothing, gradient or change of the model."""
+        smoothing, self.label_smoothing = self.label_smoothing, 0.0
+        try:
+            with evaluating(self.model), torch.no_grad(), context():
+                return self(batch)[0]
+        finally:
+            self.label_smoothing = smoothing
+
+    def loss_of(self, output: Any, batch: Any) -> torch.Tensor | None:
+        """Return the loss in a model's output for a batch, with smoothed labels if asked for; None without a loss."""
+        own = found_loss(output)
+        if own is None or not self.label_smoothing:
+            return own
+        return smoothed_loss(output, labels_of(batch), self.label_smoothing, bool(self.shifts))
 
     def with_valid_labels(self, batch: Any, items: Any, context: Callable[[], Any]) -> Any:
         """Replace the labels of a batch without items by valid ones, since its mean loss would be 0/0.

@@ -44,7 +44,7 @@ def make_sharding(model: torch.nn.Module, args: TrainingArguments, shards: int, 
         raise ValueError(f"fsdp={shards} must divide the number of processes, {world_size}")
     if args.mixed_precision in ("fp16", "fp8"):
         raise ValueError(f"mixed_precision={args.mixed_precision!r} is not possible with fsdp; use 'bf16' or 'no'")
-    if args.optim in ("adafactor", "muon", "adamw_8bit"):
+    if args.optim not in ("adamw_torch", "sgd"):
         raise ValueError(f"optim={args.optim!r} is not possible with fsdp; use 'adamw_torch' or 'sgd'")
     from trainer_kit.strategies.fsdp.units import check_units, find_units, unit_sizes  # slow to import
 

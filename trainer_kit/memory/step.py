@@ -42,7 +42,7 @@ class Step:
         buckets: dict[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         self.model, self.optimizer, self.args, self.batch, self.strategy = model, optimizer, args, batch, strategy
-        self._loss = Loss(model, model, compute_loss, args.chunked_cross_entropy)
+        self._loss = Loss.by_arguments(model, model, compute_loss, args)
         self._loss.shifts = False
         samples = samples_of(batch)
         self._counts = Counts(samples, 0, samples, samples)

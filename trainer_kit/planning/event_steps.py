@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from trainer_kit.config.event_schedule import Event, EventSchedule
+from trainer_kit.config.event_schedule import Event, EventSchedule, steps_between
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import TrainLoader
 from trainer_kit.planning.sections import EventSection
@@ -55,13 +55,13 @@ class Cadence:
     def facts(self) -> tuple[EventSection, ...]:
         """Return the plan's sections on the events."""
         args = self.run.args
-        logs = "never" if args.logging_strategy == "no" else _rule(args.logging_strategy, args.logging_steps)
+        logs = "never" if args.logging_strategy == "no" else self._rule(args.logging_strategy, args.logging_steps)
         if args.logging_strategy == "steps":
             logs += f"{', step 1' * args.logging_first_step} and at the end"
         if self.run.eval_dataset is None:
             evaluates = "never, without eval_dataset"
         else:
-            rules = [] if args.eval_strategy == "no" else [_rule(args.eval_strategy, args.eval_steps or 0)]
+            rules = [] if args.eval_strategy == "no" else [self._rule(args.eval_strategy, args.eval_steps or 0)]
             evaluates = " and ".join(["before the first step"] * args.eval_on_start + rules) or "never"
         ends = self.epoch_ends
         return (
@@ -73,11 +73,17 @@ class Cadence:
             else EventSection("epoch ends", "not known in advance", (), None, None),
         )
 
+    def _rule(self, strategy: str, interval: float) -> str:
+        if strategy == "epoch":
+            return "after each epoch"
+        steps = steps_between(interval, self.run.total_steps)
+        return "after each step" if steps == 1 else f"every {steps:,} steps"
+
     def _save_event(self) -> EventSection:
         args = self.run.args
         if args.save_strategy == "no":
             return _event("save", "never", [])
-        rules = [] if args.save_strategy in ("best", "minutes") else [_rule(args.save_strategy, args.save_steps)]
+        rules = [] if args.save_strategy in ("best", "minutes") else [self._rule(args.save_strategy, args.save_steps)]
         if args.save_minutes is not None:
             rules.append(f"every {args.save_minutes:g} minutes")
         if self.may_save:
@@ -86,12 +92,6 @@ class Cadence:
         if self.may_save or args.save_minutes is not None:
             return EventSection(event.name, event.rule, event.first, None, event.last)
         return event
-
-
-def _rule(strategy: str, steps: int) -> str:
-    if strategy == "epoch":
-        return "after each epoch"
-    return "after each step" if steps == 1 else f"every {steps:,} steps"
 
 
 def _event(name: str, rule: str, steps: Sequence[int]) -> EventSection:

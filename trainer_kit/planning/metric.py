@@ -91,7 +91,7 @@ def _tried(subject: PlannedTraining, reading: LoaderConfig) -> set[str]:
     args = dataclasses.replace(run.args, per_device_eval_batch_size=min(_SAMPLES, run.args.eval_batch_size))
     other: nn.Module = copy.deepcopy(run.model)
     stage = Run(args, strategy, other)
-    probe = LossProbe(Loss(other, other, subject.compute_loss, args.chunked_cross_entropy), strategy)
+    probe = LossProbe(Loss.by_arguments(other, other, subject.compute_loss, args), strategy)
     functions = subject.compute_metrics, subject.preprocess_logits
     evaluator = Evaluator(stage, probe, copy.deepcopy(dict(subject.metrics)), *functions)
     for prefix, dataset in _datasets(run).items():

@@ -52,7 +52,10 @@ def try_step(run: Run, batch: Any, compute_loss: ComputeLoss | None) -> Trial:
         model = fakes.copy(run.model)
         if (options := run.args.checkpointing_options) is not None:
             strategy.enable_activation_checkpointing(model, options)
-        loss, shapes = Loss(model, model, compute_loss, run.args.chunked_cross_entropy), fakes.batch(batch)
+        loss, shapes = (
+            Loss.by_arguments(model, model, compute_loss, run.args),
+            fakes.batch(batch),
+        )
         with fakes.computing():
             missed = _without_gradient(loss, shapes, Stage(strategy, None, torch.device("cpu")))
             return Trial(missed, None, is_real=False)
@@ -63,7 +66,10 @@ def try_step(run: Run, batch: Any, compute_loss: ComputeLoss | None) -> Trial:
         model = copy.deepcopy(run.model)
         if (options := run.args.checkpointing_options) is not None:
             strategy.enable_activation_checkpointing(model, options)
-        loss, batch = Loss(model, model, compute_loss, run.args.chunked_cross_entropy), strategy.to_device(batch)
+        loss, batch = (
+            Loss.by_arguments(model, model, compute_loss, run.args),
+            strategy.to_device(batch),
+        )
         LossProbe(loss, strategy).detect_label_shift(batch)  # reports errors in the batch's columns
         return Trial(_without_gradient(loss, batch, strategy), None, is_real=True)
     except Exception as error:

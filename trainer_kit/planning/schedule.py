@@ -144,7 +144,7 @@ class Rates:
 
     def _of_warmup(self) -> Iterator[str]:
         args, end = self.run.args, self.run.total_steps
-        warmup = args.warmup_steps
+        warmup = int(args.warmup_steps)
         if warmup >= end > 0 and args.lr_scheduler_type not in ("constant", "one_cycle"):
             yield (
                 f"warmup_steps={warmup:,} is no shorter than training, which takes {end:,} steps: the learning rate "

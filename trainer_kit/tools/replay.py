@@ -78,7 +78,7 @@ class _Replay:
         self.strategy.setup()
         self.strategy.prepare(model).train()
         self._load_weights(model)
-        self.loss = Loss(model, model, self.trainer.compute_loss, self.trainer.args.chunked_cross_entropy)
+        self.loss = Loss.by_arguments(model, model, self.trainer.compute_loss, self.trainer.args)
         self.loss.shifts = report["shifts_labels"]
         try:
             works = self._works()

@@ -1,4 +1,4 @@
-"""`Adafactor`: torch's Adafactor, with steps that do not wait for the device."""
+"""`UnscaledAdafactor`: Adafactor as transformers' Trainer uses it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from typing import Any
 
 import torch
 
+_TINY = 1e-30
+"""Added to squared gradients."""
 
-class Adafactor(torch.optim.Adafactor):
-    """Adafactor for CUDA devices, where torch's own step waits for two norms of each parameter.
 
-    State and updates are those of `torch.optim.Adafactor(..., foreach=True)`, in float32 and float64 bit for bit.
+class UnscaledAdafactor(torch.optim.Adafactor):
+    """Adafactor (https://arxiv.org/abs/1804.04235) with an absolute learning rate.
+
+    Updates are those of transformers' Adafactor with `scale_parameter=False, relative_step=False`: the learning rate is
+    neither multiplied by the size of the weights nor bounded by the number of steps, as that of `torch.optim.Adafactor`
+    is. Steps do not wait for the device. The state has torch's names and shapes.
     """
 
     @torch.no_grad()
@@ -45,32 +50,23 @@ def _update(
     variance: torch.Tensor | None,
     step: torch.Tensor,
 ) -> None:
-    """Update a parameter; the formulas are those of `torch.optim.Adafactor`, and `step` is on the host."""
-    lr, (eps1, eps2), size = float(group["lr"]), group["eps"], parameter.numel() ** 0.5
-    eps1 = torch.finfo(parameter.dtype).eps if eps1 is None else eps1
+    """Update a parameter, in float32 at least; `step` is on the host."""
+    rate = group["lr"]
     step += 1
     weight = step.item() ** group["beta2_decay"]
-    rate = (_norm(parameter) / size).clamp_(min=eps2).mul_(min(lr, 1 / step.item() ** 0.5))
     if group["weight_decay"]:
-        parameter.mul_(1 - lr * group["weight_decay"])
-    if group["maximize"]:
-        grad = -grad
+        parameter.mul_(1 - rate * group["weight_decay"])
+    grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    square = (grad * grad).add_(_TINY)
     if variance is None:
         assert row_var is not None
         assert col_var is not None
-        row_var.lerp_(grad.norm(dim=-1, keepdim=True).square_().div_(grad.size(-1)), weight)
-        col_var.lerp_(grad.norm(dim=-2, keepdim=True).square_().div_(grad.size(-2)), weight)
-        estimate = (row_var @ col_var).div_(row_var.mean(dim=-2, keepdim=True).clamp_(min=eps1))
+        row_var.lerp_(square.mean(dim=-1, keepdim=True).to(row_var.dtype), weight)
+        col_var.lerp_(square.mean(dim=-2, keepdim=True).to(col_var.dtype), weight)
+        rows, columns = row_var.to(grad.dtype), col_var.to(grad.dtype)
+        update = (rows / rows.mean(dim=-2, keepdim=True)).rsqrt_() * columns.rsqrt() * grad
     else:
-        estimate = variance.lerp_(grad * grad, weight).clone()
-    update = estimate.clamp_(min=eps1 * eps1).rsqrt_().mul_(grad)
-    factor = rate.neg_().div_((_norm(update) / (size * group["d"])).clamp_(min=1.0))
-    # A tensor factor is rounded to the other tensor's dtype before the product, a number only after it.
-    wide = torch.promote_types(update.dtype, torch.float32)
-    parameter.add_(update.to(wide).mul_(factor.to(wide)).to(update.dtype))
-
-
-def _norm(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the 2-norm, rounded to the tensor's dtype, in the precision of Python's numbers."""
-    norm: torch.Tensor = tensor.norm(2)
-    return norm.double()
+        variance.lerp_(square.to(variance.dtype), weight)
+        update = variance.to(grad.dtype).rsqrt() * grad
+    size = update.norm(2) / (update.numel() ** 0.5 * group["d"])
+    parameter.add_((update / size.clamp(min=1.0)).mul_(-rate).to(parameter.dtype))

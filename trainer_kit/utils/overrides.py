@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable
+from typing import ParamSpec
+
 import torch
 
 from trainer_kit.utils.user_warnings import warn
@@ -169,6 +174,62 @@ def check_attribute(kind: type, name: str) -> None:
     """
     if name in REPLACEMENTS and name not in _OWN_ATTRIBUTES:
         raise AttributeError(f"{kind.__name__}.{name} is set, which training here does not read: {REPLACEMENTS[name]}")
+
+
+_ARGUMENTS = {
+    "tokenizer": "processing_class=",
+    "optimizers": "optimizer= and lr_scheduler=, each by its name",
+    "compute_loss_func": "compute_loss=function; function(model, batch) returns the mean loss, or (loss_sum, count)",
+    "optimizer_cls_and_kwargs": "optimizer=, made with that class",
+    "peft_config": "model=peft.get_peft_model(model, config)",
+}
+"""Arguments of other Trainers, and those of this one that stand for them."""
+
+Parameters = ParamSpec("Parameters")
+
+
+def explains_arguments(settings: Iterable[str]) -> Callable[[Callable[Parameters, None]], Callable[Parameters, None]]:
+    """Return a decorator that makes a Trainer's constructor explain unknown arguments.
+
+    Args:
+        settings: Names that belong to `TrainingArguments`.
+    """
+    settings = frozenset(settings)
+
+    def decorate(init: Callable[Parameters, None]) -> Callable[Parameters, None]:
+        known = inspect.signature(init).parameters
+
+        @functools.wraps(init)
+        def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+            unknown = [name for name in kwargs if name not in known]
+            if unknown:
+                raise TypeError("; ".join(_argument_sentence(name, settings) for name in unknown))
+            init(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def _argument_sentence(name: str, settings: Collection[str]) -> str:
+    if name in _ARGUMENTS:
+        return f"Trainer has no argument {name!r}: give {_ARGUMENTS[name]}"
+    if name in REPLACEMENTS:
+        return f"Trainer has no argument {name!r}: {REPLACEMENTS[name]}"
+    if name in settings:
+        return f"Trainer has no argument {name!r}: give Trainer(args=TrainingArguments({name}=...))"
+    return f"Trainer has no argument {name!r}"
+
+
+def missing_attribute(kind: type, name: str) -> AttributeError:
+    """Return the error for an attribute that a Trainer does not have, with what stands for it.
+
+    Args:
+        kind: Class of the Trainer.
+        name: Name of the attribute.
+    """
+    todo = f": {REPLACEMENTS[name]}" if name in REPLACEMENTS else ""
+    return AttributeError(f"{kind.__name__!r} object has no attribute {name!r}{todo}", name=name)
 
 
 def check_lightning_module(model: torch.nn.Module, has_loss: bool, has_optimizer: bool) -> None:

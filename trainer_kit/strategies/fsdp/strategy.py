@@ -37,6 +37,9 @@ _AXES = ("replicate", "shard", "tensor")
 
 _REFUSED_OPTIMIZERS = {
     "Adafactor": "computes with whole matrices",
+    "UnscaledAdafactor": "computes with whole matrices",
+    "AdamWScheduleFree": "switches whole weights between training and evaluation",
+    "SGDScheduleFree": "switches whole weights between training and evaluation",
     "Muon": "computes with whole matrices",
     "AdamW8bit": "keeps blocks of states that span the parts of a matrix",
     "LBFGS": "joins all parameters in one vector",

@@ -1,0 +1,177 @@
+"""transformers' settings: each is known, taken with its meaning or refused with a sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from transformers.training_args import OptimizerNames
+
+from trainer_kit.config.arguments import TrainingArguments
+from trainer_kit.config.sources import OTHER_NAMES
+from trainer_kit.config.transformers_names import settings_of
+
+OWN = {field.name for field in dataclasses.fields(TrainingArguments)}
+REMOVED = (
+    *("evaluation_strategy", "fp16_full_eval", "warmup_ratio", "tpu_num_cores", "logging_dir", "overwrite_output_dir"),
+    *("per_gpu_train_batch_size", "per_gpu_eval_batch_size", "torchdynamo", "push_to_hub_token", "no_cuda"),
+    *("push_to_hub_model_id", "push_to_hub_organization", "use_mps_device", "half_precision_backend", "fp16_backend"),
+    *("fp16_opt_level", "sharded_ddp", "fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap", "mp_parameters"),
+    *("xpu_backend", "use_ipex", "jit_mode_eval", "ray_scope", "past_index", "use_legacy_prediction_loop"),
+    *("save_safetensors", "include_inputs_for_metrics", "include_tokens_per_second", "dispatch_batches"),
+    *("split_batches", "adafactor", "group_by_length", "evaluate_during_training", "tpu_metrics_debug"),
+)
+
+
+def test_every_setting_of_transformers_is_known() -> None:
+    for kind in (transformers.TrainingArguments, transformers.Seq2SeqTrainingArguments):
+        names = {field.name for field in dataclasses.fields(kind)}
+        assert names - OWN - OTHER_NAMES.keys() == set()
+    assert {*REMOVED} - OWN - OTHER_NAMES.keys() == set()
+
+
+def test_every_optimizer_and_schedule_of_transformers_is_known() -> None:
+    def sentence_or_value(**settings: Any) -> str:
+        try:
+            if settings.get("optim", "").startswith("schedule_free"):
+                settings["lr_scheduler_type"] = "constant"
+            return f"taken as {TrainingArguments(eval_strategy='steps', **settings).optim}"
+        except ValueError as error:
+            return str(error)
+
+    for field, names in (("optim", OptimizerNames), ("lr_scheduler_type", transformers.SchedulerType)):
+        for name in names:
+            said = sentence_or_value(**{field: name})
+            assert said.startswith("taken") or "is not allowed; " in said
+            assert "it must be one of" not in said, name
+    assert {name for name in OptimizerNames if sentence_or_value(optim=name).startswith("taken")} == {
+        *("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adafactor", "sgd", "adamw_8bit", "adamw_bnb_8bit"),
+        *("schedule_free_adamw", "schedule_free_sgd"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"optim": "adamw_torch_fused"}, {"optim": "adamw_torch"}),
+        ({"adafactor": True}, {"optim": "adafactor"}),
+        ({"bf16": True, "fp16": False}, {"mixed_precision": "bf16"}),
+        ({"fp16": True}, {"mixed_precision": "fp16"}),
+        ({"tf32": True}, {"float32_matmul_precision": "high"}),
+        ({"tf32": False}, {"float32_matmul_precision": "highest"}),
+        ({"warmup_steps": 0.1}, {"warmup_ratio": 0.1, "warmup_steps": 0}),
+        ({"warmup_steps": 10.0}, {"warmup_steps": 10}),
+        ({"evaluation_strategy": "epoch"}, {"eval_strategy": "epoch"}),
+        ({"evaluate_during_training": True}, {"eval_strategy": "steps"}),
+        ({"eval_steps": 0.1, "save_steps": 0.2, "logging_steps": 0.3}, {"eval_steps": 0.1, "save_steps": 0.2}),
+        ({"no_cuda": True}, {"use_cpu": True}),
+        ({"per_gpu_train_batch_size": 4}, {"per_device_train_batch_size": 4}),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": False}}, {}),
+        ({"gradient_checkpointing": None, "output_dir": None, "lr_scheduler_kwargs": None, "disable_tqdm": None}, {}),
+        ({"gradient_checkpointing": '{"every": 2}'}, {"gradient_checkpointing": {"every": 2}}),
+        ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": '{"num_cycles": 2}'}, {"lr_scheduler_type": "cosine"}),
+        ({"train_sampling_strategy": "group_by_length"}, {"group_by_length": True}),
+        ({"log_level": "passive", "average_tokens_across_devices": True, "data_seed": None}, {}),
+        ({"push_to_hub": False, "hub_token": None, "fsdp": "", "deepspeed": None, "do_train": False}, {}),
+    ],
+)
+def test_a_setting_that_means_the_same_is_taken(settings: dict[str, Any], expected: dict[str, Any]) -> None:
+    args = TrainingArguments(**settings)
+    changed = {**TrainingArguments().to_dict(), **expected}
+    assert {name: args.to_dict()[name] for name in expected} == expected
+    if settings.keys() - expected.keys() <= OTHER_NAMES.keys():
+        assert args.to_dict() == changed
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("fsdp", "full_shard", "use strategy='fsdp', or Trainer(strategy=FSDP(...)) for its options"),
+        ("ddp_timeout", 60, "use Trainer(strategy=DDP(ddp_timeout=...))"),
+        (
+            "gradient_checkpointing_kwargs",
+            {"context_fn": 1},
+            "checkpointing is never reentrant; use gradient_checkpointing={'policy': ...}",
+        ),
+        ("use_liger_kernel", True, "use chunked_cross_entropy=True, which needs no other package"),
+        ("average_tokens_across_devices", False, "the loss is always the mean over the tokens of all processes"),
+        ("resume_from_checkpoint", True, "give it to train(resume_from_checkpoint=)"),
+        (
+            "train_sampling_strategy",
+            "sequential",
+            "samples are shuffled; an iterable train_dataset keeps its own order",
+        ),
+    ],
+)
+def test_a_setting_without_counterpart_is_refused(name: str, value: Any, sentence: str) -> None:
+    for make in (lambda settings: TrainingArguments(**settings), TrainingArguments.from_dict):
+        with pytest.raises(TypeError) as raised:
+            make({name: value})
+        assert str(raised.value) == f"TrainingArguments has no field {name!r}; {sentence}"
+
+
+def test_a_tracker_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"^report_to=\['wandb'\] is not allowed; wandb is not available; use"):
+        TrainingArguments(report_to=["wandb"])
+
+
+def test_from_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given = transformers.TrainingArguments(
+        str(tmp_path),
+        optim="adamw_torch_fused",
+        bf16=True,
+        use_cpu=True,
+        warmup_steps=0.1,
+        learning_rate=1e-3,
+        eval_strategy="steps",
+        eval_steps=0.2,
+        run_name="a",
+        label_smoothing_factor=0.1,
+        load_best_model_at_end=True,
+        save_steps=0.4,
+    )
+    with caplog.at_level(logging.WARNING, logger="trainer_kit"):
+        args = TrainingArguments.from_transformers(given)
+    assert args == TrainingArguments(
+        str(tmp_path),
+        mixed_precision="bf16",
+        use_cpu=True,
+        warmup_ratio=0.1,
+        learning_rate=1e-3,
+        logging_steps=500,
+        eval_strategy="steps",
+        eval_steps=0.2,
+        save_steps=0.4,
+        per_device_eval_batch_size=8,
+        label_smoothing_factor=0.1,
+        load_best_model_at_end=True,
+        disable_tqdm=given.disable_tqdm,
+        dataloader_pin_memory=given.dataloader_pin_memory,
+        report_to="none",
+    )
+    assert [message for message in caplog.messages if "run_name" in message] == [
+        "settings without effect here: run_name='a' (a run is named by its output_dir)"
+    ]
+
+
+def test_from_transformers_lists_what_has_no_counterpart(tmp_path: Path) -> None:
+    given = transformers.Seq2SeqTrainingArguments(
+        str(tmp_path), eval_delay=3, ddp_bucket_cap_mb=5, full_determinism=False, use_cpu=True
+    )
+    with pytest.raises(TypeError) as raised:
+        TrainingArguments.from_transformers(given)
+    assert [line.partition(":")[0] for line in str(raised.value).splitlines()[1:]] == [
+        "  eval_delay=3",
+        "  ddp_bucket_cap_mb=5",
+    ]
+
+
+def test_from_transformers_takes_nothing_else() -> None:
+    with pytest.raises(TypeError, match="takes transformers' TrainingArguments, but got a TrainingArguments"):
+        TrainingArguments.from_transformers(TrainingArguments())
+    with pytest.raises(TypeError, match="but got a dict"):
+        settings_of({}, [])

@@ -1,0 +1,49 @@
+"""Type hints of a dataclass that command line parsers understand."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+
+class Accepts(NamedTuple):
+    """The values that a field accepts, where its hint is a plainer type.
+
+    Attributes:
+        hint: The type hint that values are checked by.
+    """
+
+    hint: Any
+
+
+def plain_hint(hint: Any) -> Any:
+    """Return the type hint for parsers in place of one that they do not understand.
+
+    transformers' HfArgumentParser takes a union of one type with None or str, and OmegaConf neither a Literal nor a
+    union with a dict. A dict of options is JSON text for them.
+    """
+    origin = get_origin(hint)
+    if origin is Annotated:
+        return plain_hint(get_args(hint)[0])
+    if origin is Literal:
+        return str
+    if origin not in (Union, types.UnionType):
+        return hint
+    members = list(dict.fromkeys(map(plain_hint, get_args(hint))))
+    if float in members and int in members:
+        members.remove(int)
+    if any(get_origin(member) is list for member in members) and str in members:
+        members.remove(str)
+    members = [str if get_origin(member) is dict else member for member in members]
+    if str in members and int in members:
+        members.remove(int)
+    return functools.reduce(operator.or_, members)
+
+
+def with_plain_hints(cls: type) -> type:
+    """Replace the hints of a dataclass by plain ones, and keep its own as `Accepts`; return the class."""
+    hints = get_type_hints(cls, include_extras=True)
+    cls.__annotations__ = {name: Annotated[plain_hint(hint), Accepts(hint)] for name, hint in hints.items()}
+    return cls

@@ -1,0 +1,262 @@
+"""transformers' names for the settings of `TrainingArguments`, those of earlier releases included."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from trainer_kit.config.other_names import (
+    Fields,
+    OtherName,
+    Refusal,
+    by_value,
+    ignored,
+    options_of,
+    plain,
+    read_json,
+    refused,
+    renamed,
+    switched,
+)
+
+_OWN_OPTIMIZER = "it is not available; give Trainer(optimizer=)"
+_LOW_RANK = "GaLore, APOLLO and LOMO change the backward pass and are not available; use 'adafactor' or 'adamw_8bit'"
+_BITSANDBYTES = "it is not available; give Trainer(optimizer=), made with bitsandbytes.optim"
+_OPTIMIZERS = by_value(
+    "optim",
+    {
+        **dict.fromkeys(("adamw_torch_fused", "adamw_torch_xla", "adamw_hf"), "adamw_torch"),
+        "adamw_bnb_8bit": "adamw_8bit",
+    },
+    {
+        **dict.fromkeys(("adamw_torch_npu_fused", "adamw_anyprecision", "ademamix", "adagrad"), _OWN_OPTIMIZER),
+        **dict.fromkeys(("rmsprop", "grokadamw", "stable_adamw", "schedule_free_radam"), _OWN_OPTIMIZER),
+        **dict.fromkeys(("ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit"), _BITSANDBYTES),
+        **dict.fromkeys(("paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"), _BITSANDBYTES),
+        **dict.fromkeys(("paged_lion_32bit", "paged_lion_8bit", "rmsprop_bnb"), _BITSANDBYTES),
+        **dict.fromkeys(("rmsprop_bnb_8bit", "rmsprop_bnb_32bit"), _BITSANDBYTES),
+        "adamw_torch_4bit": "it is not available; give Trainer(optimizer=), made with torchao.optim.AdamW4bit",
+        "adamw_torch_8bit": "use 'adamw_8bit', which takes bitsandbytes or torchao, whichever is installed",
+        **dict.fromkeys(("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "lomo", "adalomo"), _LOW_RANK),
+        **dict.fromkeys(("galore_adamw_layerwise", "galore_adamw_8bit_layerwise"), _LOW_RANK),
+        **dict.fromkeys(("galore_adafactor_layerwise", "apollo_adamw", "apollo_adamw_layerwise"), _LOW_RANK),
+    },
+)
+_SCHEDULES = by_value(
+    "lr_scheduler_type",
+    {},
+    {
+        "cosine_warmup_with_min_lr": "use 'cosine_with_min_lr', whose warmup starts at 0",
+        "greedy": "it is not available; use 'reduce_lr_on_plateau', or give Trainer(lr_scheduler=)",
+    },
+)
+
+_HUB = refused("use Trainer(callbacks=[PushToHub('me/my-model')]) of trainer_kit.callbacks", False, "", "every_save")
+_FSDP = refused("use strategy='fsdp', or Trainer(strategy=FSDP(...)) for its options", False, "")
+_LIGER = "use chunked_cross_entropy=True, which needs no other package"
+_SCRIPT = "the script calls train(), evaluate() and predict()"
+_PRECISION = "mixed_precision decides: fp16 by torch.autocast"
+_FULL_EVAL = "evaluation runs in mixed_precision; call model.to(dtype) before an evaluation of its own"
+_RESUME = "a resume continues at the exact sample and reads nothing twice"
+_MPS = ignored("an Apple GPU is found automatically", False, True)
+_LOADER = "workers live as long as training, and batches are fetched ahead in the dataset's order"
+
+
+def _checkpointing_options(value: Any) -> Fields | Refusal:
+    value = read_json(value)
+    if value in (None, {}, {"use_reentrant": False}):
+        return Fields()
+    if value == {"use_reentrant": True}:
+        return Fields(note="checkpointing is never reentrant, with the same results")
+    return Refusal("checkpointing is never reentrant; use gradient_checkpointing={'policy': ...}")
+
+
+def _fsdp_config(value: Any) -> Fields | Refusal:
+    return Fields() if value == {} else _FSDP(value)
+
+
+def _optional(field: str) -> OtherName:
+    """Return the translation of a field of the same name, for which None means its default."""
+    return lambda value: Fields() if value is None else Fields({field: value})
+
+
+def _reporters(value: Any) -> Fields | Refusal:
+    names = value if isinstance(value, (list, tuple)) else [value]
+    theirs = [name for name in map(plain, names) if name in _TRACKERS]
+    if theirs:
+        return Refusal(f"{', '.join(theirs)} is not available; use 'tensorboard', 'jsonl' and 'html', or a Callback")
+    return Fields({"report_to": value})
+
+
+_TRACKERS = (
+    *("azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow", "mlflow"),
+    *("neptune", "swanlab", "trackio", "wandb"),
+)
+
+
+def _log_level(value: Any) -> Fields | Refusal:
+    return Fields() if value == "passive" else Fields({"log_level": value})
+
+
+def _sampling(value: Any) -> Fields | Refusal:
+    value = plain(value)
+    if value in ("random", "group_by_length"):
+        return Fields({"group_by_length": value == "group_by_length"})
+    return Fields({"shuffle": False}) if value == "sequential" else Refusal("use Trainer(train_sampler=...)")
+
+
+def _opt_level(value: Any) -> Fields | Refusal:
+    return Fields() if value in (None, "O1") else Refusal("use model.to(torch.float16), or mixed_precision='fp16'")
+
+
+FIELD_VALUES: Mapping[str, OtherName] = {
+    "output_dir": _optional("output_dir"),
+    "optim": _OPTIMIZERS,
+    "lr_scheduler_type": _SCHEDULES,
+    "lr_scheduler_kwargs": lambda value: _optional("lr_scheduler_kwargs")(read_json(value)),
+    "gradient_checkpointing": lambda value: _optional("gradient_checkpointing")(read_json(value)),
+    "torch_compile": lambda value: Fields({"torch_compile": read_json(value)}),
+    "log_level": _log_level,
+    "disable_tqdm": _optional("disable_tqdm"),
+    "report_to": _reporters,
+}
+"""Translations of values of fields that transformers has too."""
+
+# Settings of transformers 5 that are no fields.
+_CURRENT: Mapping[str, OtherName] = {
+    "optim_target_modules": refused(_LOW_RANK),
+    "average_tokens_across_devices": refused("the loss is always the mean over the tokens of all processes", True),
+    "bf16": switched("mixed_precision", "bf16"),
+    "fp16": switched("mixed_precision", "fp16"),
+    "bf16_full_eval": refused(_FULL_EVAL, False),
+    "fp16_full_eval": refused(_FULL_EVAL, False),
+    "tf32": switched("float32_matmul_precision", "high", "highest"),
+    "activation_checkpointing": _optional("gradient_checkpointing"),
+    "activation_checkpointing_kwargs": _checkpointing_options,
+    "gradient_checkpointing_kwargs": _checkpointing_options,
+    "torch_compile_backend": options_of("torch_compile", "backend"),
+    "torch_compile_mode": options_of("torch_compile", "mode"),
+    "use_liger_kernel": refused(_LIGER, False),
+    "liger_kernel_config": refused(_LIGER, {}),
+    "use_cache": ignored("training does not use a cache", False, True),
+    "torch_empty_cache_steps": ignored("the cache is emptied where a step does not fit"),
+    "log_level_replica": ignored("other processes log errors only", "warning"),
+    "log_on_each_node": ignored("the main process logs", True, False),
+    "logging_nan_inf_filter": ignored("nonfinite= decides what happens at a loss that is not finite", True, False),
+    "include_num_input_tokens_seen": ignored("always in the records", "no", "all", "non_padding", True, False),
+    "run_name": ignored("a run is named by its output_dir"),
+    "project": ignored("trackio is not available", "huggingface"),
+    **dict.fromkeys(
+        ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), ignored("trackio is not available")
+    ),
+    "eval_delay": refused("give a callback that sets args.eval_strategy at the step", 0, 0.0),
+    "prediction_loss_only": refused(
+        "leave out compute_metrics= and metrics=; without them no predictions are kept", False
+    ),
+    "eval_do_concat_batches": refused("predictions are always one array; use metrics= for batches", True),
+    "eval_use_gather_object": ignored("objects are gathered where they are needed", False, True),
+    "batch_eval_metrics": refused("use Trainer(metrics=), which are updated batch by batch", False),
+    "save_only_model": refused("a checkpoint always holds what a resume needs; save_model() writes the model", False),
+    "save_on_each_node": ignored("disks that machines do not share are found automatically", False, True),
+    "enable_jit_checkpoint": ignored("SIGTERM always saves a checkpoint first", False, True),
+    "push_to_hub": _HUB,
+    "hub_token": _HUB,
+    "hub_private_repo": _HUB,
+    "hub_model_id": _HUB,
+    "hub_strategy": _HUB,
+    "hub_always_push": _HUB,
+    "hub_revision": _HUB,
+    "eval_accumulation_steps": ignored("predictions leave the device after each batch"),
+    "ignore_data_skip": ignored(_RESUME, False),
+    "restore_callback_states_from_checkpoint": ignored("always", False, True),
+    "full_determinism": refused("use Trainer(callbacks=[Deterministic()]) of trainer_kit.callbacks", False),
+    "data_seed": refused("seed= determines the order of samples too"),
+    "accelerator_config": refused("batches are dealt to the processes exactly; there is nothing to set"),
+    "parallelism_config": refused("use strategy='fsdp' or Trainer(strategy=FSDP(...))"),
+    "dataloader_persistent_workers": ignored(_LOADER, False, True),
+    "dataloader_prefetch_factor": ignored(_LOADER),
+    "dataloader_multiprocessing_context": ignored(_LOADER),
+    "dataloader_in_order": ignored(_LOADER, True),
+    "train_sampling_strategy": _sampling,
+    "length_column_name": refused("lengths are measured in the samples", "length"),
+    "ddp_find_unused_parameters": refused("use Trainer(strategy=DDP(find_unused_parameters=...))"),
+    "ddp_bucket_cap_mb": refused("use Trainer(strategy=DDP(bucket_cap_mb=...))"),
+    "ddp_broadcast_buffers": refused("buffers are always broadcast, after each step", True),
+    "ddp_static_graph": refused("it is not available; leave it out", False),
+    "ddp_backend": refused("the device decides: gloo on CPUs, nccl on NVIDIA GPUs"),
+    "ddp_timeout": refused("use Trainer(strategy=DDP(ddp_timeout=...))", 1800),
+    "fsdp": _FSDP,
+    "fsdp_config": _fsdp_config,
+    "deepspeed": refused("DeepSpeed is not available; use strategy='fsdp'"),
+    "debug": refused("a loss that is not finite is located without a setting; records have xla/compiles", "", []),
+    "skip_memory_metrics": ignored("always in the records", True, False),
+    "do_train": ignored(_SCRIPT, False, True),
+    "do_eval": ignored(_SCRIPT, False, True),
+    "do_predict": ignored(_SCRIPT, False, True),
+    "resume_from_checkpoint": refused("give it to train(resume_from_checkpoint=)"),
+    "local_rank": ignored("the launcher's environment decides", -1, 0),
+}
+
+# Settings that transformers had before release 5, and those of its Seq2SeqTrainingArguments.
+_EARLIER: Mapping[str, OtherName] = {
+    "evaluation_strategy": renamed("eval_strategy"),
+    "per_gpu_train_batch_size": renamed("per_device_train_batch_size"),
+    "per_gpu_eval_batch_size": renamed("per_device_eval_batch_size"),
+    "overwrite_output_dir": ignored("a new run moves earlier checkpoints to a folder", False, True),
+    "evaluate_during_training": switched("eval_strategy", "steps"),
+    "no_cuda": switched("use_cpu", True),
+    "adafactor": switched("optim", "adafactor"),
+    "use_mps_device": _MPS,
+    "tpu_num_cores": ignored("all TPU devices are used"),
+    "tpu_metrics_debug": ignored("records have xla/compiles", False, True),
+    "torchdynamo": options_of("torch_compile", "backend"),
+    "half_precision_backend": refused(_PRECISION, "auto", "amp", "cuda_amp", "cpu_amp"),
+    "fp16_backend": refused(_PRECISION, "auto", "amp", "cuda_amp"),
+    "fp16_opt_level": _opt_level,
+    "sharded_ddp": _FSDP,
+    "fsdp_min_num_params": refused("FSDP finds the blocks that the model repeats", 0),
+    "fsdp_transformer_layer_cls_to_wrap": refused("FSDP finds the blocks that the model repeats"),
+    "mp_parameters": refused("model parallelism of SageMaker is not available", ""),
+    "xpu_backend": refused("the device decides"),
+    "use_ipex": refused("ipex is not available", False),
+    "jit_mode_eval": refused("use torch_compile=True", False),
+    "ray_scope": ignored("there is no search here", "last"),
+    "past_index": refused("a past of the model is not passed on; keep it in the model", -1),
+    "use_legacy_prediction_loop": ignored("there is one evaluation loop", False),
+    "save_safetensors": refused("a pickle is never written", True),
+    "include_inputs_for_metrics": refused("use include_for_metrics", False),
+    "include_tokens_per_second": ignored("always in the records", False, True),
+    "dispatch_batches": refused("each process reads its own samples", False),
+    "split_batches": refused("use per_device_train_batch_size", False),
+    "push_to_hub_token": _HUB,
+    "push_to_hub_model_id": _HUB,
+    "push_to_hub_organization": _HUB,
+    "sortish_sampler": renamed("group_by_length"),
+}
+
+TRANSFORMERS_NAMES: Mapping[str, OtherName] = {**_EARLIER, **_CURRENT}
+"""Translation of each setting of transformers that is not a field."""
+
+
+def settings_of(hf_args: Any, known: Collection[str]) -> dict[str, Any]:
+    """Return the settings of a transformers `TrainingArguments` that matter, by name.
+
+    Fields that both have are returned with any value, others if the value is not the default.
+
+    Args:
+        hf_args: An instance of transformers' `TrainingArguments` or a subclass.
+        known: Names of our fields.
+
+    Raises:
+        TypeError: If it is something else.
+    """
+    kinds = type(hf_args).__mro__
+    if not any(kind.__name__ == "TrainingArguments" and kind.__module__.startswith("transformers.") for kind in kinds):
+        raise TypeError(f"from_transformers takes transformers' TrainingArguments, but got a {type(hf_args).__name__}")
+    default = type(hf_args)(output_dir=hf_args.output_dir)
+    return {
+        field.name: getattr(hf_args, field.name)
+        for field in dataclasses.fields(hf_args)
+        if (field.name in known or getattr(hf_args, field.name) != getattr(default, field.name))
+    }
