@@ -29,7 +29,7 @@ def test_options_have_the_types_of_torchs_arguments() -> None:
 @pytest.mark.parametrize(
     ("optim", "text", "message"),
     [
-        ("adamw_torch", "momentum=0.9", "has no effect with optim='adamw_torch'; use optim='sgd' or 'muon', or give"),
+        ("adamw_torch", "momentum=0.9", "has no effect with optim='adamw_torch'; set optim to one of 'sgd', "),
         ("sgd", "ns_steps=5", "has ns_steps; SGD takes momentum, dampening, nesterov, see also weight_decay"),
         ("muon", "dampening=0.5", "has dampening; Muon takes momentum, nesterov, ns_steps, see also weight_decay"),
         ("muon", "ns_steps=2.5", "has ns_steps=2.5; give a whole number from 1 to 99"),

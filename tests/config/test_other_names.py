@@ -54,7 +54,7 @@ def test_all_settings_without_counterpart_are_named_together() -> None:
         TrainingArguments(**settings)
     assert str(raised.value).splitlines() == [
         "TrainingArguments does not take 4 of the settings:",
-        "  push_to_hub=True: uploads are not available yet; use huggingface_hub.upload_folder on the saved folder",
+        "  push_to_hub=True: use Trainer(callbacks=[PushToHub('me/my-model')]) of trainer_kit.callbacks",
         "  deepspeed='z.json': DeepSpeed is not available; use strategy='fsdp'",
         "  sead=1: the nearest known name is 'seed'",
         "  optim='lion_8bit': it is not available; give Trainer(optimizer=), made with bitsandbytes.optim",

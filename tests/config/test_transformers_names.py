@@ -75,6 +75,7 @@ def test_every_optimizer_and_schedule_of_transformers_is_known() -> None:
         ({"gradient_checkpointing": '{"every": 2}'}, {"gradient_checkpointing": {"every": 2}}),
         ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": '{"num_cycles": 2}'}, {"lr_scheduler_type": "cosine"}),
         ({"train_sampling_strategy": "group_by_length"}, {"group_by_length": True}),
+        ({"train_sampling_strategy": "sequential"}, {"shuffle": False}),
         ({"log_level": "passive", "average_tokens_across_devices": True, "data_seed": None}, {}),
         ({"push_to_hub": False, "hub_token": None, "fsdp": "", "deepspeed": None, "do_train": False}, {}),
     ],
@@ -100,11 +101,7 @@ def test_a_setting_that_means_the_same_is_taken(settings: dict[str, Any], expect
         ("use_liger_kernel", True, "use chunked_cross_entropy=True, which needs no other package"),
         ("average_tokens_across_devices", False, "the loss is always the mean over the tokens of all processes"),
         ("resume_from_checkpoint", True, "give it to train(resume_from_checkpoint=)"),
-        (
-            "train_sampling_strategy",
-            "sequential",
-            "samples are shuffled; an iterable train_dataset keeps its own order",
-        ),
+        ("train_sampling_strategy", "curriculum", "use Trainer(train_sampler=...)"),
     ],
 )
 def test_a_setting_without_counterpart_is_refused(name: str, value: Any, sentence: str) -> None:

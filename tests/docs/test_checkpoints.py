@@ -130,7 +130,7 @@ def test_the_arguments_are_ours() -> None:
         needed = {"save_minutes": 30} if value == "minutes" else {}
         TrainingArguments(eval_strategy="steps", **{**needed, name: value})
     named = set(re.findall(r"`((?:save|load|max)_\w+|metric_for_best_model|async_save)\b", GUIDE.text))
-    assert named - FIELDS == {"load_checkpoint_in_model", "load_state_dict", "save_pretrained"}
+    assert named - FIELDS == {"load_checkpoint_in_model", "load_state_dict", "save_model", "save_pretrained"}
     defaults = TrainingArguments()
     assert (defaults.save_strategy, defaults.nonfinite, defaults.async_save) == ("steps", "stop", True)
     assert (defaults.save_total_limit, defaults.save_best_limit, defaults.max_rollbacks) == (None, 1, 3)

@@ -60,7 +60,7 @@ def test_the_arguments_are_ours() -> None:
         for node in ast.walk(ast.parse(block))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "TrainingArguments"
     ]
-    assert len(calls) == 6
+    assert len(calls) == 7
     for call in calls:
         TrainingArguments(**{each.arg or "": ast.literal_eval(each.value) for each in call.keywords})
 

@@ -19,9 +19,9 @@ from trainer_kit.strategies.session import Session
 from trainer_kit.strategies.sharding import Sharding
 
 GUIDE = Guide("docs/strategies.md")
-METHODS, SHARDED = (
+METHODS, SHARDED, FOR_ACCELERATOR = (
     re.findall(r"^\| (`.*?) \|", GUIDE.text.partition(f"## {title}")[2].partition("\n## ")[0], re.MULTILINE)
-    for title in ("The methods", "Sharded models")
+    for title in ("The methods", "Sharded models", "For the Accelerator")
 )
 SHORT = {"rank", "world_size", "is_main", "gather", "barrier", "scales_gradients"}
 
@@ -87,11 +87,12 @@ def test_the_blocks_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_page_names_each_method_once() -> None:
-    ordinary, sharded = (
-        [name for cell in cells for name in re.findall(r"`(\w+)`", cell)] for cells in (METHODS, SHARDED)
+    ordinary, sharded, others = (
+        [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+        for cells in (METHODS, SHARDED, FOR_ACCELERATOR)
     )
     public = {name for name, _ in inspect.getmembers(Strategy, callable) if not name.startswith("_")}
-    assert sorted(ordinary + sharded) == sorted(public - SHORT)
+    assert sorted(ordinary + sharded + others) == sorted(public - SHORT)
     assert len(ordinary) <= 26
 
 
