@@ -137,9 +137,8 @@ def test_another_layout_goes_on_with_each_sample_once(tmp_path: Path, batch_size
     def train(recorder: Recorder, stop: int | None, **changes: Any) -> None:
         callbacks = [recorder] if stop is None else [recorder, StopAt(stop)]
         trainer = make_trainer(
-            tmp_path, *callbacks, dataset=Marked(), num_train_epochs=2, eval_strategy="no", **changes
+            tmp_path, *callbacks, model=Plain(), dataset=Marked(), num_train_epochs=2, eval_strategy="no", **changes
         )
-        trainer.run.model = Plain()
         trainer.events.callbacks = []
         trainer.train(resume_from_checkpoint=True)
 

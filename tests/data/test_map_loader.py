@@ -117,7 +117,13 @@ def test_batches_are_the_same_for_any_workers_and_after_a_resume(workers: int) -
 @settings(max_examples=25)
 @given(
     st.builds(
-        Layout, st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.just(0), st.none() | st.integers(1, 9)
+        Layout,
+        st.integers(1, 9),
+        st.integers(1, 4),
+        st.integers(1, 3),
+        st.just(0),
+        st.none() | st.integers(1, 9),
+        ready_size=st.none(),
     ),
     st.integers(0, 31),
 )
@@ -201,7 +207,13 @@ def test_workers_leave_whose_process_was_killed_while_they_started() -> None:
 @given(
     st.integers(1, 40),
     st.builds(
-        Layout, st.integers(1, 6), st.integers(1, 4), st.integers(1, 3), st.just(0), st.none() | st.integers(1, 9)
+        Layout,
+        st.integers(1, 6),
+        st.integers(1, 4),
+        st.integers(1, 3),
+        st.just(0),
+        st.none() | st.integers(1, 9),
+        ready_size=st.none(),
     ),
 )
 def test_a_step_is_counted_whole_before_its_first_batch_is_worked_on(length: int, layout: Layout) -> None:
@@ -369,7 +381,13 @@ def test_grouping_by_length_does_not_depend_on_the_layout() -> None:
 @settings(max_examples=50)
 @given(
     st.builds(
-        Layout, st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.just(0), st.none() | st.integers(1, 9)
+        Layout,
+        st.integers(1, 5),
+        st.integers(1, 3),
+        st.integers(1, 3),
+        st.just(0),
+        st.none() | st.integers(1, 9),
+        ready_size=st.none(),
     ),
     st.lists(st.tuples(st.integers(0, 1), st.integers(0, 30), st.integers(1, 12)), max_size=3),
 )

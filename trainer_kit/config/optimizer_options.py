@@ -49,8 +49,8 @@ def optimizer_options(optim: str, optim_args: str | None) -> dict[str, Any]:
     given = f"optim_args={optim_args!r}"
     if optim not in _OPTIONS:
         raise ValueError(
-            f"{given} has no effect with optim={optim!r}; set optim to one of {', '.join(map(repr, _OPTIONS))}, or give "
-            "optimizer="
+            f"{given} has no effect with optim={optim!r}; set optim to one of {', '.join(map(repr, _OPTIONS))}, or "
+            "give optimizer="
         )
     title, kinds = _OPTIONS[optim]
     options: dict[str, Any] = parse_options(optim_args) or {}

@@ -41,6 +41,9 @@ class ColumnFilter:
     def __call__(self, samples: list[Any]) -> Any:
         if self._takes_all:
             return self._kept([self.collate(samples)])[0]
+        first = samples[0]
+        if type(first) is dict and first.keys() <= self._columns:
+            return self.collate(samples)
         return self.collate(self._kept(samples))
 
     def _kept(self, mappings: list[Any]) -> list[Any]:
