@@ -156,7 +156,8 @@ class StepMetrics:
                 state.skipped_steps += 1
                 if figures.loss is None or not math.isfinite(figures.loss):
                     continue
-            self.run.means.add(figures.means)
+            if figures.means:
+                self.run.means.add(figures.means)
             if figures.loss is None:
                 continue
             state.loss_sum += figures.loss

@@ -170,6 +170,8 @@ def means_over_readers(waiting: Sequence[Sums], strategy: Strategy) -> list[dict
         strategy: Strategy of the run.
     """
     collectives = strategy.collectives
+    if collectives.is_alone and not any(waiting):
+        return [{}] * len(waiting)
     shares = [read_sums(waiting, strategy)]
     if not collectives.is_alone:
         if not any(collectives.all_reduce_ints([sum(map(len, waiting))])):
