@@ -152,9 +152,6 @@ WARNED: dict[str, tuple[dict[str, Any], str]] = {
     "only at the start": (
         {"eval_strategy": "no", "eval_on_start": True}, "is at step 0: what the last 24 steps give is not evaluated",
     ),
-    "start without a dataset": (
-        {"eval_strategy": "no", "eval_on_start": True, "evaluation": None}, "eval_on_start=True has no effect without",
-    ),
     "rare evaluations": ({"eval_strategy": "steps", "eval_steps": 30}, "eval_steps=30, but training ends after 24"),
     "early evaluation": (
         {"eval_strategy": "steps", "eval_steps": 20}, "the last evaluation is at step 20: what the last 4 steps give",
@@ -328,6 +325,12 @@ def test_a_metric_that_the_model_logs(tmp_path: Path, name: str, monkeypatch: py
     found = plan(tmp_path, model=Parts(), metric_for_best_model=name)
     assert found.warnings == (f"whether an evaluation gives 'eval_{name}' is unknown until the first one",)
     assert found.problems == ()
+
+
+@pytest.mark.filterwarnings("ignore:eval_on_start=True has no effect")
+def test_an_evaluation_at_the_start_without_a_dataset(tmp_path: Path) -> None:
+    found = plan(tmp_path, eval_strategy="no", eval_on_start=True, evaluation=None)
+    assert found.warnings == ("eval_on_start=True has no effect without eval_dataset",)
 
 
 def test_an_evaluation_at_the_start_is_no_evaluation_of_nothing(tmp_path: Path) -> None:
