@@ -16,6 +16,7 @@ from trainer_kit.checkpoint.format.export import refuse_pickles, save_model_fold
 from trainer_kit.checkpoint.initial_weights import load_initial_weights
 from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.config.arguments import TrainingArguments
+from trainer_kit.config.event_schedule import evaluation_setting
 from trainer_kit.config.sources import OTHER_NAMES
 from trainer_kit.data.build import make_collators, make_reading
 from trainer_kit.data.collate import Collator
@@ -170,8 +171,8 @@ class Trainer:
             raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
         check_lightning_module(model, compute_loss is not None, optimizer is not None)
         _check_scheduler(lr_scheduler, optimizer)
-        if args.eval_strategy != "no" and eval_dataset is None:
-            warn(f"eval_strategy={args.eval_strategy!r} has no effect without eval_dataset")
+        if eval_dataset is None and (setting := evaluation_setting(args)) is not None:
+            warn(f"{setting} has no effect without eval_dataset")
         self.compute_loss, self.compute_metrics = compute_loss, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.metrics = metrics_by_name(metrics)

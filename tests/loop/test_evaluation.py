@@ -511,3 +511,31 @@ def test_a_static_evaluation_within_training_is_filled_up_as_the_training_is(tmp
     strategy = Static()
     assert losses(strategy) == pytest.approx(losses(SingleDevice("cpu")), rel=1e-9)
     assert strategy.sizes("training") == strategy.sizes("evaluation") == [4]
+
+
+class TwoTargets(Classifier):
+    """Takes a second column of labels, which its loss does not need."""
+
+    def forward(
+        self, x: torch.Tensor, labels: torch.Tensor | None = None, other: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        return super().forward(x, labels)
+
+
+@pytest.mark.parametrize("names", [["label"], ["labels", "others"], ["others", "other"]])
+def test_a_wrong_name_of_a_label_is_refused(tmp_path: Any, names: list[str]) -> None:
+    def nothing(prediction: EvalPrediction) -> dict[str, Any]:
+        return {}
+
+    data = [{**each, "other": torch.tensor(1)} for each in samples(9)]
+    wrong = next(name for name in names if name not in ("labels", "other"))
+    made = make_trainer(tmp_path, TwoTargets(), label_names=names, compute_metrics=nothing, eval_dataset=data)
+    with pytest.raises(
+        ValueError, match=f"label_names has '{wrong}', but a batch is a dict with the entries x, labels"
+    ):
+        made.evaluate()
+    if len(names) > 1:
+        with pytest.raises(ValueError, match=f"label_names has '{wrong}'"):
+            made.predict(data)
+    without = [{"x": each["x"]} for each in samples(9)]
+    assert made.predict(without).label_ids is None

@@ -162,3 +162,44 @@ def test_what_cannot_be_generated(tmp_path: Path) -> None:
     made = trainer(tmp_path, "llama", generation_config=several)
     with pytest.raises(ValueError, match="returned 6 texts for 3 samples"):
         made.predict(made.run.eval_dataset)
+
+
+def test_a_length_wins_over_the_models_own(tmp_path: Path) -> None:
+    for changes in ({}, {"generation_max_length": None, "generation_config": {"max_length": 5}}):
+        made = trainer(tmp_path, "t5", **changes)
+        own: Any = made.run.model
+        own.generation_config.max_new_tokens = 2
+        own.generation_config.eos_token_id = None  # no text ends by itself
+        assert made.predict(made.run.eval_dataset).predictions.shape[1] == 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("t5", "max_length"), ("t5", "max_new_tokens"), ("llama", "max_new_tokens")]
+)
+def test_two_lengths_are_refused(tmp_path: Path, kind: str, name: str) -> None:
+    made = trainer(tmp_path, kind, generation_config={name: 9})
+    with pytest.raises(ValueError, match=f"generation_max_length=5 and generation_config's {name}=9 are two lengths"):
+        made.evaluate()
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_mask_may_be_none(tmp_path: Path, kind: str) -> None:
+    """And the first column need not have a row for each sample."""
+
+    def collate(batch: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+        columns = {name: torch.stack([each[name] for each in batch]) for name in ("input_ids", "labels")}
+        return {"use_cache": torch.ones(1, dtype=torch.bool), "attention_mask": None, **columns}
+
+    args = arguments(
+        tmp_path, predict_with_generate=True, generation_max_length=5, per_device_eval_batch_size=2,
+        remove_unused_columns=False,
+    )  # fmt: skip
+    data = [{"input_ids": torch.arange(1, 5) + index, "labels": torch.tensor([-100, -100, 7, 8])} for index in range(3)]
+    output = Trainer(model_of(kind), args, data_collator=collate).predict(data)
+    model = model_of(kind).eval()
+    for index, row in enumerate(output.predictions.tolist()):
+        ids = data[index]["input_ids"][None, : None if kind == "t5" else 2]
+        length = {"max_length" if kind == "t5" else "max_new_tokens": 5}
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **length)[0].tolist()
+        expected = expected if kind == "t5" else expected[2:]
+        assert (row + [0] * 5)[:5] == (expected + [0] * 5)[:5]

@@ -15,6 +15,7 @@ from trainer_kit import (
     Callback,
     Run,
     Trainer,
+    log_mean,
 )
 from trainer_kit.callback import HOOKS
 
@@ -140,3 +141,89 @@ def test_the_part_of_an_epoch_at_the_end_is_evaluated(tmp_path: Path, length: di
 
 def test_a_metric_without_a_prefix(tmp_path: Path) -> None:
     assert "loss" in Trainer(Linear(), arguments(tmp_path), eval_dataset=points()).evaluate(metric_key_prefix="")
+
+
+class Steps(Callback):
+    """Keeps the steps of the evaluations, and leaves at the first one if asked to."""
+
+    def __init__(self, leaves: bool = False) -> None:
+        self.steps: list[int] = []
+        self.leaves = leaves
+
+    def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+        self.steps.append(run.state.step)
+        if self.leaves:
+            run.requests.exit_code = 143
+            run.requests.save = run.requests.stop = True
+
+
+def test_a_resume_from_the_start_does_not_evaluate_again(tmp_path: Path) -> None:
+    args = arguments(tmp_path, eval_on_start=True, save_strategy="steps", save_steps=2)
+    first, second = Steps(leaves=True), Steps()
+    with pytest.raises(SystemExit):
+        Trainer(Linear(), args, points(), points(4), callbacks=[first]).train()
+    assert first.steps == [0]
+    assert (tmp_path / "run" / "checkpoint-0").is_dir()
+    Trainer(Linear(), args, points(), points(4), callbacks=[second]).train(resume_from_checkpoint=True)
+    assert second.steps == []
+
+
+def test_the_evaluation_before_the_first_step_leaves_a_plateau_schedule_alone(tmp_path: Path) -> None:
+    schedules: list[int] = []
+
+    def plateau(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    class Watch(Callback):
+        def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+            schedules.append(run.lr_scheduler.last_epoch)
+
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=2, eval_on_start=True)
+    trainer = Trainer(Linear(), args, points(), points(4), lr_scheduler=plateau, callbacks=[Watch()])
+    trainer.train()
+    assert trainer.run.lr_scheduler.last_epoch == 2
+    assert len(schedules) == 3
+
+
+class TrainingOnly(Linear):
+    """Logs a mean in training, and none in evaluations."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            log_mean("kl", 0.5)
+        return super().forward(x, labels)
+
+
+class Score(Callback):
+    """Gives a metric to each record, or adds it to the record."""
+
+    def __init__(self, adds: bool) -> None:
+        self.adds = adds
+
+    def metrics(self, run: Run) -> dict[str, Any]:
+        return {} if self.adds else {"score": 0.75}
+
+    def on_log(self, run: Run, record: dict[str, Any]) -> None:
+        if self.adds:
+            record["score"] = 0.75
+
+
+def test_the_best_model_is_not_chosen_by_a_mean_of_the_training(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 2, "save_strategy": "best"}
+    args = arguments(tmp_path / "kl", metric_for_best_model="kl", **changes)
+    with pytest.raises(ValueError, match="metric_for_best_model='eval_kl' is not among"):
+        Trainer(TrainingOnly(), args, points(), points(4)).train()
+    for adds in (False, True):
+        args = arguments(tmp_path / str(adds), metric_for_best_model="score", **changes)
+        trainer = Trainer(TrainingOnly(), args, points(), points(4), callbacks=[Score(adds)])
+        trainer.train()
+        assert trainer.run.state.best_metric == 0.75
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting"),
+    [({"eval_on_start": True}, "eval_on_start=True"), ({"eval_strategy": "epoch"}, "eval_strat")],
+)
+def test_evaluations_without_a_dataset_are_warned_of(tmp_path: Path, changes: dict[str, Any], setting: str) -> None:
+    with pytest.warns(UserWarning, match=f"{setting}.* has no effect without eval_dataset"):
+        Trainer(Linear(), arguments(tmp_path, **changes), points())

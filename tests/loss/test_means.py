@@ -6,15 +6,18 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from kit.datasets import points
+from kit.models import Linear
 from kit.ranks import on_ranks
 from kit.trainer import arguments
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from trainer_kit import FSDP, Callback, Run, Strategy, Trainer, TrainingArguments, log_mean
-from trainer_kit.loss.means import LoggedValue, means_of, sum_values
+from trainer_kit.loss.means import LoggedValue, PassLog, means_of, sum_values
 
 LENGTH, WIDTH, CLASSES = 26, 4, 3
 
@@ -347,3 +350,106 @@ def test_what_is_in_half_precision_or_compiled_is_logged(tmp_path: Path) -> None
 def test_an_estimate_runs_the_passes_without_values(tmp_path: Path) -> None:
     args = arguments(tmp_path, max_steps=1)
     assert Trainer(Model(), args, samples()).estimate("1GiB").to_dict()
+
+
+class Logging(Linear):
+    """Logs constants by `log_mean` after each pass, and returns others with its loss."""
+
+    def __init__(self, logged: dict[str, float] | None = None, returned: dict[Any, float] | None = None) -> None:
+        super().__init__()
+        self.logged, self.returned = logged or {}, returned or {}
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        for name, value in self.logged.items():
+            log_mean(name, value)
+        return {"loss": super().forward(x, labels), **self.returned}
+
+
+@pytest.mark.parametrize("name", ["eval_loss", "eval_runtime", "accuracy", "eval_accuracy"])
+def test_a_logged_name_of_an_evaluation_is_refused(tmp_path: Path, name: str) -> None:
+    def evaluated(model: nn.Module) -> dict[str, Any]:
+        args = arguments(tmp_path)
+        return Trainer(
+            model, args, eval_dataset=points(4), compute_metrics=lambda prediction: {"accuracy": 0.5},
+            preprocess_logits_for_metrics=lambda logits, labels: labels,
+        ).evaluate()  # fmt: skip
+
+    metric = f"eval_{name.removeprefix('eval_')}"
+    with pytest.raises(ValueError, match=f"log_mean has got '{metric}', which is also the name of a metric"):
+        evaluated(Logging({name: 7.0}, {"logits": 0.0}))
+    own = evaluated(Logging(None, {"logits": 0.0, "other": 3.0}))
+    found = evaluated(Logging(None, {"logits": 0.0, "other": 3.0, name: 7.0}))
+    assert found["eval_other"] == 3.0
+    assert found[metric] != 7.0
+    assert found.keys() == own.keys()
+
+
+def test_two_names_that_the_prefix_makes_one_are_refused(tmp_path: Path) -> None:
+    trainer = Trainer(Logging({"kl": 1.0, "eval_kl": 2.0}), arguments(tmp_path), eval_dataset=points(4))
+    with pytest.raises(ValueError, match="log_mean has got 'eval_kl'"):
+        trainer.evaluate()
+
+
+class Waits(Callback):
+    """Gives a metric to each record."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+
+    def metrics(self, run: Run) -> dict[str, Any]:
+        return {"wait": 0.25}
+
+    def on_log(self, run: Run, record: dict[str, Any]) -> None:
+        self.records.append(record)
+
+
+def test_a_logged_name_of_a_callback_is_refused(tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=1)
+    with pytest.raises(ValueError, match="log_mean has got 'wait', which is also the name of a metric"):
+        Trainer(Logging({"wait": 7.0}), args, points(), callbacks=[Waits()]).train()
+    waits = Waits()
+    Trainer(Logging(None, {"wait": 7.0}), args, points(), callbacks=[waits]).train()
+    assert [record["wait"] for record in waits.records] == [0.25]
+
+
+def test_an_output_may_have_any_keys(tmp_path: Path) -> None:
+    returned = {"step": 9.0, "epoch": 9.0, "runtime": 9.0, 3: 9.0, "": 9.0, "kl": 2.0}
+    waits = Waits()
+    trainer = Trainer(Logging(None, returned), arguments(tmp_path, max_steps=1), points(), callbacks=[waits])
+    trainer.train()
+    (record,) = waits.records
+    assert (record["step"], record["kl"]) == (1, 2.0)
+    assert not {3, "", "runtime"} & record.keys()
+    assert trainer.evaluate(points(4))["eval_kl"] == 2.0
+
+
+@pytest.mark.parametrize("make", [torch.tensor, np.array])
+def test_a_value_is_the_one_at_the_time_of_the_call(tmp_path: Path, make: Any) -> None:
+    class Changing(Linear):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+            value, count = make([2.0]), make([3.0])
+            log_mean("kept", value)
+            log_mean("counted", 1.0, count)
+            log_mean("counted", 5.0, 1)
+            value *= 0
+            count *= 0
+            return super().forward(x, labels)
+
+    metrics = Trainer(Changing(), arguments(tmp_path), eval_dataset=points(4)).evaluate()
+    assert (metrics["eval_kept"], metrics["eval_counted"]) == (2.0, 2.0)
+
+
+def test_a_part_of_an_output_is_a_copy() -> None:
+    log, part = PassLog(), torch.tensor(2.0)
+    log.add_parts({"part": part})
+    part.zero_()
+    assert float(log.values[0].value) == 2.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.bfloat16, torch.float16])
+def test_counts_on_a_device_do_not_overflow(dtype: torch.dtype) -> None:
+    count = torch.ones((), dtype=dtype, device="meta")
+    sums = sum_values([LoggedValue("a", 1.0, count), LoggedValue("a", 1.0, count)], 2, lambda number: number)
+    total, counted = sums["a"]
+    assert counted.dtype == (torch.float32 if dtype.is_floating_point else torch.int64)
+    assert total.dtype == torch.float32

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from trainer_kit import Trainer, TrainingArguments
+from trainer_kit import Trainer, TrainingArguments, log_mean
 from trainer_kit.planning import TrainingPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -149,6 +149,9 @@ WARNED: dict[str, tuple[dict[str, Any], str]] = {
     "rare records": ({"logging_steps": 30}, "logging_steps=30, but training ends after 24 steps"),
     "no records": ({"logging_strategy": "no"}, "logging_strategy='no': no loss is logged"),
     "no evaluation": ({"eval_strategy": "no"}, "eval_dataset is given, but eval_strategy='no'"),
+    "only at the start": (
+        {"eval_strategy": "no", "eval_on_start": True}, "is at step 0: what the last 24 steps give is not evaluated",
+    ),
     "rare evaluations": ({"eval_strategy": "steps", "eval_steps": 30}, "eval_steps=30, but training ends after 24"),
     "early evaluation": (
         {"eval_strategy": "steps", "eval_steps": 20}, "the last evaluation is at step 20: what the last 4 steps give",
@@ -308,6 +311,35 @@ def test_samples_that_come_only_once_are_left_alone(tmp_path: Path) -> None:
 
 def test_a_metric_that_is_there(tmp_path: Path) -> None:
     assert plan(tmp_path, metric_for_best_model="accuracy", compute_metrics=accuracy).problems == ()
+
+
+class Parts(Net):
+    """Returns a part of its loss, and logs another."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        log_mean("logged", 1.0)
+        return {**super().forward(x, labels), "kl": torch.tensor(2.0)}
+
+
+@pytest.mark.parametrize("name", ["kl", "logged"])
+def test_a_metric_that_the_model_logs(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan(tmp_path, model=Parts(), metric_for_best_model=name)
+    assert (found.problems, found.warnings) == ((), ())
+    monkeypatch.setattr("trainer_kit.planning.metric._CHEAP", 1)
+    found = plan(tmp_path, model=Parts(), metric_for_best_model=name)
+    assert found.warnings == (f"whether an evaluation gives 'eval_{name}' is unknown until the first one",)
+    assert found.problems == ()
+
+
+@pytest.mark.filterwarnings("ignore:eval_on_start=True has no effect")
+def test_an_evaluation_at_the_start_without_a_dataset(tmp_path: Path) -> None:
+    found = plan(tmp_path, eval_strategy="no", eval_on_start=True, evaluation=None)
+    assert found.warnings == ("eval_on_start=True has no effect without eval_dataset",)
+
+
+def test_an_evaluation_at_the_start_is_no_evaluation_of_nothing(tmp_path: Path) -> None:
+    found = plan(tmp_path, eval_strategy="no", eval_on_start=True)
+    assert not any("never evaluates" in each for each in found.warnings)
 
 
 def test_a_model_that_cannot_be_tried_on_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

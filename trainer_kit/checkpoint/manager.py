@@ -60,7 +60,7 @@ from trainer_kit.utils.user_warnings import warn
 
 logger = logging.getLogger("trainer_kit")
 
-OWN_STATES = ("trainer", "optimizer", "lr_scheduler", "precision", "callbacks", "data", "ledger", "means", "base")
+OWN_STATES = ("trainer", "optimizer", "lr_scheduler", "precision", "callbacks", "data", "ledger", "log_means", "base")
 """State names that `run.stateful` may not use."""
 
 
@@ -377,7 +377,7 @@ class CheckpointManager:
         if run.strategy.precision is not None:
             states["precision"] = run.strategy.precision.state_dict()
         if run.means.sums:
-            states["means"] = run.means.state_dict()
+            states["log_means"] = run.means.state_dict()
         if self.saver.base is not None:
             states[BASE_STATE] = self.saver.base.reference.to_state()
         return states | {name: entry.state_dict() for name, entry in run.stateful.items()}

@@ -24,6 +24,13 @@ def steps_between(steps: float, total_steps: int) -> int:
     return int(steps) if steps >= 1 else max(1, math.ceil(steps * total_steps))
 
 
+def evaluation_setting(args: TrainingArguments) -> str | None:
+    """Return the setting that asks for evaluations during training; None without one."""
+    if args.eval_strategy != "no":
+        return f"eval_strategy={args.eval_strategy!r}"
+    return "eval_on_start=True" if args.eval_on_start else None
+
+
 class EventSchedule:
     """The records, evaluations and checkpoints that the arguments schedule, without those of `save_minutes`.
 

@@ -31,8 +31,8 @@ from trainer_kit.loop.metrics import (
     predictions_in,
 )
 from trainer_kit.loop.prediction import EvalPrediction, PredictionOutput
-from trainer_kit.loss.batch import Counts, labels_of, samples_of, shape_of, targets_of
-from trainer_kit.loss.means import means_of
+from trainer_kit.loss.batch import Counts, labels_of, missing_label, samples_of, shape_of, targets_of
+from trainer_kit.loss.means import means_of, without_metrics
 from trainer_kit.loss.probe import LossProbe
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import clear_frames
@@ -168,7 +168,6 @@ class Evaluator:
         def figures() -> dict[str, Any]:
             mean = joined_mean([tally.loss for tally in tallies])
             found = {} if mean is None else {"loss": mean}
-            found |= means_of([tally.means for tally in tallies])
             if scored:
                 found |= self._scores(prediction, others)
             seconds = time.perf_counter() - begin
@@ -177,7 +176,8 @@ class Evaluator:
                 "samples_per_second": sum(tally.samples for tally in tallies) / seconds,
                 "steps_per_second": max(tally.steps for tally in tallies) / seconds,
             }
-            return {_prefixed(prefix, name): _number(value) for name, value in found.items()}
+            own = {_prefixed(prefix, name): _number(value) for name, value in found.items()}
+            return own | self._logged(prefix, means_of([tally.means for tally in tallies]), own)
 
         metrics = strategy.collectives.on_main(figures)
         kept = prediction if keep else EvalPrediction(None, None)
@@ -243,6 +243,8 @@ class Evaluator:
         strategy.device_info.mark_step()
         labels = targets_of(host_batch if strategy.static_shapes else batch, args.label_names)
         inputs = main_input(self.loss.module, host_batch) if "inputs" in args.include_for_metrics and predicts else None
+        if with_loss and labels is None and predicts and args.label_names:
+            raise missing_label(args.label_names[0], batch)
         if self.metrics and with_loss and labels is None:
             raise ValueError(f"metrics need labels, but the batch is {shape_of(batch)}; call theirs 'labels'")
         rows = samples_of(batch) if fills else counts.samples
@@ -264,7 +266,7 @@ class Evaluator:
                 value = loss.loss_of(outputs, batch)
             if value is not None or outputs is not None:
                 totals.logged.add(loss.log.values, loss.items(counts) if items is None else items)
-            generated = self.generate(batch) if self.generate is not None and predicts else None
+            generated = self.generate(batch, counts.samples) if self.generate is not None and predicts else None
         totals.captured.clear()
         if value is not None:
             totals.loss.add(value, items, loss.items(counts))
@@ -312,6 +314,14 @@ class Evaluator:
         # A process whose batches did not show it takes the answer of another one.
         self.loss.shifts = next((tally.shifts for tally in tallies if tally.shifts is not None), None)
         return collectives.once_a_reader(tallies)
+
+    def _logged(self, prefix: str, means: Mapping[str, float], metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Return what the passes logged, with the prefix."""
+        logged: dict[str, float] = {}
+        for name, mean in means.items():
+            called = {_prefixed(prefix, name)} if name in self.loss.log.called else ()
+            logged |= without_metrics({_prefixed(prefix, name): mean}, {*metrics, *logged}, called)
+        return logged
 
     def _scores(self, prediction: EvalPrediction, others: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the values of all metrics, on the main process."""

@@ -46,11 +46,12 @@ class TextGenerator:
         self._settings = self._read_settings(run.args)
         self.pad_id = self._find_pad_id(run.processing_class)
 
-    def __call__(self, batch: Any) -> torch.Tensor:
+    def __call__(self, batch: Any, samples: int) -> torch.Tensor:
         """Return the ids generated for a batch: one row for each sample, without the prompt of a causal model.
 
         Args:
             batch: The batch on the device.
+            samples: Number of its samples.
 
         Raises:
             ValueError: If the batch has no `input_ids`, if a sample has no prompt, or if `generate` returns another
@@ -62,10 +63,9 @@ class TextGenerator:
         pad = {} if self.pad_id is None else {"pad_token_id": self.pad_id}
         ids = self._model.generate(**inputs, **(pad | self._settings))
         ids = getattr(ids, "sequences", ids)
-        rows = len(next(iter(inputs.values())))
-        if len(ids) != rows:
+        if len(ids) != samples:
             raise ValueError(
-                f"generate() returned {len(ids)} texts for {rows} samples; set num_return_sequences=1 in "
+                f"generate() returned {len(ids)} texts for {samples} samples; set num_return_sequences=1 in "
                 "generation_config"
             )
         return ids if self._is_encoder_decoder else ids[:, inputs["input_ids"].shape[1] :]  # type: ignore[no-any-return]
@@ -80,8 +80,15 @@ class TextGenerator:
                 "causal model; give max_new_tokens"
             )
         if args.generation_max_length is not None:
+            if given := [name for name in ("max_length", "max_new_tokens") if settings.get(name) is not None]:
+                raise ValueError(
+                    f"generation_max_length={args.generation_max_length} and generation_config's {given[0]}="
+                    f"{settings[given[0]]} are two lengths; leave one out"
+                )
             name = "max_length" if self._is_encoder_decoder else "max_new_tokens"
             settings[name] = args.generation_max_length
+        if settings.get("max_length") is not None:
+            settings.setdefault("max_new_tokens", None)  # the model's own would win over max_length
         return settings
 
     def _find_pad_id(self, processing_class: Any) -> int | None:
@@ -96,7 +103,7 @@ class TextGenerator:
 
     def _inputs_of_encoder(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         labels, known = labels_of(batch), columns_of(self._model)
-        inputs = {name: batch[name] for name in batch if known is None or name in known}
+        inputs = {name: batch[name] for name in batch if batch[name] is not None and (known is None or name in known)}
         decoder_ids = inputs.get("decoder_input_ids")
         # A collator makes them from the labels; generation would then continue the answer.
         if labels is not None and decoder_ids is not None and decoder_ids.shape == labels.shape:
@@ -109,7 +116,8 @@ class TextGenerator:
         ids, known = batch.get("input_ids"), columns_of(self._model)
         if ids is None:
             raise ValueError(f"{_ARGUMENT} needs input_ids, but a batch is {shape_of(batch)}")
-        is_prompt = batch.get("attention_mask", torch.ones_like(ids)).bool()
+        attended = batch.get("attention_mask")
+        is_prompt = torch.ones_like(ids, dtype=torch.bool) if attended is None else attended.bool()
         labels = labels_of(batch)
         if labels is not None:
             is_prompt = is_prompt & ((labels != IGNORED).cumsum(-1) == 0)

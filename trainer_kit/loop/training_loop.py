@@ -22,6 +22,7 @@ from trainer_kit.loop.lr_schedule import make_run_scheduler
 from trainer_kit.loop.rank_sync import RankSync
 from trainer_kit.loop.step_metrics import StepMetrics, StepSpan
 from trainer_kit.loop.train_step import TrainStep
+from trainer_kit.loss.means import without_metrics
 from trainer_kit.run import TrainOutput
 from trainer_kit.utils.schedule_free import averaged_weights, set_training
 from trainer_kit.utils.streams import warn_of_failed_streams
@@ -74,7 +75,8 @@ class TrainingLoop:
         self._is_stopping = False
         self._has_checked_space = False
         self._saved_step: int | None = None  # step of the newest checkpoint of this start
-        self._record: dict[str, Any] = {}  # the newest record
+        self._recorded: int | None = None  # step of the newest record
+        self._of_callbacks: dict[str, Any] = {}  # what callbacks gave to the newest record
         self._records_metric: bool | None = None  # whether records have metric_for_best_model; None if not known yet
 
     @property
@@ -97,7 +99,8 @@ class TrainingLoop:
                 there is no checkpoint or no rollback left.
         """
         run, step, state, call = self.run, self._step, self.run.state, self.events.call
-        run.requests.evaluate = run.requests.evaluate or (self.args.eval_on_start and state.step == 0)
+        starts = state.step == 0 and self.checkpoints.resumed_from is None
+        run.requests.evaluate = run.requests.evaluate or (self.args.eval_on_start and starts)
         while True:
             try:
                 # The checkpoint may hold an interrupted evaluation, or a callback may request a stop.
@@ -282,8 +285,12 @@ class TrainingLoop:
     def _log(self) -> None:
         with self.run.ledger.during("logging"):
             warn_of_failed_streams()
-            self._record = self._metrics.record() | self.events.metrics(self.run)
-            self.events.call("on_log", self.run, self._record)
+            own, given = self._metrics.record(), self.events.metrics(self.run)
+            own = without_metrics(own, given, self.loss.log.called)
+            record = own | given
+            self.events.call("on_log", self.run, record)
+            self._recorded = self.run.state.step
+            self._of_callbacks = {name: value for name, value in record.items() if name not in own}
 
     def _summary(self, seconds: float) -> TrainOutput:
         state = self.run.state
@@ -324,17 +331,17 @@ class TrainingLoop:
             )
         if self.args.metric_for_best_model is not None:
             self.checkpoints.record_metric(float(value))
-        if by_metric:
+        if by_metric and run.state.step:  # the evaluation before the first step shows no progress
             run.lr_scheduler.step(value)
 
     def _add_metric_of_callbacks(self, metrics: dict[str, Any], name: str) -> None:
         """Take `metric_for_best_model` from the callbacks' metrics of the current record, if it has it."""
-        if self._record.get("step") != self.run.state.step and self._records_metric is not False:
+        if self._recorded != self.run.state.step and self._records_metric is not False:
             self._log()
-        given = [each for each in (name, name.removeprefix("eval_")) if each in self._record]
+        given = [each for each in (name, name.removeprefix("eval_")) if each in self._of_callbacks]
         self._records_metric = bool(given)
         if given:
-            metrics[name] = self._record[given[0]]
+            metrics[name] = self._of_callbacks[given[0]]
 
     def _save(self) -> None:
         self._finish_save()  # one save at a time

@@ -103,16 +103,27 @@ def targets_of(batch: Any, names: Sequence[str] | None) -> Any:
     Args:
         batch: The batch.
         names: The columns; None: the labels of the batch, or `start_positions` and `end_positions`.
+
+    Raises:
+        ValueError: If the batch has some of the columns only.
     """
+    is_asked_for = names is not None
     if names is None:
         labels = labels_of(batch)
         if labels is not None or not isinstance(batch, Mapping):
             return labels
         names = _POSITIONS
     columns = tuple(_entry(batch, name) for name in names)
-    if any(column is None for column in columns):
+    if missing := [name for name, column in zip(names, columns, strict=True) if column is None]:
+        if is_asked_for and len(missing) < len(names):
+            raise missing_label(missing[0], batch)
         return None
     return columns if len(columns) > 1 else columns[0]
+
+
+def missing_label(name: str, batch: Any) -> ValueError:
+    """Return the error for a column of `label_names` that a batch lacks."""
+    return ValueError(f"label_names has {name!r}, but a batch is {shape_of(batch)}; name columns that it has")
 
 
 def _label_name(batch: Any) -> str | None:

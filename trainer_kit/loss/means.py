@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from numbers import Real
 from typing import Any, NamedTuple
@@ -49,7 +50,7 @@ def log_mean(name: str, value: torch.Tensor | float, count: torch.Tensor | float
     A record holds the mean over the steps since the last record, like the loss. The value of a step is the mean over
     its items in all micro-batches, calls and processes. An evaluation holds the mean over the dataset, as `eval_NAME`.
     Values stay on the device until a record is due. A micro-batch without items logs nothing. Outside of the passes of
-    a Trainer, the call has no effect.
+    a Trainer, and in threads that a pass starts, the call has no effect.
 
     Args:
         name: Name in the records.
@@ -67,7 +68,7 @@ def _append(name: str, value: Any, count: Any) -> None:
     if (logged := _LOGGED.get()) is None:
         return
     _check_name(name)
-    logged.append(LoggedValue(name, _detached(value), _detached(count)))
+    logged.append(LoggedValue(name, _kept(value), _kept(count)))
 
 
 _append_uncompiled: Callable[[str, Any, Any], None] = _append
@@ -79,10 +80,12 @@ class PassLog:
 
     Attributes:
         values: The values of the last pass.
+        called: The names that `log_mean` has got in all passes.
     """
 
     def __init__(self) -> None:
         self.values: list[LoggedValue] = []
+        self.called: set[str] = set()
 
     def __enter__(self) -> None:
         global _append_uncompiled
@@ -93,9 +96,13 @@ class PassLog:
 
     def __exit__(self, *error: object) -> None:
         _LOGGED.reset(self._token)
+        if self.values:
+            self.called.update(each.name for each in self.values)
 
     def add_parts(self, output: Any, is_sum: bool = False) -> None:
-        """Add the scalars of a model's output, except the loss, if it is a dict or an output of transformers.
+        """Add the scalars of a model's output, if it is a dict or an output of transformers.
+
+        The loss is left out, and so are scalars whose names a record cannot hold: the model did not ask for them.
 
         Args:
             output: The output.
@@ -106,9 +113,8 @@ class PassLog:
         for name, value in output.items():
             if type(value) is torch.Tensor and value.ndim:
                 continue
-            if name != "loss" and _is_scalar(value):
-                _check_name(name)
-                self.values.append(LoggedValue(name, _detached(value), None, is_sum))
+            if name not in RESERVED and name and isinstance(name, str) and _is_scalar(value):
+                self.values.append(LoggedValue(name, _kept(value), None, is_sum))
 
 
 def sum_values(
@@ -188,23 +194,48 @@ def means_of(shares: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, f
     return {name: total / count for name, (total, count) in sums.items() if count}
 
 
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
+def without_metrics(means: Mapping[str, float], others: Collection[str], called: Collection[str]) -> dict[str, float]:
+    """Return the means without those that a record or an evaluation has a metric for.
+
+    A scalar of a model's output gives way to a metric of the same name.
+
+    Args:
+        means: The means by name.
+        others: Names of the metrics.
+        called: Names that `log_mean` has got.
+
+    Raises:
+        ValueError: If `log_mean` has got the name of a metric.
+    """
+    if clashes := sorted({*means} & {*others} & {*called}):
+        raise ValueError(f"log_mean has got {clashes[0]!r}, which is also the name of a metric; log it by another name")
+    return {name: mean for name, mean in means.items() if name not in others}
+
+
+def _kept(value: Any) -> Any:
+    """Return a copy, since the model may change the value in place before it is read."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
 
 
 def _scalar(name: str, value: Any) -> Any:
     """Return a number, or a scalar tensor on a device of at least 32 bits; a tensor on the host becomes a number."""
     number = as_scalar(name, value)
-    if isinstance(number, torch.Tensor) and (not number.is_floating_point() or number.dtype.itemsize < 4):
-        return number.float()
-    return number
+    return _wide(number, torch.float32) if isinstance(number, torch.Tensor) else number
 
 
 def _checked_count(name: str, count: Any) -> Any:
     number = as_scalar(f"count of {name}", count)
     if not isinstance(number, torch.Tensor) and not number >= 0:
         raise ValueError(f"log_mean({name!r}) got count={count}; give a number of at least 0")
+    if isinstance(number, torch.Tensor):  # sums of smaller dtypes overflow or round
+        return _wide(number, torch.int64)
     return number
+
+
+def _wide(number: torch.Tensor, whole: torch.dtype) -> torch.Tensor:
+    if not number.is_floating_point():
+        return number.to(whole)
+    return number.float() if number.dtype.itemsize < 4 else number
 
 
 def _check_name(name: Any) -> None:

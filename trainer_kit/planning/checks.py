@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
+from trainer_kit.config.event_schedule import evaluation_setting
 from trainer_kit.data.sampling import Layout
 from trainer_kit.planning.event_steps import Cadence
 from trainer_kit.planning.model import tied
@@ -65,16 +66,16 @@ def cadence_warnings(cadence: Cadence, steps: StepsSection) -> Iterator[str]:
         )
     elif args.logging_strategy == "no":
         yield "logging_strategy='no': no loss is logged"
-    if run.eval_dataset is None and args.eval_strategy != "no":
-        yield f"eval_strategy={args.eval_strategy!r} has no effect without eval_dataset"
-    elif run.eval_dataset is not None:
+    if run.eval_dataset is not None:
         yield from _of_evaluations(cadence, steps)
+    elif (setting := evaluation_setting(args)) is not None:
+        yield f"{setting} has no effect without eval_dataset"
     yield from _of_saves(cadence, steps)
 
 
 def _of_evaluations(cadence: Cadence, steps: StepsSection) -> Iterator[str]:
     run, args = cadence.run, cadence.run.args
-    if args.eval_strategy == "no":
+    if args.eval_strategy == "no" and not cadence.evaluations:
         yield "eval_dataset is given, but eval_strategy='no': training never evaluates it"
     elif not cadence.evaluations:
         yield f"eval_steps={args.eval_steps:,}, but training ends after {steps.last:,} steps: it never evaluates"

@@ -58,9 +58,9 @@ def check_metrics(subject: PlannedTraining, scheduler: Any, reading: LoaderConfi
     # The metrics of every evaluation, whatever the model.
     names = ("runtime", "samples_per_second", "steps_per_second", "loss")
     found = {f"{prefix}_{name}" for prefix in _datasets(run) for name in names}
-    if subject.metrics or subject.compute_metrics is not None:
+    is_certain = wanted is None or wanted in found
+    if subject.metrics or subject.compute_metrics is not None or not is_certain:  # the model may log the metric
         if size_of(run.model) > _CHEAP:
-            is_certain = wanted is None or wanted in found
             sentence = f"whether an evaluation gives {wanted!r} is unknown until the first one"
             return MetricCheck(warning="" if is_certain else sentence)
         try:

@@ -174,8 +174,8 @@ def read_means(directory: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: If they are invalid.
     """
-    means: dict[str, Any] = read_state(directory, "means") or {}
-    CheckedFile(directory / STATE_FOLDER / "means.json").check(means, dict.fromkeys(means, _SUM))
+    means: dict[str, Any] = read_state(directory, "log_means") or {}
+    CheckedFile(directory / STATE_FOLDER / "log_means.json").check(means, dict.fromkeys(means, _SUM))
     return means
 
 
