@@ -13,7 +13,7 @@ import torch
 from kit.data_training import Classifier, check_resume, rows, train, weights
 from kit.ranks import RankFailed, on_ranks
 from kit.trainer import arguments
-from torch.utils.data import BatchSampler, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from trainer_kit import Trainer, balanced_sampler
 
@@ -84,6 +84,23 @@ def test_a_resume_continues_a_sampler_s_order_bit_for_bit(tmp_path: Path, kind: 
     middle = len(steps.samples) // 2
     epochs = [[*itertools.chain(*each)] for each in (steps.samples[:middle], steps.samples[middle:])]
     assert epochs[0] != epochs[1]
+
+
+@pytest.mark.slow
+def test_workers_may_read_ahead_over_several_short_epochs(tmp_path: Path) -> None:
+    found = []
+    for workers in (0, 2):
+        _, steps = train(
+            tmp_path / str(workers),
+            rows(4),
+            given={"train_sampler": SubsetRandomSampler(range(4))},
+            num_train_epochs=6,
+            per_device_train_batch_size=2,
+            dataloader_num_workers=workers,
+        )
+        found.append((steps.samples, steps.losses))
+    assert found[0] == found[1]
+    assert len(found[0][0]) == 12
 
 
 def test_each_batch_of_a_batch_sampler_is_a_micro_batch(tmp_path: Path) -> None:

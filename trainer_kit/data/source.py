@@ -150,7 +150,7 @@ def data_source(role: str, data: Any, sampler: Any = None) -> DataSource:
             f"train_sampler needs a train_dataset with a length and __getitem__; this {type(data).__name__} has an "
             "order of its own"
         )
-    return dataclasses.replace(source, **_order_of(sampler, None))
+    return dataclasses.replace(source, **_order_of(sampler, source.dataset))
 
 
 def data_length(data: Any) -> int | None:
@@ -171,7 +171,7 @@ def _apart(loader: DataLoader[Any]) -> DataSource:
     if loader.batch_size is None:
         order = {"sampler": loader.batch_sampler}
     else:
-        order = _order_of(loader.sampler, loader.generator)
+        order = _order_of(loader.sampler, loader.dataset, loader.generator)
         order |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     return DataSource(
         loader.dataset,
@@ -183,15 +183,16 @@ def _apart(loader: DataLoader[Any]) -> DataSource:
     )
 
 
-def _order_of(sampler: Any, generator: torch.Generator | None) -> dict[str, Any]:
+def _order_of(sampler: Any, dataset: Any, generator: torch.Generator | None = None) -> dict[str, Any]:
     """Return the order that a sampler of indices stands for: one of the arguments' own where it is the same."""
-    kind, length = type(sampler), len(getattr(sampler, "data_source", None) or ())
-    if kind is SequentialSampler:
+    kind, length = type(sampler), len(dataset)
+    if kind is SequentialSampler and len(sampler.data_source) == length:
         return {"shuffle": False}
     is_random = kind.__name__ == "RandomSampler" and kind.__module__.startswith(("torch.", "torchdata."))
     # torchdata's sampler seeds a generator of its own if it is given none.
     is_seeded = generator is not None or (kind is RandomSampler and sampler.generator is not None)
-    if is_random and not is_seeded and not sampler.replacement and sampler.num_samples == length:
+    is_whole = is_random and not sampler.replacement and len(sampler.data_source) == sampler.num_samples == length
+    if is_whole and not is_seeded:
         return {"shuffle": True}
     if kind is DistributedSampler:  # the loader deals out the samples of all replicas
         whole: Any = DistributedSampler(sampler.dataset, 1, 0, sampler.shuffle, sampler.seed, sampler.drop_last)
