@@ -39,6 +39,8 @@ def test_which_loader_it_is() -> None:
         make_train_loader(make_run(endless), READING)
     with pytest.raises(ValueError, match="group_by_length=True needs a train_dataset with a length"):
         make_train_loader(make_run(endless, max_steps=1, group_by_length=True), READING)
+    with pytest.raises(ValueError, match=r"group_by_length=True needs a train_dataset .* shuffled"):
+        make_train_loader(make_run(rows(3), group_by_length=True, shuffle=False), READING)
     with pytest.raises(ValueError, match="needs train_dataset"):
         make_train_loader(make_run(None), READING)
 

@@ -13,7 +13,7 @@ import torch
 from kit.data_training import Classifier, check_resume, rows, train, weights
 from kit.ranks import RankFailed, on_ranks
 from kit.trainer import arguments
-from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from trainer_kit import Trainer, balanced_sampler
 
@@ -131,13 +131,28 @@ def test_a_wrong_length_is_told_of(tmp_path: Path) -> None:
 
 def test_a_resume_needs_the_same_kind_of_order(tmp_path: Path) -> None:
     train(tmp_path, rows(), given={"train_sampler": Buckets()})
-    with pytest.raises(ValueError, match=r"the run has no sampler, but .* was made with a sampler"):
+    with pytest.raises(ValueError, match=r"the run has shuffled samples, but .* was made with a sampler"):
         train(tmp_path, rows(), "checkpoint-3")
     train(tmp_path / "plain", rows())
-    with pytest.raises(ValueError, match=r"the run has a sampler, but .* was made with no sampler"):
+    with pytest.raises(ValueError, match=r"the run has a sampler, but .* was made with shuffled samples"):
         train(tmp_path / "plain", rows(), "checkpoint-3", given={"train_sampler": Buckets()})
-    with pytest.raises(ValueError, match=r"the run has shuffle=False, but .* was made with shuffle=True"):
+    with pytest.raises(ValueError, match=r"the run has the dataset's order, but .* was made with shuffled samples"):
         train(tmp_path / "plain", rows(), "checkpoint-3", shuffle=False)
+    with pytest.raises(ValueError, match=r"the run has the dataset's order, but .* was made with shuffled samples"):
+        train(tmp_path / "plain", DataLoader(rows(), batch_size=4), "checkpoint-3")
+    train(tmp_path / "plain", DataLoader(rows(), batch_size=4, shuffle=True), "checkpoint-3", shuffle=False)
+
+
+def test_a_sampler_or_drop_last_that_changed_does_not_make_a_checkpoint_damaged(tmp_path: Path) -> None:
+    short = SubsetRandomSampler(range(10))
+    trainer, _ = train(tmp_path / "sampler", rows(), given={"train_sampler": short}, save_steps=2)
+    with pytest.raises(ValueError, match=r"the run has shuffled samples, but .* was made with a sampler"):
+        train(tmp_path / "sampler", rows(), "checkpoint-2")
+    loader = DataLoader(rows(), batch_size=4, shuffle=True, drop_last=True)
+    train(tmp_path / "dropped", loader)
+    trainer, steps = train(tmp_path / "dropped", DataLoader(rows(), batch_size=4, shuffle=True), "checkpoint-3")
+    assert len(steps.samples) == trainer.run.state.step - 3
+    assert sorted([*itertools.chain(*steps.samples[-6:])]) == [*range(22)]
 
 
 def test_without_shuffling_the_order_is_the_dataset_s(tmp_path: Path) -> None:

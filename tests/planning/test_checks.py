@@ -268,7 +268,7 @@ PROBLEMS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "ReduceLROnPlateau steps at evaluations",
     ),
     "schedule": (lambda: {"lr_scheduler_kwargs": {"power": 2}}, "lr_scheduler_kwargs has 'power'"),
-    "columns": (lambda: {"data_collator": short_of_columns}, "with the entries labels: missing a required argument: 'x'"),
+    "columns": (lambda: {"data_collator": short_of_columns}, "the entries labels: missing a required argument: 'x'"),
     "no checkpointing": (lambda: {"gradient_checkpointing": True}, "finds no block that Net repeats"),
     "data": (
         lambda: {"train": unreadable()},

@@ -14,7 +14,7 @@ from trainer_kit.data.map_loader import LoaderConfig, TrainLoader, evaluation_ba
 from trainer_kit.data.sampled_loader import SampledLoader
 from trainer_kit.data.sampler_order import SamplerOrder, evaluation_plan
 from trainer_kit.data.sampling import Layout
-from trainer_kit.data.source import DataSource, data_source
+from trainer_kit.data.source import DataSource, data_source, order_facts
 from trainer_kit.loss.batch import Counts
 from trainer_kit.loss.loss import ComputeLoss, takes_column
 from trainer_kit.run import Run
@@ -74,16 +74,16 @@ def make_train_loader(run: Run, reading: LoaderConfig) -> TrainLoader | StreamLo
     source = data_source("train_dataset", run.train_dataset, run.train_sampler)
     reading = reading_of(source, reading)
     layout = _layout(run.strategy, source, args.per_device_train_batch_size, args.gradient_accumulation_steps)
-    drop_last = args.dataloader_drop_last if source.drop_last is None else source.drop_last
-    if args.group_by_length and (source.is_iterable or source.sampler is not None):
+    order, drop_last = order_facts(source, args).values()
+    if args.group_by_length and order != "grouped":
         raise ValueError(
-            "group_by_length=True needs a train_dataset with a length and __getitem__, and no sampler; set it to False"
+            "group_by_length=True needs a train_dataset with a length and __getitem__, shuffled, and no sampler; set "
+            "it to False"
         )
     if source.sampler is not None:
         return SampledLoader(source.dataset, layout, reading, SamplerOrder(source.sampler, args.seed), drop_last)
     if not source.is_iterable:
-        shuffle = args.shuffle if source.shuffle is None else source.shuffle
-        return TrainLoader(source.dataset, layout, reading, drop_last, args.group_by_length, shuffle)
+        return TrainLoader(source.dataset, layout, reading, drop_last, args.group_by_length, order != "dataset")
     if args.max_steps < 0 and source.length is None:
         raise ValueError("train_dataset has no length, so that epochs cannot be counted; set max_steps")
     return StreamLoader(source.dataset, layout, reading, drop_last)

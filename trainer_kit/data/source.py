@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.collate import Collator
 from trainer_kit.data.sampling import mix
 from trainer_kit.state import Stateful
@@ -156,6 +157,22 @@ def data_source(role: str, data: Any, sampler: Any = None) -> DataSource:
 def data_length(data: Any) -> int | None:
     """Return the number of samples of a dataset, or of batches that are ready; None if unknown, or without data."""
     return None if data is None or isinstance(data, Mapping) else data_source("the dataset", data).length
+
+
+def order_facts(source: DataSource, args: TrainingArguments) -> dict[str, Any]:
+    """Return the kind of order that a run's samples have, and whether an epoch drops its last batches.
+
+    A checkpoint holds both, since they may come from the arguments or from a loader.
+    """
+    if source.is_iterable:
+        order = "stream"
+    elif source.sampler is not None:
+        order = "sampler"
+    elif not (args.shuffle if source.shuffle is None else source.shuffle):
+        order = "dataset"
+    else:
+        order = "grouped" if args.group_by_length else "shuffled"
+    return {"order": order, "drop_last": args.dataloader_drop_last if source.drop_last is None else source.drop_last}
 
 
 def _can_be_taken_apart(loader: DataLoader[Any]) -> bool:
