@@ -93,8 +93,8 @@ class SampledLoader(TrainLoader):
         self._check_length(drawn)
         self._states[epoch] = {"order": drawn.fingerprint, "sampler": drawn.state}
         if drawn.ends is None:
-            return super().slots_of(epoch, position)
-        return batch_slots(drawn, epoch, position, self.layout, ranges(self.passed_over, epoch))
+            return drawn.numbered(super().slots_of(epoch, position))
+        return drawn.numbered(batch_slots(drawn, epoch, position, self.layout, ranges(self.passed_over, epoch)))
 
     def _check_length(self, drawn: EpochOrder) -> None:
         sampler = self._order.sampler

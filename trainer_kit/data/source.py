@@ -74,6 +74,7 @@ class DataSource:
     Attributes:
         dataset: A map-style or iterable dataset, or `ReadyBatches`.
         sampler: Yields the indices of an epoch, or lists of indices, one for each batch; None: the arguments' order.
+        in_batches: Whether the sampler yields lists; None: as the first that it yields.
         shuffle: Whether the order is shuffled.
         batch_size: Samples of one micro-batch on one process.
         drop_last: Whether to drop an epoch's last batches that are not full.
@@ -85,6 +86,7 @@ class DataSource:
 
     dataset: Any
     sampler: Any = None
+    in_batches: bool | None = None
     shuffle: bool | None = None
     batch_size: int | None = None
     drop_last: bool | None = None
@@ -186,15 +188,15 @@ def _can_be_taken_apart(loader: DataLoader[Any]) -> bool:
 def _apart(loader: DataLoader[Any]) -> DataSource:
     order: dict[str, Any]
     if loader.batch_size is None:
-        order = {"sampler": loader.batch_sampler}
+        order = {"sampler": loader.batch_sampler, "in_batches": True}
     else:
         order = _order_of(loader.sampler, loader.dataset, loader.generator)
-        order |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        order |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "in_batches": False}
     return DataSource(
         loader.dataset,
         collate=loader.collate_fn,
         workers=loader.num_workers,
-        timeout=loader.timeout,
+        timeout=loader.timeout or None,
         worker_init_fn=loader.worker_init_fn,
         **order,
     )
