@@ -27,10 +27,10 @@ _first_draws: dict[int, tuple[float, float]] = {}
 class Fetcher(Dataset[Any]):
     """Fetch and collate the samples of a batch.
 
-    Every sample's randomness (torch, numpy, random) is seeded from (seed, epoch, dataset index), and for a sample that the
-    epoch has had before also from how often. Seeding before each sample costs more than reading a small one, so a batch
-    is first read with one seed. If the dataset draws random numbers, the batch is read again with a seed per sample,
-    and so are all later batches.
+    Every sample's randomness (torch, numpy, random) is seeded from (seed, epoch, dataset index), and for a sample that
+    the epoch has had before also from how often. Seeding before each sample costs more than reading a small one, so a
+    batch is first read with one seed. If the dataset draws random numbers, the batch is read again with a seed per
+    sample, and so are all later batches.
 
     Args:
         dataset: A map-style dataset.
