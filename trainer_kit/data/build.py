@@ -39,7 +39,7 @@ def make_collators(
     """
     args, model = run.args, run.model
     for role, data, collate in (("", run.train_dataset, train), ("eval_", run.eval_dataset, evaluation)):
-        if collate is not None and isinstance(data, DataLoader):
+        if collate is not None and isinstance(data, DataLoader) and data.collate_fn is not collate:
             raise ValueError(
                 f"{role}data_collator has no effect, since {role or 'train_'}dataset is a DataLoader, whose collate_fn "
                 "makes the batches; give it to the DataLoader"
