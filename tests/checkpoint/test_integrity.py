@@ -129,6 +129,7 @@ def copied(stopped: Path, folder: Path) -> Path:
         (("plan", "processes"), 7, "plan.processes=7 makes no sense; it must be 1, as the manifest says"),
         (("plan", "units", "warmup_steps"), 10**9, "plan.units.warmup_steps=1000000000 makes no sense"),
         (("seed",), 7, "seed=7 makes no sense; it must be 42, as the arguments say"),
+        (("order",), "any", "order='any' makes no sense; it must be one of shuffled, grouped"),
         (("dataset_length",), 63, "dataset_length=63 makes no sense; it must be 62"),
         (("counters",), ..., "it lacks counters"),
         (("plan",), ..., "it lacks plan"),

@@ -5,17 +5,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from trainer_kit.checkpoint.format.disk import make_writable_folder
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.build import (
+    make_collators,
     make_evaluation_batches,
     make_reading,
     make_train_loader,
+    reading_of,
 )
 from trainer_kit.data.collate import stack
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import LoaderConfig, TrainLoader
+from trainer_kit.data.source import data_source
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.device_info import DeviceInfo
@@ -39,6 +43,8 @@ def test_which_loader_it_is() -> None:
         make_train_loader(make_run(endless), READING)
     with pytest.raises(ValueError, match="group_by_length=True needs a train_dataset with a length"):
         make_train_loader(make_run(endless, max_steps=1, group_by_length=True), READING)
+    with pytest.raises(ValueError, match=r"group_by_length=True needs a train_dataset .* shuffled"):
+        make_train_loader(make_run(rows(3), group_by_length=True, shuffle=False), READING)
     with pytest.raises(ValueError, match="needs train_dataset"):
         make_train_loader(make_run(None), READING)
 
@@ -56,6 +62,34 @@ def test_a_batch_has_samples_for_each_device(kind: Any) -> None:
     loader = make_train_loader(run, READING)
     assert [micro.counts.samples for micro in loader.micro_batches(0, 0, 2)] == [6, 6]
     assert [counts.samples for _, counts in make_evaluation_batches(run, kind(rows(14)), READING)] == [6, 6, 2]
+
+
+def test_a_halved_evaluation_batch_cuts_those_of_a_loader() -> None:
+    batches = BatchSampler(SequentialSampler(range(14)), 7, drop_last=False)
+    for loader in (DataLoader(rows(14), batch_size=7), DataLoader(rows(14), batch_sampler=batches)):
+        run = make_run(None)
+        sizes = [counts.samples for _, counts in make_evaluation_batches(run, loader, READING, 8)]
+        assert sizes == [7, 7]
+        run.state.eval_batch = 4
+        sizes = [counts.samples for _, counts in make_evaluation_batches(run, loader, READING, 4)]
+        assert sizes == [4, 3, 4, 3]
+
+
+def test_a_collator_for_a_loader_is_refused() -> None:
+    loader = DataLoader(rows(3))
+    with pytest.raises(ValueError, match=r"^data_collator has no effect, since train_dataset is a DataLoader"):
+        make_collators(make_run(loader), stack, None, None)
+    run = make_run(rows(3))
+    run.eval_dataset = loader
+    with pytest.raises(ValueError, match=r"^eval_data_collator has no effect, since eval_dataset is a DataLoader"):
+        make_collators(run, None, stack, None)
+
+
+def test_the_arguments_timeout_holds_for_a_loader_without_one() -> None:
+    reading = LoaderConfig(stack, 0, timeout=5.0)
+    assert reading_of(data_source("train_dataset", DataLoader(rows(3))), reading).timeout == 5.0
+    own = DataLoader(rows(3), num_workers=1, timeout=7.0)
+    assert reading_of(data_source("train_dataset", own), reading).timeout == 7.0
 
 
 def test_reading_follows_the_arguments() -> None:

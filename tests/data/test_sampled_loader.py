@@ -13,7 +13,7 @@ import torch
 from kit.data_training import Classifier, check_resume, rows, train, weights
 from kit.ranks import RankFailed, on_ranks
 from kit.trainer import arguments
-from torch.utils.data import BatchSampler, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from trainer_kit import Trainer, balanced_sampler
 
@@ -86,6 +86,23 @@ def test_a_resume_continues_a_sampler_s_order_bit_for_bit(tmp_path: Path, kind: 
     assert epochs[0] != epochs[1]
 
 
+@pytest.mark.slow
+def test_workers_may_read_ahead_over_several_short_epochs(tmp_path: Path) -> None:
+    found = []
+    for workers in (0, 2):
+        _, steps = train(
+            tmp_path / str(workers),
+            rows(4),
+            given={"train_sampler": SubsetRandomSampler(range(4))},
+            num_train_epochs=6,
+            per_device_train_batch_size=2,
+            dataloader_num_workers=workers,
+        )
+        found.append((steps.samples, steps.losses))
+    assert found[0] == found[1]
+    assert len(found[0][0]) == 12
+
+
 def test_each_batch_of_a_batch_sampler_is_a_micro_batch(tmp_path: Path) -> None:
     trainer, steps = train(tmp_path, rows(), given={"train_sampler": Buckets()}, gradient_accumulation_steps=4)
     sampler, expected = Buckets(), []
@@ -114,13 +131,28 @@ def test_a_wrong_length_is_told_of(tmp_path: Path) -> None:
 
 def test_a_resume_needs_the_same_kind_of_order(tmp_path: Path) -> None:
     train(tmp_path, rows(), given={"train_sampler": Buckets()})
-    with pytest.raises(ValueError, match=r"the run has no sampler, but .* was made with a sampler"):
+    with pytest.raises(ValueError, match=r"the run has shuffled samples, but .* was made with a sampler"):
         train(tmp_path, rows(), "checkpoint-3")
     train(tmp_path / "plain", rows())
-    with pytest.raises(ValueError, match=r"the run has a sampler, but .* was made with no sampler"):
+    with pytest.raises(ValueError, match=r"the run has a sampler, but .* was made with shuffled samples"):
         train(tmp_path / "plain", rows(), "checkpoint-3", given={"train_sampler": Buckets()})
-    with pytest.raises(ValueError, match=r"the run has shuffle=False, but .* was made with shuffle=True"):
+    with pytest.raises(ValueError, match=r"the run has the dataset's order, but .* was made with shuffled samples"):
         train(tmp_path / "plain", rows(), "checkpoint-3", shuffle=False)
+    with pytest.raises(ValueError, match=r"the run has the dataset's order, but .* was made with shuffled samples"):
+        train(tmp_path / "plain", DataLoader(rows(), batch_size=4), "checkpoint-3")
+    train(tmp_path / "plain", DataLoader(rows(), batch_size=4, shuffle=True), "checkpoint-3", shuffle=False)
+
+
+def test_a_sampler_or_drop_last_that_changed_does_not_make_a_checkpoint_damaged(tmp_path: Path) -> None:
+    short = SubsetRandomSampler(range(10))
+    trainer, _ = train(tmp_path / "sampler", rows(), given={"train_sampler": short}, save_steps=2)
+    with pytest.raises(ValueError, match=r"the run has shuffled samples, but .* was made with a sampler"):
+        train(tmp_path / "sampler", rows(), "checkpoint-2")
+    loader = DataLoader(rows(), batch_size=4, shuffle=True, drop_last=True)
+    train(tmp_path / "dropped", loader)
+    trainer, steps = train(tmp_path / "dropped", DataLoader(rows(), batch_size=4, shuffle=True), "checkpoint-3")
+    assert len(steps.samples) == trainer.run.state.step - 3
+    assert sorted([*itertools.chain(*steps.samples[-6:])]) == [*range(22)]
 
 
 def test_without_shuffling_the_order_is_the_dataset_s(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import RandomSampler, WeightedRandomSampler
 
 from trainer_kit import balanced_sampler
+from trainer_kit.data.map_loader import LoaderConfig
+from trainer_kit.data.sampled_loader import SampledLoader
 from trainer_kit.data.sampler_order import SamplerOrder, batch_slots, batch_steps, evaluation_plan
 from trainer_kit.data.sampling import Layout
 
@@ -61,6 +63,46 @@ def test_an_order_follows_from_seed_and_epoch() -> None:
 def test_what_is_no_index_is_refused(sampler: Any) -> None:
     with pytest.raises(TypeError, match=r"the list gave .*; it must give indices of train_dataset"):
         SamplerOrder(sampler, 0).draw(0)
+
+
+def test_whether_a_sampler_yields_batches_is_known_of_a_loader() -> None:
+    sized = [(0, 32), (1, 64)]  # an index and a size of the image
+    for in_batches in (None, False):
+        with pytest.raises(TypeError, match="the list gave "):
+            SamplerOrder(sized, 0, in_batches).draw(0)
+    with pytest.raises(TypeError, match="the list gave "):
+        SamplerOrder([[0, 1]], 0, in_batches=False).draw(0)
+    with pytest.raises(TypeError, match="the list gave 0"):
+        SamplerOrder([0, 1], 0, in_batches=True).draw(0)
+    assert SamplerOrder([(0, 1), (2,)], 0, in_batches=True).draw(0).ends == [2, 3]
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+def test_each_draw_of_a_sample_has_its_own_randomness(readers: int) -> None:
+    drawn = [3, 1, 3, 3, 1, 0]
+
+    class Noisy:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> float:
+            return torch.rand(()).item()
+
+    def noises(order: list[int], batch_size: int) -> dict[int, float]:
+        found: dict[int, float] = {}
+        for reader in range(readers):
+            layout = Layout(batch_size, 1, readers, reader)
+            loader = SampledLoader(Noisy(), layout, LoaderConfig(list, 0), SamplerOrder(order, 0))
+            steps = loader.steps_left(0, 0)
+            for micro in loader.micro_batches(0, 0, steps):
+                found |= {micro.start + number: value for number, value in enumerate(micro.batch)}
+        return found
+
+    found = noises(drawn, 2)
+    assert len({*found.values()}) == len(drawn)
+    assert noises(drawn, 3) == found
+    once = noises([3, 1, 0], 1)
+    assert [found[0], found[1], found[5]] == [once[0], once[1], once[2]]
 
 
 def test_nothing_is_refused() -> None:

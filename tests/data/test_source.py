@@ -72,8 +72,30 @@ def test_a_loader_of_a_dataset_is_taken_apart() -> None:
     assert isinstance(seeded.sampler, RandomSampler)
     batches = BatchSampler(SequentialSampler(data), 3, drop_last=False)
     assert source(DataLoader(data, batch_sampler=batches)).sampler is batches
-    fewer = source(data, RandomSampler(data, num_samples=5))
-    assert isinstance(fewer.sampler, RandomSampler)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "expected"),
+    [
+        (RandomSampler(range(10)), 10),
+        (SequentialSampler(range(4)), 4),
+        (RandomSampler(range(22), num_samples=5), 5),
+        (RandomSampler(range(10), replacement=True, num_samples=22), 22),
+        (RandomSampler(range(10), num_samples=22), 22),
+    ],
+)
+def test_a_sampler_of_other_samples_is_taken_as_it_is(sampler: Any, expected: int, tmp_path: Path) -> None:
+    assert source(rows(), sampler).sampler is sampler
+    assert source(DataLoader(rows(), sampler=sampler)).sampler is sampler
+    _, steps = train(tmp_path, DataLoader(rows(), batch_size=5, sampler=sampler), num_train_epochs=1)
+    trained = [index for step in steps.samples for index in step]
+    assert len(trained) == expected
+    assert max(trained) < len(sampler.data_source)
+
+
+def test_the_dataset_of_a_loader_may_have_no_truth_value() -> None:
+    assert source(DataLoader(torch.arange(22), shuffle=True)).shuffle is True
+    assert source(DataLoader(torch.arange(22))).shuffle is False
 
 
 def test_what_yields_batches_is_ready() -> None:

@@ -15,7 +15,7 @@ from trainer_kit.checkpoint.format.discovery import read_outline, read_state_int
 from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME
 from trainer_kit.data.reader import check_workers
 from trainer_kit.data.run_length import RunLength, step_numbers
-from trainer_kit.data.source import data_length, data_source
+from trainer_kit.data.source import data_length, data_source, order_facts
 from trainer_kit.errors import CheckpointError
 from trainer_kit.optim import Schedule, set_rate
 from trainer_kit.run import Run
@@ -31,6 +31,14 @@ _IN_THE_OPTIMIZER = ("learning_rate", "layer_lr_decay", "weight_decay", "adam_be
 
 _IN_THE_LAYOUT = ("per_device_train_batch_size", "gradient_accumulation_steps")
 """Arguments that the message about the layout covers."""
+
+_ORDERS = {
+    "shuffled": "shuffled samples",
+    "grouped": "samples grouped by length",
+    "dataset": "the dataset's order",
+    "sampler": "a sampler",
+    "stream": "an iterable dataset",
+}
 
 _ANEW = "start a new run with load_checkpoint_in_model(model, checkpoint)"
 
@@ -124,36 +132,24 @@ def check_same_run(run: Run, trainer: Mapping[str, Any], data_state: Mapping[str
     _check_same_kind("optimizer", run.optimizer, trainer, directory)
 
 
-def check_same_order(
-    run: Run,
-    trainer: Mapping[str, Any],
-    arguments: Mapping[str, Any],
-    data_state: Mapping[str, Any] | None,
-    directory: Path,
-) -> None:
+def check_same_order(run: Run, trainer: Mapping[str, Any], directory: Path) -> None:
     """Check that a run continues the order of samples of a checkpoint from the middle of an epoch.
 
     Args:
         run: The run.
         trainer: The checkpoint's trainer state.
-        arguments: The arguments when the checkpoint was written.
-        data_state: The checkpoint's state of an iterable dataset or a sampler; None without one.
         directory: Folder of the checkpoint.
 
     Raises:
         ValueError: If the checkpoint has another kind of order; names both.
     """
     source = data_source("train_dataset", run.train_dataset, run.train_sampler)
-    if not trainer["counters"]["position"] or source.is_iterable:
-        return
-    has_sampler, had_sampler = source.sampler is not None, "order" in (data_state or ())
-    now, before = f"shuffle={run.args.shuffle}", f"shuffle={arguments.get('shuffle', True)}"
-    if has_sampler != had_sampler:
-        now, before = ("a sampler", "no sampler") if has_sampler else ("no sampler", "a sampler")
-    if now != before and not (has_sampler and had_sampler):
+    now = order_facts(source, run.args)["order"]
+    before = trainer.get("order", now)  # earlier versions did not write it
+    if trainer["counters"]["position"] and now != before:
         raise ValueError(
-            f"the run has {now}, but {directory} was made with {before}, in the middle of an epoch: the order of "
-            f"samples would change; resume with the same one, or {_ANEW}"
+            f"the run has {_ORDERS[now]}, but {directory} was made with {_ORDERS[before]}, in the middle of an epoch: "
+            f"the order of samples would change; resume with the same one, or {_ANEW}"
         )
 
 

@@ -27,7 +27,7 @@ from trainer_kit.checkpoint.format.trainer_state import (
     verify_training,
 )
 from trainer_kit.data.sampling import parts, ranges
-from trainer_kit.data.source import data_source
+from trainer_kit.data.source import data_source, order_facts
 from trainer_kit.errors import CheckpointError
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
@@ -78,8 +78,10 @@ def check_resumable(run: Run, directory: Path) -> None:
     read_ledger(directory)
     data = read_data_state(directory)
     source = data_source("train_dataset", run.train_dataset, run.train_sampler)
-    file, has_own_order = _file(directory, "trainer"), source.is_iterable or source.sampler is not None
-    if not (has_own_order or source.drop_last or read_arguments(directory)["dataloader_drop_last"]):
+    file, facts = _file(directory, "trainer"), order_facts(source, run.args)
+    drops = trainer.get("drop_last", read_arguments(directory)["dataloader_drop_last"])
+    has_own_order = trainer.get("order", facts["order"]) in ("sampler", "stream")
+    if not (has_own_order or drops):
         length, epoch_length = trainer["dataset_length"], trainer["counters"]["epoch_length"]
         allowed = f"{epoch_length}, the samples of an epoch, since dataloader_drop_last is not set"
         file.require(length in (None, epoch_length), "dataset_length", length, allowed)

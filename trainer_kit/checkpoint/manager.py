@@ -49,7 +49,7 @@ from trainer_kit.checkpoint.integrity import check_resumable, fetch_verified
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import TrainLoader
 from trainer_kit.data.run_length import RunLength, make_plan
-from trainer_kit.data.source import data_length
+from trainer_kit.data.source import data_length, data_source, order_facts
 from trainer_kit.optim import Schedule
 from trainer_kit.run import Run
 from trainer_kit.utils.optimizer_state import check_optimizer_state
@@ -155,7 +155,7 @@ class CheckpointManager:
         self.data_state = read_data_state(self._source)
         self._earlier = (trainer["plan"], read_arguments(self._source))
         check_same_run(run, trainer, self.data_state, self.resumed_from)
-        check_same_order(run, trainer, self._earlier[1], self.data_state, self.resumed_from)
+        check_same_order(run, trainer, self.resumed_from)
         run.state.load_state_dict(trainer["counters"])
         run.requests.evaluate = trainer["evaluate"]
         self.run_id = trainer["run_id"]
@@ -364,6 +364,7 @@ class CheckpointManager:
                 "shifts_labels": self.shifts_labels,
                 "plan": self.plan.state_dict(),
                 "dataset_length": data_length(run.train_dataset),
+                **order_facts(data_source("train_dataset", run.train_dataset, run.train_sampler), run.args),
                 "seed": run.args.seed,
                 "optimizer": type(run.optimizer).__name__,
                 "lr_scheduler": type(run.lr_scheduler).__name__,

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.collate import Collator, default_collator
 from trainer_kit.data.columns import without_unused_columns
@@ -14,7 +16,7 @@ from trainer_kit.data.map_loader import LoaderConfig, TrainLoader, evaluation_ba
 from trainer_kit.data.sampled_loader import SampledLoader
 from trainer_kit.data.sampler_order import SamplerOrder, evaluation_plan
 from trainer_kit.data.sampling import Layout
-from trainer_kit.data.source import DataSource, data_source
+from trainer_kit.data.source import DataSource, data_source, order_facts
 from trainer_kit.loss.batch import Counts
 from trainer_kit.loss.loss import ComputeLoss, takes_column
 from trainer_kit.run import Run
@@ -33,9 +35,15 @@ def make_collators(
         compute_loss: The user's loss function, which may read any column; None: the model's own loss.
 
     Raises:
-        ValueError: If padding options are set without a tokenizer to pad with.
+        ValueError: If padding options are set without a tokenizer to pad with, or a collator is given for a DataLoader.
     """
     args, model = run.args, run.model
+    for role, data, collate in (("", run.train_dataset, train), ("eval_", run.eval_dataset, evaluation)):
+        if collate is not None and isinstance(data, DataLoader) and data.collate_fn is not collate:
+            raise ValueError(
+                f"{role}data_collator has no effect, since {role or 'train_'}dataset is a DataLoader, whose collate_fn "
+                "makes the batches; give it to the DataLoader"
+            )
     takes_mask = compute_loss is not None or takes_column(model, "attention_mask")
     train = train or default_collator(
         run.processing_class, args.pad_to_multiple_of, takes_mask, args.pad_to_lengths, run.strategy.static_shapes
@@ -74,16 +82,17 @@ def make_train_loader(run: Run, reading: LoaderConfig) -> TrainLoader | StreamLo
     source = data_source("train_dataset", run.train_dataset, run.train_sampler)
     reading = reading_of(source, reading)
     layout = _layout(run.strategy, source, args.per_device_train_batch_size, args.gradient_accumulation_steps)
-    drop_last = args.dataloader_drop_last if source.drop_last is None else source.drop_last
-    if args.group_by_length and (source.is_iterable or source.sampler is not None):
+    order, drop_last = order_facts(source, args).values()
+    if args.group_by_length and order != "grouped":
         raise ValueError(
-            "group_by_length=True needs a train_dataset with a length and __getitem__, and no sampler; set it to False"
+            "group_by_length=True needs a train_dataset with a length and __getitem__, shuffled, and no sampler; set "
+            "it to False"
         )
     if source.sampler is not None:
-        return SampledLoader(source.dataset, layout, reading, SamplerOrder(source.sampler, args.seed), drop_last)
+        own = SamplerOrder(source.sampler, args.seed, source.in_batches)
+        return SampledLoader(source.dataset, layout, reading, own, drop_last)
     if not source.is_iterable:
-        shuffle = args.shuffle if source.shuffle is None else source.shuffle
-        return TrainLoader(source.dataset, layout, reading, drop_last, args.group_by_length, shuffle)
+        return TrainLoader(source.dataset, layout, reading, drop_last, args.group_by_length, order != "dataset")
     if args.max_steps < 0 and source.length is None:
         raise ValueError("train_dataset has no length, so that epochs cannot be counted; set max_steps")
     return StreamLoader(source.dataset, layout, reading, drop_last)
@@ -106,11 +115,13 @@ def make_evaluation_batches(
     source = data_source("the dataset to evaluate", dataset)
     reading = reading_of(source, reading)
     layout = _layout(run.strategy, source, size or run.args.eval_batch_size)
+    if run.state.eval_batch is not None and not source.is_iterable:  # batches of a loader's own size are cut
+        layout = layout._replace(limit=run.state.eval_batch * run.strategy.devices)
     if source.is_iterable:
         return stream_evaluation_batches(source.dataset, layout, reading)
     plan = None
     if source.sampler is not None:
-        plan = evaluation_plan(SamplerOrder(source.sampler, run.args.seed).draw(0), layout)
+        plan = evaluation_plan(SamplerOrder(source.sampler, run.args.seed, source.in_batches).draw(0), layout)
     return evaluation_batches(source.dataset, layout, reading, plan)
 
 

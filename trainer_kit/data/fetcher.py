@@ -27,9 +27,10 @@ _first_draws: dict[int, tuple[float, float]] = {}
 class Fetcher(Dataset[Any]):
     """Fetch and collate the samples of a batch.
 
-    Every sample's randomness (torch, numpy, random) is seeded from (seed, epoch, dataset index). Seeding before each
-    sample costs more than reading a small one, so a batch is first read with one seed. If the dataset draws random
-    numbers, the batch is read again with a seed per sample, and so are all later batches.
+    Every sample's randomness (torch, numpy, random) is seeded from (seed, epoch, dataset index), and for a sample that
+    the epoch has had before also from how often. Seeding before each sample costs more than reading a small one, so a
+    batch is first read with one seed. If the dataset draws random numbers, the batch is read again with a seed per
+    sample, and so are all later batches.
 
     Args:
         dataset: A map-style dataset.
@@ -55,12 +56,15 @@ class Fetcher(Dataset[Any]):
             if not _drew(before):
                 return slot, batch
             self.draws = True
-        samples = []
-        for index in slot.indices:
-            seed_generators(mix(self.seed, slot.epoch, index, _SAMPLE))
+        samples, repeats = [], slot.repeats or [0] * len(slot.indices)
+        for index, repeat in zip(slot.indices, repeats, strict=True):
+            self._seed(slot.epoch, index, _SAMPLE, repeat)
             samples += self._one_by_one([index])
-        seed_generators(mix(self.seed, slot.epoch, slot.indices[0], _COLLATE))
+        self._seed(slot.epoch, slot.indices[0], _COLLATE, repeats[0])
         return slot, self.collate(samples)
+
+    def _seed(self, epoch: int, index: int, kind: int, repeat: int) -> None:
+        seed_generators(mix(self.seed, epoch, index, kind, *([repeat] if repeat else ())))
 
     def _samples(self, indices: list[int]) -> list[Any]:
         """Read all samples in one call if the dataset has `__getitems__`, as Hugging Face's datasets do."""

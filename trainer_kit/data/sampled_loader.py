@@ -74,9 +74,13 @@ class SampledLoader(TrainLoader):
                     "resume is not exact; make its order follow from set_epoch and a seed, or give it state_dict and "
                     "load_state_dict"
                 )
+        self._states.clear()
         for micro_batch in super().micro_batches(epoch, position, steps):
             window = micro_batch.global_batch
-            window.data_state = self._states[window.epoch]
+            if window.epoch != epoch:  # workers may have read ahead, over several epochs
+                epoch = window.epoch
+                self._states = {number: state for number, state in self._states.items() if number >= epoch}
+            window.data_state = self._states[epoch]
             window.fingerprint = window.data_state["order"]
             yield micro_batch
 
@@ -87,12 +91,10 @@ class SampledLoader(TrainLoader):
     def slots_of(self, epoch: int, position: int) -> Iterator[BatchIndices]:
         drawn = self._order.draw(epoch)
         self._check_length(drawn)
-        # Workers may read ahead, into the next epoch.
-        self._states = {number: state for number, state in self._states.items() if number >= epoch - 1}
         self._states[epoch] = {"order": drawn.fingerprint, "sampler": drawn.state}
         if drawn.ends is None:
-            return super().slots_of(epoch, position)
-        return batch_slots(drawn, epoch, position, self.layout, ranges(self.passed_over, epoch))
+            return drawn.numbered(super().slots_of(epoch, position))
+        return drawn.numbered(batch_slots(drawn, epoch, position, self.layout, ranges(self.passed_over, epoch)))
 
     def _check_length(self, drawn: EpochOrder) -> None:
         sampler = self._order.sampler

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,12 +30,20 @@ class EpochOrder(NamedTuple):
         ends: Position after each batch of a batch sampler, from 0; None for a sampler of indices.
         fingerprint: Digest of the order below 2**40, to compare it over processes and starts.
         state: The sampler's state before it gave the order; None if it has none.
+        repeats: How often the order has each sample before, shape [samples]; None if it has none twice.
     """
 
     indices: torch.Tensor
     ends: list[int] | None
     fingerprint: int
     state: dict[str, Any] | None
+    repeats: np.ndarray | None
+
+    def numbered(self, slots: Iterable[BatchIndices]) -> Iterator[BatchIndices]:
+        """Yield slots of this order with the repeats of their samples."""
+        for slot in slots:
+            stop = slot.start + len(slot.indices)
+            yield slot if self.repeats is None else slot._replace(repeats=self.repeats[slot.start : stop].tolist())
 
 
 class SamplerOrder:
@@ -47,9 +55,11 @@ class SamplerOrder:
     Args:
         sampler: An iterable of dataset indices, or of lists of them, one for each batch.
         seed: The run's seed.
+        in_batches: Whether it yields batches; None: if it yields lists or arrays of one dimension.
     """
 
-    def __init__(self, sampler: Any, seed: int) -> None:
+    def __init__(self, sampler: Any, seed: int, in_batches: bool | None = None) -> None:
+        self._in_batches = in_batches
         self.sampler = sampler
         self.seed = seed
         self._latest: tuple[int, EpochOrder] | None = None
@@ -83,7 +93,9 @@ class SamplerOrder:
             raise ValueError(
                 f"the {type(sampler).__name__} gave nothing in epoch {epoch}; it must give indices each time"
             )
-        in_batches = isinstance(drawn[0], (list, tuple)) or getattr(drawn[0], "ndim", 0) == 1
+        in_batches = self._in_batches
+        if in_batches is None:
+            in_batches = isinstance(drawn[0], list) or getattr(drawn[0], "ndim", 0) == 1
         try:
             indices = np.asarray([*map(operator.index, itertools.chain.from_iterable(drawn) if in_batches else drawn)])
         except (TypeError, ValueError) as error:
@@ -93,7 +105,19 @@ class SamplerOrder:
             ) from error
         ends = [*itertools.accumulate(len(batch) for batch in drawn)] if in_batches else None
         fingerprint = xxh3_64_intdigest(indices.tobytes()) ^ xxh3_64_intdigest(repr(ends).encode())
-        return EpochOrder(torch.from_numpy(indices), ends, fingerprint % 2**40, state)
+        return EpochOrder(torch.from_numpy(indices), ends, fingerprint % 2**40, state, _repeats(indices))
+
+
+def _repeats(indices: np.ndarray) -> np.ndarray | None:
+    """Return how often each index has come before; None if none comes twice."""
+    places = np.argsort(indices, kind="stable")
+    arranged, numbers = indices[places], np.arange(len(indices))
+    begins = np.concatenate([[True], arranged[1:] != arranged[:-1]])
+    if begins.all():
+        return None
+    found = np.empty_like(numbers)
+    found[places] = numbers - np.maximum.accumulate(np.where(begins, numbers, 0))
+    return found
 
 
 def batch_slots(
@@ -140,9 +164,9 @@ def batch_steps(order: EpochOrder, position: int, layout: Layout, passed_over: S
 def evaluation_plan(order: EpochOrder, layout: Layout) -> Iterator[BatchIndices]:
     """Yield this process's batches of an evaluation in a sampler's order; some processes may have one less."""
     if order.ends is None:
-        return evaluation_slots(len(order.indices), layout, order.indices)
+        return order.numbered(evaluation_slots(len(order.indices), layout, order.indices))
     single = layout._replace(accumulation=1)
-    return (slot for slot in batch_slots(order, -1, 0, single) if not slot.is_dummy)
+    return order.numbered(slot for slot in batch_slots(order, -1, 0, single) if not slot.is_dummy)
 
 
 def _windows(

@@ -87,6 +87,7 @@ class BatchIndices(NamedTuple):
         window_start: Position in the epoch where this step begins.
         window_stop: Position in the epoch after this step.
         closes_epoch: Whether this step is the epoch's last.
+        repeats: How often the epoch's order has had each sample before; None: it has none twice.
     """
 
     epoch: int
@@ -98,6 +99,7 @@ class BatchIndices(NamedTuple):
     window_start: int
     window_stop: int
     closes_epoch: bool
+    repeats: list[int] | None = None
 
 
 def mix(*numbers: int) -> int:

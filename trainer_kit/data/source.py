@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.collate import Collator
 from trainer_kit.data.sampling import mix
 from trainer_kit.state import Stateful
@@ -73,6 +74,7 @@ class DataSource:
     Attributes:
         dataset: A map-style or iterable dataset, or `ReadyBatches`.
         sampler: Yields the indices of an epoch, or lists of indices, one for each batch; None: the arguments' order.
+        in_batches: Whether the sampler yields lists; None: as the first that it yields.
         shuffle: Whether the order is shuffled.
         batch_size: Samples of one micro-batch on one process.
         drop_last: Whether to drop an epoch's last batches that are not full.
@@ -84,6 +86,7 @@ class DataSource:
 
     dataset: Any
     sampler: Any = None
+    in_batches: bool | None = None
     shuffle: bool | None = None
     batch_size: int | None = None
     drop_last: bool | None = None
@@ -150,12 +153,28 @@ def data_source(role: str, data: Any, sampler: Any = None) -> DataSource:
             f"train_sampler needs a train_dataset with a length and __getitem__; this {type(data).__name__} has an "
             "order of its own"
         )
-    return dataclasses.replace(source, **_order_of(sampler, None))
+    return dataclasses.replace(source, **_order_of(sampler, source.dataset))
 
 
 def data_length(data: Any) -> int | None:
     """Return the number of samples of a dataset, or of batches that are ready; None if unknown, or without data."""
     return None if data is None or isinstance(data, Mapping) else data_source("the dataset", data).length
+
+
+def order_facts(source: DataSource, args: TrainingArguments) -> dict[str, Any]:
+    """Return the kind of order that a run's samples have, and whether an epoch drops its last batches.
+
+    A checkpoint holds both, since they may come from the arguments or from a loader.
+    """
+    if source.is_iterable:
+        order = "stream"
+    elif source.sampler is not None:
+        order = "sampler"
+    elif not (args.shuffle if source.shuffle is None else source.shuffle):
+        order = "dataset"
+    else:
+        order = "grouped" if args.group_by_length else "shuffled"
+    return {"order": order, "drop_last": args.dataloader_drop_last if source.drop_last is None else source.drop_last}
 
 
 def _can_be_taken_apart(loader: DataLoader[Any]) -> bool:
@@ -169,29 +188,30 @@ def _can_be_taken_apart(loader: DataLoader[Any]) -> bool:
 def _apart(loader: DataLoader[Any]) -> DataSource:
     order: dict[str, Any]
     if loader.batch_size is None:
-        order = {"sampler": loader.batch_sampler}
+        order = {"sampler": loader.batch_sampler, "in_batches": True}
     else:
-        order = _order_of(loader.sampler, loader.generator)
-        order |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        order = _order_of(loader.sampler, loader.dataset, loader.generator)
+        order |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "in_batches": False}
     return DataSource(
         loader.dataset,
         collate=loader.collate_fn,
         workers=loader.num_workers,
-        timeout=loader.timeout,
+        timeout=loader.timeout or None,
         worker_init_fn=loader.worker_init_fn,
         **order,
     )
 
 
-def _order_of(sampler: Any, generator: torch.Generator | None) -> dict[str, Any]:
+def _order_of(sampler: Any, dataset: Any, generator: torch.Generator | None = None) -> dict[str, Any]:
     """Return the order that a sampler of indices stands for: one of the arguments' own where it is the same."""
-    kind, length = type(sampler), len(getattr(sampler, "data_source", None) or ())
-    if kind is SequentialSampler:
+    kind, length = type(sampler), len(dataset)
+    if kind is SequentialSampler and len(sampler.data_source) == length:
         return {"shuffle": False}
     is_random = kind.__name__ == "RandomSampler" and kind.__module__.startswith(("torch.", "torchdata."))
     # torchdata's sampler seeds a generator of its own if it is given none.
     is_seeded = generator is not None or (kind is RandomSampler and sampler.generator is not None)
-    if is_random and not is_seeded and not sampler.replacement and sampler.num_samples == length:
+    is_whole = is_random and not sampler.replacement and len(sampler.data_source) == sampler.num_samples == length
+    if is_whole and not is_seeded:
         return {"shuffle": True}
     if kind is DistributedSampler:  # the loader deals out the samples of all replicas
         whole: Any = DistributedSampler(sampler.dataset, 1, 0, sampler.shuffle, sampler.seed, sampler.drop_last)

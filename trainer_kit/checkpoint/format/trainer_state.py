@@ -82,6 +82,11 @@ _TRAINER: Mapping[str, Rule] = {
     "optimizer": TEXT,
     "lr_scheduler": TEXT,
 }
+_KINDS = ("shuffled", "grouped", "dataset", "sampler", "stream")
+_FACTS: Mapping[str, Rule] = {
+    "order": (lambda value: value in _KINDS, f"one of {', '.join(_KINDS)}"),
+    "drop_last": BOOL,
+}
 _PLAN: Mapping[str, Rule] = {"processes": _SIZE, "batch_size": _SIZE, "accumulation": _SIZE, "units": OBJECT}
 _ARGUMENTS: Mapping[str, Rule] = {
     "warmup_steps": COUNT,
@@ -138,6 +143,8 @@ def read_trainer(directory: Path) -> dict[str, Any] | None:
         return None
     file, manifest = CheckedFile(directory / STATE_FOLDER / "trainer.json"), Manifest.read(directory)
     file.check(trainer, _TRAINER)
+    if "order" in trainer:  # earlier versions did not write it
+        file.check(trainer, _FACTS)
     file.check(trainer["counters"], _COUNTERS, "counters.")
     file.check(trainer["plan"], _PLAN, "plan.")
     processes = trainer["plan"]["processes"]  # those that read samples of their own
