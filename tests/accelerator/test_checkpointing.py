@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -324,6 +325,81 @@ def test_hooks_save_and_load_models_their_own_way(is_numbered: bool, tmp_path: P
     saving.remove()
     accelerator.save_state(folder)
     accelerator.load_state(folder)
+
+
+def test_files_of_a_hook_take_the_place_of_the_state_that_it_removed(tmp_path: Path) -> None:
+    """accelerate's own hook: `save_pretrained(output_dir); weights.pop()`, with the names that a checkpoint uses."""
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    before = {name: each.detach().clone() for name, each in model.state_dict().items()}
+
+    def save(models: list[Any], weights: list[Any], folder: str) -> None:
+        (Path(folder) / "below").mkdir()
+        (Path(folder) / "below" / "config.json").write_text("{}")
+        save_file(weights.pop(), Path(folder) / "model.safetensors")
+
+    def load(models: list[Any], folder: str) -> None:
+        models.pop().load_state_dict(load_file(Path(folder) / "model.safetensors"))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    for given in (None, tmp_path / "state", tmp_path / "state"):
+        folder = Path(accelerator.save_state(given))
+        assert_equal_tensors(load_file(folder / "model.safetensors"), before)
+        assert (folder / "below" / "config.json").read_text() == "{}"
+        torch.nn.init.zeros_(model.weight)
+        accelerator.load_state(folder)
+        assert_equal_tensors(model.state_dict(), before)
+    assert not [*tmp_path.rglob(".*hooks*")]
+
+
+def assert_equal_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_hook_that_fails_leaves_the_checkpoint_as_it_was(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    folder = Path(accelerator.save_state(tmp_path / "state"))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    def save(models: list[Any], weights: list[Any], given: str) -> None:
+        assert Path(given).name == "state"
+        (Path(given) / "model.safetensors").write_bytes(b"half of it")
+        raise OSError("the disk is full")
+
+    accelerator.register_save_state_pre_hook(save)
+    with pytest.raises(OSError, match="the disk is full"):
+        accelerator.save_state(folder)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    accelerator.load_state(folder)
+    assert model.weight.isfinite().all()
+
+
+def test_a_hook_may_remove_the_first_model(tmp_path: Path) -> None:
+    """The second keeps its own name, and the first's config.json is not written for it."""
+    accelerator = Accelerator(cpu=True)
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(3, 3)
+    first.config = FakeConfig()  # type: ignore[assignment]
+    accelerator.prepare(first, second)
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.pop(0))
+    loading = accelerator.register_load_state_pre_hook(lambda models, folder: models.pop(0))
+    folder, before = Path(accelerator.save_state(tmp_path / "state")), second.weight.detach().clone()
+    assert [path.name for path in sorted(folder.glob("*.safetensors"))] == ["model_1.safetensors"]
+    assert not (folder / "config.json").exists()
+    torch.nn.init.zeros_(second.weight)
+    accelerator.load_state(folder)
+    assert torch.equal(second.weight, before)
+    loading.remove()
+    with pytest.raises(ValueError, match="model"):
+        accelerator.load_state(folder)
+
+
+class FakeConfig:
+    def save_pretrained(self, folder: str) -> None:
+        (Path(folder) / "config.json").write_text("{}")
 
 
 def test_an_empty_folder_may_be_written_to(tmp_path: Path) -> None:

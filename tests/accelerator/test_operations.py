@@ -165,6 +165,50 @@ def local_training(enabled: bool) -> list[float]:
     return [*weights, accelerator.unwrap_model(model).weight.sum().item()]
 
 
+def accumulated_local_training() -> list[bool]:
+    """`step()` after each of 8 batches, of which 2 make an optimizer step: whether it averaged the weights."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    set_seed(0)
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    averaged = []
+    with LocalSGD(accelerator, model, local_sgd_steps=3) as sgd:
+        for step in range(8):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(1, 2) * (step + 1 + accelerator.process_index)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            own = accelerator.unwrap_model(model).weight.sum().item()
+            sgd.step()
+            averaged.append(accelerator.unwrap_model(model).weight.sum().item() != own)
+    return averaged
+
+
+@pytest.mark.distributed
+def test_the_search_for_a_batch_size_does_not_choose_the_strategy() -> None:
+    assert on_ranks(2, search_before_an_accelerator) == [["4 on cpu"]] * 2
+
+
+def search_before_an_accelerator() -> list[str]:
+    PartialState._reset_state()  # of an earlier call in this process
+    found = []
+
+    @find_executable_batch_size(starting_batch_size=8, reduce_batch_size_fn=lambda: 4)
+    def train(batch_size: int) -> None:
+        assert "strategy" not in PartialState._shared_state
+        if batch_size > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        found.append(f"{batch_size} on {Accelerator(cpu=True).device}")
+
+    train()
+    return found
+
+
+@pytest.mark.distributed
+def test_local_sgd_counts_optimizer_steps() -> None:
+    assert on_ranks(2, accumulated_local_training) == [[number == 5 for number in range(8)]] * 2
+
+
 @pytest.mark.distributed
 def test_local_sgd() -> None:
     first, second = on_ranks(2, local_training, True)

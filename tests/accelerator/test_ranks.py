@@ -14,15 +14,18 @@ import pytest
 import torch
 from kit.ranks import on_ranks, try_on_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from trainer_kit.accelerator import (
     Accelerator,
+    DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     DistributedType,
     InitProcessGroupKwargs,
     set_seed,
 )
+from trainer_kit.accelerator.data_loader import prepare_data_loader
 
 pytestmark = pytest.mark.scenario
 
@@ -132,6 +135,38 @@ def test_processes_with_other_seeds_see_one_order() -> None:
     main, other = on_ranks(2, unseeded)
     assert main == other != list(range(12))
     assert sorted(main) == list(range(12))
+
+
+def seedable() -> list[int]:
+    """The order of all processes, which have seeds of their own."""
+    set_seed(4, device_specific=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    loader = accelerator.prepare(DataLoader(range(8), batch_size=2, shuffle=True))
+    return [index for batch in loader for index in accelerator.gather(batch).tolist()]
+
+
+def test_a_seedable_sampler_has_one_order_on_all_processes() -> None:
+    first, second = on_ranks(2, seedable)
+    assert first == second
+    assert sorted(first) == [*range(8)]
+
+
+def across_accelerators() -> list[Any]:
+    """What `gather_for_metrics` gives of loaders that another Accelerator, or none, has prepared."""
+    first, second = Accelerator(cpu=True), Accelerator(cpu=True)
+    of_first = first.prepare(DataLoader(range(7), batch_size=2))
+    alone = prepare_data_loader(DataLoader(range(7), batch_size=2))
+    found = [_gathered(second, of_first), _gathered(first, alone), _gathered(second, second.prepare(alone))]
+    assert second.prepare(alone) is alone
+    return [*found, len(second._prepared.loaders)]
+
+
+def _gathered(accelerator: Accelerator, loader: Any) -> list[int]:
+    return sorted(index for batch in loader for index in accelerator.gather_for_metrics(batch).tolist())
+
+
+def test_repeats_are_left_out_whoever_prepared_the_loader() -> None:
+    assert on_ranks(2, across_accelerators) == [[[*range(7)]] * 3 + [1]] * 2
 
 
 def test_split_batches() -> None:
@@ -392,6 +427,36 @@ class Unused(nn.Module):
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         return self.used(values)
+
+
+def refusals_of_uncalled_models() -> list[str]:
+    """Losses of a prepared model's parts, in plain and behind a checkpoint, and of a model that is not prepared."""
+    accelerator, found = Accelerator(cpu=True), []
+    model, stranger = make_model(), make_model()
+    values = torch.ones(2, 5, dtype=torch.float64, requires_grad=True)
+    accelerator.prepare(model)
+    for loss in (
+        model[0](values).sum(),
+        checkpoint(model[0], values, use_reentrant=True).sum(),
+        stranger(values).sum(),
+    ):
+        try:
+            accelerator.backward(loss)
+        except ValueError as error:
+            found.append(str(error))
+        else:
+            found.append("")
+    accelerator.strategy.shapes.by_hand = False  # as in a Trainer, where any such loss is refused
+    try:
+        accelerator.backward(stranger(values).sum())
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+def test_a_loss_without_a_call_of_the_model_is_refused() -> None:
+    for found in on_ranks(2, refusals_of_uncalled_models):
+        assert ["without calling the model itself" in each for each in found] == [True, True, False, True]
 
 
 def with_unused(find: bool) -> tuple[Any, float]:

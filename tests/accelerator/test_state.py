@@ -33,9 +33,21 @@ def test_all_objects_share_the_facts() -> None:
     accelerator.state.distributed_type = DistributedType.FSDP
     assert PartialState().distributed_type is DistributedType.FSDP
     assert Accelerator(cpu=True).state.distributed_type is DistributedType.NO
-    with pytest.raises(ValueError, match=r"mixed_precision='bf16' differs from that of the Accelerator, 'no'; give"):
-        AcceleratorState(mixed_precision="bf16")
+    with pytest.raises(ValueError, match=r"mixed_precision='fp16' differs from that of the Accelerator, 'bf16'; give"):
+        AcceleratorState(mixed_precision="fp16")
     assert pickle.loads(pickle.dumps(state)).__dict__ is state.__dict__
+
+
+def test_a_second_accelerator_agrees_with_the_first() -> None:
+    first = Accelerator(cpu=True, mixed_precision="bf16")
+    first.prepare(torch.nn.Linear(1, 1))  # a cycle
+    assert Accelerator(cpu=True).mixed_precision == first.state.mixed_precision == "bf16"
+    assert Accelerator(cpu=True, mixed_precision="bf16").mixed_precision == "bf16"
+    with pytest.raises(ValueError, match="'no' differs from that of an earlier Accelerator, 'bf16', which is still"):
+        Accelerator(cpu=True, mixed_precision="no")
+    assert first.state.mixed_precision == "bf16"
+    del first
+    assert Accelerator(cpu=True).mixed_precision == "no"
 
 
 def test_the_position_within_a_step() -> None:
@@ -65,10 +77,13 @@ def test_one_process_gets_all(inputs: Any) -> None:
         assert part is inputs
 
 
+_NESTED = {"a": {"b": [1, 2, 3], "c": {"d": (4, 5, 6)}}, "e": [7, 8, 9]}
+
+
 def parts(apply_padding: bool) -> list[Any]:
     PartialState._reset_state()  # of an earlier call in this process
     state, found = PartialState(cpu=True), []
-    for inputs in ([1, 2, 3], (1, 2, 3), {"a": ["x", "y", "z"], "b": torch.arange(6).reshape(3, 2)}, [1], []):
+    for inputs in ([1, 2, 3], (1, 2, 3), {"a": ["x", "y", "z"], "b": torch.arange(6).reshape(3, 2)}, [1], [], _NESTED):
         with state.split_between_processes(inputs, apply_padding=apply_padding) as part:  # type: ignore[arg-type]
             found.append(part)
     return found
@@ -81,11 +96,14 @@ def test_two_processes_get_parts() -> None:
     assert second[:2] == [[3], (3,)]
     assert (first[2]["a"], second[2]["a"]) == (["x", "y"], ["z"])
     assert torch.equal(torch.cat([first[2]["b"], second[2]["b"]]), torch.arange(6).reshape(3, 2))
-    assert (first[3:], second[3:]) == ([[1], []], [[], []])
+    assert (first[3:5], second[3:5]) == ([[1], []], [[1], []])  # as under accelerate
+    assert first[5] == {"a": {"b": [1, 2], "c": {"d": (4, 5)}}, "e": [7, 8]}
+    assert second[5] == {"a": {"b": [3], "c": {"d": (6,)}}, "e": [9]}
     first, second = on_ranks(2, parts, True)
     assert second[:2] == [[3, 3], (3, 3)]
     assert second[2]["b"].tolist() == [[4, 5], [4, 5]]
-    assert second[3:] == [[1], []]
+    assert second[3:5] == [[1], []]
+    assert second[5] == {"a": {"b": [3, 3], "c": {"d": (6, 6)}}, "e": [9, 9]}
 
 
 def unequal() -> list[str]:

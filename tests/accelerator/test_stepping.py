@@ -184,3 +184,36 @@ def test_fields_without_effect_are_named() -> None:
 def test_a_model_that_is_only_evaluated() -> None:
     model = torch.nn.Linear(2, 2)
     assert Accelerator(cpu=True).prepare_model(model, evaluation_mode=True) is model
+
+
+def join_for_epochs() -> tuple[list[float], list[float], int, list[float], str]:
+    """Adam with weight decay and a schedule, two epochs of 3 and 2 batches."""
+    config = DataLoaderConfiguration(even_batches=False)
+    accelerator = Accelerator(cpu=True, dataloader_config=config, step_scheduler_with_optimizer="once")
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    loader = DataLoader(range(10), batch_size=2)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    weights = []
+    for _ in range(2):
+        with accelerator.join_uneven_inputs([model]):
+            for batch in loader:
+                accelerator.backward(model(batch[:, None].float()).square().mean())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        weights.append(accelerator.unwrap_model(model).weight.item())
+    accelerator.gradient_accumulation_steps = 2
+    with pytest.raises(ValueError, match="is not possible with gradient_accumulation_steps=2") as refusal:
+        accelerator.join_uneven_inputs([model]).__enter__()
+    moments = [state["exp_avg"].sum().item() for state in optimizer.state.values()]
+    return weights, moments, accelerator.flow.steps, scheduler.get_last_lr(), str(refusal.value)
+
+
+@pytest.mark.distributed
+def test_processes_that_joined_earlier_go_on_with_the_same_state() -> None:
+    first, second = on_ranks(2, join_for_epochs)
+    assert first == second
+    assert first[2:4] == (6, [pytest.approx(0.1 / 2**6)])

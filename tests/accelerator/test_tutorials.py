@@ -20,6 +20,7 @@ from trainer_kit.accelerator import (
     DataLoaderConfiguration,
     DistributedType,
     GradientAccumulationPlugin,
+    PartialState,
     ProjectConfiguration,
     set_seed,
 )
@@ -148,6 +149,7 @@ class Images(Dataset[Any]):
 def notebook_tutorial(mixed_precision: str = "fp16", seed: int = 42, batch_size: int = 8) -> dict[str, Any]:
     """A frozen backbone, one-cycle schedule and fp16, as notebook_launcher would start it."""
     set_seed(seed)
+    PartialState._reset_state()  # of an earlier call in this process
     accelerator = Accelerator(mixed_precision=mixed_precision)
     train_dataloader = DataLoader(Images(), shuffle=True, batch_size=batch_size, num_workers=1)
     eval_dataloader = DataLoader(Images(), shuffle=False, batch_size=batch_size * 2)
@@ -206,6 +208,7 @@ def tpu_guide(downcast: bool = True) -> float:
     """A transformers model, bf16 with downcast_bf16, and a loop without a scheduler."""
     from transformers import BertConfig, BertForSequenceClassification
 
+    PartialState._reset_state()  # of an earlier call in this process
     accelerator = Accelerator(mixed_precision="bf16", downcast_bf16=downcast)
     set_seed(1)
     config = BertConfig(vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)

@@ -372,11 +372,11 @@ def test_options_of_accelerate() -> None:
     config = configured(
         "--multi_gpu", "--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "10.0.0.1",
         "--main-process-port", "1234", "--num_processes=4", "--same-network", "--use_fsdp", "--dynamo_backend",
-        "inductor", "--gradient_accumulation_steps", "3", "--num_cpu_threads_per_process", "1",
+        "inductor", "--gradient_accumulation_steps", "3", "--num_cpu_threads_per_process", "1", "--debug",
     )  # fmt: skip
     assert config == LaunchConfig(
         num_processes=4, num_nodes=2, node_rank=1, master_addr="10.0.0.1", master_port=1234, fsdp=True,
-        dynamo_backend="inductor", gradient_accumulation_steps=3,
+        dynamo_backend="inductor", gradient_accumulation_steps=3, num_cpu_threads_per_process=1, debug=True,
     )  # fmt: skip
 
 
@@ -384,6 +384,12 @@ def test_a_file_of_accelerate(tmp_path: Path) -> None:
     path = tmp_path / "accelerate.yaml"
     path.write_text("distributed_type: MULTI_CPU\nnum_processes: 3\n")
     assert configured("--config_file", str(path)) == LaunchConfig(num_processes=3, cpu=True)
+
+
+def test_options_of_accelerate_without_effect_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert configured("--enable_cpu_affinity", "--tee", "3", "--role", "worker") == LaunchConfig()
+    said = capsys.readouterr().err
+    assert all(f"{option} has no effect" in said for option in ("--enable_cpu_affinity", "--tee", "--role"))
 
 
 @pytest.mark.parametrize("option", ["--use_deepspeed", "--use-megatron-lm"])

@@ -53,6 +53,11 @@ def test_a_file_of_accelerate(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         ({"distributed_type": "FSDP"}, {"fsdp": True}),
         ({"distributed_type": "XLA", "num_processes": 8}, {"tpu": True, "num_processes": 8}),
         ({"compute_environment": "LOCAL_MACHINE", "use_cpu": True}, {"cpu": True}),
+        (
+            {"distributed_type": "NO", "debug": True, "num_cpu_threads_per_process": 3},
+            {"debug": True, "num_cpu_threads_per_process": 3},
+        ),
+        ({"distributed_type": "NO", "num_cpu_threads_per_process": 0}, {}),
     ],
 )
 def test_kinds(values: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -62,9 +67,11 @@ def test_kinds(values: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def test_what_has_no_effect_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        from_accelerate({"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": True}, "tpu_name": "a"})
+        from_accelerate(
+            {"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": True}, "enable_cpu_affinity": True}
+        )
     assert [record.getMessage() for record in caplog.records] == [
-        "the configuration of accelerate sets fsdp_config and tpu_name without effect"
+        "the configuration of accelerate sets fsdp_config and enable_cpu_affinity without effect"
     ]
 
 

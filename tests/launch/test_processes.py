@@ -373,3 +373,9 @@ def test_the_variables_of_xla(
     assert left_out not in one
     assert not {"TPU_VISIBLE_CHIPS", "CPU_NUM_DEVICES"} & variables(LaunchConfig(tpu=True)).keys()
     assert "PJRT_DEVICE" not in variables(LaunchConfig(cpu=True))
+
+
+def test_threads_and_debug_mode_are_passed_on() -> None:
+    settings = variables(LaunchConfig(cpu=True, num_cpu_threads_per_process=3, debug=True))
+    assert (settings["OMP_NUM_THREADS"], settings["TRAINER_KIT_DEBUG"]) == ("3", "1")
+    assert "TRAINER_KIT_DEBUG" not in variables(LaunchConfig(cpu=True))

@@ -25,6 +25,7 @@ from trainer_kit.accelerator.settings import (
     training_arguments,
 )
 from trainer_kit.accelerator.skip import SkippedLoader, skip_first_batches
+from trainer_kit.accelerator.state import agreed_precision
 from trainer_kit.accelerator.stepping import Stepping
 from trainer_kit.accelerator.utils.dataclasses import (
     AutocastKwargs,
@@ -83,7 +84,7 @@ class Accelerator(Stepping):
         device_placement: Whether prepared loaders move their batches to the device.
         split_batches: See `DataLoaderConfiguration`.
         mixed_precision: Precision of prepared models: "no", "fp16", "bf16" or "fp8", see `TrainingArguments`; None for
-            the launcher's choice, else "no". Their outputs are float32.
+            that of an Accelerator in use, else the launcher's choice, else "no". Their outputs are float32.
         gradient_accumulation_steps: Batches per optimizer step on each process; see `accumulate`.
         cpu: Whether to train on the CPU even where there is an accelerator; the launcher can also request it.
         dataloader_config: See `DataLoaderConfiguration`.
@@ -154,11 +155,10 @@ class Accelerator(Stepping):
         self.handlers = handlers_by_class(kwargs_handlers or ())
         self.autocast_handler = self.handlers.get(AutocastKwargs)
         self.profile_handler = self.handlers.get(ProfileKwargs)
-        args = training_arguments(mixed_precision, cpu, fsdp_plugin)
+        args = training_arguments(agreed_precision(mixed_precision), cpu, fsdp_plugin)
         strategy = choose_strategy(
             args, downcast_bf16=downcast_bf16, **strategy_options(self.handlers, fsdp_plugin)
         )  # fmt: skip
-        strategy.shapes = ShapeLedger(by_hand=True)
         set_scaler_options(strategy, self.handlers.get(GradScalerKwargs))
         accumulation = accumulation_settings(gradient_accumulation_steps, gradient_accumulation_plugin)
         super().__init__(strategy, log_with, project_settings(project_dir, project_config), accumulation)
@@ -206,7 +206,7 @@ class Accelerator(Stepping):
         return results[0] if len(results) == 1 else tuple(results)
 
     def _prepare_one(self, thing: Any, placement: bool) -> Any:
-        if isinstance(thing, (PreparedOptimizer, PreparedScheduler, PreparedLoader, SkippedLoader)):
+        if isinstance(thing, (PreparedOptimizer, PreparedScheduler, SkippedLoader)):
             return thing
         if isinstance(thing, torch.nn.Module):
             return self.prepare_model(thing)
@@ -295,7 +295,7 @@ class Accelerator(Stepping):
         """Return a loader that yields this process's share of the batches. Collective.
 
         Args:
-            data_loader: The user's DataLoader.
+            data_loader: The user's DataLoader. One that was prepared without this Accelerator becomes its own.
             device_placement: Whether to move batches to the device; None for the Accelerator's own setting.
             slice_fn_for_dispatch: Without effect: each process reads its own batches.
 
@@ -303,10 +303,13 @@ class Accelerator(Stepping):
             ValueError: If the DataLoader shards its samples itself, or cannot be split.
         """
         if isinstance(data_loader, PreparedLoader):
+            if not any(each is data_loader for each in self._prepared.loaders):
+                data_loader.join(self.flow)
+                self._prepared.loaders.append(data_loader)
             return data_loader
         config = self.dataloader_config
         prepared = make_loader(
-            with_seedable_sampler(data_loader, config.data_seed) if config.use_seedable_sampler else data_loader,
+            self._ordered(data_loader),
             self.flow,
             number=len(self._prepared.loaders),
             split_batches=self.split_batches,
@@ -315,6 +318,10 @@ class Accelerator(Stepping):
         )
         self._prepared.loaders.append(prepared)
         return prepared
+
+    def _ordered(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        config = self.dataloader_config
+        return with_seedable_sampler(loader, config.data_seed, self.strategy) if config.use_seedable_sampler else loader
 
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True

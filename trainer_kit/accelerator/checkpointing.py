@@ -7,7 +7,7 @@ import logging
 import os
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,10 @@ from trainer_kit.accelerator.validation import (
     check_state,
     is_stateful,
     keep_other_files,
+    kept_by_hooks,
+    link_files,
+    numbered,
+    open_hook_folder,
 )
 from trainer_kit.accelerator.wrappers import PreparedOptimizer, PreparedScheduler
 from trainer_kit.checkpoint import (
@@ -42,6 +46,7 @@ from trainer_kit.checkpoint import (
 from trainer_kit.checkpoint.compatibility import read_optimizer_state
 from trainer_kit.checkpoint.format.commit import staging_folder
 from trainer_kit.checkpoint.format.discovery import is_of_run, recover_replaced
+from trainer_kit.checkpoint.format.disk import remove_folder
 from trainer_kit.checkpoint.format.export import refuse_pickles
 from trainer_kit.checkpoint.format.loading import load_weights
 from trainer_kit.checkpoint.integrity import fetch_verified
@@ -136,11 +141,19 @@ class Checkpointing(ModelSaving):
         models, states = self.strategy.sharding.collect_on_main(
             ([self.strategy.model_state(model) for model in self._prepared.models], self._states())
         )
-        for hook in self._save_hooks.values():
-            hook([*self._prepared.models], models, str(target))
-        if self._save_hooks:
-            self.wait_for_everyone()  # their files are part of the checkpoint
-        directory = self.strategy.collectives.on_main(lambda: self._commit(target, given is None, models, states))
+        before, written = [*models], None
+        try:
+            if self._save_hooks:
+                written = self.strategy.collectives.on_main(lambda: open_hook_folder(target))
+                for hook in self._save_hooks.values():
+                    hook([*self._prepared.models], models, str(written))
+                self.wait_for_everyone()  # their files are part of the checkpoint
+            directory = self.strategy.collectives.on_main(
+                lambda: self._commit(target, given is None, kept_by_hooks("model", before, models), states, written)
+            )
+        finally:
+            if written is not None and self.is_main_process:
+                remove_folder(written.parent)
         if given is None:
             project.iteration = int(directory.name.removeprefix(PREFIX)) + 1
         self.strategy.session.report_saved_step(self.flow.steps)
@@ -202,8 +215,9 @@ class Checkpointing(ModelSaving):
         """Call a function at each `save_state`, on all processes, before the checkpoint is written.
 
         Args:
-            hook: Called with the prepared models, a list of their states by position, and the checkpoint's folder, into
-                which it may write files. A state that it removes from the list on the main process is not saved.
+            hook: Called with the prepared models, a list of their states by position, and a temporary folder, whose
+                files become part of the checkpoint. A state that it removes from the list on the main process is not
+                saved.
 
         Returns:
             A handle whose `remove()` undoes this.
@@ -256,9 +270,9 @@ class Checkpointing(ModelSaving):
             "precision": precision.state_dict() if precision is not None else {},
             "gradients": self._gradients() if self.flow.batches else {},
         }
-        for name, each in _numbered("optimizer", prepared.optimizers):
+        for name, each in numbered("optimizer", prepared.optimizers):
             states[name] = self.strategy.optimizer_state(each.optimizer)
-        for name, each in _numbered("lr_scheduler", prepared.schedulers):
+        for name, each in numbered("lr_scheduler", prepared.schedulers):
             states[name] = each.state_dict()
         for name, each in self._registered():
             states[name] = each.state_dict()
@@ -296,7 +310,7 @@ class Checkpointing(ModelSaving):
             seen[name] += 1
 
     def _target(self, folder: Path, given: Path | None) -> Path:
-        """Return the folder of the checkpoint to save, on the main process only; hooks may write into it."""
+        """Return the folder of the checkpoint to save, on the main process only."""
         if given is None:
             self._lock = lock_project(folder.parent, self)
             remove_stale_staging(folder)
@@ -305,27 +319,29 @@ class Checkpointing(ModelSaving):
             given = folder / f"{PREFIX}{number}"
         else:
             check_replaceable(given)
-        if self._save_hooks:
-            given.mkdir(parents=True, exist_ok=True)
         return given
 
-    def _commit(self, target: Path, is_numbered: bool, models: list[Any], states: dict[str, Any]) -> Path:
-        """Write the checkpoint and prune old ones, on the main process only."""
+    def _commit(
+        self, target: Path, is_numbered: bool, models: dict[str, Any], states: dict[str, Any], written: Path | None
+    ) -> Path:
+        """Write the checkpoint with the files that hooks have written, and prune old ones; on the main process only."""
 
         def confirm() -> None:
             if is_numbered and self._lock is not None:
                 self._lock.confirm()
+            if written is not None:
+                link_files(written, staging_folder(target), is_flushed=False)
             keep_other_files(target, staging_folder(target))
 
-        named = dict(_numbered("model", models))
+        files = pretrained_files(self.strategy.unwrap(self._prepared.models[0]), None) if "model" in models else {}
         snapshot = take_snapshot(
             self.flow.steps,
-            named.pop("model", {}),
+            models.pop("model", None),
             states,
             arguments=self._settings,
             world_size=self.strategy.world_size,
-            files=pretrained_files(self.strategy.unwrap(self._prepared.models[0]), None) if models else {},
-            more_models=named,
+            files=files,
+            more_models=models,
         )
         to_host = self.strategy.device_info.to_host
         directory = write_checkpoint(target.parent, snapshot, name=target.name, to_host=to_host, confirm=confirm)
@@ -356,7 +372,7 @@ class Checkpointing(ModelSaving):
     def _restore_objects(self, source: Path, directory: Path, models: list[torch.nn.Module]) -> None:
         """Restore these models, optimizers, schedulers and registered objects from `source`, a copy of `directory`."""
         prepared = self._prepared
-        for name, model in _numbered("model", models):
+        for name, model in kept_by_hooks("model", prepared.models, models).items():
             load_weights(
                 self.strategy.unwrap(model),
                 source,
@@ -366,8 +382,8 @@ class Checkpointing(ModelSaving):
                 placement=self.strategy.sharding.placement,
             )
         for name, each in (
-            *_numbered("optimizer", prepared.optimizers),
-            *_numbered("lr_scheduler", prepared.schedulers),
+            *numbered("optimizer", prepared.optimizers),
+            *numbered("lr_scheduler", prepared.schedulers),
             *self._registered(),
         ):
             is_optimizer = isinstance(each, PreparedOptimizer)
@@ -409,11 +425,6 @@ def _registered_hook(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
-
-
-def _numbered(name: str, objects: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the objects with names: model, model_1, model_2 and so on."""
-    return ((f"{name}_{number}" if number else name, each) for number, each in enumerate(objects))
 
 
 def _number(path: Path) -> int:

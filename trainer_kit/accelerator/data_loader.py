@@ -11,9 +11,10 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from trainer_kit.accelerator.loader import PreparedLoader
 from trainer_kit.accelerator.skip import SkippedLoader, skip_first_batches
-from trainer_kit.accelerator.state import PartialState
+from trainer_kit.accelerator.state import GradientState, PartialState
 from trainer_kit.accelerator.wrappers import AccumulationState
 from trainer_kit.data.sampling import mix
+from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.user_warnings import warn
 
 __all__ = [
@@ -61,8 +62,14 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
 
-def with_seedable_sampler(loader: DataLoader[Any], data_seed: int | None) -> DataLoader[Any]:
-    """Return a copy of a DataLoader that shuffles, with a `SeedableRandomSampler`; another one unchanged."""
+def with_seedable_sampler(loader: DataLoader[Any], data_seed: int | None, strategy: Strategy) -> DataLoader[Any]:
+    """Return a copy of a DataLoader that shuffles, with a `SeedableRandomSampler`; another one unchanged. Collective.
+
+    Args:
+        loader: The user's DataLoader.
+        data_seed: Seed of the order; None: the main process's torch seed.
+        strategy: Strategy of the run.
+    """
     batches = loader.batch_sampler
     sampler = batches.sampler if type(batches) is BatchSampler else loader.sampler
     if type(sampler) is not RandomSampler:
@@ -72,7 +79,7 @@ def with_seedable_sampler(loader: DataLoader[Any], data_seed: int | None) -> Dat
         replacement=sampler.replacement,
         num_samples=sampler._num_samples,
         generator=sampler.generator,
-        data_seed=data_seed,
+        data_seed=strategy.collectives.broadcast(torch.initial_seed()) if data_seed is None else data_seed,
     )
     new = copy.copy(loader)
     # A DataLoader refuses to set these attributes after its creation.
@@ -156,8 +163,8 @@ def prepare_data_loader(
     if slice_fn_for_dispatch is not None:
         warn("prepare_data_loader: slice_fn_for_dispatch has no effect here: each process reads its own batches")
     return make_loader(
-        with_seedable_sampler(dataloader, data_seed) if use_seedable_sampler else dataloader,
-        AccumulationState(state.strategy),
+        with_seedable_sampler(dataloader, data_seed, state.strategy) if use_seedable_sampler else dataloader,
+        GradientState.flow_of_latest(),
         number=0,
         split_batches=split_batches,
         device_placement=put_on_device,

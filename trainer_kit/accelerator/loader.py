@@ -116,6 +116,10 @@ class PreparedLoader(DataLoader[Any]):
             self._counting.collate_fn = CountingCollator(loader.collate_fn)
         self._check(loader)
 
+    def join(self, flow: AccumulationState) -> None:
+        """Belong to another loop of this process from now on."""
+        self._strategy, self._flow = flow.strategy, flow
+
     def _check(self, loader: DataLoader[Any]) -> None:
         if isinstance(loader.sampler, DistributedSampler):
             raise ValueError(

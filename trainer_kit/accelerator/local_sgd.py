@@ -14,7 +14,7 @@ from trainer_kit.accelerator.utils.enums import DistributedType
 class LocalSGD:
     """Context in which processes train alone, and average their weights every few steps and at its end.
 
-    Call `step()` after each optimizer step. See https://arxiv.org/abs/1805.09767.
+    Call `step()` after each optimizer step, or after each batch: while gradients accumulate it has no effect. See https://arxiv.org/abs/1805.09767.
 
     Args:
         accelerator: The Accelerator that has prepared the model.
@@ -55,8 +55,10 @@ class LocalSGD:
 
     def step(self) -> None:
         """Count an optimizer step, and average the weights if it is due. Collective where it is."""
+        if not self.accelerator.sync_gradients:
+            return
         self.num_steps += 1
-        if self.enabled and self.accelerator.sync_gradients and self.num_steps % self.local_sgd_steps == 0:
+        if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()
 
     @torch.no_grad()

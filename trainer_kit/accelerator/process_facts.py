@@ -159,8 +159,9 @@ class ProcessFacts:
         """Enter a context with this process's part of the inputs, for example of prompts.
 
         Args:
-            inputs: List, tuple, tensor, `datasets.Dataset`, or a dict of them with equal lengths. The first processes
-                get one element more if the number of processes does not divide them.
+            inputs: List, tuple, tensor, `datasets.Dataset`, or a dict of them (or of such dicts) with equal lengths.
+                The first processes get one element more if the number of processes does not divide them. Where there
+                are fewer elements than processes, the others get the last one.
             apply_padding: Whether to repeat the last element so that all parts have the same length; a tensor's part
                 is then on the device.
 
@@ -173,21 +174,22 @@ class ProcessFacts:
         if self.num_processes == 1:
             yield inputs
             return
-        if not isinstance(inputs, dict):
-            yield self._part(inputs, apply_padding)
-            return
-        if len({len(value) for value in inputs.values()}) > 1:
-            lengths = {key: len(value) for key, value in inputs.items()}
+        lengths = _lengths(inputs) if isinstance(inputs, dict) else {}
+        if len({*lengths.values()}) > 1:
             raise ValueError(f"split_between_processes() got values of different lengths: {lengths}; make them equal")
-        yield {key: self._part(value, apply_padding) for key, value in inputs.items()}
+        yield self._part(inputs, apply_padding)
 
     def _part(self, inputs: Any, pads: bool) -> Any:
+        if isinstance(inputs, dict):
+            return {key: self._part(value, pads) for key, value in inputs.items()}
         is_dataset = hasattr(inputs, "select") and hasattr(inputs, "column_names")  # of the package datasets
         if not is_dataset and not isinstance(inputs, (list, tuple, torch.Tensor)):
             return inputs
         size, extra = divmod(len(inputs), self.num_processes)
         start = self.process_index * size + min(self.process_index, extra)
         rows = [*range(start, start + size + (self.process_index < extra))]
+        if not rows and len(inputs):
+            rows = [len(inputs) - 1]
         if pads and len(inputs):
             rows += [len(inputs) - 1] * (size + (extra > 0) - len(rows))
         if is_dataset:
@@ -196,6 +198,14 @@ class ProcessFacts:
             part = inputs[torch.tensor(rows, dtype=torch.long, device=inputs.device)]
             return part.to(self.device) if pads else part
         return type(inputs)(inputs[row] for row in rows)
+
+
+def _lengths(inputs: dict[Any, Any], path: str = "") -> dict[str, int]:
+    """Return the length of each value in a dict and its inner dicts, by keys joined with dots."""
+    found: dict[str, int] = {}
+    for key, value in inputs.items():
+        found |= _lengths(value, f"{path}{key}.") if isinstance(value, dict) else {f"{path}{key}": len(value)}
+    return found
 
 
 def _only_if(condition: bool, function: Callable[..., T]) -> Callable[..., T | None]:

@@ -27,7 +27,7 @@ class ProcessInfo(ProcessOperations):
         self.strategy = strategy
         self.flow = AccumulationState(strategy, accumulation or GradientAccumulationPlugin())
         self._triggered = False
-        share(strategy, self.flow)
+        share(strategy, self.flow, self)
 
     def __getstate__(self) -> dict[str, Any]:
         left_out: dict[str, Any] = {"strategy": None, "trackers": [], "_lock": None}  # what only this process can hold

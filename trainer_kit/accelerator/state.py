@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from trainer_kit.accelerator.process_operations import ProcessOperations
@@ -14,7 +16,7 @@ from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.select import choose_strategy
 
-__all__ = ["AcceleratorState", "GradientState", "PartialState", "share"]
+__all__ = ["AcceleratorState", "GradientState", "PartialState", "agreed_precision", "share"]
 
 
 class PartialState(ProcessOperations):
@@ -113,9 +115,14 @@ class GradientState:
         *,
         flow: AccumulationState | None = None,
     ) -> None:
-        self._flow = flow or GradientState._latest or AccumulationState(PartialState().strategy)
+        self._flow = flow or GradientState.flow_of_latest()
         if gradient_accumulation_plugin is not None:
             self._flow.settings = gradient_accumulation_plugin
+
+    @staticmethod
+    def flow_of_latest() -> AccumulationState:
+        """Return the accumulation state of the latest Accelerator; without one, a state of no loop."""
+        return GradientState._latest or AccumulationState(PartialState().strategy)
 
     @property
     def sync_gradients(self) -> bool:
@@ -189,10 +196,34 @@ class GradientState:
         GradientState._latest = None
 
 
-def share(strategy: Strategy, flow: AccumulationState) -> None:
-    """Make an Accelerator's strategy and position those of this process's states."""
+def agreed_precision(given: Any) -> Any:
+    """Return the precision for a new Accelerator: the given one, or else that of the Accelerator before it, if any.
+
+    Raises:
+        ValueError: If an Accelerator with another precision is in use.
+    """
+    chosen = str(given).lower() if given else None
+    if (earlier := _precision_in_use()) in (None, chosen):
+        return chosen
+    gc.collect()  # an Accelerator that is not in use any more may be part of a cycle with its models
+    if (earlier := _precision_in_use()) is None or chosen is None:
+        return earlier or chosen
+    raise ValueError(
+        f"mixed_precision={chosen!r} differs from that of an earlier Accelerator, {earlier!r}, which is still in use; "
+        "leave it out, or give the same"
+    )
+
+
+def _precision_in_use() -> str | None:
+    in_use: Iterable[Any] = PartialState._shared_state.get("_in_use", ())
+    return next((str(owner.mixed_precision) for owner in in_use), None)
+
+
+def share(strategy: Strategy, flow: AccumulationState, owner: Any) -> None:
+    """Make the strategy and the position of an Accelerator, the owner, those of this process's states."""
     shared = PartialState._shared_state
     shared.setdefault("debug", environment.debug())
     shared.pop("_kind", None)
     shared["strategy"] = strategy
+    shared.setdefault("_in_use", weakref.WeakSet()).add(owner)
     GradientState._latest = flow

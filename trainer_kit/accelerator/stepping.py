@@ -14,6 +14,7 @@ from trainer_kit.accelerator.profiling import profile
 from trainer_kit.accelerator.utils.dataclasses import AutocastKwargs, ProfileKwargs
 from trainer_kit.accelerator.utils.enums import DistributedType
 from trainer_kit.accelerator.wrappers import PreparedOptimizer
+from trainer_kit.utils.pytree import map_tensors
 from trainer_kit.utils.user_warnings import warn
 
 
@@ -108,13 +109,17 @@ class Stepping(Checkpointing):
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
         """Enter the context of a loop whose number of batches differs between processes. Collective.
 
-        A process that has finished takes part in the exchange of gradients until the last one has finished.
+        A process that has finished takes part in the exchange of gradients until the last one has finished. At the end
+        all have the weights, and the state of optimizers and schedulers, of a process that took the most steps.
 
         Args:
             joinables: Prepared models that are trained in the loop.
             even_batches: Whether loaders repeat samples within the context; None: as they are.
+
+        Raises:
+            ValueError: If an optimizer step has several batches, and the last batch of a loader ends one.
         """
-        if self.num_processes > 1 and self.state.distributed_type not in (
+        if self.num_processes > 1 and self.distributed_type not in (
             DistributedType.MULTI_CPU,
             DistributedType.MULTI_GPU,
         ):
@@ -123,7 +128,14 @@ class Stepping(Checkpointing):
             )
             yield
             return
+        if self.num_processes > 1 and self.gradient_accumulation_steps > 1 and self.flow.settings.sync_with_dataloader:
+            raise ValueError(
+                "join_uneven_inputs() is not possible with "
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}, since the processes' last batches "
+                "would end steps at different times; give GradientAccumulationPlugin(sync_with_dataloader=False)"
+            )
         before = [(loader, loader.even_batches) for loader in self._prepared.loaders]
+        steps = self.flow.steps
         if even_batches is not None and any(loader.is_stream for loader, _ in before):
             warn("join_uneven_inputs(even_batches=) is only supported for map-style datasets: others stay as they are")
         try:
@@ -131,9 +143,37 @@ class Stepping(Checkpointing):
                 loader.even_batches = loader.even_batches if even_batches is None else even_batches
             with self.strategy.join_uneven(joinables):
                 yield
+            self._take_steps_of_longest(self.flow.steps - steps)
         finally:
             for loader, setting in before:
                 loader.even_batches = setting
+
+    def _take_steps_of_longest(self, steps: int) -> None:
+        """Take the state that follows from steps from a process that took the most, where numbers differ. Collective.
+
+        Args:
+            steps: Number of optimizer steps that this process took, while the number could differ.
+        """
+        taken = self.strategy.collectives.gather_object(steps)
+        if len({*taken}) == 1:
+            return
+        longest, prepared, precision = taken.index(max(taken)), self._prepared, self.strategy.precision
+        own = None
+        if self.process_index == longest:
+            optimizers = [each.optimizer.state_dict() for each in prepared.optimizers]
+            schedulers = [each.state_dict() for each in prepared.schedulers]
+            scale = None if precision is None else precision.state_dict()
+            own = map_tensors(lambda tensor: tensor.detach().cpu(), (optimizers, schedulers, scale, self.flow.steps))
+        state = self._from(own, longest)
+        if self.process_index == longest or state is None:
+            return
+        for optimizer, saved in zip(prepared.optimizers, state[0], strict=True):
+            optimizer.optimizer.load_state_dict(saved)
+        for scheduler, saved in zip(prepared.schedulers, state[1], strict=True):
+            scheduler.load_state_dict(saved)
+        if precision is not None:
+            precision.load_state_dict(state[2])
+        self.flow.steps = state[3]
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:

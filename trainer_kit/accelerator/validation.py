@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer_kit.checkpoint import CheckpointError, read_state, verify
+from trainer_kit.checkpoint.format.commit import staging_folder
+from trainer_kit.checkpoint.format.disk import flush_file, fsync_directory, make_run_folder, remove_folder
 from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME, STATE_FOLDER, Manifest
 from trainer_kit.checkpoint.format.trainer_state import BOOL, COUNT, OBJECT, TEXT, WHOLE, CheckedFile, or_none
 
@@ -91,7 +94,33 @@ def keep_other_files(directory: Path, staging: Path) -> None:
         known = {*Manifest.read(directory).files, MANIFEST_NAME}
     except CheckpointError:
         known = set()
-    for path in sorted(directory.rglob("*")) if directory.is_dir() else ():
+    if directory.is_dir():
+        link_files(directory, staging, known)
+
+
+def open_hook_folder(target: Path) -> Path:
+    """Create a folder on the disk of a checkpoint, with the checkpoint's name, into which hooks write its files.
+
+    The folder that contains it is temporary, and found as stale if its process is killed.
+    """
+    container = staging_folder(target.with_name(f"hooks-{target.name}"))
+    make_run_folder(target.parent)
+    remove_folder(container)  # of an earlier process with the same PID
+    folder = container / target.name
+    folder.mkdir(parents=True)
+    return folder
+
+
+def link_files(directory: Path, staging: Path, known: Collection[str] = (), is_flushed: bool = True) -> None:
+    """Link the files of a folder into the staged checkpoint, where it has none of that name.
+
+    Args:
+        directory: The folder.
+        staging: Folder of the complete staged checkpoint, on the same disk.
+        known: Relative paths to leave out.
+        is_flushed: Whether the files are on the disk already; others are flushed.
+    """
+    for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory)
         target = staging / name
         if name.as_posix() in known or target.exists():
@@ -105,3 +134,30 @@ def keep_other_files(directory: Path, staging: Path) -> None:
             os.link(path, target, follow_symlinks=False)
         except OSError:  # a disk without links
             shutil.copy2(path, target, follow_symlinks=False)
+        if not is_flushed and target.is_file():
+            flush_file(target)
+    if not is_flushed:
+        for folder in {staging, *(path.parent for path in staging.rglob("*"))}:
+            fsync_directory(folder)
+
+
+def numbered(name: str, objects: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the objects with names: model, model_1, model_2 and so on."""
+    return ((f"{name}_{number}" if number else name, each) for number, each in enumerate(objects))
+
+
+def kept_by_hooks(name: str, before: Sequence[Any], after: Sequence[Any]) -> dict[str, Any]:
+    """Return the objects that hooks have left in a list, by the names that they had; a full list counts by position.
+
+    Raises:
+        ValueError: If a hook has both removed and replaced objects.
+    """
+    if len(after) == len(before):
+        return dict(numbered(name, after))
+    names = {id(each): known for known, each in numbered(name, before)}
+    if any(id(each) not in names for each in after):
+        raise ValueError(
+            f"a hook has left {len(after)} of {len(before)} {name}s in its list, and replaced some of them; it may "
+            "remove elements or replace them, not both"
+        )
+    return {names[id(each)]: each for each in after}

@@ -28,6 +28,9 @@ class BeingRead(Protocol):
         """See `PreparedLoader.remainder`."""
 
 
+_BEING_READ: list[BeingRead] = []
+
+
 class AccumulationState:
     """Position of the user's loop within an optimizer step.
 
@@ -44,7 +47,7 @@ class AccumulationState:
         batches: Batches in the unfinished optimizer step so far.
         steps: Optimizer steps taken.
         trained: Number of calls of `Accelerator.backward` and of `step` of prepared optimizers.
-        loaders: Prepared loaders that are being iterated, innermost last.
+        loaders: Prepared loaders of this process that are being iterated, of any Accelerator, innermost last.
     """
 
     def __init__(self, strategy: Strategy, settings: GradientAccumulationPlugin | None = None) -> None:
@@ -56,7 +59,7 @@ class AccumulationState:
         self.batches = 0
         self.steps = 0
         self.trained = 0
-        self.loaders: list[BeingRead] = []
+        self.loaders = _BEING_READ
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AccumulationState:
         return self

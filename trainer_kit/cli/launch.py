@@ -30,6 +30,7 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("mixed-precision", {"choices": ("no", "fp16", "bf16", "fp8"), "help": "what to compute in"}),
     ("gradient-accumulation-steps", {"type": int, "metavar": "N", "help": "batches per step of an Accelerator"}),
     ("dynamo-backend", {"metavar": "NAME", "help": "compiler of an Accelerator's models, such as inductor"}),
+    ("num-cpu-threads-per-process", {"type": int, "metavar": "N", "help": "threads of torch in each process"}),
     ("profile", {"metavar": "FIRST:LAST", "help": "write a trace of these steps, such as 10:20"}),
 )  # fmt: skip
 
@@ -44,10 +45,9 @@ _OTHER_NAMES = {
     "use_fsdp": "fsdp",
 }
 # Options of accelerate whose meaning holds without them, with the number of their values.
-_SATISFIED = {
-    "multi_gpu": 0, "same_network": 0, "quiet": 0, "debug": 0, "enable_cpu_affinity": 0, "role": 1, "tee": 1,
-    "main_training_function": 1, "num_cpu_threads_per_process": 1,
-}  # fmt: skip
+_SATISFIED = {"multi_gpu": 0, "same_network": 0, "quiet": 0, "main_training_function": 1}
+# Those that have no effect here, with a warning.
+_IGNORED = {"enable_cpu_affinity": 0, "role": 1, "tee": 1}
 _REFUSED = ("use_deepspeed", "use_megatron_lm", "use_parallelism_config", "no_python")
 
 
@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, settings in _OPTIONS:
         _add(parser, name, settings)
     _add(parser, "cpu", {"action": "store_true", "help": "train on the CPU though there are GPUs"})
+    _add(parser, "debug", {"action": "store_true", "help": "compare shapes before an Accelerator's collectives"})
     _add(parser, "fsdp", {"action": "store_true", "help": "shard the model over the processes"})
     _add(parser, "tpu", {"action": "store_true", "help": "train on all TPU devices of a machine, by one process"})
     _add(parser, "config", {"metavar": "FILE", "help": f"a file of `trainer-kit config` (default: {default_path()})"})
@@ -71,6 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, values in _SATISFIED.items():
         kind: dict[str, Any] = {} if values else {"action": "store_true"}
         _add(parser, name.replace("_", "-"), {**kind, "dest": "_satisfied", "help": argparse.SUPPRESS})
+    for name, values in _IGNORED.items():
+        _add(
+            parser,
+            name.replace("_", "-"),
+            {"action": _Ignore, "nargs": values or 0, "dest": "_ignored", "help": argparse.SUPPRESS},
+        )
     for name in _REFUSED:
         _add(parser, name.replace("_", "-"), {"action": _Refuse, "nargs": 0, "help": argparse.SUPPRESS})
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
@@ -140,6 +147,13 @@ class _Refuse(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
         parser.error(f"{args[-1]} is not available; --fsdp shards a large model over the processes")
+
+
+class _Ignore(argparse.Action):
+    """An option of accelerate that has no effect here."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
+        _say(f"{args[-1]} has no effect")
 
 
 def _exit_code(code: int | None) -> int:

@@ -21,14 +21,16 @@ _NAMES = {
     "use_cpu": "cpu",
     "dynamo_backend": "dynamo_backend",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "num_cpu_threads_per_process": "num_cpu_threads_per_process",
+    "debug": "debug",
     "max_restarts": "max_restarts",
     "monitor_interval": "monitor_interval",
 }
 """Fields with a counterpart."""
 
 _SATISFIED = {
-    "compute_environment", "debug", "distributed_type", "dynamo_config", "enable_cpu_affinity", "gpu_ids",
-    "main_training_function", "num_cpu_threads_per_process", "quiet", "same_network",
+    "compute_environment", "distributed_type", "dynamo_config", "gpu_ids", "main_training_function", "quiet",
+    "same_network",
 }  # fmt: skip
 """Fields that are read otherwise, or whose meaning holds in any case."""
 
@@ -60,6 +62,8 @@ def from_accelerate(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"gpu_ids={values['gpu_ids']!r} has no effect; set CUDA_VISIBLE_DEVICES instead")
     flat = {**values, **(values.get("dynamo_config") or {})}
     found = {ours: flat[theirs] for theirs, ours in _NAMES.items() if flat.get(theirs) is not None}
+    if found.get("num_cpu_threads_per_process") == 0:  # accelerate then leaves the variable as it is
+        del found["num_cpu_threads_per_process"]
     if "mixed_precision" in found:
         found["mixed_precision"] = _word(found["mixed_precision"]).lower()  # YAML reads an unquoted no as False
     found["fsdp"] = kind == "FSDP"

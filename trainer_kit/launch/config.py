@@ -74,6 +74,9 @@ class LaunchConfig:
         fsdp: Whether runs whose arguments leave `strategy` at "auto" shard the model over the processes.
         gradient_accumulation_steps: Batches per optimizer step of an `Accelerator` whose arguments leave it out.
         dynamo_backend: Compiler of `torch.compile` for an `Accelerator` whose arguments leave it out; "NO": none.
+        num_cpu_threads_per_process: Threads of torch in each process, as OMP_NUM_THREADS; None for that variable, else
+            an equal share of the processors.
+        debug: Whether an `Accelerator` compares shapes before each collective operation.
         monitor_interval: Seconds between two checks of the processes.
         start_timeout: Seconds to wait for the other machines.
     """
@@ -96,6 +99,8 @@ class LaunchConfig:
     fsdp: bool = dataclasses.field(default_factory=environment.fsdp)
     gradient_accumulation_steps: _Count = 1
     dynamo_backend: _Word = "NO"
+    num_cpu_threads_per_process: _Count | None = None
+    debug: bool = dataclasses.field(default_factory=environment.debug)
     monitor_interval: _Seconds = 0.1
     start_timeout: _Seconds = 600.0
 

@@ -132,9 +132,9 @@ def variables(config: LaunchConfig) -> dict[str, str]:
         environment.MIXED_PRECISION: config.mixed_precision,
         environment.USE_CPU: str(int(config.cpu)),
         environment.FSDP: str(int(config.fsdp)),
-        environment.USE_TPU: str(int(config.tpu)),
         environment.ACCUMULATION: str(config.gradient_accumulation_steps),
         environment.DYNAMO_BACKEND: config.dynamo_backend,
+        environment.USE_TPU: str(int(config.tpu)),
     }
     if config.profile is not None:
         settings[environment.PROFILE] = config.profile
@@ -144,7 +144,11 @@ def variables(config: LaunchConfig) -> dict[str, str]:
         if config.num_processes == 1:
             is_tpu = config.xla_device_type == "TPU"
             settings |= environment.ONE_TPU_CHIP if is_tpu else {"CPU_NUM_DEVICES": "1"}
-    if "OMP_NUM_THREADS" not in os.environ and processes > 1:
+    if config.debug:
+        settings[environment.DEBUG[0]] = "1"
+    if config.num_cpu_threads_per_process is not None:
+        settings["OMP_NUM_THREADS"] = str(config.num_cpu_threads_per_process)
+    elif "OMP_NUM_THREADS" not in os.environ and processes > 1:
         # Each rank would otherwise use all processors, and the ranks would slow one another down.
         settings["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
     return settings

@@ -273,7 +273,9 @@ class DDP(SingleDevice):
                 model.exchange.discard()
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        if self._replicas and not any(replica.called for replica in self._replicas) and self._trains(loss):
+        is_uncalled = self._replicas and not any(replica.called for replica in self._replicas)
+        # A loop of the user's own may train models that are not prepared.
+        if is_uncalled and (not self.shapes.by_hand or self._may_train(loss)):
             raise ValueError(
                 "the loss was computed without calling the model itself, so that processes would not exchange its "
                 "gradients; call model(...), in compute_loss too, not a method of it or its parts"
@@ -285,8 +287,8 @@ class DDP(SingleDevice):
                 if replica.exchange is not None:
                     replica.exchange.send_rest()
 
-    def _trains(self, loss: torch.Tensor) -> bool:
-        """Return whether the loss depends on a parameter of a prepared model."""
+    def _may_train(self, loss: torch.Tensor) -> bool:
+        """Return whether the loss may depend on a parameter of a prepared model: a checkpoint hides its parameters."""
         known = {id(parameter) for replica in self._replicas for parameter in replica.module.parameters()}
         nodes, seen = [loss.grad_fn], set[Any]()
         while nodes:
@@ -294,7 +296,7 @@ class DDP(SingleDevice):
             if node is None or node in seen:
                 continue
             seen.add(node)
-            if id(getattr(node, "variable", None)) in known:
+            if id(getattr(node, "variable", None)) in known or "CheckpointFunction" in node.name():
                 return True
             nodes += [following for following, _ in node.next_functions]
         return False

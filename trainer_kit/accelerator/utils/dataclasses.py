@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, ClassVar
 
+import torch
+
 from trainer_kit.accelerator.utils.enums import (
     BaseEnum,
     ComputeEnvironment,
@@ -218,6 +220,8 @@ class InitProcessGroupKwargs(KwargsHandler):
         super().__post_init__()
         if self.backend not in (None, "nccl", "gloo"):
             raise ValueError(f"backend={self.backend!r} is not available; leave it out: the device decides")
+        if self.backend == "gloo" and torch.cuda.is_available():
+            warn("InitProcessGroupKwargs: backend='gloo' has no effect on GPUs, which use nccl")
 
     def options(self) -> dict[str, Any]:
         """Return the arguments of `DDP`."""

@@ -8,8 +8,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from trainer_kit.accelerator.state import PartialState
 from trainer_kit.strategies.base import clear_frames
+from trainer_kit.strategies.device_info import DeviceInfo
+from trainer_kit.strategies.single import SingleDevice
 
 __all__ = [
     "clear_device_cache",
@@ -27,7 +31,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """
     if garbage_collection:
         gc.collect()
-    PartialState().strategy.device_info.empty_cache()
+    _device_info().empty_cache()
 
 
 def release_memory(*objects: Any) -> list[None]:
@@ -38,7 +42,15 @@ def release_memory(*objects: Any) -> list[None]:
 
 def should_reduce_batch_size(exception: Exception) -> bool:
     """Return whether an error says that the device's or the host's memory is exhausted."""
-    return PartialState().strategy.device_info.oom_message(exception) is not None
+    return _device_info().oom_message(exception) is not None
+
+
+def _device_info() -> DeviceInfo:
+    """Return what is known of the device, without joining the process group or starting CUDA."""
+    if "strategy" in PartialState._shared_state:
+        return PartialState().strategy.device_info
+    is_unused = torch.cuda.is_available() and not torch.cuda.is_initialized()
+    return SingleDevice("cpu" if is_unused else None).device_info
 
 
 def find_executable_batch_size(

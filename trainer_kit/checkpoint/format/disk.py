@@ -117,6 +117,14 @@ def fsync_directory(directory: Path) -> None:
         _fsync(descriptor, directory)
 
 
+def flush_file(path: Path) -> None:
+    """Flush a file that other code has written to the disk."""
+    if os.name == "nt":  # Windows flushes only what is open for writing
+        return
+    with _naming(path), _opened(path) as descriptor:
+        _fsync(descriptor, path)
+
+
 def rename_folder(source: Path, target: Path) -> None:
     """Rename a folder, and check that the file system does it atomically.
 
@@ -206,8 +214,8 @@ def _start_writing(descriptor: int) -> None:
 
 
 @contextlib.contextmanager
-def _opened(directory: Path) -> Iterator[int]:
-    descriptor = os.open(directory, os.O_RDONLY)
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         yield descriptor
     finally:

@@ -37,7 +37,7 @@ class Snapshot:
     Attributes:
         step: Number of optimizer steps taken.
         world_size: Number of processes of the run.
-        model: The model's tensors by name.
+        model: The model's tensors by name; None for a checkpoint without it.
         states: JSON tree and tensors of each state by name, from `trainer_kit.utils.pytree.flatten_state`.
         arguments: The arguments of the run, as a JSON tree.
         files: Contents of further files (config.json, a tokenizer's) by path in the checkpoint.
@@ -49,7 +49,7 @@ class Snapshot:
 
     step: int
     world_size: int
-    model: Tensors
+    model: Tensors | None
     states: Mapping[str, tuple[Any, Tensors]]
     arguments: Any
     files: Mapping[str, bytes]
@@ -62,7 +62,7 @@ class Snapshot:
     def groups(self) -> dict[str, Tensors]:
         """Tensors of each group of files, by its stem in the checkpoint: "model", "state/optimizer"."""
         of_states = {f"{STATE_FOLDER}/{name}": tensors for name, (_, tensors) in self.states.items() if tensors}
-        of_model = {"model": self.model} if self.model or not self.adapters else {}
+        of_model = {} if self.model is None or (self.adapters and not self.model) else {"model": self.model}
         return {**of_model, **self.more_models, **self.adapters, **of_states}
 
     @property
@@ -131,7 +131,7 @@ class Snapshot:
 
         return dataclasses.replace(
             self,
-            model=copied(self.model),
+            model=None if self.model is None else copied(self.model),
             states={name: (tree, copied(tensors)) for name, (tree, tensors) in self.states.items()},
             more_models={name: copied(tensors) for name, tensors in self.more_models.items()},
             adapters={name: copied(tensors) for name, tensors in self.adapters.items()},
@@ -147,7 +147,7 @@ class Snapshot:
 
 def take_snapshot(
     step: int,
-    model_state: Tensors,
+    model_state: Tensors | None,
     states: Mapping[str, Any],
     *,
     arguments: Mapping[str, Any],
@@ -160,7 +160,7 @@ def take_snapshot(
 
     Args:
         step: Number of optimizer steps taken.
-        model_state: The model's tensors by name, on any device.
+        model_state: The model's tensors by name, on any device; None for a checkpoint without it.
         states: Trees that `trainer_kit.utils.pytree.flatten_state` accepts, by a name of letters, digits and `._-`.
         arguments: The arguments of the run.
         world_size: Number of processes of the run.
@@ -185,7 +185,7 @@ def take_snapshot(
     _check_names("model", stems)
     adapters = adapters or {}
     _check_names("adapter", [part for stem in adapters for part in PurePosixPath(stem).parts])
-    for tensors in (model_state, *more_models.values(), *adapters.values()):
+    for tensors in (model_state or {}, *more_models.values(), *adapters.values()):
         _refuse_unstorable(tensors)
     taken = {name: _take_state(name, state) for name, state in states.items()}
     tree, tensors_of_arguments = flatten_state(dict(arguments))
