@@ -37,7 +37,7 @@ def trainer(given: FakePeftModel, folder: Path, *callbacks: Callback, **options:
 
 
 def state_of(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "state" / "base.json").read_text())
+    content: dict[str, Any] = json.loads((folder / "state" / "frozen-base.json").read_text())
     return content
 
 

@@ -123,7 +123,7 @@ def test_a_base_in_a_folder_is_referred_to_and_another_one_refused(dtype: torch.
     first = trainer(from_folder(tmp_path / "base", dtype=dtype), tmp_path / "run")
     first.train()
     assert not [*(tmp_path / "run").glob("base-*")]
-    content = json.loads((tmp_path / "run" / "checkpoint-6" / "state" / "base.json").read_text())
+    content = json.loads((tmp_path / "run" / "checkpoint-6" / "state" / "frozen-base.json").read_text())
     assert (content["name"], content["kept"], content["folder"]) == (str(tmp_path / "base"), [], None)
     second = trainer(from_folder(tmp_path / "base", dtype=dtype), tmp_path / "run")
     second.train(resume_from_checkpoint=tmp_path / "run" / "checkpoint-2")
@@ -168,7 +168,7 @@ def test_weights_that_the_named_folder_lacks_are_kept(tmp_path: Path) -> None:
 
     first = trained(5)
     first.train()
-    content = json.loads((tmp_path / "run" / "checkpoint-2" / "state" / "base.json").read_text())
+    content = json.loads((tmp_path / "run" / "checkpoint-2" / "state" / "frozen-base.json").read_text())
     assert content["kept"] == ["base_model.model.score.weight"]
     second = trained(6)
     second.train(resume_from_checkpoint=tmp_path / "run" / "checkpoint-2")

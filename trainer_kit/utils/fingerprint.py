@@ -45,7 +45,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """
     integers = _as_integers(tensor.detach())
     while True:
-        sums = [
+        sums: list[torch.Tensor] = [
             (chunk * _weights(integers.device)[: chunk.numel()]).sum(dtype=torch.int64)
             for chunk in integers.split(_CHUNK)
         ]

@@ -21,7 +21,7 @@ def reference() -> BaseReference:
 
 
 def checkpoint(run: Path, given: BaseReference) -> Path:
-    return write_checkpoint(run, take_snapshot(1, {}, {"base": given.to_state()}, arguments={}))
+    return write_checkpoint(run, take_snapshot(1, {}, {"frozen-base": given.to_state()}, arguments={}))
 
 
 def test_a_digest_tells_values_dtypes_and_shapes_apart() -> None:
@@ -49,7 +49,7 @@ def test_a_reference_is_read_as_it_was_written(tmp_path: Path) -> None:
     ],
 )
 def test_a_reference_that_makes_no_sense_is_damage(state: dict[str, object], tmp_path: Path) -> None:
-    directory = write_checkpoint(tmp_path, take_snapshot(1, {}, {"base": state}, arguments={}))
+    directory = write_checkpoint(tmp_path, take_snapshot(1, {}, {"frozen-base": state}, arguments={}))
     with pytest.raises(CheckpointError):
         verify(directory)
 
