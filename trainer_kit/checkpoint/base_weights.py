@@ -81,10 +81,10 @@ class BaseWeights:
         return mine
 
     def left_out(self) -> set[str]:
-        """Return the names of the weights that the folder of `save_model` need not hold. Collective if sharding is active.
+        """Return the names of the weights that the folder of `save_model` need not hold.
 
-        Those are the unchanged ones, as the user can load them: from the files of the base, or, if there are no such
-        files, by making the model again.
+        Those are the unchanged ones that the files of the base hold; without such files, all unchanged ones.
+        Collective if sharding is active.
         """
         unchanged = self.unchanged()
         return unchanged.intersection(self.in_files) if self.in_files else unchanged

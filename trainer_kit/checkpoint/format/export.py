@@ -149,37 +149,48 @@ def save_model_folder(
 
     Raises:
         OSError: If the disk is full or cannot be written.
-        ValueError: If the folder is that of the base, and the model has further weights to write; or if the model's own `save_pretrained` writes a pickle.
+        ValueError: If the folder is that of the base, and the model has further weights to write; or if the model's own
+            `save_pretrained` writes a pickle.
     """
     if uses_own_format and has_own_format(without_wrappers(model)) and not adapter_folders(model):
         _save_in_own_format(directory, model, processing_class)
         return
-    has_adapters = bool(adapter_folders(model))
-    is_base = has_adapters and same_folder(base_name(model), directory)
-    adapters: dict[str, Tensors] = {}
-    if has_adapters:
-        state, adapters = split_state(model, state, {*(frozen_names(model) if left_out is None else left_out)})
-    if is_base and state:
-        raise ValueError(
-            f"{directory} holds the base of the model, whose weights would be replaced by "
-            f"{join_names(map(repr, state))}, which no adapter holds; save the model to another folder"
-        )
-    files = model_files(model, processing_class)
+    if adapter_folders(model):
+        _save_adapters(directory, state, model, processing_class, max_shard_size, to_host, left_out)
+        return
+    _write_files(directory, model_files(model, processing_class))
+    save_tensors(state, directory, max_shard_size=max_shard_size, to_host=to_host)
+
+
+def _write_files(directory: Path, files: Mapping[str, bytes], is_base: bool = False) -> None:
     for name, content in files.items():
         make_folders((directory / name).parent)
         write_file(directory / name, [content])
     if CONFIG_NAME not in files and not is_base:
         _remove_other_configuration(directory)
-    if has_adapters and not is_base:
-        for path in [path for path in directory.iterdir() if is_file_of(path.name, "model")]:
-            path.unlink()
+
+
+def _save_adapters(
+    directory: Path, state: Tensors, model: torch.nn.Module, processing_class: Any, max_shard_size: int | str,
+    to_host: ToHost, left_out: Collection[str] | None,
+) -> None:  # fmt: skip
+    """Write a model with adapters; in the folder of its base, nothing that replaces the base."""
+    rest, adapters = split_state(model, state, {*(frozen_names(model) if left_out is None else left_out)})
+    is_base = same_folder(base_name(model), directory)
+    if is_base and rest:
+        raise ValueError(
+            f"{directory} holds the base of the model, whose weights would be replaced by "
+            f"{join_names(map(repr, rest))}, which no adapter holds; save the model to another folder"
+        )
+    _write_files(directory, model_files(model, processing_class), is_base)
+    for path in [path for path in directory.iterdir() if is_file_of(path.name, "model") and not is_base]:
+        path.unlink()
     for stem, tensors in adapters.items():
         path = directory / stem
         save_tensors(tensors, path.parent, path.name, sys.maxsize, to_host)
-    if has_adapters:
-        _warn_of_further(directory, state)
-    if state or not has_adapters:
-        save_tensors(state, directory, max_shard_size=max_shard_size, to_host=to_host)
+    if rest:
+        _warn_of_further(directory, rest)
+        save_tensors(rest, directory, max_shard_size=max_shard_size, to_host=to_host)
 
 
 def _save_in_own_format(directory: Path, model: torch.nn.Module, processing_class: Any) -> None:
