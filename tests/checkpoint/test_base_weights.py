@@ -30,12 +30,14 @@ def model(seed: int = 0, name: str = "") -> FakePeftModel:
     return made
 
 
-def trainer(given: FakePeftModel, folder: Path, *callbacks: Callback, **options: Any) -> Trainer:
+def trainer(
+    given: FakePeftModel, folder: Path, *callbacks: Callback, evaluates: bool = False, **options: Any
+) -> Trainer:
     rows = [{"x": torch.full((4,), float(number)), "labels": torch.ones(4)} for number in range(8)]
     args = TrainingArguments(
         output_dir=str(folder), max_steps=4, save_steps=2, per_device_train_batch_size=2, report_to=(), **options
     )
-    return Trainer(given, args, rows, callbacks=list(callbacks))
+    return Trainer(given, args, rows, rows if evaluates else None, callbacks=list(callbacks))
 
 
 def state_of(folder: Path) -> dict[str, Any]:
@@ -102,9 +104,8 @@ def test_the_best_model_before_a_change_comes_from_the_repository(
     snapshot(monkeypatch, tmp_path / "hub", w=given.base_layer.weight, b=given.base_layer.bias)
     run = trainer(
         given, tmp_path / "run", Changing(lambda model: model.base_layer.weight.data.mul_(1e4)), eval_strategy="steps",
-        eval_steps=2, load_best_model_at_end=True, metric_for_best_model="loss",
+        eval_steps=2, load_best_model_at_end=True, metric_for_best_model="loss", evaluates=True,
     )  # fmt: skip
-    run.run.eval_dataset = run.run.train_dataset
     run.train()
     assert run.run.state.best_step == 2
     assert torch.equal(given.base_layer.weight, model().base_layer.weight)

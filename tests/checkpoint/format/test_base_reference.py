@@ -10,6 +10,7 @@ import torch
 from trainer_kit.checkpoint import CheckpointError, save_tensors, take_snapshot, verify, write_checkpoint
 from trainer_kit.checkpoint.format.base_reference import BaseReference, digest, write_kept
 from trainer_kit.checkpoint.format.safetensors_reader import load_source
+from trainer_kit.checkpoint.manager import OWN_STATES
 from trainer_kit.errors import UnreadableError
 
 TIED = torch.arange(4.0)
@@ -122,3 +123,10 @@ def test_a_part_of_a_reference_names_its_tensors_alone() -> None:
     assert (part.digests.keys(), part.dtypes.keys(), part.kept) == ({"b"}, {"b"}, ["b"])
     assert part.folder == reference().folder
     assert reference().only(()).folder is None
+
+
+def test_a_state_of_the_user_may_be_named_base(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, take_snapshot(1, {"w": TIED}, {"base": {"count": 3}}, arguments={}))
+    verify(directory)
+    assert BaseReference.read(directory) is None
+    assert "base" not in OWN_STATES
