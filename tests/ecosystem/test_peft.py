@@ -123,11 +123,11 @@ def test_a_base_in_a_folder_is_kept_since_the_folder_may_change(dtype: torch.dty
     first = trainer(from_folder(tmp_path / "base", dtype=dtype), tmp_path / "run")
     first.train()
     assert len([*(tmp_path / "run").glob("base-*")]) == 1
-    first.save_model(tmp_path / "base")
-    assert {"config.json", "model.safetensors.index.json"} <= {path.name for path in (tmp_path / "base").iterdir()}
     second = trainer(from_folder(tmp_path / "base", dtype=dtype), tmp_path / "run")
     second.train(resume_from_checkpoint=tmp_path / "run" / "checkpoint-2")
     assert_equal(whole_state(second.run.model), whole_state(first.run.model))
+    first.save_model(tmp_path / "base")
+    assert {"config.json", "model.safetensors.index.json"} <= {path.name for path in (tmp_path / "base").iterdir()}
     shutil.rmtree(tmp_path / "base")
     base(seed=5).save_pretrained(tmp_path / "base")
     third = trainer(from_folder(tmp_path / "base", dtype=dtype), tmp_path / "run")
