@@ -401,10 +401,14 @@ class Trainer:
             run.strategy.setup()
         model = run.model if self._probe is None else self._probe.loss.model
         state = run.strategy.sharding.collect_on_main(run.strategy.model_state(model))
+        base = None if self._loop is None else self._loop.checkpoints.saver.base
+        left_out = None if base is None else base.left_out()
         folder, size = Path(output_dir or self.args.output_dir), max_shard_size or self.args.max_shard_size
         to_host, has_whole_model = run.strategy.device_info.to_host, not run.strategy.sharding.is_active
         run.strategy.collectives.on_main(
-            lambda: save_model_folder(folder, state, run.model, run.processing_class, size, to_host, has_whole_model)
+            lambda: save_model_folder(
+                folder, state, run.model, run.processing_class, size, to_host, has_whole_model, left_out
+            )
         )
 
 

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer_kit.checkpoint.format.adapters import Tensors, adapter_folders, base_name, frozen_names, split_state
+from trainer_kit.checkpoint.format.adapters import (
+    Tensors,
+    adapter_folders,
+    base_commit,
+    base_name,
+    frozen_names,
+    split_state,
+)
+from trainer_kit.checkpoint.format.base_files import digests_in_files, is_local
 from trainer_kit.checkpoint.format.base_reference import BaseReference, digest, write_kept
-from trainer_kit.checkpoint.format.safetensors_reader import load_tensor, read_header
-from trainer_kit.checkpoint.format.safetensors_writer import untie
-from trainer_kit.errors import CheckpointError, SaveError
+from trainer_kit.checkpoint.format.safetensors_writer import address, storage_key, untie
+from trainer_kit.errors import SaveError
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
-from trainer_kit.utils.quantized_tensors import is_quantized
+from trainer_kit.utils.fingerprint import fingerprints
+from trainer_kit.utils.quantized_tensors import is_quantized, parts_of
 from trainer_kit.utils.units import format_size
 from trainer_kit.utils.wrappers import without_wrappers
 
@@ -27,33 +34,84 @@ logger = logging.getLogger("trainer_kit")
 class BaseWeights:
     """Divides the state of a model with adapters into the parts that a checkpoint holds and those that it refers to.
 
+    A frozen weight may change in any way during a run: a checkpoint refers only to those with the bits and the names
+    of its beginning.
+
     Args:
         model: The user's model, prepared.
         reference: Reference to the frozen weights, as they are now.
+        in_files: Names of the weights that the files of the base hold.
+        strategy: The strategy, which may shard the weights.
+
+    Attributes:
+        current: The reference of the checkpoint that was divided last, to the weights that had not changed.
     """
 
-    def __init__(self, model: torch.nn.Module, reference: BaseReference) -> None:
+    def __init__(
+        self, model: torch.nn.Module, reference: BaseReference, in_files: Collection[str], strategy: Strategy
+    ) -> None:
         self.model = without_wrappers(model)
-        self.reference = reference
-        own = self.model.state_dict(keep_vars=True)
-        self._versions = {name: own[name]._version for name in reference.digests}
+        self.reference = self.current = reference
+        self.in_files = in_files
+        self.strategy = strategy
+        self._marks = self._marks_now()
 
     def split(self, state: Tensors) -> tuple[dict[str, torch.Tensor], dict[str, Tensors]]:
         """Return the tensors that a checkpoint holds under the model's names, and those of its adapters' files.
 
-        Weights that were trained, or changed, since they were referred to belong to the first.
+        Weights that were trained, or changed, since they were referred to belong to the first. Collective if sharding
+        is active.
         """
-        own, versions = self.model.state_dict(keep_vars=True), self._versions
-        unchanged = {
-            name for name, version in versions.items() if own[name]._version == version and not own[name].requires_grad
-        }
+        unchanged = self.unchanged()
+        self.current = self.reference.only(unchanged)
         return split_state(self.model, state, unchanged)
+
+    def unchanged(self) -> set[str]:
+        """Return the names of the frozen weights with the bits of the beginning. Collective if sharding is active."""
+        mine, failed = set[str](), None
+        try:
+            now = self._marks_now()
+            mine = {name for name, mark in self._marks.items() if now.get(name) == mark}
+        except Exception as error:  # the other processes wait for this one
+            failed = error
+        if self.strategy.sharding.is_active:  # each process has compared its own parts
+            mine = mine.intersection(*self.strategy.collectives.gather_object(mine))
+        if failed is not None:
+            raise failed
+        return mine
+
+    def left_out(self) -> set[str]:
+        """Return the names of the weights that the folder of `save_model` need not hold.
+
+        Those are the unchanged ones that the files of the base hold; without such files, all unchanged ones.
+        Collective if sharding is active.
+        """
+        unchanged = self.unchanged()
+        return unchanged.intersection(self.in_files) if self.in_files else unchanged
+
+    def _marks_now(self) -> dict[str, tuple[object, ...]]:
+        """Return what identifies the bits of each frozen weight that is still there, with one wait for the device."""
+        own = self.model.state_dict(keep_vars=True)
+        own = {name: own[name] for name in self.reference.digests if name in own and not own[name].requires_grad}
+        places: dict[tuple[object, ...], list[int]] = {}  # in `parts`, by tensor
+        parts: list[torch.Tensor] = []
+        for tensor in own.values():
+            if (key := storage_key(tensor)) not in places:
+                (local,) = self.strategy.sharding.own_parts([tensor])
+                new = [each if address(each) else self.strategy.device_info.to_host(each) for each in parts_of(local)]
+                places[key] = [*range(len(parts), len(parts) + len(new))]
+                parts += new
+        numbers = fingerprints(parts)
+        return {
+            name: (tensor.dtype, tensor.shape, *(numbers[place] for place in places[storage_key(tensor)]))
+            for name, tensor in own.items()
+        }
 
 
 def refer_to_base(run: Run) -> BaseWeights | None:
     """Refer to the frozen weights below a model's adapters, and keep those of unknown origin. Collective.
 
-    The run's folder keeps the weights that the files from which the model was loaded do not hold.
+    The run's folder keeps the weights that no repository of the Hub holds, unless save_strategy is "no".
 
     Args:
         run: The run, with its prepared model and its folder.
@@ -68,15 +126,23 @@ def refer_to_base(run: Run) -> BaseWeights | None:
     model, strategy = without_wrappers(run.model), run.strategy
     if not adapter_folders(model):
         return None
-    _check_adapters(model, strategy)
+    saves = run.args.save_strategy != "no"
+    if saves:
+        _check_adapters(model, strategy)
     state, names = model.state_dict(keep_vars=True), sorted(frozen_names(model))
     to_host = strategy.device_info.to_host
     digests = {name: digest(whole, to_host) for name, whole in _whole(state, names, strategy)}
     is_quantized_base = any(_is_quantized(state[name]) for name in names)
-    reference = strategy.collectives.on_main(lambda: _reference(model, digests, state, is_quantized_base))
-    kept = strategy.sharding.collect_on_main({name: state[name] for name in reference.kept})
-    strategy.collectives.on_main(lambda: _keep(run, reference, kept))
-    return BaseWeights(model, reference)
+    if saves and is_quantized_base and base_name(model) is None:
+        raise ValueError(
+            "the frozen weights are quantized, and the model does not say from where it was loaded, so that no "
+            "checkpoint can refer to them; load the model by from_pretrained, or set save_strategy='no'"
+        )
+    reference, in_files = strategy.collectives.on_main(lambda: _reference(model, digests, state, is_quantized_base))
+    if saves:
+        kept = strategy.sharding.collect_on_main({name: state[name] for name in reference.kept})
+        strategy.collectives.on_main(lambda: _keep(run, reference, kept))
+    return BaseWeights(model, reference, in_files, strategy)
 
 
 def _check_adapters(model: torch.nn.Module, strategy: Strategy) -> None:
@@ -104,45 +170,22 @@ def _is_quantized(tensor: torch.Tensor) -> bool:
 
 def _reference(
     model: torch.nn.Module, digests: Mapping[str, str], state: Tensors, is_quantized_base: bool
-) -> BaseReference:
-    name = base_name(model)
+) -> tuple[BaseReference, set[str]]:
+    """Return the reference, and the names of the weights that the files of the base hold.
+
+    Only a repository of the Hub holds weights for good: it can be loaded again by its commit, unlike a folder.
+    """
+    name, commit = base_name(model), base_commit(model)
+    dtypes = {each: str(state[each].dtype) for each in digests}
     if is_quantized_base:
-        if name is None:
-            raise ValueError(
-                "the frozen weights are quantized, and the model does not say from where it was loaded, so that no "
-                "checkpoint can refer to them; load the model by from_pretrained, or set save_strategy='no'"
-            )
-        return BaseReference.of(name, digests, ())
-    found = _digests_at(name, {state[each].dtype for each in digests}) if name is not None else set()
-    kept = [each for each in digests if digests[each] not in found]
-    return BaseReference.of(name if len(kept) < len(digests) else None, digests, kept)
-
-
-def _digests_at(name: str, dtypes: set[torch.dtype]) -> set[str]:
-    """Return the digests of all tensors in the files of a base, in each of these dtypes; empty without files."""
+        return BaseReference.of(name, digests, (), commit, dtypes), {*digests}
     found = set[str]()
-    folder = _folder_of(name)
-    for path in () if folder is None else sorted(folder.glob("*.safetensors")):
-        try:
-            source = read_header(path)
-            for each in source.entries:
-                tensor = load_tensor(source, each)
-                found |= {digest(tensor.to(dtype)) for dtype in dtypes if not tensor.is_complex()}
-        except CheckpointError as error:
-            logger.warning("%s is not used as the base's file: %s", path, error)
-    return found
-
-
-def _folder_of(name: str) -> Path | None:
-    """Return the folder of a base: itself, or the snapshot of a repository in the Hub's cache."""
-    if Path(name).is_dir():
-        return Path(name)
-    hub: Any = sys.modules.get("huggingface_hub")  # imported already if the base comes from the Hub
-    for file in ("config.json", "model.safetensors") if hub is not None else ():
-        path = hub.try_to_load_from_cache(name, file)
-        if isinstance(path, str):
-            return Path(path).parent
-    return None
+    if name is not None:
+        found = digests_in_files(name, commit, {state[each].dtype for each in digests})
+    in_files = {each for each in digests if digests[each] in found}
+    is_lasting = name is not None and not is_local(name)
+    kept = digests.keys() - in_files if is_lasting else digests.keys()
+    return BaseReference.of(name if in_files else None, digests, kept, commit, dtypes), in_files
 
 
 def _keep(run: Run, reference: BaseReference, kept: Tensors) -> None:

@@ -60,7 +60,9 @@ from trainer_kit.utils.user_warnings import warn
 
 logger = logging.getLogger("trainer_kit")
 
-OWN_STATES = ("trainer", "optimizer", "lr_scheduler", "precision", "callbacks", "data", "ledger", "log_means", "base")
+OWN_STATES = (
+    "trainer", "optimizer", "lr_scheduler", "precision", "callbacks", "data", "ledger", "log_means", BASE_STATE
+)  # fmt: skip
 """State names that `run.stateful` may not use."""
 
 
@@ -197,8 +199,7 @@ class CheckpointManager:
             assert self._earlier is not None
             report_changes(run, self.plan, self._earlier)
         run.strategy.collectives.on_main(self._take_folder)
-        if run.args.save_strategy != "no":
-            self.saver.base = refer_to_base(run)
+        self.saver.base = refer_to_base(run)
         self.saver.writers = run.strategy.session.find_writers(self.folder)
         run.strategy.session.release_checkpoint_copies()
 
@@ -380,7 +381,7 @@ class CheckpointManager:
         if run.means.sums:
             states["log_means"] = run.means.state_dict()
         if self.saver.base is not None:
-            states[BASE_STATE] = self.saver.base.reference.to_state()
+            states[BASE_STATE] = self.saver.base.current.to_state()
         return states | {name: entry.state_dict() for name, entry in run.stateful.items()}
 
     def _of_earlier_starts(self, trainer: Mapping[str, Any]) -> list[Committed]:

@@ -10,18 +10,22 @@ import torch
 from trainer_kit.checkpoint import CheckpointError, save_tensors, take_snapshot, verify, write_checkpoint
 from trainer_kit.checkpoint.format.base_reference import BaseReference, digest, write_kept
 from trainer_kit.checkpoint.format.safetensors_reader import load_source
+from trainer_kit.checkpoint.manager import OWN_STATES
 from trainer_kit.errors import UnreadableError
 
 TIED = torch.arange(4.0)
 WEIGHTS = {"a": TIED, "b": torch.ones(2, 2), "c": TIED}
+DTYPES = dict.fromkeys(WEIGHTS, "torch.float32")
 
 
 def reference() -> BaseReference:
-    return BaseReference.of("someone/base", {name: digest(each) for name, each in WEIGHTS.items()}, ["a", "b", "c"])
+    return BaseReference.of(
+        "someone/base", {name: digest(each) for name, each in WEIGHTS.items()}, ["a", "b", "c"], None, DTYPES
+    )
 
 
 def checkpoint(run: Path, given: BaseReference) -> Path:
-    return write_checkpoint(run, take_snapshot(1, {}, {"base": given.to_state()}, arguments={}))
+    return write_checkpoint(run, take_snapshot(1, {}, {"frozen-base": given.to_state()}, arguments={}))
 
 
 def test_a_digest_tells_values_dtypes_and_shapes_apart() -> None:
@@ -49,7 +53,7 @@ def test_a_reference_is_read_as_it_was_written(tmp_path: Path) -> None:
     ],
 )
 def test_a_reference_that_makes_no_sense_is_damage(state: dict[str, object], tmp_path: Path) -> None:
-    directory = write_checkpoint(tmp_path, take_snapshot(1, {}, {"base": state}, arguments={}))
+    directory = write_checkpoint(tmp_path, take_snapshot(1, {}, {"frozen-base": state}, arguments={}))
     with pytest.raises(CheckpointError):
         verify(directory)
 
@@ -57,7 +61,7 @@ def test_a_reference_that_makes_no_sense_is_damage(state: dict[str, object], tmp
 def test_kept_weights_are_written_once_and_read_by_name(tmp_path: Path) -> None:
     given = reference()
     assert given.folder == reference().folder
-    assert given.folder != BaseReference.of(None, {**given.digests, "b": "0" * 16}, given.kept).folder
+    assert given.folder != BaseReference.of(None, {**given.digests, "b": "0" * 16}, given.kept, None, DTYPES).folder
     write_kept(tmp_path, given, WEIGHTS, "5GB", torch.Tensor.cpu)
     assert given.folder is not None
     before = (tmp_path / given.folder / "model.safetensors").stat().st_mtime_ns
@@ -99,5 +103,30 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="full"):
         write_kept(tmp_path, reference(), WEIGHTS, "5GB", failing)
     assert [*tmp_path.iterdir()] == []
-    write_kept(tmp_path, BaseReference.of("x", {}, ()), {}, "5GB", failing)
+    write_kept(tmp_path, BaseReference.of("x", {}, (), None, {}), {}, "5GB", failing)
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_damaged_folder_is_moved_aside_and_written_again(tmp_path: Path) -> None:
+    folder = tmp_path / str(reference().folder)
+    for number in (1, 2):
+        write_kept(tmp_path, reference(), WEIGHTS, "5GB", torch.Tensor.cpu)
+        path = folder / ("model.safetensors" if number == 1 else "manifest.json")
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+        write_kept(tmp_path, reference(), WEIGHTS, "5GB", torch.Tensor.cpu)
+        assert (tmp_path / f"damaged-{number}-{folder.name}").is_dir()
+        verify(checkpoint(tmp_path, reference()))
+
+
+def test_a_part_of_a_reference_names_its_tensors_alone() -> None:
+    part = reference().only({"b"})
+    assert (part.digests.keys(), part.dtypes.keys(), part.kept) == ({"b"}, {"b"}, ["b"])
+    assert part.folder == reference().folder
+    assert reference().only(()).folder is None
+
+
+def test_a_state_of_the_user_may_be_named_base(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, take_snapshot(1, {"w": TIED}, {"base": {"count": 3}}, arguments={}))
+    verify(directory)
+    assert BaseReference.read(directory) is None
+    assert "base" not in OWN_STATES

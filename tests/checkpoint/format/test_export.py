@@ -154,3 +154,19 @@ def test_adapters_replace_the_weights_that_a_folder_held(tmp_path: Path, monkeyp
     assert load_file(tmp_path / "model.safetensors").keys() == {"count"}
     assert torch.equal(load_file(tmp_path / "b" / "adapter_model.safetensors")["lora"], model.lora["b"])
     assert pretrained_files(model, None) == {}  # of a checkpoint that holds all weights
+
+
+def test_the_folder_of_the_base_keeps_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", fake_peft())
+    save_model_folder(tmp_path, state(100), torch.nn.Linear(1, 1), None, 500)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
+    model = FakePeftModel("default")
+    model.name_or_path = str(tmp_path)
+    with pytest.raises(ValueError, match=r"holds the base of the model, .* by 'count', .* save the model to another"):
+        save_model_folder(tmp_path, model.state_dict(), model, None, "5GB")
+    assert names(tmp_path) == [*before]
+    del model.count
+    save_model_folder(tmp_path, model.state_dict(), model, None, "5GB")
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    assert (tmp_path / "adapter_model.safetensors").exists()

@@ -195,6 +195,12 @@ def base_name(model: torch.nn.Module) -> str | None:
     return next((name for name in (*names, *configured) if isinstance(name, str) and name), None)
 
 
+def base_commit(model: torch.nn.Module) -> str | None:
+    """Return the commit of the Hub's repository from which the base of a model with adapters was loaded, if known."""
+    commit = getattr(getattr(_base_model(without_wrappers(model)), "config", None), "_commit_hash", None)
+    return commit if isinstance(commit, str) else None
+
+
 def _base_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 

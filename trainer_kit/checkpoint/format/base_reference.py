@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import logging
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -20,7 +22,9 @@ from trainer_kit.errors import CheckpointError, UnreadableError
 from trainer_kit.utils.pytree import unflatten_state
 from trainer_kit.utils.quantized_tensors import parts_of
 
-STATE_NAME = "base"
+logger = logging.getLogger("trainer_kit")
+
+STATE_NAME = "frozen-base"
 FOLDER_PREFIX = "base-"
 
 
@@ -33,19 +37,36 @@ class BaseReference:
         digests: Digest of each tensor by its name in the model, from `digest`.
         kept: Names of the tensors in `folder`; `name` holds the others.
         folder: Name of a folder in the run's folder; None if nothing is kept.
+        commit: Commit of the repository `name` on the Hub; None if it is not known.
+        dtypes: Dtype of each tensor by its name in the model.
     """
 
     name: str | None
     digests: Mapping[str, str]
     kept: Collection[str]
     folder: str | None
+    commit: str | None
+    dtypes: Mapping[str, str]
 
     @classmethod
-    def of(cls, name: str | None, digests: Mapping[str, str], kept: Collection[str]) -> BaseReference:
+    def of(
+        cls, name: str | None, digests: Mapping[str, str], kept: Collection[str], commit: str | None,
+        dtypes: Mapping[str, str],
+    ) -> BaseReference:  # fmt: skip
         """Return the reference to weights of which some are kept, in a folder that is named by their digests."""
         lines = [f"{each} {digests[each]}" for each in sorted(kept)]
         folder = f"{FOLDER_PREFIX}{xxhash.xxh3_64_hexdigest(chr(10).join(lines).encode())}" if kept else None
-        return cls(name, dict(digests), sorted(kept), folder)
+        return cls(name, dict(digests), sorted(kept), folder, commit, dict(dtypes))
+
+    def only(self, names: Collection[str]) -> BaseReference:
+        """Return the reference to those tensors alone that have these names."""
+        kept = [each for each in self.kept if each in names]
+        digests, dtypes = (
+            {each: value for each, value in values.items() if each in names} for values in (self.digests, self.dtypes)
+        )
+        return dataclasses.replace(
+            self, digests=digests, dtypes=dtypes, kept=kept, folder=self.folder if kept else None
+        )
 
     @classmethod
     def read(cls, directory: Path) -> BaseReference | None:
@@ -62,8 +83,8 @@ class BaseReference:
             content = unflatten_state(read_json(path), {})
             found = cls(**content)
             inside(directory, found.folder or FOLDER_PREFIX)
-            if not found.digests.keys() >= set(found.kept):
-                raise ValueError("a kept tensor has no digest")
+            if not found.digests.keys() >= set(found.kept) or found.digests.keys() != found.dtypes.keys():
+                raise ValueError("a tensor has no digest or no dtype")
         except (TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
         return found
@@ -110,13 +131,16 @@ class BaseReference:
             raise UnreadableError(f"the frozen weights of {directory.name} cannot be read: {error}") from error
 
     def kept_sources(self, directory: Path, names: Collection[str]) -> list[Source]:
-        """Return the files of kept weights with these names alone.
+        """Return the files of kept weights with these names alone, after a comparison with their checksums.
 
         Raises:
             CheckpointError: If the folder is not there, or damaged.
         """
         folder = self.find_folder(directory) if names else None
-        return [] if folder is None else [_only(each, names) for each in sources(folder, "model")]
+        if folder is None:
+            return []
+        self.verify(directory)
+        return [_only(each, names) for each in sources(folder, "model")]
 
 
 def _only(source: Source, names: Collection[str]) -> Source:
@@ -137,10 +161,12 @@ def write_kept(
 ) -> None:  # fmt: skip
     """Write the kept weights into a run's folder, unless they are there: staged, and committed by one rename.
 
+    A damaged folder is moved aside, to `damaged-1-base-…`.
+
     Raises:
         OSError: If the disk is full or cannot be written.
     """
-    if reference.folder is None or (run_folder / reference.folder / MANIFEST_NAME).is_file():
+    if reference.folder is None or _is_whole(run_folder / reference.folder):
         return
     staging = run_folder / f"{STAGING_PREFIX}{reference.folder}-{os.getpid()}"
     remove_folder(staging)
@@ -148,11 +174,30 @@ def write_kept(
         written = save_tensors(tensors, staging, max_shard_size=max_shard_size, to_host=to_host)
         write_json(staging / MANIFEST_NAME, Manifest.of(written, 0, 1).to_json())
         fsync_directory(staging)
+        _move_aside(run_folder / reference.folder)
         rename_folder(staging, run_folder / reference.folder)
         fsync_directory(run_folder)
     except BaseException:
         remove_folder(staging)
         raise
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether a folder of kept weights is there and holds what its manifest says; log what is damaged."""
+    if not os.path.lexists(folder):
+        return False
+    try:
+        Manifest.read(folder).check(folder)
+    except CheckpointError as error:
+        logger.warning("the frozen weights are written again: %s", error)
+        return False
+    return True
+
+
+def _move_aside(folder: Path) -> None:
+    if os.path.lexists(folder):
+        places = (folder.with_name(f"damaged-{number}-{folder.name}") for number in itertools.count(1))
+        os.rename(folder, next(place for place in places if not os.path.lexists(place)))
 
 
 def digest(tensor: torch.Tensor, to_host: ToHost = torch.Tensor.cpu) -> str:

@@ -54,14 +54,30 @@ def find_checkpoints(output_dir: Path, prefix: str = CHECKPOINT_PREFIX) -> list[
 def verify(directory: Path) -> Manifest:
     """Compare each file of a checkpoint with its manifest, and return the manifest.
 
+    The frozen weights that a checkpoint of adapters refers to are compared too.
+
     Raises:
         CheckpointError: If a file or the manifest is missing, damaged or unreadable; the message names it.
+    """
+    manifest = verify_files(directory)
+    if (base := BaseReference.read(directory)) is not None:
+        base.verify(directory)
+    return manifest
+
+
+def verify_files(directory: Path) -> Manifest:
+    """Compare each file in a checkpoint with its manifest, and return the manifest.
+
+    A model may have the frozen weights that a checkpoint of adapters refers to: loading needs, and compares, only those
+    that it lacks.
+
+    Raises:
+        CheckpointError: If a file, the manifest or the reference is missing, damaged or unreadable.
     """
     try:
         manifest = Manifest.read(directory)
         manifest.check(directory)
-        if (base := BaseReference.read(directory)) is not None:
-            base.verify(directory)
+        BaseReference.read(directory)
     except OSError as error:
         raise UnreadableError(f"{error.filename or directory} cannot be read: {error.strerror}") from error
     return manifest
@@ -72,7 +88,7 @@ def newest_valid(
     say: Callable[[str], None],
     prefix: str = CHECKPOINT_PREFIX,
     repair: bool = True,
-    check: Callable[[Path], object] = verify,
+    check: Callable[[Path], object] = verify_files,
 ) -> Path | None:
     """Return the newest valid checkpoint; None if there is none.
 
@@ -89,7 +105,7 @@ def newest_valid(
 
 
 def first_valid(
-    directories: Iterable[Path], say: Callable[[str], None], check: Callable[[Path], object] = verify
+    directories: Iterable[Path], say: Callable[[str], None], check: Callable[[Path], object] = verify_files
 ) -> Path | None:
     """Return the first valid one of these checkpoints; None if there is none.
 

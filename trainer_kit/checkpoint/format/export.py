@@ -9,7 +9,7 @@ import re
 import sys
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,14 @@ import torch
 
 from trainer_kit.checkpoint.format.adapters import (
     PROMPT_PREFIX,
+    Tensors,
     adapter_config_files,
     adapter_folders,
+    base_name,
     frozen_names,
     split_state,
 )
+from trainer_kit.checkpoint.format.base_files import same_folder
 from trainer_kit.checkpoint.format.disk import make_folders, write_file
 from trainer_kit.checkpoint.format.json_files import read_json
 from trainer_kit.checkpoint.format.manifest import STAGING_PREFIX, list_files
@@ -127,10 +130,12 @@ def save_model_folder(
     max_shard_size: int | str,
     to_host: ToHost = torch.Tensor.cpu,
     uses_own_format: bool = False,
+    left_out: Collection[str] | None = None,
 ) -> None:
     """Write a model's weights, configuration and tokenizer to a folder, replacing each existing file atomically.
 
-    Adapters of PEFT are written as peft does, without the frozen weights below them.
+    Adapters of PEFT are written as peft does, without the frozen weights below them. The folder that the base was
+    loaded from keeps its files.
 
     Args:
         directory: The folder; created if missing.
@@ -140,24 +145,52 @@ def save_model_folder(
         max_shard_size: See `save_tensors`.
         to_host: See `save_tensors`.
         uses_own_format: Whether a model of another library writes its folder by its own `save_pretrained`.
+        left_out: Names of the frozen weights that are not written; None: all of them.
 
     Raises:
         OSError: If the disk is full or cannot be written.
-        ValueError: If the model's own `save_pretrained` writes a pickle.
+        ValueError: If the folder is that of the base, and the model has further weights to write; or if the model's own
+            `save_pretrained` writes a pickle.
     """
     if uses_own_format and has_own_format(without_wrappers(model)) and not adapter_folders(model):
         _save_in_own_format(directory, model, processing_class)
         return
-    files = model_files(model, processing_class)
+    if adapter_folders(model):
+        _save_adapters(directory, state, model, processing_class, max_shard_size, to_host, left_out)
+        return
+    _write_files(directory, model_files(model, processing_class))
+    save_tensors(state, directory, max_shard_size=max_shard_size, to_host=to_host)
+
+
+def _write_files(directory: Path, files: Mapping[str, bytes], is_base: bool = False) -> None:
     for name, content in files.items():
         make_folders((directory / name).parent)
         write_file(directory / name, [content])
-    if CONFIG_NAME not in files:
+    if CONFIG_NAME not in files and not is_base:
         _remove_other_configuration(directory)
-    if adapter_folders(model):
-        state = _save_adapters(directory, state, model, to_host)
-    if state or not adapter_folders(model):
-        save_tensors(state, directory, max_shard_size=max_shard_size, to_host=to_host)
+
+
+def _save_adapters(
+    directory: Path, state: Tensors, model: torch.nn.Module, processing_class: Any, max_shard_size: int | str,
+    to_host: ToHost, left_out: Collection[str] | None,
+) -> None:  # fmt: skip
+    """Write a model with adapters; in the folder of its base, nothing that replaces the base."""
+    rest, adapters = split_state(model, state, {*(frozen_names(model) if left_out is None else left_out)})
+    is_base = same_folder(base_name(model), directory)
+    if is_base and rest:
+        raise ValueError(
+            f"{directory} holds the base of the model, whose weights would be replaced by "
+            f"{join_names(map(repr, rest))}, which no adapter holds; save the model to another folder"
+        )
+    _write_files(directory, model_files(model, processing_class), is_base)
+    for path in [path for path in directory.iterdir() if is_file_of(path.name, "model") and not is_base]:
+        path.unlink()
+    for stem, tensors in adapters.items():
+        path = directory / stem
+        save_tensors(tensors, path.parent, path.name, sys.maxsize, to_host)
+    if rest:
+        _warn_of_further(directory, rest)
+        save_tensors(rest, directory, max_shard_size=max_shard_size, to_host=to_host)
 
 
 def _save_in_own_format(directory: Path, model: torch.nn.Module, processing_class: Any) -> None:
@@ -177,24 +210,15 @@ def _save_in_own_format(directory: Path, model: torch.nn.Module, processing_clas
             write_file(directory / name, [path.read_bytes()])
 
 
-def _save_adapters(
-    directory: Path, state: Mapping[str, torch.Tensor], model: torch.nn.Module, to_host: ToHost
-) -> dict[str, torch.Tensor]:
-    """Write the files of a model's adapters; return the further tensors that are not frozen."""
-    rest, files = split_state(model, state, frozen_names(model))
-    for path in [path for path in directory.iterdir() if is_file_of(path.name, "model")]:
-        path.unlink()
-    for stem, tensors in files.items():
-        path = directory / stem
-        save_tensors(tensors, path.parent, path.name, sys.maxsize, to_host)
-    if beyond := [name for name in rest if not name.startswith(PROMPT_PREFIX)]:
+def _warn_of_further(directory: Path, state: Tensors) -> None:
+    """Warn of tensors beyond those of adapters, which peft does not load."""
+    if beyond := [name for name in state if not name.startswith(PROMPT_PREFIX)]:
         logger.warning(
             "%s holds %s, which no adapter holds and peft does not load: load them with "
             "trainer_kit.load_checkpoint_in_model(model, folder), or name their modules in modules_to_save",
             directory / "model.safetensors",
             join_names(map(repr, beyond)),
         )
-    return rest
 
 
 def refuse_pickles(safe_serialization: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from trainer_kit.checkpoint.format.adapters import WEIGHTS_STEM, adapter_stems, with_model_names
+from trainer_kit.checkpoint.format.base_files import described, differing, load_from_hub
 from trainer_kit.checkpoint.format.base_reference import BaseReference, digest
 from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from trainer_kit.checkpoint.format.safetensors_reader import (
@@ -131,7 +132,10 @@ def load_weights(
     elsewhere = _elsewhere(state, found, base)
     missing = _compare(state, _shapes(found), checkpoint, model, strict, elsewhere)
     if base is not None:
-        found += base.kept_sources(checkpoint, _changed(state, elsewhere, base, checkpoint, whole_tensors))
+        changed = _changed(state, elsewhere, base, whole_tensors)
+        found += base.kept_sources(checkpoint, changed.intersection(base.kept))
+        if named := _named(state, changed.difference(base.kept), base, checkpoint):
+            load_state(model, named)
     for source in found:
         parts = _parts(state, source, placement)
         once = {id(state[name]): name for name in parts}  # of tied names the last
@@ -196,17 +200,21 @@ def _changed(
     state: Tensors,
     names: Collection[str],
     base: BaseReference,
-    checkpoint: Path,
     whole_tensors: Callable[[Tensors], Tensors],
 ) -> set[str]:
-    """Return the names of kept weights that differ in the model; refuse a model whose other weights differ."""
-    changed = {name for name in sorted(names) if digest(whole_tensors({name: state[name]})[name]) != base.digests[name]}
-    if foreign := sorted(changed.difference(base.kept)):
+    """Return the names of frozen weights that differ in the model."""
+    return {name for name in sorted(names) if digest(whole_tensors({name: state[name]})[name]) != base.digests[name]}
+
+
+def _named(state: Tensors, names: Collection[str], base: BaseReference, checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return these weights from the files of the base; refuse a model whose weights differ from those not there."""
+    found = load_from_hub(base, names)
+    if foreign := sorted({*names} - found.keys()):
         raise ValueError(
-            f"{checkpoint} holds adapters for the weights of {base.name!r}, but the model has others in "
-            f"{join_names(map(repr, foreign))}; make the model from the same weights"
+            f"{checkpoint} holds adapters for the weights of {described(base)}, but the model has others in "
+            f"{join_names(differing(base, foreign, state))}; make the model from the same weights"
         )
-    return changed
+    return found
 
 
 def _find(checkpoint: Path, stem: str, is_verified: bool, model: torch.nn.Module) -> list[Source]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer_kit.checkpoint.format.discovery import read_arguments, read_state, verify
+from trainer_kit.checkpoint.format.discovery import read_arguments, read_state, verify_files
 from trainer_kit.checkpoint.format.manifest import ARGUMENTS_NAME, CHECKPOINT_PREFIX, STATE_FOLDER, Manifest
 from trainer_kit.checkpoint.format.retention import Committed
 from trainer_kit.errors import CheckpointError
@@ -118,7 +118,7 @@ def verify_training(directory: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: If the checkpoint is damaged or holds no training run; the message names the file.
     """
-    verify(directory)
+    verify_files(directory)
     if (trainer := read_trainer(directory)) is None:
         raise CheckpointError(
             f"{directory} holds no state of a training run; load its weights with load_checkpoint_in_model"
