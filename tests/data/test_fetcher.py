@@ -75,7 +75,13 @@ KINDS = ["torch", "numpy", "random", "normal", "mixed", "some", "seeding"]
 @given(
     st.sampled_from(KINDS),
     st.builds(
-        Layout, st.integers(1, 9), st.integers(1, 3), st.integers(1, 4), st.just(0), st.none() | st.integers(1, 9)
+        Layout,
+        st.integers(1, 9),
+        st.integers(1, 3),
+        st.integers(1, 4),
+        st.just(0),
+        st.none() | st.integers(1, 9),
+        st.none(),
     ),
     st.data(),
 )
