@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from kit.trainer import arguments
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from trainer_kit import Trainer
 from trainer_kit.checkpoint.format.disk import make_writable_folder
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.build import (
@@ -117,3 +119,33 @@ def test_a_folder_that_cannot_be_written_is_found_at_once(tmp_path: Path) -> Non
         make_writable_folder(tmp_path / "file")
     with pytest.raises(ValueError, match="cannot be written"):
         make_writable_folder(tmp_path / "file" / "below")
+
+
+@pytest.mark.parametrize("name", ["label", "label_ids", "labels"])
+@pytest.mark.parametrize("takes_any", [False, True])
+def test_labels_get_the_name_that_the_model_has_for_them(tmp_path: Path, name: str, takes_any: bool) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(self.layer(x), labels)
+
+    class Loose(Net):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor, **others: Any) -> torch.Tensor:
+            return super().forward(x, labels)
+
+    data = [{"x": torch.randn(2), name: i % 2} for i in range(8)]
+    trainer = Trainer(Loose() if takes_any else Net(), arguments(tmp_path, max_steps=1), data)
+    assert trainer.train().global_step == 1
+    assert trainer.collate(data[:2])["labels"].tolist() == [0, 1]
+
+
+def test_a_model_with_the_datasets_name_keeps_it(tmp_path: Path) -> None:
+    class Net(torch.nn.Module):
+        def forward(self, x: torch.Tensor, label: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+            return x.sum()
+
+    trainer = Trainer(Net(), arguments(tmp_path), [])
+    assert set(trainer.collate([{"x": 1.0, "label": 1}])) == {"x", "label"}

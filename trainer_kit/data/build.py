@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from trainer_kit.config.arguments import TrainingArguments
-from trainer_kit.data.collate import Collator, default_collator
+from trainer_kit.data.collate import OTHER_LABELS, Collator, default_collator, stack, stack_with_labels
 from trainer_kit.data.columns import without_unused_columns
 from trainer_kit.data.iterable_loader import StreamLoader, stream_evaluation_batches
 from trainer_kit.data.map_loader import LoaderConfig, TrainLoader, evaluation_batches
@@ -18,7 +19,7 @@ from trainer_kit.data.sampler_order import SamplerOrder, evaluation_plan
 from trainer_kit.data.sampling import Layout
 from trainer_kit.data.source import DataSource, data_source, order_facts
 from trainer_kit.loss.batch import Counts
-from trainer_kit.loss.loss import ComputeLoss, takes_column
+from trainer_kit.loss.loss import ComputeLoss, columns_of, takes_column
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
 
@@ -48,10 +49,18 @@ def make_collators(
     train = train or default_collator(
         run.processing_class, args.pad_to_multiple_of, takes_mask, args.pad_to_lengths, run.strategy.static_shapes
     )
+    if train is stack and compute_loss is None and _calls_labels_otherwise(model):
+        train = stack_with_labels
     if compute_loss is not None or not args.remove_unused_columns:
         return train, evaluation or train
     train = without_unused_columns(train, model)
     return train, train if evaluation is None else without_unused_columns(evaluation, model)
+
+
+def _calls_labels_otherwise(model: torch.nn.Module) -> bool:
+    """Return whether a model takes `labels`, and none of the names that datasets have for them."""
+    names = columns_of(model, even_with_keywords=True) or ()
+    return "labels" in names and not any(name in names for name in OTHER_LABELS)
 
 
 def make_reading(args: TrainingArguments, strategy: Strategy, collate: Collator) -> LoaderConfig:

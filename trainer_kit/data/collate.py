@@ -18,6 +18,9 @@ from trainer_kit.strategies.batch_shapes import power_of_two
 Collator = Callable[[list[Any]], Any]
 
 
+OTHER_LABELS = ("label", "label_ids")
+"""Columns that become `labels` for a model whose `forward` has that name."""
+
 _UNLIMITED = 1_000_000
 """A tokenizer's `model_max_length` of at least this means that it has no limit."""
 
@@ -67,6 +70,17 @@ def stack(samples: list[Any]) -> Any:
         except (KeyError, RuntimeError, TypeError):
             pass
     return _stack(samples)
+
+
+def stack_with_labels(samples: list[Any]) -> Any:
+    """Stack as `stack` does, and rename `label` or `label_ids` to `labels`, as transformers' default collator does."""
+    batch = stack(samples)
+    if isinstance(batch, dict) and "labels" not in batch:
+        for name in OTHER_LABELS:
+            if name in batch:
+                batch["labels"] = batch.pop(name)
+                break
+    return batch
 
 
 def _check_columns(samples: list[Any]) -> None:

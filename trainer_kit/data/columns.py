@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate, get_worker_info
 
-from trainer_kit.data.collate import Collator, PadCollator, stack
+from trainer_kit.data.collate import OTHER_LABELS, Collator, PadCollator, stack, stack_with_labels
 from trainer_kit.loss.loss import columns_of
 from trainer_kit.utils.transformers_models import is_transformers_model
 from trainer_kit.utils.units import join_names
 
 logger = logging.getLogger("trainer_kit")
 
-_LABELS = ("labels", "label", "label_ids")
+_LABELS = ("labels", *OTHER_LABELS)
 """Names of labels, which collators rename to those of the model."""
 
 
@@ -88,5 +88,5 @@ def without_unused_columns(collate: Collator, model: torch.nn.Module) -> Collato
 
 def _is_known(collate: Collator) -> bool:
     module = getattr(collate if hasattr(collate, "__name__") else type(collate), "__module__", "")
-    is_own = isinstance(collate, PadCollator) or collate in (stack, default_collate)
+    is_own = isinstance(collate, PadCollator) or collate in (stack, stack_with_labels, default_collate)
     return is_own or str(module).startswith("transformers.")
