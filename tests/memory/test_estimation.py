@@ -371,7 +371,7 @@ def test_a_gpu_is_estimated_without_one() -> None:
     assert gpu.nbytes("activations") < cpu.nbytes("activations")  # dropout's masks in bytes
     module, few = perceptron(8)
     cpu, gpu = (estimate(module, arguments(optim="adafactor"), few, device=device) for device in ("cpu", "cuda"))
-    assert gpu.nbytes("temporary") > 2 * cpu.nbytes("temporary")  # of all parameters at once
+    assert gpu.nbytes("temporary") == pytest.approx(cpu.nbytes("temporary"), rel=0.01)  # one parameter after the other
 
 
 @pytest.mark.slow
