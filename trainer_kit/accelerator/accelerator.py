@@ -25,7 +25,6 @@ from trainer_kit.accelerator.settings import (
     training_arguments,
 )
 from trainer_kit.accelerator.skip import SkippedLoader, skip_first_batches
-from trainer_kit.accelerator.state import agreed_precision
 from trainer_kit.accelerator.stepping import Stepping
 from trainer_kit.accelerator.utils.dataclasses import (
     AutocastKwargs,
@@ -155,7 +154,7 @@ class Accelerator(Stepping):
         self.handlers = handlers_by_class(kwargs_handlers or ())
         self.autocast_handler = self.handlers.get(AutocastKwargs)
         self.profile_handler = self.handlers.get(ProfileKwargs)
-        args = training_arguments(agreed_precision(mixed_precision), cpu, fsdp_plugin)
+        args = training_arguments(mixed_precision, cpu, fsdp_plugin)
         strategy = choose_strategy(
             args, downcast_bf16=downcast_bf16, **strategy_options(self.handlers, fsdp_plugin)
         )  # fmt: skip

@@ -27,7 +27,7 @@ class ProcessInfo(ProcessOperations):
         self.strategy = strategy
         self.flow = AccumulationState(strategy, accumulation or GradientAccumulationPlugin())
         self._triggered = False
-        share(strategy, self.flow, self)
+        share(strategy, self.flow)
 
     def __getstate__(self) -> dict[str, Any]:
         left_out: dict[str, Any] = {"strategy": None, "trackers": [], "_lock": None}  # what only this process can hold
@@ -38,8 +38,8 @@ class ProcessInfo(ProcessOperations):
 
     @property
     def state(self) -> AcceleratorState:
-        """Facts of the run, shared by this process."""
-        return AcceleratorState()
+        """Facts of the run, with the precision of this Accelerator."""
+        return AcceleratorState.of(self.strategy)
 
     @property
     def gradient_state(self) -> GradientState:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from trainer_kit.accelerator.process_operations import ProcessOperations
@@ -16,7 +14,7 @@ from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.select import choose_strategy
 
-__all__ = ["AcceleratorState", "GradientState", "PartialState", "agreed_precision", "share"]
+__all__ = ["AcceleratorState", "GradientState", "PartialState", "share"]
 
 
 class PartialState(ProcessOperations):
@@ -42,12 +40,12 @@ class PartialState(ProcessOperations):
     @property
     def distributed_type(self) -> DistributedType:
         """Kind of devices that the run is distributed over; can be set, which only what reads it here follows."""
-        kind: DistributedType = self.__dict__.get("_kind") or super().distributed_type
+        kind: DistributedType = self._shared_state.get("_kind") or super().distributed_type
         return kind
 
     @distributed_type.setter
     def distributed_type(self, kind: DistributedType) -> None:
-        self._kind = kind
+        self._shared_state["_kind"] = kind
 
     @property
     def initialized(self) -> bool:
@@ -83,6 +81,13 @@ class AcceleratorState(PartialState):
                 f"mixed_precision={mixed_precision!r} differs from that of the Accelerator, {self.mixed_precision!r}; "
                 "give it to Accelerator()"
             )
+
+    @classmethod
+    def of(cls, strategy: Strategy) -> AcceleratorState:
+        """Return the state of an Accelerator, whose precision may not be that of the latest one."""
+        state = cls.__new__(cls)
+        state.__dict__ = PartialState._shared_state | {"strategy": strategy}
+        return state
 
     @property
     def mixed_precision(self) -> str:
@@ -196,34 +201,10 @@ class GradientState:
         GradientState._latest = None
 
 
-def agreed_precision(given: Any) -> Any:
-    """Return the precision for a new Accelerator: the given one, or else that of the Accelerator before it, if any.
-
-    Raises:
-        ValueError: If an Accelerator with another precision is in use.
-    """
-    chosen = str(given).lower() if given else None
-    if (earlier := _precision_in_use()) in (None, chosen):
-        return chosen
-    gc.collect()  # an Accelerator that is not in use any more may be part of a cycle with its models
-    if (earlier := _precision_in_use()) is None or chosen is None:
-        return earlier or chosen
-    raise ValueError(
-        f"mixed_precision={chosen!r} differs from that of an earlier Accelerator, {earlier!r}, which is still in use; "
-        "leave it out, or give the same"
-    )
-
-
-def _precision_in_use() -> str | None:
-    in_use: Iterable[Any] = PartialState._shared_state.get("_in_use", ())
-    return next((str(owner.mixed_precision) for owner in in_use), None)
-
-
-def share(strategy: Strategy, flow: AccumulationState, owner: Any) -> None:
-    """Make the strategy and the position of an Accelerator, the owner, those of this process's states."""
+def share(strategy: Strategy, flow: AccumulationState) -> None:
+    """Make the strategy and the position of an Accelerator those of this process's states."""
     shared = PartialState._shared_state
     shared.setdefault("debug", environment.debug())
     shared.pop("_kind", None)
     shared["strategy"] = strategy
-    shared.setdefault("_in_use", weakref.WeakSet()).add(owner)
     GradientState._latest = flow
