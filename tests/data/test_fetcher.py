@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.layouts import layouts
 
 from trainer_kit.data.collate import stack
 from trainer_kit.data.fetcher import Fetcher
@@ -74,15 +75,7 @@ KINDS = ["torch", "numpy", "random", "normal", "mixed", "some", "seeding"]
 @settings(max_examples=25)
 @given(
     st.sampled_from(KINDS),
-    st.builds(
-        Layout,
-        st.integers(1, 9),
-        st.integers(1, 3),
-        st.integers(1, 4),
-        st.just(0),
-        st.none() | st.integers(1, 9),
-        st.none(),
-    ),
+    layouts(9, 3, 4),
     st.data(),
 )
 def test_a_samples_randomness_depends_on_seed_epoch_and_index_alone(

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.layouts import layouts
 
 from trainer_kit.data.collate import stack
 from trainer_kit.data.map_loader import (
@@ -116,15 +117,7 @@ def test_batches_are_the_same_for_any_workers_and_after_a_resume(workers: int) -
 
 @settings(max_examples=25)
 @given(
-    st.builds(
-        Layout,
-        st.integers(1, 9),
-        st.integers(1, 4),
-        st.integers(1, 3),
-        st.just(0),
-        st.none() | st.integers(1, 9),
-        ready_size=st.none(),
-    ),
+    layouts(9, 4, 3),
     st.integers(0, 31),
 )
 def test_samples_are_the_same_in_any_layout(layout: Layout, position: int) -> None:
@@ -206,15 +199,7 @@ def test_workers_leave_whose_process_was_killed_while_they_started() -> None:
 @settings(max_examples=50)
 @given(
     st.integers(1, 40),
-    st.builds(
-        Layout,
-        st.integers(1, 6),
-        st.integers(1, 4),
-        st.integers(1, 3),
-        st.just(0),
-        st.none() | st.integers(1, 9),
-        ready_size=st.none(),
-    ),
+    layouts(6, 4, 3),
 )
 def test_a_step_is_counted_whole_before_its_first_batch_is_worked_on(length: int, layout: Layout) -> None:
     windows = []
@@ -380,15 +365,7 @@ def test_grouping_by_length_does_not_depend_on_the_layout() -> None:
 
 @settings(max_examples=50)
 @given(
-    st.builds(
-        Layout,
-        st.integers(1, 5),
-        st.integers(1, 3),
-        st.integers(1, 3),
-        st.just(0),
-        st.none() | st.integers(1, 9),
-        ready_size=st.none(),
-    ),
+    layouts(5, 3, 3),
     st.lists(st.tuples(st.integers(0, 1), st.integers(0, 30), st.integers(1, 12)), max_size=3),
 )
 def test_what_is_passed_over_is_not_even_read(layout: Layout, ranges: list[tuple[int, int, int]]) -> None:

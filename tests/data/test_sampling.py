@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.layouts import layouts
 
 from trainer_kit.data.sampling import (
     GROUP,
@@ -28,9 +29,8 @@ from trainer_kit.data.sampling import (
 relaxed = settings(max_examples=150)
 
 lengths = st.integers(0, 200)
-uncut = st.builds(Layout, st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.just(0), st.none(), st.none())
-limits = st.none() | st.integers(1, 9)
-layouts = st.builds(Layout, st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.just(0), limits, st.none())
+uncut = layouts(9, 5, 4, limits=st.none())
+any_layout = layouts(9, 5, 4)
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -68,7 +68,7 @@ def steps_of(plan: list[list[BatchIndices]]) -> list[Step]:
 
 
 @relaxed
-@given(lengths, layouts, seeds, st.data())
+@given(lengths, any_layout, seeds, st.data())
 def test_each_sample_exactly_once_from_any_position(
     length: int, layout: Layout, seed: int, data: st.DataObject
 ) -> None:
@@ -78,7 +78,7 @@ def test_each_sample_exactly_once_from_any_position(
 
 
 @relaxed
-@given(lengths, layouts, st.data())
+@given(lengths, any_layout, st.data())
 def test_resuming_at_any_step_gives_exactly_the_remaining_slots(
     length: int, layout: Layout, data: st.DataObject
 ) -> None:
@@ -90,7 +90,7 @@ def test_resuming_at_any_step_gives_exactly_the_remaining_slots(
 
 
 @relaxed
-@given(lengths, layouts, layouts)
+@given(lengths, any_layout, any_layout)
 def test_a_step_holds_the_same_samples_under_any_layout_with_the_same_global_batch(
     length: int, one: Layout, other: Layout
 ) -> None:
@@ -101,7 +101,7 @@ def test_a_step_holds_the_same_samples_under_any_layout_with_the_same_global_bat
 
 
 @relaxed
-@given(lengths, layouts)
+@given(lengths, any_layout)
 def test_ranks_take_the_same_number_of_batches_and_agree_on_the_step(length: int, layout: Layout) -> None:
     def shape(slot: BatchIndices) -> tuple[object, ...]:
         return slot.micro_batch_index, slot.is_last, slot.window_stop, slot.closes_epoch, slot.epoch
@@ -118,7 +118,7 @@ def test_ranks_take_the_same_number_of_batches_and_agree_on_the_step(length: int
 
 
 @relaxed
-@given(lengths, layouts)
+@given(lengths, any_layout)
 def test_a_stand_in_counts_nothing_and_holds_real_samples(length: int, layout: Layout) -> None:
     order = permutation(length, 1, 0)
     for rank in plans(order, 0, layout):
@@ -129,7 +129,7 @@ def test_a_stand_in_counts_nothing_and_holds_real_samples(length: int, layout: L
 
 
 @relaxed
-@given(lengths, layouts)
+@given(lengths, any_layout)
 def test_a_limit_only_cuts_what_a_rank_has(length: int, layout: Layout) -> None:
     """Each rank has the samples that it has without it, step by step, in parts that differ by one sample at most."""
     order = permutation(length, 1, 0)
@@ -152,7 +152,7 @@ def test_a_short_last_step_is_spread_with_stand_ins() -> None:
 
 
 @relaxed
-@given(lengths, layouts, layouts, layouts, st.data())
+@given(lengths, any_layout, any_layout, any_layout, st.data())
 def test_changing_the_layout_in_mid_epoch_keeps_each_sample_exactly_once(
     length: int, first: Layout, second: Layout, third: Layout, data: st.DataObject
 ) -> None:
@@ -173,7 +173,7 @@ passed_over = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 30)), max_si
 
 
 @relaxed
-@given(st.integers(0, 80), st.lists(layouts, min_size=1, max_size=4), passed_over, st.data())
+@given(st.integers(0, 80), st.lists(any_layout, min_size=1, max_size=4), passed_over, st.data())
 def test_what_is_not_passed_over_comes_exactly_once_however_the_layout_changes(
     length: int, chain: list[Layout], ranges: list[tuple[int, int]], data: st.DataObject
 ) -> None:
@@ -219,7 +219,7 @@ def test_drop_last_leaves_full_batches_on_every_rank(length: int, layout: Layout
 
 
 @relaxed
-@given(lengths, layouts, st.data())
+@given(lengths, any_layout, st.data())
 def test_steps_between_counts_what_slots_gives(length: int, layout: Layout, data: st.DataObject) -> None:
     position = data.draw(st.integers(0, length))
     plan = list(slots(torch.arange(length), 0, position, layout))
