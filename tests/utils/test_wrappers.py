@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer_kit.utils.wrappers import without_wrappers
+from trainer_kit.utils.wrappers import without_adapters, without_wrappers
 
 
 class Compiled(nn.Module):
@@ -42,3 +42,17 @@ def test_a_model_that_holds_more_stays() -> None:
     assert without_wrappers(holder) is holder
     module = nn.Sequential(nn.Linear(2, 2))
     assert without_wrappers(module) is module
+
+
+def test_without_adapters() -> None:
+    class Adapted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = torch.nn.Linear(1, 1)
+
+        def get_base_model(self) -> torch.nn.Module:
+            return self.base
+
+    adapted = Adapted()
+    assert without_adapters(adapted) is adapted.base
+    assert without_adapters(adapted.base) is adapted.base

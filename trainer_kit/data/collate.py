@@ -75,12 +75,16 @@ def stack(samples: list[Any]) -> Any:
 def stack_with_labels(samples: list[Any]) -> Any:
     """Stack as `stack` does, and rename `label` or `label_ids` to `labels`, as transformers' default collator does."""
     batch = stack(samples)
-    if isinstance(batch, dict) and "labels" not in batch:
-        for name in OTHER_LABELS:
-            if name in batch:
-                batch["labels"] = batch.pop(name)
-                break
+    if isinstance(batch, dict):
+        _rename_label(batch, OTHER_LABELS)
     return batch
+
+
+def _rename_label(columns: dict[str, Any], names: Sequence[str]) -> None:
+    """Rename the first of these columns to `labels`, unless there is one."""
+    found = next((name for name in names if name in columns), None)
+    if found is not None and "labels" not in columns:
+        columns["labels"] = columns.pop(found)
 
 
 def _check_columns(samples: list[Any]) -> None:
@@ -191,8 +195,7 @@ class PadCollator:
                 )
         _check_columns(samples)
         columns = {name: [sample[name] for sample in samples] for name in samples[0]}
-        if "label" in columns and "labels" not in columns:
-            columns["labels"] = columns.pop("label")
+        _rename_label(columns, ("label",))
         if self.makes_mask and "input_ids" in columns and "attention_mask" not in columns:
             columns["attention_mask"] = [np.ones(len(ids), dtype=np.int64) for ids in columns["input_ids"]]
         tokens = [len(ids) for ids in columns.get("input_ids", [])]

@@ -13,6 +13,7 @@ from trainer_kit.data.collate import OTHER_LABELS, Collator, PadCollator, stack,
 from trainer_kit.loss.loss import columns_of
 from trainer_kit.utils.transformers_models import is_transformers_model
 from trainer_kit.utils.units import join_names
+from trainer_kit.utils.wrappers import without_adapters
 
 logger = logging.getLogger("trainer_kit")
 
@@ -74,8 +75,7 @@ def without_unused_columns(collate: Collator, model: torch.nn.Module) -> Collato
         model: A model that is called with the batch. One that takes any keyword keeps all columns, except a
             transformers model, whose `forward` names what it reads.
     """
-    unwrap: Any = getattr(model, "get_base_model", None)  # peft's models
-    inner = unwrap() if callable(unwrap) else model
+    inner = without_adapters(model)
     takes_all = not _is_known(collate)
     named = columns_of(inner, even_with_keywords=is_transformers_model(inner) and not takes_all)
     if named is None:

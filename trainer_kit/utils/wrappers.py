@@ -21,6 +21,12 @@ def without_wrappers(model: torch.nn.Module) -> torch.nn.Module:
             return model
 
 
+def without_adapters(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model below the adapters of a peft model, and any other model as it is."""
+    unwrap = getattr(model, "get_base_model", None)
+    return unwrap() if callable(unwrap) else model
+
+
 def model_class(model: torch.nn.Module) -> type[torch.nn.Module]:
     """Return the class of a model, not the one that torch's `fully_shard` derives from it."""
     kind = type(model)

@@ -18,7 +18,7 @@ from trainer_kit.checkpoint.format.safetensors_writer import storage_key
 from trainer_kit.utils.module_modes import evaluating
 from trainer_kit.utils.rng import generators_kept
 from trainer_kit.utils.transformers_models import is_transformers_model
-from trainer_kit.utils.wrappers import without_wrappers
+from trainer_kit.utils.wrappers import without_adapters, without_wrappers
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -181,7 +181,7 @@ def _saved_config(model: Any, config: Any) -> tuple[Any, dict[str, str] | None]:
         if isinstance(value, set):  # in the same order in each process
             setattr(config, field, sorted(value))
     if config.task_type is None:
-        kind = type(_base_model(model))
+        kind = type(without_adapters(model))
         mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
     return config, mapping
 
@@ -189,7 +189,7 @@ def _saved_config(model: Any, config: Any) -> tuple[Any, dict[str, str] | None]:
 def base_name(model: torch.nn.Module) -> str | None:
     """Return the name or folder from which the base of a model with adapters was loaded; None if it is not known."""
     inner: Any = without_wrappers(model)
-    base = _base_model(inner)
+    base = without_adapters(inner)
     configured = [config.base_model_name_or_path for config in _configs(inner).values()]
     names = (getattr(base, "name_or_path", None), getattr(getattr(base, "config", None), "_name_or_path", None))
     return next((name for name in (*names, *configured) if isinstance(name, str) and name), None)
@@ -197,12 +197,8 @@ def base_name(model: torch.nn.Module) -> str | None:
 
 def base_commit(model: torch.nn.Module) -> str | None:
     """Return the commit of the Hub's repository from which the base of a model with adapters was loaded, if known."""
-    commit = getattr(getattr(_base_model(without_wrappers(model)), "config", None), "_commit_hash", None)
+    commit = getattr(getattr(without_adapters(without_wrappers(model)), "config", None), "_commit_hash", None)
     return commit if isinstance(commit, str) else None
-
-
-def _base_model(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def with_model_names(source: Source, names: Collection[str]) -> Source:
