@@ -82,9 +82,12 @@ def stack_with_labels(samples: list[Any]) -> Any:
 
 def _rename_label(columns: dict[str, Any], names: Sequence[str]) -> None:
     """Rename the first of these columns to `labels`, unless there is one."""
-    found = next((name for name in names if name in columns), None)
-    if found is not None and "labels" not in columns:
-        columns["labels"] = columns.pop(found)
+    if "labels" in columns:
+        return
+    for name in names:
+        if name in columns:
+            columns["labels"] = columns.pop(name)
+            return
 
 
 def _check_columns(samples: list[Any]) -> None:
