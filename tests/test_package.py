@@ -102,6 +102,18 @@ def test_importing_is_cheap() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("prepare", ["gc.enable()", "gc.disable()"])
+def test_an_import_sets_off_no_garbage_collection_and_leaves_the_setting(prepare: str) -> None:
+    script = (
+        f"import torch, gc, trainer_kit; {prepare}; before, collections = gc.isenabled(), gc.get_stats(); "
+        "trainer_kit.Trainer; trainer_kit.callbacks; "
+        "assert gc.isenabled() == before; "
+        "print([now['collections'] - then['collections'] for now, then in zip(gc.get_stats(), collections)][2])"
+    )
+    assert python(script) == "0\n"
+
+
+@pytest.mark.slow
 def test_no_module_imports_a_heavy_package() -> None:
     script = (
         "import importlib, sys\n"

@@ -5,8 +5,10 @@ The names below are imported when they are first used, so that `import trainer_k
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from trainer_kit._version import __version__
@@ -112,12 +114,27 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name == "callbacks":
-        return importlib.import_module(f"{__name__}.callbacks")
+        return _imported("callbacks")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(_imported(_HOMES[name]), name)
     globals()[name] = value
     return value
+
+
+def _imported(module: str) -> ModuleType:
+    """Import a module of the package, without the garbage collections that its allocations would set off.
+
+    A module keeps what it allocates. A full collection searches the objects of torch too, which takes longer than the
+    import.
+    """
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(f"{__name__}.{module}")
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def __dir__() -> list[str]:
