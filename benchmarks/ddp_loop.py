@@ -100,7 +100,7 @@ class Clock(Callback):
     priority = 1000
 
     def __init__(self) -> None:
-        self.begin = 0.0
+        self.begin = self.end = 0.0
         self.collectives: list[str] = []
 
     def on_step_end(self, run: Run) -> None:
@@ -109,6 +109,10 @@ class Clock(Callback):
             self._watch()
         if run.state.step == WARM_UP + 1:
             self._unwatch()
+        if run.state.step == run.total_steps:  # the plain loop ends here too
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.end = time.perf_counter()
 
     def _watch(self) -> None:
         self.originals = {name: getattr(dist, name) for name in ("all_reduce", "all_gather", "broadcast", "barrier")}
@@ -133,7 +137,7 @@ def trainer(dataset: Texts, steps: int, shape: tuple[int, int]) -> tuple[float, 
         save_strategy="no", log_level="error", per_device_train_batch_size=BATCH,
     )  # fmt: skip
     Trainer(Net(*shape), args, dataset, callbacks=[clock]).train()
-    return (time.perf_counter() - clock.begin) / (steps - WARM_UP), clock.collectives
+    return (clock.end - clock.begin) / (steps - WARM_UP), clock.collectives
 
 
 def compare(options: argparse.Namespace) -> None:

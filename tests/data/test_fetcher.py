@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import random
 from typing import Any
 
@@ -11,10 +12,10 @@ from hypothesis import strategies as st
 from kit.layouts import layouts
 
 from trainer_kit.data.collate import stack
-from trainer_kit.data.fetcher import Fetcher
+from trainer_kit.data.fetcher import Fetcher, _draws, _reset
 from trainer_kit.data.sampling import BatchIndices, Layout, evaluation_slots, mix, permutation, slots
 from trainer_kit.errors import DataError
-from trainer_kit.utils.rng import seed_generators
+from trainer_kit.utils.rng import generator_states, seed_generators
 
 LENGTH = 40
 
@@ -61,6 +62,17 @@ def noises(dataset: Any, plan: list[BatchIndices], seed: int = 1) -> dict[int, f
         assert given is slot
         found |= dict(zip(batch["index"].tolist(), batch["noise"].tolist(), strict=True))
     return found
+
+
+@pytest.mark.parametrize("seed", [0, 7, 15, 16, 2**40 + 3])
+def test_a_reset_leaves_the_generators_as_seeding_does(seed: int) -> None:
+    torch.randn(()), random.gauss(0, 1), np.random.standard_normal()  # each keeps a second number
+    draws = _reset(seed)
+    states = pickle.dumps(generator_states())
+    seed_generators(seed % 16)
+    assert pickle.dumps(generator_states()) == states
+    assert _draws() == draws
+    assert _draws() != draws
 
 
 def plan_of(layout: Layout, epoch: int = 0, position: int = 0, seed: int = 1) -> list[BatchIndices]:

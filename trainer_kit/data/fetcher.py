@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +20,18 @@ _SAMPLE, _COLLATE = 1, 2
 """Keep the seeds of samples and of collation apart, and apart from those of the steps (`Strategy.seed`)."""
 
 _PROBES = 16
-"""Number of seeds with which a batch is first read; few, so that their first draws can be cached."""
+"""Number of seeds with which a batch is first read; few, so that the generators' states can be cached."""
 
-_first_draws: dict[int, tuple[float, float]] = {}
+_WORD = torch.empty((), dtype=torch.int64, device="cpu")
+"""Takes the numbers that are drawn from torch's generator."""
+
+
+class _Probe(NamedTuple):
+    """The generators as a seed leaves them: two states, which are quicker to restore than to seed, and first draws."""
+
+    python_state: Any
+    torch_state: torch.Tensor
+    draws: tuple[float, float, int]
 
 
 class Fetcher(Dataset[Any]):
@@ -53,7 +63,7 @@ class Fetcher(Dataset[Any]):
         if not self.draws:
             before = _reset(slot.indices[0])
             batch = self.collate(self._samples(slot.indices))
-            if not _drew(before):
+            if _draws() == before:
                 return slot, batch
             self.draws = True
         samples, repeats = [], slot.repeats or [0] * len(slot.indices)
@@ -94,18 +104,22 @@ def set_epoch(dataset: Any, epoch: int) -> None:
         dataset.set_epoch(epoch)
 
 
-def _reset(seed: int) -> tuple[tuple[float, float], torch.Tensor]:
-    """Seed the generators; return the next draws of random and numpy, and torch's state."""
-    seed %= _PROBES
+@functools.cache
+def _probe(seed: int) -> _Probe:
     seed_generators(seed)
-    if seed not in _first_draws:
-        _first_draws[seed] = (random.Random(seed).random(), np.random.RandomState(seed).random_sample())
-    return _first_draws[seed], torch.default_generator.get_state()
+    return _Probe(random.getstate(), torch.default_generator.get_state(), _draws())
 
 
-def _drew(before: tuple[tuple[float, float], torch.Tensor]) -> bool:
-    """Return whether a number was drawn since `_reset`. Drawing one is far cheaper than comparing whole states."""
-    draws, state = before
-    return (random.random(), np.random.random_sample()) != draws or not torch.equal(
-        torch.default_generator.get_state(), state
-    )
+def _draws() -> tuple[float, float, int]:
+    """Draw from each generator: far cheaper than comparing whole states, and as telling."""
+    return random.random(), np.random.random_sample(), int(_WORD.random_())
+
+
+def _reset(seed: int) -> tuple[float, float, int]:
+    """Leave the generators as `seed_generators` does; return their next draws."""
+    seed %= _PROBES
+    probe = _probe(seed)
+    random.setstate(probe.python_state)
+    np.random.seed(seed)
+    torch.default_generator.set_state(probe.torch_state)
+    return probe.draws
