@@ -1,4 +1,4 @@
-"""What docs/checkpoints.md tells is so: its commands say what it shows, its arguments and messages are ours."""
+"""What the page on checkpoints tells is so: its commands say what it shows, its arguments and messages are ours."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer_kit.cli import replay, verify
 from trainer_kit.cli.main import main
 from trainer_kit.cli.target import read_target
 
-GUIDE = Guide("docs/checkpoints.md")
+GUIDE = Guide("docs/en/how-to/checkpoints.md")
 COMMANDS = [tuple(line.partition(" #")[0].split()[1:]) for block in GUIDE.shell for line in block.splitlines()]
 OURS = [words for words in COMMANDS if words[0] == "checkpoints"]
 SHOWN = re.findall(r"```text\n(.*?)```", GUIDE.text, re.DOTALL)
