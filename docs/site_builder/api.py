@@ -10,15 +10,16 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from site_builder.tables import first_sentence
-from trainer_kit import Callback, Precision, Strategy, TrainingArguments
+from trainer_kit import Accelerator, Callback, Precision, Strategy, Trainer, TrainingArguments
 
 _ACCELERATOR = "trainer_kit.accelerator"
 _OF_ACCELERATE = ("utils", "state", "logging", "tracking", "data_loader", "local_sgd", "big_modeling")
 _UTILS = f"{_ACCELERATOR}.utils"  # names of its modules, which it imports when a name is used
 _REFUSED = f"{_ACCELERATOR}.unavailable"
 MODULES = (
-    "trainer_kit", "trainer_kit.callbacks", "trainer_kit.memory", "trainer_kit.errors", _ACCELERATOR, *(f"{_ACCELERATOR}.{name}" for name in _OF_ACCELERATE),
-)  # fmt: skip
+    *("trainer_kit", "trainer_kit.callbacks", "trainer_kit.memory", "trainer_kit.errors", _ACCELERATOR),
+    *(f"{_ACCELERATOR}.{name}" for name in _OF_ACCELERATE),
+)
 """The modules whose public names the reference has; where several have a name, the first counts."""
 
 _OTHERS = {
@@ -27,7 +28,6 @@ _OTHERS = {
     "trainer_kit.optim.make_scheduler": "arguments",
     "trainer_kit.config.compile_options.CompileOptions": "arguments",
     "trainer_kit.config.checkpointing_options.CheckpointingOptions": "arguments",
-    "trainer_kit.checkpoint.format.manifest.Manifest": "checkpoint-format",
 }
 """The page of what docstrings and other pages name, outside of those modules."""
 
@@ -37,6 +37,9 @@ _PAGES = {
     "trainer_kit.errors": "exceptions",
     _UTILS: "accelerator-utils",
 }
+
+
+_FIRST = (Trainer, Accelerator, Strategy, Callback, TrainingArguments)
 
 
 class Entry(NamedTuple):
@@ -115,9 +118,9 @@ def page_of(value: Any, module: ModuleType) -> str:
 
 
 def on_page(page: str) -> list[Entry]:
-    """Return the entries of a page, in the order of the modules; base classes come first."""
+    """Return the entries of a page, in the order of the modules; what a page is about comes first."""
     found = [entry for entry in entries().values() if entry.page == page]
-    return sorted(found, key=lambda entry: entry.value not in (Strategy, Callback, TrainingArguments))
+    return sorted(found, key=lambda entry: entry.value not in _FIRST)
 
 
 def directives(shown: Iterable[Entry]) -> str:

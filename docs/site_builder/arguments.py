@@ -35,7 +35,7 @@ def arguments() -> str:
         f"### {trainer}\n\n{table([trainer, 'here'], _without_field(names))}"
         for trainer, names in (("transformers", TRANSFORMERS_NAMES), ("Lightning", LIGHTNING_NAMES))
     )
-    head = ["argument", "default", "meaning", "allowed", "transformers' name", "Lightning's name"]
+    head = ["argument", "default", "meaning", "transformers' name", "Lightning's name"]
     return (
         f"## All arguments\n\n{_FILTER}\n"
         f'<div id="arguments" class="wide" markdown="1">\n\n{table(head, rows())}\n\n</div>\n\n'
@@ -46,7 +46,7 @@ def arguments() -> str:
 
 
 def rows() -> list[list[str]]:
-    """Return the table's rows: name, default, meaning, allowed values, transformers' name, Lightning's name."""
+    """Return the table's rows: name, default, meaning with allowed values, transformers' and Lightning's names."""
     meanings = sections(TrainingArguments)["parameters"]
     theirs, lightnings = other_names(TRANSFORMERS_NAMES), other_names(LIGHTNING_NAMES)
     same = _fields_of_transformers()
@@ -57,8 +57,7 @@ def rows() -> list[list[str]]:
         made.append([
             f'<span id="arguments.{field.name}"></span>{code(field.name)}',
             default_of(field),
-            meanings[field.name],
-            allowed(field),
+            f"{meanings[field.name]}<br>*Allowed:* {allowed(field)}.",
             ", ".join(names),
             ", ".join(map(code, lightnings.get(field.name, ()))),
         ])  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from site_builder.check import problems_of
+from site_builder.completeness import missing
 from site_builder.from_code import MAKERS
 from site_builder.pages import LANGUAGES, write_pages
 from site_builder.sources import ROOT
@@ -102,7 +103,7 @@ def build(folder: Path) -> list[str]:
         command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "--config-file", str(config)]
         subprocess.run(command, check=True, timeout=300)
     (folder / "site" / "index.html").write_text(_FRONT, encoding="utf-8")
-    return problems_of(folder / "site")
+    return [*problems_of(folder / "site"), *missing(folder / "site")]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -55,8 +55,8 @@ def _section(command: Command) -> str:
     name = " ".join(command.words)
     level = "#" * len(command.words)
     usage = command.parser.format_usage().removeprefix("usage: ").strip()
-    parts = [f"{level} {name} {{ #{'-'.join(command.words[1:])} }}", f"```text\n{usage}\n```", _description(command)]
-    if rows := [[_names(each), _help(each)] for each in options_of(command.parser)]:
+    parts = [f"{level} {name} {{ #{anchor_of(command)} }}", f"```text\n{usage}\n```", _description(command)]
+    if rows := [[_names(command, each), _help(each)] for each in options_of(command.parser)]:
         parts.append(table(["argument", "meaning"], rows))
     if len(command.words) == 2:
         rows = [[code(number), meaning] for number, meaning in COMMANDS[command.words[1]].EXIT_CODES.items()]
@@ -75,14 +75,21 @@ def _help(action: argparse.Action) -> str:
     return (action.help or "").replace(str(default_path()), "`~/.config/trainer_kit/default_config.yaml`")
 
 
-def _names(action: argparse.Action) -> str:
+def _names(command: Command, action: argparse.Action) -> str:
+    mark = f'<span id="{anchor_of(command, action)}"></span>'
     if not action.option_strings:
-        return code(action.metavar or action.dest)
+        return mark + code(action.metavar or action.dest)
     value = ""
     if action.nargs != 0:
         choices = f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.dest.upper()
         value = f" {action.metavar or choices}"
-    return ", ".join(code(f"{name}{value}") for name in action.option_strings)
+    return mark + ", ".join(code(f"{name}{value}") for name in action.option_strings)
+
+
+def anchor_of(command: Command, action: argparse.Action | None = None) -> str:
+    """Return the anchor of a command, or of one of its arguments or options."""
+    name = "-".join(command.words[1:])
+    return name if action is None else f"{name}.{action.dest}"
 
 
 def exit_codes() -> str:

@@ -36,9 +36,8 @@ def _parameters(hook: str) -> str:
 
 def _shipped() -> list[list[str]]:
     defaults = {type(each) for each in default_callbacks(TrainingArguments())}
-    kinds: list[type[Callback]] = [
-        kind for name in callbacks.__all__ if inspect.isclass(kind := getattr(callbacks, name))
-    ]
+    named = [getattr(callbacks, name) for name in callbacks.__all__]
+    kinds = [kind for kind in named if inspect.isclass(kind) and issubclass(kind, Callback)]
     return [
         [
             f"[`{kind.__name__}`](#trainer_kit.callbacks.{kind.__name__})",

@@ -346,6 +346,7 @@ class Accelerator(Stepping):
         return [None] * len(objects)
 
     clear = free_memory
+    """accelerate's other name of `free_memory`."""
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkippedLoader:
         """See `trainer_kit.accelerator.skip_first_batches`."""
