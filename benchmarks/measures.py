@@ -1,4 +1,4 @@
-"""Runs the benchmarks that take a minute or less each, and writes what they print into docs/performance.md.
+"""Runs the benchmarks that take a minute or less each, and writes what they print into the page Performance.
 
 Takes about four minutes on two quiet cores.
 """

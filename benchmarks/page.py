@@ -1,4 +1,4 @@
-"""What the benchmarks that write to docs/performance.md share: its marked parts, medians, and the machine."""
+"""What the benchmarks that write to the page Performance share: its marked parts, medians, and the machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BUSY = (
     " Other programs took most of the processor in this run: its times, and ratios of them, say little; counts of "
     "calls and memory hold."
 )
-PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+PAGE = Path(__file__).parents[1] / "docs" / "en" / "explanation" / "performance.md"
 
 
 class Spread(NamedTuple):

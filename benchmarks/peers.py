@@ -5,7 +5,7 @@ of the machine meets all: the fused AdamW, a linear schedule, clipping to 1.0, t
 thread, nothing logged, one checkpoint; then the checkpoint is resumed from in a second process. Figures are ratios to
 the plain loop of the same round, medians over the rounds with quartiles. The losses of all contenders must agree.
 
-`python benchmarks/peers.py` writes a table and a plot into docs/performance.md; it takes less than ten minutes on two
+`python benchmarks/peers.py` writes a table and a plot into the page Performance; it takes less than ten minutes on two
 quiet cores. Needs the extra "bench"; a contender that is not installed is left out.
 """
 

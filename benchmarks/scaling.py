@@ -6,7 +6,7 @@
 - Processes: time of the one exchange of a step between the hosts of 1, 2 and 4 processes on this machine.
 - Ranks: the same exchange for 8 to 4,096 ranks, simulated from the latency and the bandwidth of a network.
 
-`python benchmarks/scaling.py` writes its part of docs/performance.md, and takes about two minutes.
+`python benchmarks/scaling.py` writes its part of docs/en/explanation/performance.md, and takes about two minutes.
 """
 
 from __future__ import annotations

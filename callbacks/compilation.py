@@ -30,8 +30,10 @@ class _Snapshot(NamedTuple):
 class Compilation(Callback):
     """Count compilations, and warn if a step compiles again after the warm-up.
 
-    It adds this process's totals since training began to every record: `xla/compiles` and `xla/compile_seconds`, or
-    `compile/compiles` and `compile/compile_seconds` for `torch.compile`; nothing if there are no compilations.
+    It adds this process's totals since training began to every record, or nothing if there are no compilations:
+
+    - `xla/compiles`, `compile/compiles` (compilations): Compilations by XLA, or by `torch.compile`.
+    - `xla/compile_seconds`, `compile/compile_seconds` (s): Their duration.
 
     The warning is given once, with the shape that caused the compilation and a remedy. The warm-up is the first whole
     epoch of this start, at least 3 steps, and the first evaluation of each dataset. It ends early when 10 steps have

@@ -21,18 +21,21 @@ _logger = logging.getLogger("trainer_kit")
 
 
 class Memory(Callback):
-    """Add the memory of this process, in GiB, to every record and to the metrics of the whole training.
+    """Add the memory of this process to every record and to the metrics of the whole training.
 
-    - The device's memory: `memory_gib` in use, `peak_memory_gib` since training began, `reserved_memory_gib` by torch's
-      allocator, `device_memory_gib` in use on the whole device by all processes, and `process_memory_gib` by this
-      process. The last two come from NVML, which needs the extra `gpu`.
-    - `fragmentation`: the share of the reserved memory that no tensor uses, 0 to 1. It is also high between steps, when
-      activations are freed. The cost of fragmentation is `reserved_memory_gib` minus `peak_memory_gib`; if it is large
-      at the end, a warning says how to start with expandable segments.
-    - `host_memory_gib`: the resident set of the process.
-    - `anatomy/weights_gib` (parameters and buffers), `anatomy/gradients_gib` (at the optimizer's step) and
-      `anatomy/optimizer_gib` (its states). Memory that several tensors share is counted once.
-    - `anatomy/activations_gib`: the rest of the peak, so activations and temporary buffers, if torch's allocator
+    - `memory_gib` (GiB): Memory in use on the device; on a CPU, of the process.
+    - `peak_memory_gib` (GiB): The most that was in use since training began.
+    - `reserved_memory_gib` (GiB): Memory that torch's allocator holds.
+    - `device_memory_gib` (GiB): Memory in use on the whole device by all processes, from NVML (extra `gpu`).
+    - `process_memory_gib` (GiB): Memory in use on the device by this process, from NVML (extra `gpu`).
+    - `fragmentation` (share, 0 to 1): Share of the reserved memory that no tensor uses. It is also high between steps,
+      when activations are freed. The cost of fragmentation is `reserved_memory_gib` minus `peak_memory_gib`; if it is
+      large at the end, a warning says how to start with expandable segments.
+    - `host_memory_gib` (GiB): Resident set of the process.
+    - `anatomy/weights_gib` (GiB): Parameters and buffers. Memory that several tensors share is counted once.
+    - `anatomy/gradients_gib` (GiB): Gradients at the optimizer's step.
+    - `anatomy/optimizer_gib` (GiB): States of the optimizer.
+    - `anatomy/activations_gib` (GiB): Rest of the peak, so activations and temporary buffers, if torch's allocator
       reports the peak.
 
     Components are measured after the first step, and again after parameters are frozen or unfrozen or the optimizer has

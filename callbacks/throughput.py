@@ -40,18 +40,19 @@ class _Interval(NamedTuple):
 class Throughput(Callback):
     """Add the speed since the previous record, over all processes, to every record.
 
-    - `samples_per_second`, `steps_per_second` and, if batches have tokens, `tokens_per_second` (without padding).
-    - `data_wait`: the share of the time, 0 to 1, in which the loop waits for the next batch. These four leave out the
-      time of evaluations and checkpoints.
-    - `model_flops_per_second`: floating-point operations per second that the model needs, forward and backward.
-    - `hardware_flops_per_second`: floating-point operations per second including recomputation (activation
-      checkpointing).
-    - `mfu`: model FLOP/s divided by the peak FLOP/s of the devices, 0 to 1 (Chowdhery et al. 2022, appendix B).
-    - `seconds/ACTIVITY`: the time by activity, see `trainer_kit.profiling.time_ledger`.
-    - `goodput`: the share of that time, 0 to 1, spent in forward, backward and the optimizer's step.
+    - `samples_per_second` (samples/s): Rate without the time of evaluations and checkpoints, as the next three.
+    - `steps_per_second` (steps/s): Optimizer steps.
+    - `tokens_per_second` (tokens/s): Tokens without padding, if batches have tokens.
+    - `data_wait` (share, 0 to 1): Share of the time in which the loop waits for the next batch.
+    - `model_flops_per_second` (FLOP/s): Operations that the model needs, forward and backward.
+    - `hardware_flops_per_second` (FLOP/s): Operations including recomputation (activation checkpointing).
+    - `mfu` (share, 0 to 1): Model FLOP/s divided by the peak FLOP/s of the devices (Chowdhery et al. 2022, appendix B).
+    - `seconds/ACTIVITY` (s): Time by activity, see `trainer_kit.profiling.time_ledger`.
+    - `goodput` (share, 0 to 1): Share of that time spent in forward, backward and the optimizer's step.
+    - `wall_seconds` (s): Time of all starts of the run, in the metrics of the whole run only.
 
-    The metrics of the whole run have `seconds/ACTIVITY`, `wall_seconds` and `goodput` over all starts of the run, and
-    FLOP/s and MFU of this start.
+    The metrics of the whole run have `seconds/ACTIVITY` and `goodput` over all starts of the run, and FLOP/s and MFU of
+    this start.
 
     Operations are counted while the first step runs, and in a few later steps if batches have new shapes (see
     `trainer_kit.profiling.flops`). Counting changes no value. A counted step is slower, so rates exclude it unless

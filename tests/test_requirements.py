@@ -16,7 +16,7 @@ def extras() -> dict[str, list[str]]:
 
 def test_no_sentence_names_an_extra_of_a_package_that_no_index_has() -> None:
     sources = [*(ROOT / "trainer_kit").rglob("*.py"), *(ROOT / "callbacks").glob("*.py"), *ROOT.glob("*.md"),
-               *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").iterdir()]  # fmt: skip
+               *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").iterdir()]  # fmt: skip
     found = [path for path in sources if path.is_file() and "install 'trainer_kit[" in path.read_text(encoding="utf-8")]
     assert not found
 

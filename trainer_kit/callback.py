@@ -62,6 +62,9 @@ class Callback:
     def on_step_end(self, run: Run) -> None:
         """Called after each step; `run.local_loss` is this rank's share of its loss, and reading it is slow."""
 
+    def on_epoch_end(self, run: Run) -> None:
+        """Called after the last step of an epoch."""
+
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
         """Called with each record: step, epoch, loss and every callback's `metrics`. Numbers may be added to it.
 
@@ -94,9 +97,6 @@ class Callback:
 
     def on_rollback(self, run: Run, directory: Path) -> None:
         """Called after a non-finite step, when the run is restored from the checkpoint in `directory`."""
-
-    def on_epoch_end(self, run: Run) -> None:
-        """Called after the last step of an epoch."""
 
     def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
         """Called after the last step. Requests made here are still served.

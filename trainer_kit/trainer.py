@@ -56,7 +56,7 @@ logger = logging.getLogger("trainer_kit")
 class Trainer:
     """Train, evaluate, save and resume a model.
 
-    The life of a run::
+    The life of a run:
 
         on_init_end
         on_train_begin                                        a checkpoint is loaded by now

@@ -30,7 +30,7 @@ def figures(step: float = 1.0, losses: tuple[float, ...] = (2.0, 1.0), **others:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_contenders_compute_the_same_losses(tmp_path: Path) -> None:
-    page = (BENCHMARKS.parent / "docs" / "performance.md").read_text(encoding="utf-8")
+    page = (BENCHMARKS.parent / "docs" / "en" / "explanation" / "performance.md").read_text(encoding="utf-8")
     path = tmp_path / "figures.json"
     command = [sys.executable, str(BENCHMARKS / "peers.py"), "--quick", "--json", str(path)]
     done = subprocess.run(
@@ -47,7 +47,7 @@ def test_all_contenders_compute_the_same_losses(tmp_path: Path) -> None:
         assert rounds["trainer_kit"][0]["is_exact"]
     assert found["calls"]["trainer_kit"] > 0
     assert "| trainer_kit |" in done.stdout
-    assert (BENCHMARKS.parent / "docs" / "performance.md").read_text(encoding="utf-8") == page
+    assert (BENCHMARKS.parent / "docs" / "en" / "explanation" / "performance.md").read_text(encoding="utf-8") == page
 
 
 def test_another_loss_is_an_error(peers: ModuleType) -> None:

@@ -39,7 +39,7 @@ def no_configuration_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def configured(*words: str) -> LaunchConfig:
     """What a command line asks for."""
-    return read_config(main._parser().parse_args(["launch", *words, "train.py"]))
+    return read_config(main.make_parser().parse_args(["launch", *words, "train.py"]))
 
 
 def launch(*words: str) -> int:

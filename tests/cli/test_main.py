@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from typing import ClassVar
 
 import pytest
 
@@ -14,6 +15,8 @@ from trainer_kit.cli import main
 
 class Failing:
     """Fail as told."""
+
+    EXIT_CODES: ClassVar[dict[int, str]] = {}
 
     def __init__(self, error: BaseException) -> None:
         self.error = error

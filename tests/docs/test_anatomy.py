@@ -1,4 +1,4 @@
-"""What docs/anatomy.md tells is so: its commands are taken, its figures estimated, its names those of the records."""
+"""What the page on memory and time tells is so: its commands, its estimated figures, the names of its records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer_kit.memory.advice import Estimate
 from trainer_kit.memory.costs import COSTS
 from trainer_kit.tools.model_resolver import resolve
 
-GUIDE = Guide("docs/anatomy.md")
+GUIDE = Guide("docs/en/explanation/anatomy.md")
 COMMANDS = [line.split()[1:] for block in GUIDE.shell for line in block.splitlines()]
 SHOWN = re.findall(r"```text\n(.*?)```", GUIDE.text, re.DOTALL)
 [CONFIG] = re.findall(r"```json\n(.*?)```", GUIDE.text, re.DOTALL)

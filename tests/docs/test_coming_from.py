@@ -1,4 +1,4 @@
-"""What docs/coming-from.md says of transformers' and Lightning's settings agrees with the tables of the code."""
+"""What "Coming from" says of transformers' and Lightning's settings agrees with the tables of the code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer_kit import TrainingArguments
 from trainer_kit.config.lightning_names import LIGHTNING_NAMES
 from trainer_kit.config.sources import OTHER_NAMES
 
-TEXT = Guide("docs/coming-from.md").text
+TEXT = Guide("docs/en/coming-from/index.md").text
 OWN = {field.name for field in dataclasses.fields(TrainingArguments)}
 THEIRS = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
 

@@ -1,4 +1,4 @@
-"""The examples of docs/configuration.md run as they stand."""
+"""The examples of docs/en/how-to/configuration.md run as they stand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import pytest
 from kit.guides import Guide
 
-GUIDE = Guide("docs/configuration.md")
+GUIDE = Guide("docs/en/how-to/configuration.md")
 EXAMPLES = list(GUIDE.python)
 
 

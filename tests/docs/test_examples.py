@@ -224,7 +224,7 @@ def test_anatomy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seconds = sum(map(float, re.findall(r"^[\w/]+ +([\d.]+) s ", shown, re.MULTILINE)))
     assert seconds == pytest.approx(figures["wall_seconds"], rel=0.05, abs=0.05)
     if not torch.cuda.is_available():  # the guide shows a CPU's
-        told = Guide("docs/anatomy.md").text.partition("a small BERT on cpu")[2].partition("```")[0]
+        told = Guide("docs/en/explanation/anatomy.md").text.partition("a small BERT on cpu")[2].partition("```")[0]
         words = [re.findall(r"[A-Za-z/]+", text.partition("where the memory")[2]) for text in (told, shown)]
         assert words[0] == words[1]
         lines = [re.findall(r"^\D+:", text, re.MULTILINE) for text in (told, shown)]

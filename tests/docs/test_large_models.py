@@ -1,4 +1,4 @@
-"""What docs/large-models.md tells is so: its commands and options are taken, its examples train on two processes."""
+"""The page on large models tells the truth: its commands and options are taken, its examples train on two processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kit.ranks import on_ranks
 from trainer_kit import FSDP, Trainer, TrainingArguments
 from trainer_kit.cli.main import main
 
-GUIDE = Guide("docs/large-models.md")
+GUIDE = Guide("docs/en/how-to/large-models.md")
 SENTENCES = re.findall(r"^\| `(.*?)` \|", GUIDE.text.partition("\n| message |")[2], re.MULTILINE)
 LLAMA_8B = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,

@@ -1,4 +1,4 @@
-"""docs/performance.md names scripts that exist, and shows figures of all that its commands write."""
+"""docs/en/explanation/performance.md names scripts that exist, and shows figures of all that its commands write."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from kit.guides import Guide
 
-GUIDE = Guide("docs/performance.md")
+GUIDE = Guide("docs/en/explanation/performance.md")
 ROOT = Path(__file__).parents[2]
 
 
@@ -23,7 +23,7 @@ def test_the_scripts_exist() -> None:
     for path in [*named, *re.findall(r"`(tests/\S+\.py)`", GUIDE.text)]:
         assert (ROOT / path).exists(), path
     for link in re.findall(r"\]\((\w+\.\w+)", GUIDE.text):
-        assert (ROOT / "docs" / link).exists(), link
+        assert (ROOT / "docs" / "en" / "explanation" / link).exists(), link
 
 
 @pytest.mark.parametrize("name", ["peers", "measures", "scaling"])
@@ -39,4 +39,4 @@ def test_what_is_slower_than_a_peer_is_said() -> None:
 
 
 def test_it_is_linked() -> None:
-    assert "(docs/performance.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "(docs/en/explanation/performance.md)" in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The strategies of docs/strategies.md train, on one process and on two, and the page names what there is."""
+"""The strategies of docs/en/how-to/strategies.md train, on one process and on two, and the page names what there is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer_kit.strategies.device_info import DeviceInfo
 from trainer_kit.strategies.session import Session
 from trainer_kit.strategies.sharding import Sharding
 
-GUIDE = Guide("docs/strategies.md")
+GUIDE = Guide("docs/en/how-to/strategies.md")
 METHODS, SHARDED, FOR_ACCELERATOR = (
     re.findall(r"^\| (`.*?) \|", GUIDE.text.partition(f"## {title}")[2].partition("\n## ")[0], re.MULTILINE)
     for title in ("The methods", "Sharded models", "For the Accelerator")

@@ -1,4 +1,4 @@
-"""What docs/tpu.md tells is so: its commands and arguments are taken, its sentences are ours."""
+"""What docs/en/how-to/tpu.md tells is so: its commands and arguments are taken, its sentences are ours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kit.guides import Guide, dry_run, unsaid
 from trainer_kit import XLA, TrainingArguments
 from trainer_kit.config import environment
 
-GUIDE = Guide("docs/tpu.md")
+GUIDE = Guide("docs/en/how-to/tpu.md")
 OTHERS = ("RuntimeError: ", "mixed_precision=", "strategy=XLA(")  # torch's messages, and what is no message
 SENTENCES = [sentence for sentence in GUIDE.sentences if not sentence.startswith(OTHERS)]
 NAMES = {field.name for field in dataclasses.fields(TrainingArguments)}

@@ -1,4 +1,4 @@
-"""A trained model leaves by torch.export and as ONNX, as docs/hub.md shows."""
+"""A trained model leaves by torch.export and as ONNX, as docs/en/how-to/hub.md shows."""
 
 from __future__ import annotations
 

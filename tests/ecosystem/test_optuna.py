@@ -1,4 +1,4 @@
-"""A search with optuna, as docs/tuning.md shows it: pruned trials, and killed ones that go on."""
+"""A search with optuna, as docs/en/how-to/tuning.md shows it: pruned trials, and killed ones that go on."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ logger = logging.getLogger("trainer_kit")
 class Accelerator(Stepping):
     """Runs a hand-written loop on any hardware and any number of processes.
 
-    It uses accelerate's names: a loop written for accelerate runs after a change of the import::
+    It uses accelerate's names: a loop written for accelerate runs after a change of the import:
 
         accelerator = Accelerator(gradient_accumulation_steps=2)
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -346,6 +346,7 @@ class Accelerator(Stepping):
         return [None] * len(objects)
 
     clear = free_memory
+    """accelerate's other name of `free_memory`."""
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkippedLoader:
         """See `trainer_kit.accelerator.skip_first_batches`."""

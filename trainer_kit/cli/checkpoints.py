@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 _SHOWN = 20
 _ELEMENTS = " elements that differ"
 
+EXIT_CODES = {
+    0: "done; with verify, all are valid; with diff, they are equal",
+    1: "with verify, one is damaged; with diff, they differ",
+    2: "with diff, one cannot be read",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the actions and their folders."""

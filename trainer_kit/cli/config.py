@@ -11,6 +11,8 @@ from typing import Any
 from trainer_kit.config import environment
 from trainer_kit.launch.config import DEFAULT_PORT, LaunchConfig, count_gpus, default_path, write_basic_config
 
+EXIT_CODES = {0: "the file is written, or existed already"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the file to write and the option to write without questions."""

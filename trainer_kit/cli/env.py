@@ -14,6 +14,8 @@ from trainer_kit.utils.units import format_count, format_size
 
 _PACKAGES = ("transformers", "safetensors", "numpy", "tensorboard", "torch_xla")
 
+EXIT_CODES = {0: "shown"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare nothing: the command has no arguments."""

@@ -8,8 +8,6 @@ parameters is estimated on a laptop, and a GPU without one. MODEL is
   NAME             a model on the Hub, such as google-bert/bert-large-uncased, from its cache or by the network
   MODULE:FUNCTION  a function of yours that takes nothing and returns a torch.nn.Module that returns its loss, with a
                    batch: (module, batch), or (module, batch, compute_loss); modules are found in the current folder
-
-Exit code 0; 1 if MODEL cannot be estimated. A step that does not fit is no error.
 """
 
 from __future__ import annotations
@@ -40,6 +38,8 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("gradient-accumulation-steps", "gradient_accumulation_steps",
      {"type": int, "metavar": "N", "help": "micro-batches of a step (default: 1)"}),
 )  # fmt: skip
+
+EXIT_CODES = {0: "estimated; a step that does not fit is no error"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

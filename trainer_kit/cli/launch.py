@@ -50,6 +50,13 @@ _SATISFIED = {"multi_gpu": 0, "same_network": 0, "quiet": 0, "main_training_func
 _IGNORED = {"enable_cpu_affinity": 0, "role": 1, "tee": 1}
 _REFUSED = ("use_deepspeed", "use_megatron_lm", "use_parallelism_config", "no_python")
 
+EXIT_CODES = {
+    0: "all processes ended well",
+    1: "a process failed; it is the code of that process, or 128 + S if signal S ended it, such as 137 for SIGKILL",
+    130: "the processes left after Ctrl-C",
+    143: "the processes left after SIGTERM or SIGUSR1; start them again to resume",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options, each with dashes and with underscores, the script and its arguments."""

@@ -6,21 +6,28 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from trainer_kit._version import __version__
 from trainer_kit.cli import checkpoints, config, env, estimate, launch, plan, replay, report, test, verify
 from trainer_kit.utils.streams import escape_unknown_characters
 
+EXIT_CODES = {0: "success", 1: "an error, in one sentence", 2: "an invalid command line", 130: "Ctrl-C"}
+"""Exit codes of every command; a command may give them a meaning of its own."""
+
 
 class Command(Protocol):
     """Interface of a command's module; the first line of its docstring is its help.
 
     Commands import torch and other slow packages inside `run`, so that `trainer-kit --help` is fast.
+
+    Attributes:
+        EXIT_CODES: Meaning of the exit codes of `run`.
     """
 
     __doc__: str | None
+    EXIT_CODES: Mapping[int, str]
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the command's arguments."""
@@ -57,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     escape_unknown_characters()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = _parser()
+    parser = make_parser()
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         parser.error(_unknown(words[0]))
     options = parser.parse_args(words)
@@ -76,13 +83,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(prog="trainer-kit", description="Helps around the training of PyTorch models.")
     parser.add_argument("--version", action="version", version=f"trainer-kit {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
     for name, command in COMMANDS.items():
         summary = (command.__doc__ or "").partition("\n")[0]
-        command.add_arguments(commands.add_parser(name, help=summary, description=summary))
+        codes = "; ".join(f"{code} {meaning}" for code, meaning in command.EXIT_CODES.items())
+        command.add_arguments(
+            commands.add_parser(name, help=summary, description=summary, epilog=f"Exit codes: {codes}.")
+        )
     return parser
 
 

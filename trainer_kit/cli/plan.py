@@ -4,8 +4,6 @@ The script, unmodified, is run up to its first Trainer.train. In place of that n
 written: the effective batch and the steps, the learning rate as a small drawing, when it logs, evaluates and saves,
 the size of checkpoints against the free disk, the memory of a step against the device, the work and how long it takes
 at the least, and the hardware with the reason for it are worked out from the code that would train.
-
-Exit code 0; 1 if train() would fail, or the script fails or never trains.
 """
 
 from __future__ import annotations
@@ -26,6 +24,8 @@ if TYPE_CHECKING:
     from trainer_kit.trainer import Trainer
 
 _USAGE = "trainer-kit plan [options] [-m] script.py|module [options] [-- arguments of the script]"
+
+EXIT_CODES = {0: "planned", 1: "train() would fail, or the script fails or never trains"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

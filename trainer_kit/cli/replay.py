@@ -9,6 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
+EXIT_CODES = {0: "the error of the run occurred again", 1: "it did not"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the folder, the script and its arguments."""

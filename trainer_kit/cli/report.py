@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+EXIT_CODES = {0: "written"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the runs and the file to write."""

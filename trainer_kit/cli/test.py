@@ -8,6 +8,13 @@ import sys
 from trainer_kit.cli.launch import RUNNER, read_config
 from trainer_kit.launch.config import default_path
 
+EXIT_CODES = {
+    0: "all is well",
+    1: "something does not work",
+    130: "left after Ctrl-C",
+    143: "left after a signal such as SIGTERM",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the configuration to test."""

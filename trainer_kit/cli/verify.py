@@ -6,8 +6,7 @@ the gradients' norm, weights, buffers, optimizer, states of callbacks and of run
 the same bits. Else it says what differs first, and likely why; for that the script runs once more.
 
 Only the script's first train() runs, up to --steps, into a temporary folder; what follows it is left out, a
-`finally` too. What the script does before, and what its callbacks do, happens in each start. Exit code 0: equal;
-1: diverged; 2: the script failed or never trained.
+`finally` too. What the script does before, and what its callbacks do, happens in each start.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ from trainer_kit.cli.target import declare_target, missing_target, read_target, 
 _STEPS = 20
 _TIMEOUT = 3600.0
 _USAGE = "trainer-kit verify [options] [-m] script.py|module [options] [-- arguments of the script]"
+
+EXIT_CODES = {0: "the same bits", 1: "the runs diverged", 2: "the script failed or never trained"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -131,6 +131,12 @@ class Evaluator:
     def __call__(self, batches: Iterable[tuple[Any, Counts]], prefix: str, keep: bool = False) -> PredictionOutput:
         """Evaluate the batches of a dataset. Collective.
 
+        - `PREFIX_loss` (as the loss): Mean over all items of the dataset.
+        - `PREFIX_NAME` (as logged): A metric, a part of the loss, or a mean that `log_mean` logged.
+        - `PREFIX_runtime` (s): Duration.
+        - `PREFIX_samples_per_second` (samples/s): Samples of all processes by the duration.
+        - `PREFIX_steps_per_second` (batches/s): Batches of one process by the duration.
+
         Args:
             batches: This process's batches on the host, with their counts. Batches are dealt out in turn: the k-th
                 one here is number k * readers + reader of the dataset.

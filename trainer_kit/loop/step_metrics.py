@@ -166,7 +166,16 @@ class StepMetrics:
             state.interval_steps += 1
 
     def record(self) -> dict[str, Any]:
-        """Return a record: the mean loss since the last record, the position, the learning rate and so on."""
+        """Return a record, without the callbacks' metrics.
+
+        - `step` (steps): Optimizer steps so far.
+        - `epoch` (epochs): Epochs so far, with the part of the current one.
+        - `loss` (as the loss): Mean over the steps since the last record; left out if none of them had an item.
+        - `NAME` (as logged): Mean of a part of the loss, or of what `log_mean("NAME", …)` logged.
+        - `grad_norm` (as the gradients): Norm of all gradients of the last step, before clipping.
+        - `learning_rate` (a number): Learning rate of the first group of parameters.
+        - `skipped_steps` (steps): Steps so far whose gradients were not finite, so that they changed no weight.
+        """
         state, optimizer = self.run.state, self.run.optimizer
         assert optimizer is not None
         record: dict[str, Any] = {"step": state.step, "epoch": state.epochs}

@@ -293,6 +293,15 @@ class TrainingLoop:
             self._of_callbacks = {name: value for name, value in record.items() if name not in own}
 
     def _summary(self, seconds: float) -> TrainOutput:
+        """Return the result of the training.
+
+        - `step` (steps): Optimizer steps, those before a resume included.
+        - `epoch` (epochs): Epochs, with the part of an incomplete one.
+        - `train_loss` (as the loss): Mean over all steps.
+        - `train_runtime` (s): Duration of this start.
+        - `train_samples_per_second` (samples/s): Samples of this start, of all processes, by its duration.
+        - `train_steps_per_second` (steps/s): Optimizer steps of this start by its duration.
+        """
         state = self.run.state
         self._read_metrics()
         mean = state.loss_sum / state.loss_steps if state.loss_steps else math.nan

@@ -59,7 +59,7 @@ class KwargsHandler:
     def __post_init__(self) -> None:
         given = [name for name in self._WITHOUT_EFFECT if name in self.to_kwargs()]
         if given:
-            warn(f"{type(self).__name__}: {join_names(given, most=None)} without effect here; see docs/coming-from.md")
+            warn(f"{type(self).__name__}: {join_names(given, most=None)} without effect; see 'Coming from' in the docs")
 
     def to_dict(self) -> dict[str, Any]:
         """Return a copy of all fields by name."""
@@ -345,7 +345,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         transformer_cls_names_to_wrap: Class names of the modules that are gathered as one; None: the blocks that the
             model repeats.
 
-    The other fields have no effect: `docs/coming-from.md` says what decides instead.
+    The other fields have no effect: "Coming from" in the docs says what decides instead.
 
     Raises:
         ValueError: If `fsdp_version` is not 2, or `sharding_strategy` is not known.

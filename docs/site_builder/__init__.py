@@ -1,0 +1,1 @@
+"""Builds the documentation site: pages of `docs/`, a reference made from the code, and checks of the result."""

@@ -1,0 +1,31 @@
+"""The parts of the reference that are made from the code, by the name that a page gives them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+from site_builder import api
+from site_builder.arguments import arguments
+from site_builder.checkpoint_format import checkpoint_format
+from site_builder.commands import command_line, exit_codes
+from site_builder.environment import environment
+from site_builder.exceptions import exceptions
+from site_builder.hooks import callbacks_page
+from site_builder.records import records
+
+MAKERS: Mapping[str, Callable[[], str]] = {
+    "trainer": functools.partial(api.listing, "trainer"),
+    "arguments": arguments,
+    "callbacks": callbacks_page,
+    "strategies": functools.partial(api.listing, "strategies"),
+    "accelerator": api.accelerator,
+    "accelerator-utils": api.accelerator_utils,
+    "memory": functools.partial(api.listing, "memory"),
+    "commands": command_line,
+    "checkpoint-format": checkpoint_format,
+    "records": records,
+    "exceptions": exceptions,
+    "exit-codes": exit_codes,
+    "environment": environment,
+}

@@ -1,0 +1,31 @@
+"""The command line's page shows what the parsers take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from site_builder.commands import command_line, commands, exit_codes
+
+from trainer_kit.cli.main import COMMANDS
+
+
+def test_each_command_and_action_has_a_section() -> None:
+    names = [" ".join(command.words[1:]) for command in commands()]
+    assert {*COMMANDS, "checkpoints ls", "checkpoints prune"} <= {*names}
+    page = command_line()
+    assert [name for name in names if f"trainer-kit {name} {{ #" not in page] == []
+
+
+def test_options_stand_with_their_values_and_meaning() -> None:
+    page = command_line()
+    assert "`--keep-best N` | how many of the best (default: 1) |" in page
+    assert "`--mixed-precision {no,fp16,bf16,fp8}`" in page
+    assert "--mixed_precision" not in page  # hidden spellings stay hidden
+    assert str(Path.home()) not in page
+
+
+def test_each_exit_code_has_a_meaning() -> None:
+    page = exit_codes()
+    for name, command in COMMANDS.items():
+        assert 0 in command.EXIT_CODES
+        assert page.count(f"| [`{name}`](command-line.md#{name}) |") == len(command.EXIT_CODES)

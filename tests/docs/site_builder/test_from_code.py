@@ -1,0 +1,19 @@
+"""Each part that a page asks for is made, and each that is made has a page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from site_builder.from_code import MAKERS
+
+REFERENCE = Path(__file__).parents[3] / "docs" / "en" / "reference"
+
+
+def test_each_maker_has_one_page() -> None:
+    asked = [
+        name
+        for page in REFERENCE.glob("*.md")
+        for name in re.findall(r"^::: from-code: (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    assert sorted(asked) == sorted(MAKERS)
