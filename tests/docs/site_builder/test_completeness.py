@@ -27,11 +27,13 @@ def test_everything_public_is_looked_for() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_built_reference_has_everything(site: Path) -> None:
     assert missing(site) == []
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("page", "anchor"),
     [
