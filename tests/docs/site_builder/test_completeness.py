@@ -15,6 +15,7 @@ from trainer_kit.callback import HOOKS
 from trainer_kit.cli.main import COMMANDS
 
 
+@pytest.mark.slow
 def test_everything_public_is_looked_for() -> None:
     names = {thing.anchor.rpartition(".")[2] for thing in everything()}
     assert {*trainer_kit.__all__} - {"__version__", "callbacks"} <= names
