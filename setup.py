@@ -35,6 +35,7 @@ setup(
         "trainer_kit.strategies.xla",
         "trainer_kit.tools",
         "trainer_kit.tools.verify",
+        "trainer_kit.trackers",
         "trainer_kit.utils",
     ],
 )

@@ -19,7 +19,7 @@ LAYERS = (
     {"utils"},
     {"config"},
     {"optim", "strategies", "checkpoint/format"},
-    {"launch", "loss", "run"},
+    {"launch", "loss", "run", "trackers"},
     {"callback", "data", "memory", "report"},
     {"callbacks", "checkpoint"},
     {"accelerator", "debugging"},
@@ -36,7 +36,7 @@ parse = functools.cache(ast.parse)
 LINES_OF_A_FILE = 450
 LINES_OF_A_FUNCTION = 60
 
-SEEN_BY_CALLBACKS = LAYERS[0] | LAYERS[1] | LAYERS[2] | {"callback", "run", "report"}
+SEEN_BY_CALLBACKS = LAYERS[0] | LAYERS[1] | LAYERS[2] | {"callback", "run", "report", "trackers"}
 
 # What a module other than a strategy must not name, as a word of its own or as part of a snake_case name.
 HARDWARE = re.compile(r"(?<![a-z])(cuda|mps|xla|tpu|nccl|gloo|world_?size)(?![a-z])", re.IGNORECASE)
