@@ -41,9 +41,7 @@ def check_reporters(args: TrainingArguments) -> None:
         raise ValueError(f"report_artifacts={artifacts} needs checkpoints; set save_strategy to another than 'no'")
     has_metric = args.metric_for_best_model is not None or args.load_best_model_at_end or args.save_strategy == "best"
     if "best" in artifacts and not has_metric:
-        raise ValueError(
-            f"report_artifacts={artifacts} needs to know which checkpoint is best; set metric_for_best_model"
-        )
+        raise ValueError(f"report_artifacts={artifacts} needs a metric for the best one; set metric_for_best_model")
 
 
 def chosen_reporters(report_to: str | list[Any]) -> list[Any]:

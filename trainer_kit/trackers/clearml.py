@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,9 @@ class ClearMLTracker(PackageTracker):
         numbers, texts = numbers_and_texts(values)
         logger = self.tracker.get_logger()
         for name, value in numbers.items():
-            if step is None:
+            if not math.isfinite(value):  # ClearML would store zero
+                texts[f"{name} of step {step}"] = str(value)
+            elif step is None:
                 logger.report_single_value(name, value, **kwargs)
             else:
                 title, series = _title_and_series(name)

@@ -21,7 +21,8 @@ class CometMLTracker(PackageTracker):
     package = "comet_ml"
 
     def find_run(self) -> Any:
-        return self.client.get_running_experiment()
+        experiment = self.client.get_running_experiment()  # the latest one, which may have ended
+        return None if experiment is None or experiment.ended else experiment
 
     def begin_run(self) -> Any:
         options: dict[str, Any] = {"project_name": self.project}

@@ -37,7 +37,7 @@ def installed_trackers() -> list[str]:
 
 def tracker_name(tracker: Any) -> str:
     """Return the name of a tracker, which may be of another class than `Tracker`."""
-    return str(getattr(tracker, "name", type(tracker).__name__))
+    return str(getattr(tracker, "name", "") or type(tracker).__name__)
 
 
 def check_name(name: str, setting: str) -> None:

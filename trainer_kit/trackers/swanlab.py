@@ -45,4 +45,9 @@ class SwanLabTracker(PackageTracker):
         self.tracker.log(images, step=step, **kwargs)
 
     def end_run(self) -> None:
-        self.tracker.finish("success" if self.status == "finished" else "crashed")
+        if self.status == "finished":
+            self.tracker.finish()
+        else:
+            self.tracker.finish(
+                "crashed" if self.status == "failed" else "aborted", error=f"the training {self.status}"
+            )

@@ -26,7 +26,7 @@ class Tracker:
         **options: Options of the package for a new run.
 
     Attributes:
-        name: Name of the tracker.
+        name: Name of the tracker; "": that of its class.
         requires_logging_directory: Whether the constructor takes a folder as its second argument.
         package: Module that must be installed; None: no other than trainer_kit's own.
         project: Project of the run.
@@ -37,7 +37,7 @@ class Tracker:
         status: How the run ended; set before `finish` is called.
     """
 
-    name: ClassVar[str] = "tracker"
+    name: ClassVar[str] = ""
     requires_logging_directory: ClassVar[bool] = False
     main_process_only: ClassVar[bool] = True
     package: ClassVar[str | None] = None
