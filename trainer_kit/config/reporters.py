@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 REPORTERS = ("tensorboard", "jsonl", "html")
 """Files in `output_dir`."""
 
-TRACKER_NAMES = ("wandb", "mlflow", "trackio", "comet_ml", "clearml", "dvclive", "swanlab")
+TRACKER_NAMES = ("wandb", "mlflow", "trackio", "comet_ml", "clearml", "dvclive", "swanlab", "neptune")
 """Trackers that need no folder; `trainer_kit.trackers` has their classes."""
 
 

@@ -9,6 +9,7 @@ from trainer_kit.trackers.comet import CometMLTracker
 from trainer_kit.trackers.dvclive import DVCLiveTracker
 from trainer_kit.trackers.jsonl import JsonLinesTracker
 from trainer_kit.trackers.mlflow import MLflowTracker
+from trainer_kit.trackers.neptune import NeptuneTracker
 from trainer_kit.trackers.swanlab import SwanLabTracker
 from trainer_kit.trackers.tensorboard import TensorBoardTracker
 from trainer_kit.trackers.tracker import Tracker
@@ -19,15 +20,10 @@ TRACKERS: dict[str, type[Any]] = {
     each.name: each
     for each in (
         *(TensorBoardTracker, JsonLinesTracker, WandBTracker, MLflowTracker, TrackioTracker, CometMLTracker),
-        *(ClearMLTracker, DVCLiveTracker, SwanLabTracker),
+        *(ClearMLTracker, DVCLiveTracker, SwanLabTracker, NeptuneTracker),
     )
 }
 """Classes of trackers by name; accelerate's `register_tracker_class` adds to them."""
-
-_NOT_AVAILABLE = {
-    "aim": "aim cannot be installed with Python 3.11 or later",
-    "neptune": "neptune.ai has ended its service",
-}
 
 
 def installed_trackers() -> list[str]:
@@ -51,12 +47,10 @@ def check_name(name: str, setting: str) -> None:
         ValueError: If no tracker has the name.
         ImportError: If its package is not installed.
     """
-    if name in _NOT_AVAILABLE:
-        raise ValueError(f"{setting}={name!r} is not available: {_NOT_AVAILABLE[name]}; use another tracker")
     if name not in TRACKERS:
         raise ValueError(
             f"{setting}={name!r} is not known; use {', '.join(map(repr, TRACKERS))}, or an object with "
-            "log(values, step)"
+            "log(values, step), such as a subclass of trainer_kit.trackers.Tracker"
         )
     kind = TRACKERS[name]
     if issubclass(kind, Tracker):
