@@ -50,6 +50,7 @@ TESTED_ELSEWHERE = {
     "planning": "its modules are tested through the plan that they make",
     "report": "its modules are tested through the page that they make",
     "strategies/xla": "tests/xla runs them, in an environment of its own",
+    "trackers": "tests/ecosystem/test_trackers_*.py run each with its package, tests/accelerator those of files",
     "tools/self_test": "tests/cli/test_test.py runs it, as the command does",
     "tools/verify/child": "the start of the processes that tests/tools/verify/test_verification.py compares",
     "tools/verify/recorder": "records what tests/tools/verify/test_verification.py and test_cause.py compare",

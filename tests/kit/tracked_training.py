@@ -59,15 +59,16 @@ def make_trainer(folder: Path | str, report_to: Any, kill_at: int | None = None,
     return Trainer(Net(), args, DATA, DATA[:6], callbacks=[] if kill_at is None else [Kill(kill_at)])
 
 
-def in_a_process(cwd: Path, env: dict[str, str] | None = None, prepare: str = "", **options: Any) -> int:
+def in_a_process(cwd: Path, **options: Any) -> int:
     """Train in a process of its own; returns its exit status."""
     tests = Path(__file__).parents[1]
     script = (
-        f"import json, sys\nsys.path.insert(0, {str(tests)!r})\nfrom kit.tracked_training import main\n{prepare}\n"
+        f"import json, sys\nsys.path.insert(0, {str(tests)!r})\nfrom kit.tracked_training import main\n"
         "main(json.loads(sys.argv[1]))"
     )
     command = [sys.executable, "-c", script, json.dumps(options)]
-    done = subprocess.run(command, cwd=cwd, env={**os.environ, **(env or {})}, timeout=200, check=False)
+    inherited = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}  # of this process
+    done = subprocess.run(command, cwd=cwd, env=inherited, timeout=280, check=False)
     return done.returncode
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer_kit.config.other_names import plain
-
-if TYPE_CHECKING:
-    from trainer_kit.config.arguments import TrainingArguments
 
 REPORTERS = ("tensorboard", "jsonl", "html")
 """Files in `output_dir`."""
@@ -23,8 +20,11 @@ def are_reporters(value: Any) -> bool:
     return all(plain(each) in names if isinstance(each, str) else callable(_log_of(each)) for each in entries)
 
 
-def check_reporters(args: TrainingArguments) -> None:
+def check_reporters(args: Any) -> None:
     """Check `report_to` and `report_artifacts` together with other arguments.
+
+    Args:
+        args: The `TrainingArguments`.
 
     Raises:
         ValueError: If they contradict each other.
