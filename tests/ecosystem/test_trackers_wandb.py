@@ -27,10 +27,12 @@ OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
 
 
 @pytest.fixture(autouse=True)
-def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     for name, value in OFFLINE.items():
         monkeypatch.setenv(name, value)
+    yield
+    wandb.teardown()  # else the client keeps this test's folder and mode
 
 
 def records(path: Path) -> Iterator[Any]:
