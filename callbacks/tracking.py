@@ -94,7 +94,12 @@ class Tracking(Callback):
 
     def _start(self, run: Run) -> None:
         """Begin or continue all runs. An error is raised on all processes, so that none of them waits."""
-        run.strategy.collectives.on_main(lambda: [self._start_one(run, each) for each in self.trackers])
+
+        def start() -> None:
+            for tracker in self.trackers:
+                self._start_one(run, tracker)
+
+        run.strategy.collectives.on_main(start)
 
     def _start_one(self, run: Run, tracker: Any) -> None:
         name = tracker_name(tracker)
@@ -110,9 +115,9 @@ class Tracking(Callback):
 
     def _store_settings(self, run: Run) -> None:
         settings = run.args.to_dict()
-        config = getattr(run.model, "config", None)
-        if hasattr(config, "to_dict"):
-            settings["model"] = config.to_dict()
+        describe = getattr(getattr(run.model, "config", None), "to_dict", None)
+        if callable(describe):
+            settings["model"] = describe()
         self._call("store_init_configuration", settings)
 
     def _log(self, run: Run, tags: dict[str, float]) -> None:

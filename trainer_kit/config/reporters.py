@@ -52,9 +52,10 @@ def chosen_reporters(report_to: str | list[Any]) -> list[Any]:
     return [*files, *(each for number, each in enumerate(trackers) if each not in trackers[:number])]
 
 
-def reporters_as_data(report_to: list[Any]) -> list[str]:
+def reporters_as_data(report_to: str | list[Any]) -> list[str]:
     """Return the names in `report_to`; an object is named if its class has a name there, and else left out."""
-    names = [each if isinstance(each, str) else getattr(each, "name", None) for each in report_to]
+    chosen = chosen_reporters(report_to)
+    names = [each if isinstance(each, str) else getattr(each, "name", None) for each in chosen]
     return [name for name in names if name in (*REPORTERS, *TRACKER_NAMES)]
 
 
