@@ -93,7 +93,7 @@ def _reporters(value: Any) -> Fields | Refusal:
     return Fields({"report_to": value})
 
 
-_REPORTERS = ("azure_ml", "codecarbon", "dagshub", "flyte", "kubeflow")
+_REPORTERS = ("azure_ml", "codecarbon", "dagshub", "flyte", "kubeflow", "neptune")
 """Reporters of transformers that are no trackers here."""
 
 

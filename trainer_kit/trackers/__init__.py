@@ -5,7 +5,6 @@ from trainer_kit.trackers.comet import CometMLTracker
 from trainer_kit.trackers.dvclive import DVCLiveTracker
 from trainer_kit.trackers.jsonl import JsonLinesTracker
 from trainer_kit.trackers.mlflow import MLflowTracker
-from trainer_kit.trackers.neptune import NeptuneTracker
 from trainer_kit.trackers.registry import TRACKERS
 from trainer_kit.trackers.swanlab import SwanLabTracker
 from trainer_kit.trackers.tensorboard import TensorBoardTracker
@@ -20,7 +19,6 @@ __all__ = [
     "DVCLiveTracker",
     "JsonLinesTracker",
     "MLflowTracker",
-    "NeptuneTracker",
     "SwanLabTracker",
     "TensorBoardTracker",
     "Tracker",

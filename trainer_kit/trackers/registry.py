@@ -9,7 +9,6 @@ from trainer_kit.trackers.comet import CometMLTracker
 from trainer_kit.trackers.dvclive import DVCLiveTracker
 from trainer_kit.trackers.jsonl import JsonLinesTracker
 from trainer_kit.trackers.mlflow import MLflowTracker
-from trainer_kit.trackers.neptune import NeptuneTracker
 from trainer_kit.trackers.swanlab import SwanLabTracker
 from trainer_kit.trackers.tensorboard import TensorBoardTracker
 from trainer_kit.trackers.tracker import Tracker
@@ -20,7 +19,7 @@ TRACKERS: dict[str, type[Any]] = {
     each.name: each
     for each in (
         *(TensorBoardTracker, JsonLinesTracker, WandBTracker, MLflowTracker, TrackioTracker, CometMLTracker),
-        *(ClearMLTracker, DVCLiveTracker, SwanLabTracker, NeptuneTracker),
+        *(ClearMLTracker, DVCLiveTracker, SwanLabTracker),
     )
 }
 """Classes of trackers by name; accelerate's `register_tracker_class` adds to them."""
