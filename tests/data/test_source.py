@@ -154,6 +154,25 @@ def test_an_epoch_s_generator_does_not_depend_on_earlier_epochs() -> None:
     assert orders[1] == orders[2] != expected
 
 
+def test_a_generator_follows_the_seed_that_the_user_gave_it_last() -> None:
+    def orders(sampler: Any) -> list[list[int]]:
+        found = []
+        for epoch in (0, 1):
+            begin_epoch(sampler, epoch)
+            found.append([*sampler])
+        return found
+
+    generator = torch.Generator().manual_seed(3)
+    sampler = RandomSampler(range(20), generator=generator)
+    first = orders(sampler)
+    generator.manual_seed(4)
+    second = orders(sampler)
+    assert second == orders(RandomSampler(range(20), generator=torch.Generator().manual_seed(4)))
+    assert second != first
+    generator.manual_seed(3)
+    assert orders(sampler) == first
+
+
 LOADERS: dict[str, Any] = {
     "shuffled": lambda: DataLoader(rows(), batch_size=5, shuffle=True),
     "workers": lambda: DataLoader(rows(), batch_size=5, shuffle=True, num_workers=2),

@@ -15,7 +15,7 @@ from trainer_kit.data.columns import without_unused_columns
 from trainer_kit.data.iterable_loader import StreamLoader, stream_evaluation_batches
 from trainer_kit.data.map_loader import LoaderConfig, TrainLoader, evaluation_batches
 from trainer_kit.data.sampled_loader import SampledLoader
-from trainer_kit.data.sampler_order import SamplerOrder, evaluation_plan
+from trainer_kit.data.sampler_order import SamplerOrder, copied, evaluation_plan
 from trainer_kit.data.sampling import Layout
 from trainer_kit.data.source import DataSource, data_source, order_facts
 from trainer_kit.loss.batch import Counts
@@ -78,8 +78,13 @@ def reading_of(source: DataSource, reading: LoaderConfig) -> LoaderConfig:
     return dataclasses.replace(reading, **own, worker_init_fn=source.worker_init_fn)
 
 
-def make_train_loader(run: Run, reading: LoaderConfig) -> TrainLoader | StreamLoader:
+def make_train_loader(run: Run, reading: LoaderConfig, trains: bool = True) -> TrainLoader | StreamLoader:
     """Make the loader of the training batches.
+
+    Args:
+        run: The run.
+        reading: How samples are read.
+        trains: Whether to train on the batches; otherwise a copy of the sampler draws the orders.
 
     Raises:
         TypeError: If `run.train_dataset` is a dict of datasets.
@@ -98,7 +103,8 @@ def make_train_loader(run: Run, reading: LoaderConfig) -> TrainLoader | StreamLo
             "it to False"
         )
     if source.sampler is not None:
-        own = SamplerOrder(source.sampler, args.seed, source.in_batches)
+        sampler = source.sampler if trains else copied(source.sampler)
+        own = SamplerOrder(sampler, args.seed, source.in_batches, warns=layout.reader == 0)
         return SampledLoader(source.dataset, layout, reading, own, drop_last)
     if not source.is_iterable:
         return TrainLoader(source.dataset, layout, reading, drop_last, args.group_by_length, order != "dataset")

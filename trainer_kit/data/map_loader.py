@@ -144,6 +144,7 @@ class TrainLoader:
 
     Attributes:
         passed_over: Positions to skip, as (epoch, start, stop); set it before `micro_batches`.
+        has_equal_epochs: Whether all epochs have as many steps, but for positions to skip.
 
     Raises:
         ValueError: If an epoch has no batch, or `group_by_length` finds no lengths.
@@ -159,6 +160,7 @@ class TrainLoader:
         shuffle: bool = True,
         samples: int | None = None,
     ) -> None:
+        self.has_equal_epochs = True
         self.dataset = dataset
         self.shuffle = shuffle
         self.layout = layout
@@ -197,6 +199,14 @@ class TrainLoader:
             if slot.is_last:
                 yield from _counted(fetched)
                 fetched = []
+
+    def resume(self, epoch: int, position: int, data_state: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return what applies of a checkpoint's `GlobalBatch.data_state` to a resume at a position of an epoch."""
+        return None
+
+    def state_after(self, epoch: int, data_state: dict[str, Any] | None) -> dict[str, Any] | None:
+        """End an epoch; return what a checkpoint between it and the next one holds of `GlobalBatch.data_state`."""
+        return None
 
     def order(self, epoch: int) -> torch.Tensor | DatasetOrder:
         """Return the dataset indices of an epoch in their order."""

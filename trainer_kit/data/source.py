@@ -222,30 +222,42 @@ def _order_of(sampler: Any, dataset: Any, generator: torch.Generator | None = No
 def begin_epoch(reader: Any, epoch: int) -> None:
     """Call `set_epoch` of a loader or sampler and of its parts, and seed their own generators for the epoch.
 
-    In epoch 0 a generator has the seed that the user gave it. Later epochs have seeds that follow from that one, so
-    that an epoch's order does not depend on the epochs before it.
+    In epoch 0 a generator has the seed that the user gave it last. Later epochs have seeds that follow from that one,
+    so that an epoch's order does not depend on the epochs before it.
 
     Args:
         reader: A loader, a sampler or any other iterable.
         epoch: Number of the epoch, from 0; -1 for an evaluation, which is always the same.
     """
+    for part in parts_of(reader):
+        if hasattr(part, "set_epoch") and epoch >= 0:
+            part.set_epoch(epoch)
+        if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+            _seed(generator, epoch)
+
+
+def parts_of(reader: Any) -> Iterator[Any]:
+    """Yield a loader or sampler, and those inside it."""
     waiting, known = [reader], set()
     while waiting:
         part = waiting.pop()
         if part is None or id(part) in known:
             continue
         known.add(id(part))
-        if hasattr(part, "set_epoch") and epoch >= 0:
-            part.set_epoch(epoch)
-        generator = getattr(part, "generator", None)
-        if isinstance(generator, torch.Generator) and id(generator) not in known:
-            known.add(id(generator))
-            first = _first_seeds.setdefault(generator, generator.initial_seed())
-            generator.manual_seed(mix(first, epoch) if epoch > 0 else first)
+        yield part
         waiting += [getattr(part, name, None) for name in ("batch_sampler", "sampler")]
         if isinstance(part, DataLoader):
             waiting.append(part.dataset)
 
 
-_first_seeds: weakref.WeakKeyDictionary[torch.Generator, int] = weakref.WeakKeyDictionary()
-"""The seeds that users gave their generators."""
+def _seed(generator: torch.Generator, epoch: int) -> None:
+    first, latest = _seeds.get(generator, (0, None))
+    if (now := generator.initial_seed()) != latest:  # the user has seeded it
+        first = now
+    seed = mix(first, epoch) if epoch > 0 else first
+    _seeds[generator] = first, seed
+    generator.manual_seed(seed)
+
+
+_seeds: weakref.WeakKeyDictionary[torch.Generator, tuple[int, int]] = weakref.WeakKeyDictionary()
+"""The seed that the user gave each generator, and the one that it was last given here."""

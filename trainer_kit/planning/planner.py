@@ -69,7 +69,7 @@ class _Rehearsal:
         self.problems: list[str] = []
         run.optimizer = self._optimizer()
         self.reading: LoaderConfig = make_reading(run.args, self.stage, subject.collate)
-        self.loader: TrainLoader | StreamLoader = make_train_loader(run, self.reading)
+        self.loader: TrainLoader | StreamLoader = make_train_loader(run, self.reading, trains=False)
         if resume is None:
             resume = self.strategy.session.restarts > 0
         self.checkpoints = CheckpointManager(run, subject.events)  # without a lock: it writes nothing
