@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from trainer_kit.config.arguments import TrainingArguments
@@ -142,7 +142,7 @@ def data_source(role: str, data: Any, sampler: Any = None) -> DataSource:
         data = data.batches
     if isinstance(data, DataLoader):
         source = _apart(data) if _can_be_taken_apart(data) else DataSource(ReadyBatches(data))
-    elif isinstance(data, Mapping) and not hasattr(data, "batch_size"):  # a TensorDict is a dataset of its rows
+    elif is_named(data):
         raise TypeError(f"{role} is a {type(data).__name__} of {', '.join(map(str, data))}; give one dataset")
     else:
         source = DataSource(data)
@@ -156,9 +156,16 @@ def data_source(role: str, data: Any, sampler: Any = None) -> DataSource:
     return dataclasses.replace(source, **_order_of(sampler, source.dataset))
 
 
+def is_named(data: Any) -> bool:
+    """Return whether data is a dict of datasets by name, and not a mapping that is a dataset itself."""
+    if isinstance(data, Dataset) or hasattr(data, "batch_size"):  # a TensorDict is a dataset of its rows
+        return False
+    return isinstance(data, dict) or (isinstance(data, Mapping) and all(isinstance(name, str) for name in data))
+
+
 def data_length(data: Any) -> int | None:
     """Return the number of samples of a dataset, or of batches that are ready; None if unknown, or without data."""
-    return None if data is None or isinstance(data, Mapping) else data_source("the dataset", data).length
+    return None if data is None or is_named(data) else data_source("the dataset", data).length
 
 
 def order_facts(source: DataSource, args: TrainingArguments) -> dict[str, Any]:
