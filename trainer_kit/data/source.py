@@ -37,6 +37,9 @@ class ReadyBatches:
             raise TypeError(f"ReadyBatches needs an iterable of batches; this is a {type(batches).__name__}")
         self.batches: Any = batches
 
+    def __getnewargs__(self) -> tuple[Any]:
+        return (self.batches,)  # for pickle and copy
+
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)
 
