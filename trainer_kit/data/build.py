@@ -66,16 +66,24 @@ def _calls_labels_otherwise(model: torch.nn.Module) -> bool:
 def make_reading(args: TrainingArguments, strategy: Strategy, collate: Collator) -> LoaderConfig:
     """Return the loader configuration of a run."""
     pin_memory = args.dataloader_pin_memory and strategy.device_info.pins_memory
-    return LoaderConfig(collate, args.seed, args.dataloader_num_workers, pin_memory, args.dataloader_timeout)
+    return LoaderConfig(
+        collate,
+        args.seed,
+        args.dataloader_num_workers,
+        pin_memory,
+        args.dataloader_timeout,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        multiprocessing_context=args.dataloader_multiprocessing_context,
+    )
 
 
 def reading_of(source: DataSource, reading: LoaderConfig) -> LoaderConfig:
     """Return the configuration with the settings of the source; ready batches are read in this process."""
     if source.is_ready:
         return dataclasses.replace(reading, workers=0)
-    own: dict[str, Any] = {"collate": source.collate, "workers": source.workers, "timeout": source.timeout}
-    own = {name: value for name, value in own.items() if value is not None}
-    return dataclasses.replace(reading, **own, worker_init_fn=source.worker_init_fn)
+    settings = ("collate", "workers", "timeout", "worker_init_fn", "prefetch_factor", "multiprocessing_context")
+    own: dict[str, Any] = {name: value for name in settings if (value := getattr(source, name)) is not None}
+    return dataclasses.replace(reading, **own)
 
 
 def make_train_loader(run: Run, reading: LoaderConfig, trains: bool = True) -> TrainLoader | StreamLoader:

@@ -120,6 +120,8 @@ class LoaderConfig:
         pin_memory: Whether workers' batches are copied to page-locked memory.
         timeout: Seconds that workers may take for a batch; 0: no limit.
         worker_init_fn: Called in each worker with its number; None: nothing.
+        prefetch_factor: Batches that each worker reads ahead; None: torch's default.
+        multiprocessing_context: Start method of the workers, or a context of multiprocessing; None: torch's default.
     """
 
     collate: Collator
@@ -128,6 +130,8 @@ class LoaderConfig:
     pin_memory: bool = False
     timeout: float = 0.0
     worker_init_fn: Callable[[int], Any] | None = None
+    prefetch_factor: int | None = None
+    multiprocessing_context: Any = None
 
 
 class TrainLoader:
@@ -292,7 +296,9 @@ def from_workers(dataset: Any, reading: LoaderConfig, sampler: Iterable[Any] | N
         collate_fn=_as_is,
         pin_memory=reading.pin_memory,
         timeout=reading.timeout,
-        worker_init_fn=worker_init(reading.worker_init_fn),
+        worker_init_fn=worker_init(reading.worker_init_fn, reading.multiprocessing_context),
+        prefetch_factor=reading.prefetch_factor,
+        multiprocessing_context=reading.multiprocessing_context,
         generator=torch.Generator().manual_seed(reading.seed),
     )
     return worker_items(loader, "dataloader_timeout")

@@ -85,6 +85,8 @@ class DataSource:
         workers: Number of worker processes.
         timeout: Seconds that workers may take for a batch.
         worker_init_fn: Called in each worker with its number.
+        prefetch_factor: Batches that each worker reads ahead.
+        multiprocessing_context: How workers are started.
     """
 
     dataset: Any
@@ -97,6 +99,8 @@ class DataSource:
     workers: int | None = None
     timeout: float | None = None
     worker_init_fn: Callable[[int], Any] | None = None
+    prefetch_factor: int | None = None
+    multiprocessing_context: Any = None
 
     @property
     def is_ready(self) -> bool:
@@ -208,6 +212,8 @@ def _apart(loader: DataLoader[Any]) -> DataSource:
         workers=loader.num_workers,
         timeout=loader.timeout or None,
         worker_init_fn=loader.worker_init_fn,
+        prefetch_factor=loader.prefetch_factor,
+        multiprocessing_context=loader.multiprocessing_context,
         **order,
     )
 
