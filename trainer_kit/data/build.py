@@ -144,7 +144,9 @@ def make_evaluation_batches(
         return stream_evaluation_batches(source.dataset, layout, reading)
     plan = None
     if source.sampler is not None:
-        plan = evaluation_plan(SamplerOrder(source.sampler, run.args.seed, source.in_batches).draw(0), layout)
+        order = SamplerOrder(source.sampler, run.args.seed, source.in_batches).draw(0)
+        run.strategy.collectives.check_same_on_all_ranks({"the order of the evaluation's sampler": order.fingerprint})
+        plan = evaluation_plan(order, layout)
     return evaluation_batches(source.dataset, layout, reading, plan)
 
 

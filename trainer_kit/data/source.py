@@ -143,7 +143,7 @@ def data_source(role: str, data: Any, sampler: Any = None) -> DataSource:
 
     Raises:
         TypeError: If `data` is a dict of datasets.
-        ValueError: If a sampler is given for data that has an order of its own.
+        ValueError: If a sampler is given for data that has an order of its own, or the data is divided by process.
     """
     if isinstance(data, ReadyBatches) and isinstance(data.batches, DataLoader):
         data = data.batches
@@ -202,7 +202,7 @@ def _can_be_taken_apart(loader: DataLoader[Any]) -> bool:
 def _apart(loader: DataLoader[Any]) -> DataSource:
     order: dict[str, Any]
     if loader.batch_size is None:
-        order = {"sampler": loader.batch_sampler, "in_batches": True}
+        order = {"sampler": _of_all_processes(loader.batch_sampler), "in_batches": True}
     else:
         order = _order_of(loader.sampler, loader.dataset, loader.generator)
         order |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "in_batches": False}
@@ -229,10 +229,22 @@ def _order_of(sampler: Any, dataset: Any, generator: torch.Generator | None = No
     is_whole = is_random and not sampler.replacement and len(sampler.data_source) == sampler.num_samples == length
     if is_whole and not is_seeded:
         return {"shuffle": True}
-    if kind is DistributedSampler:  # the loader deals out the samples of all replicas
-        whole: Any = DistributedSampler(sampler.dataset, 1, 0, sampler.shuffle, sampler.seed, sampler.drop_last)
-        return {"sampler": whole}
-    return {"sampler": sampler}
+    return {"sampler": _of_all_processes(sampler)}
+
+
+def _of_all_processes(sampler: Any) -> Any:
+    """Return a sampler of the samples of all processes, which the Trainer divides itself."""
+    if type(sampler) is DistributedSampler:
+        return DistributedSampler(sampler.dataset, 1, 0, sampler.shuffle, sampler.seed, sampler.drop_last)
+    if type(sampler) is BatchSampler and (inner := _of_all_processes(sampler.sampler)) is not sampler.sampler:
+        return BatchSampler(inner, sampler.batch_size, sampler.drop_last)
+    for part in parts_of(sampler):
+        if isinstance(replicas := getattr(part, "num_replicas", None), int) and replicas > 1:
+            raise ValueError(
+                f"the {type(part).__name__} gives each of {replicas} processes a share of the samples, but the Trainer "
+                "divides them itself; give a sampler of all samples, such as its one with num_replicas=1 and rank=0"
+            )
+    return sampler
 
 
 def begin_epoch(reader: Any, epoch: int) -> None:
