@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trainer_kit.callback import Callback
 from trainer_kit.report.card import model_card
 from trainer_kit.utils.run_log import NAME
-from trainer_kit.utils.transformers_models import is_transformers_model
+from trainer_kit.utils.transformers_models import is_transformers_model, loaded_from
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
@@ -215,7 +215,7 @@ def _metadata(model: Any) -> dict[str, Any]:
     """Return what a model tells of itself for the metadata of its card."""
     if not is_transformers_model(model):
         return {}
-    base = str(getattr(model.config, "_name_or_path", ""))
+    base = loaded_from(model) or ""
     is_on_hub = _HUB_NAME.fullmatch(base) and not Path(base).exists()
     return {"library_name": "transformers"} | ({"base_model": base} if is_on_hub else {})
 
