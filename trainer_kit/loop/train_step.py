@@ -222,7 +222,7 @@ class TrainStep:
         state.step += 1
         state.samples += global_batch.samples
         state.tokens += global_batch.tokens
-        if state.position == 0:  # epochs of a sampler may have different lengths
+        if state.position == 0 and not self._loader.has_equal_epochs:
             state.epoch_length = self._loader.length_of(global_batch.epoch)
         # The epoch may be a later one: under a new layout, a checkpoint's epoch may have no whole batch left.
         state.epoch, state.position = global_batch.epoch, global_batch.stop
