@@ -39,6 +39,7 @@ class Settings:
     rate_rule: bool = True  # step_scheduler_with_optimizer
     momentum: bool = False
     uses_norm: bool = False
+    cycle: int | None = None  # length of a OneCycleLR in place of a falling rate
 
 
 class Rows(IterableDataset[Any]):
@@ -95,13 +96,19 @@ def run(library: str, settings: Settings) -> list[Any]:
         )
         train, evaluation = make_loaders(settings)
         length = 12 if settings.streams else len(train)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / length))
+        scheduler = make_scheduler(optimizer, length, settings.cycle)
         prepared = accelerator.prepare(model, optimizer, train, evaluation, scheduler)
         seen = list(loop(accelerator, settings, *prepared))
         if library == "accelerate":
             accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
             accelerate.state.GradientState._reset_state()
     return seen + [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, length: int, cycle: int | None) -> Any:
+    if cycle is not None:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=cycle)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / length))
 
 
 def loop(
@@ -175,6 +182,8 @@ CASES = {
     "momentum": Settings(momentum=True, clips=1.0),
     "batch norm": Settings(uses_norm=True, momentum=True, rows=48),
     "fewer rows than a round": Settings(rows=3),
+    "a cycle that ends at the end": Settings(cycle=24),
+    "a cycle of batches": Settings(cycle=24, steps=2),
 }
 
 
@@ -187,3 +196,19 @@ def test_the_loop_computes_the_same_bits(name: str, processes: int) -> None:
         for expected, got in zip(theirs, ours, strict=True):
             same = torch.equal(expected, got) if isinstance(expected, torch.Tensor) else expected == got
             assert same, f"rank {rank}: accelerate {expected}, here {got}"
+
+
+def test_a_cycle_of_optimizer_steps_reaches_its_end() -> None:
+    """accelerate counts accumulated batches as steps of the cycle, and stops it before its end."""
+    settings = Settings(rows=48, steps=2, epochs=1, cycle=7)  # 6 optimizer steps
+    theirs, ours = (run(library, settings) for library in ("accelerate", "ours"))
+    rates = [[each.partition("rate ")[2] for each in lines if "rate " in str(each)] for lines in (theirs, ours)]
+    model = nn.Linear(1, 1)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(torch.optim.AdamW(model.parameters()), max_lr=0.05, total_steps=7)
+    expected = [cycle.get_last_lr()]
+    for _ in range(6):
+        cycle.optimizer.step()
+        cycle.step()
+        expected.append(cycle.get_last_lr())
+    assert rates[1] == [str(expected[(number + 1) // 2]) for number in range(12)]
+    assert rates[0][-1] != rates[1][-1]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.ranks import on_ranks
 
 from trainer_kit import Callback, Run, Trainer, TrainingArguments
 
@@ -53,6 +54,20 @@ class Starts(Callback):
         self.steps.append(run.state.step)
 
 
+def train(folder: Path, *names: str) -> tuple[int, dict[str, torch.Tensor]]:
+    """Train, and return the step at which the training starts, and the final weights."""
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    data = [{"x": torch.randn(4, generator=generator), "labels": i % 2} for i in range(SAMPLES)]
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=4, max_steps=STEPS, save_strategy="epoch", report_to="none",
+        use_cpu=True, learning_rate=0.1, disable_tqdm=True,
+    )  # fmt: skip
+    starts, model = Starts(), Net()
+    Trainer(model, args, data, callbacks=[starts, SignalAt(names)]).train(resume_from_checkpoint=True)
+    return starts.steps[0], model.state_dict()
+
+
 class Training:
     """A job whose processes are sent signals in its first start."""
 
@@ -60,19 +75,10 @@ class Training:
         self.folder, self.names = folder, names
 
     def __call__(self) -> tuple[int, dict[str, torch.Tensor]]:
-        """Return the step at which this start begins, and the final weights."""
+        """Train on all tasks of the job."""
         if int(os.environ.get("SUBMITIT_LOCAL_NTASKS", "1")) > 1:
             submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
-        torch.manual_seed(0)
-        generator = torch.Generator().manual_seed(1)
-        data = [{"x": torch.randn(4, generator=generator), "labels": i % 2} for i in range(SAMPLES)]
-        args = TrainingArguments(
-            str(self.folder / "run"), per_device_train_batch_size=4, max_steps=STEPS, save_strategy="epoch",
-            report_to="none", use_cpu=True, learning_rate=0.1, disable_tqdm=True,
-        )  # fmt: skip
-        starts, model = Starts(), Net()
-        Trainer(model, args, data, callbacks=[starts, SignalAt(self.names)]).train(resume_from_checkpoint=True)
-        return starts.steps[0], model.state_dict()
+        return train(self.folder / "run", *self.names)
 
     def checkpoint(self) -> Any:
         """Return what submitit requeues."""
@@ -82,20 +88,20 @@ class Training:
 def results(training: Training, tasks: int) -> list[Any]:
     """Run a job, and return what each of its tasks returned."""
     executor = submitit.LocalExecutor(training.folder / "logs")
-    executor.update_parameters(timeout_min=3, tasks_per_node=tasks)
+    executor.update_parameters(timeout_min=5, tasks_per_node=tasks)
     returned: list[Any] = executor.submit(training).results()
     return returned
 
 
-@pytest.mark.parametrize("tasks", [1, 2])
-@pytest.mark.parametrize("names", [("SIGUSR2",), ("SIGTERM", "SIGUSR2")], ids="-".join)
-def test_a_requeued_job_resumes_at_the_step_of_the_signal(tmp_path: Path, names: tuple[str, ...], tasks: int) -> None:
-    undisturbed = results(Training(tmp_path / "undisturbed"), tasks)
+@pytest.mark.parametrize(
+    ("tasks", "names"), [(1, ("SIGUSR2",)), (2, ("SIGTERM", "SIGUSR2"))], ids=["one task", "two tasks after SIGTERM"]
+)
+def test_a_requeued_job_resumes_at_the_step_of_the_signal(tmp_path: Path, tasks: int, names: tuple[str, ...]) -> None:
+    undisturbed = on_ranks(tasks, train, tmp_path / "undisturbed")
     requeued = results(Training(tmp_path / "requeued", *names), tasks)
-    assert [start for start, _ in undisturbed] == [0] * tasks
-    assert [start for start, _ in requeued] == [SIGNALLED] * tasks
-    for (_, expected), (_, got) in zip(undisturbed, requeued, strict=True):
-        assert all(torch.equal(got[name], value) for name, value in expected.items())
+    for (_, expected), (start, weights) in zip(undisturbed, requeued, strict=True):
+        assert start == SIGNALLED
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
 def test_a_job_in_this_process_trains(tmp_path: Path) -> None:
