@@ -119,7 +119,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Args:
         num_steps: Batches per optimizer step on each process.
-        adjust_scheduler: Without effect: accumulated batches never count as scheduler steps.
+        adjust_scheduler: Without effect, as in accelerate: accumulated batches never count as scheduler steps.
         sync_with_dataloader: Whether a loader's last batch ends a step, even if fewer batches were accumulated.
         sync_each_batch: Whether to all-reduce the gradients of each batch; takes time, and saves memory where gradients
             are sharded.
