@@ -178,6 +178,8 @@ CASES = {
     "drop_last": Settings(drops_last=True),
     "shuffled": Settings(shuffles=True, steps=2),
     "a stream": Settings(streams=True, steps=2),
+    "a stream that does not divide": Settings(streams=True, rows=45),
+    "a stream whose last round has one batch": Settings(streams=True, rows=41, steps=2),
     "a rate at each call": Settings(rate_rule=False, steps=2),
     "momentum": Settings(momentum=True, clips=1.0),
     "batch norm": Settings(uses_norm=True, momentum=True, rows=48),
