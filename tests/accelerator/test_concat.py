@@ -23,9 +23,11 @@ def batch(*rows: int) -> tuple[int, Any]:
 
 
 @given(
-    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), first=st.lists(st.integers(1, 3), min_size=1, max_size=3),
-    shares=st.integers(2, 6), count=st.sampled_from([1, 2]),
-)  # fmt: skip
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    first=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    shares=st.integers(2, 6),
+    count=st.sampled_from([1, 2]),
+)
 def test_each_sample_is_real_in_one_share(sizes: list[int], first: list[int], shares: int, count: int) -> None:
     numbers = iter(range(100))
     batches = [batch(*(next(numbers) for _ in range(size))) for size in sizes]
