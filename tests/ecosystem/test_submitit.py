@@ -104,6 +104,7 @@ def test_a_requeued_job_resumes_at_the_step_of_the_signal(tmp_path: Path, tasks:
         assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # submitit leaves its logs open
 def test_a_job_in_this_process_trains(tmp_path: Path) -> None:
     job = submitit.DebugExecutor(tmp_path / "logs").submit(Training(tmp_path))
     assert job.result()[0] == 0
