@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.ecosystem, pytest.mark.filterwarnings("ignore")]
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COMET_OFFLINE_DIRECTORY", str(tmp_path / "offline"))
-    monkeypatch.setenv("COMET_AUTO_LOG_DISABLE", "1")
+    monkeypatch.setenv("COMET_DISABLE_AUTO_LOGGING", "1")
     (tmp_path / "offline").mkdir()
 
 
