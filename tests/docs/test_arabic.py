@@ -197,6 +197,13 @@ def test_the_terms_are_those_of_the_glossary(page: Path) -> None:
     assert page.name == "glossary.md" or not list(unexplained(text))
 
 
+@pytest.mark.parametrize("page", PAIRS.values(), ids=NAMES)
+def test_numbers_with_signs_and_latin_units_read_from_left_to_right(page: Path) -> None:
+    text = re.sub(r"`[^`]+`", "", LINK.sub("", CODE.sub("", page.read_text(encoding="utf-8"))))
+    unmarked = re.findall(r"(?<![\w.,;-])(?:-\d+|\d[\d.,]*[ -][a-zA-Z]{2,})", text)
+    assert not unmarked, "write &lrm; before each"
+
+
 def test_the_glossaries_agree() -> None:
     rows = re.findall(
         r"^\| ([a-z -]+) \| ([^|]*[^|a-zA-Z-]) \|", (ENGLISH / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE
