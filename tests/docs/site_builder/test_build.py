@@ -56,7 +56,9 @@ needs_browser = pytest.mark.skipif(COMMAND is None, reason="needs a browser")
 @needs_browser
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("name", ["en/index.html", "en/reference/arguments.html", "ar/index.html"])
+@pytest.mark.parametrize(
+    "name", ["en/index.html", "en/reference/arguments.html", "ar/index.html", "ar/how-to/tpu.html"]
+)
 def test_a_page_fits_and_writes_no_error(name: str, dark: bool, width: int, site: Path) -> None:
     with browser() as page:
         page.open(site / name, width, dark)
