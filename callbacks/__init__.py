@@ -9,7 +9,8 @@ Within a hook, callbacks are called by `priority`, then in the order of the list
   transformers, so that they see the numbers that your callbacks add to a record or to an evaluation's metrics;
 - 110: `Throughput`, which counts the operations of a step without those of other callbacks;
 - 150: `EarlyStopping`, which uses the metrics that all others add, and logs after the record;
-- 200: `Report`, which reads the written records; 210: `PushToHub`, which pushes what all others have written.
+- 200: `Report`, which reads the written records; 205: `Tracking`, which may upload its page; 210: `PushToHub`, which
+  pushes what all others have written.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from trainer_kit.config.reporters import REPORTERS
 
 from .from_transformers import from_transformers
 
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from .tensorboard import TensorBoard
     from .throughput import Throughput
     from .torch_modes import DetectAnomaly, Deterministic
+    from .tracking import Tracking
 
 __all__ = [
     "EMA",
@@ -65,6 +69,7 @@ __all__ = [
     "Report",
     "TensorBoard",
     "Throughput",
+    "Tracking",
     "default_callbacks",
     "from_transformers",
     "read_log",
@@ -92,6 +97,7 @@ _MODULES = {
     "Report": "report",
     "TensorBoard": "tensorboard",
     "Throughput": "throughput",
+    "Tracking": "tracking",
     "read_log": "jsonl",
 }
 
@@ -151,6 +157,11 @@ def default_callbacks(args: TrainingArguments, own: Sequence[Callback] = ()) -> 
         from .report import Report
 
         callbacks.append(Report())
+    trackers = [each for each in args.report_to if each not in REPORTERS]
+    if trackers:
+        from .tracking import Tracking
+
+        callbacks.append(Tracking(trackers))
     return [each for each in callbacks if not any(isinstance(one, type(each)) for one in own)]
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_kit.callback import Callback
 from trainer_kit.config.event_schedule import steps_between
+from trainer_kit.config.reporters import reporters_as_data
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -33,12 +36,18 @@ def from_transformers(callback: TrainerCallback | type[TrainerCallback]) -> Call
 
     Raises:
         TypeError: If it is not a transformers TrainerCallback.
+        ValueError: If it needs transformers' Trainer, as W&B's does with `WANDB_LOG_MODEL`.
     """
     from transformers import TrainerCallback
 
     instance = callback() if isinstance(callback, type) else callback
     if not isinstance(instance, TrainerCallback):
         raise TypeError(f"from_transformers takes a transformers TrainerCallback, but got {callback!r}")
+    if getattr(getattr(instance, "_log_model", None), "is_enabled", False):
+        raise ValueError(
+            f"{type(instance).__name__} with WANDB_LOG_MODEL makes a Trainer of transformers; give report_to='wandb' "
+            "and report_artifacts=['last'] instead"
+        )
     # A class with the callback's name, which errors and checkpoints show.
     adapter: type[_Adapter] = type(type(instance).__name__, (_Adapter,), {})
     return adapter(instance)
@@ -95,7 +104,7 @@ class _Adapter(Callback):
     def on_save(self, run: Run, directory: Path) -> None:
         if directory.name == f"checkpoint-{run.state.best_step}":
             self._state.best_model_checkpoint = str(directory)
-        self._call("on_save", run)
+        self._call("on_save", run, step=int(directory.name.rpartition("-")[2]))  # may be of an earlier step
 
     def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
         if metrics is not None:
@@ -126,11 +135,12 @@ class _Adapter(Callback):
     def _set_best(self, run: Run) -> None:
         self._state.best_metric, self._state.best_global_step = run.state.best_metric, run.state.best_step
 
-    def _call(self, hook: str, run: Run, **event: Any) -> None:
+    def _call(self, hook: str, run: Run, step: int | None = None, **event: Any) -> None:
         """Copy counters and requests into state and control, call one hook, and copy the requests back."""
         if self._args is None or self._args.run is not run:
             self._args = _Arguments(run)
         self._take_counters(run)
+        self._state.global_step = run.state.step if step is None else step
         control, requests = self._control, run.requests
         control.should_log, control.should_evaluate = requests.log, requests.evaluate
         control.should_save, control.should_training_stop = requests.save, requests.stop
@@ -156,7 +166,7 @@ class _Adapter(Callback):
 
     def _take_counters(self, run: Run) -> None:
         state, counters = self._state, run.state
-        state.epoch, state.global_step, state.max_steps = counters.epochs, counters.step, run.total_steps
+        state.epoch, state.max_steps = counters.epochs, run.total_steps
         state.num_input_tokens_seen = counters.tokens
         state.num_train_epochs = math.ceil(run.args.num_train_epochs)
         state.train_batch_size = run.args.per_device_train_batch_size
@@ -168,12 +178,17 @@ class _Adapter(Callback):
 
 
 class _Arguments:
-    """The run's arguments under transformers' names, with transformers' defaults for those that the run lacks."""
+    """The run's arguments with transformers' names and methods; what the run lacks has transformers' default."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # such as those that copying asks for
+            raise AttributeError(name)
+        values = _translated(self.run)
+        if name in values:
+            return values[name]
         if hasattr(self.run.args, name):
             return getattr(self.run.args, name)
         defaults = _transformers_defaults()
@@ -181,43 +196,59 @@ class _Arguments:
             raise AttributeError(f"neither trainer_kit's nor transformers' TrainingArguments have {name!r}")
         return defaults[name]
 
-    @property
-    def device(self) -> Any:
-        return self.run.strategy.device
-
-    @property
-    def world_size(self) -> int:
-        return self.run.strategy.world_size
-
-    @property
-    def process_index(self) -> int:
-        return self.run.strategy.rank
-
-    @property
-    def local_process_index(self) -> int:
-        return self.run.strategy.collectives.local_rank
-
-    @property
-    def should_log(self) -> bool:
-        return self.run.strategy.is_main
-
-    @property
-    def should_save(self) -> bool:
-        return self.run.strategy.is_main
-
     def to_dict(self) -> dict[str, Any]:
-        return {**_transformers_defaults(), **self.run.args.to_dict()}
+        values = {**_transformers_defaults(), **self.run.args.to_dict()}
+        return values | {name: value for name, value in _translated(self.run).items() if name in values}
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.to_dict(), indent=2, default=str)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
+        sizes = {name: getattr(self, name) for name in ("train_batch_size", "eval_batch_size")}
         plain = (bool, int, float, str)
-        return {name: value if isinstance(value, plain) else str(value) for name, value in self.to_dict().items()}
+        return {name: value if type(value) in plain else str(value) for name, value in (self.to_dict() | sizes).items()}
+
+
+def _translated(run: Run) -> dict[str, Any]:
+    """Return what the run has under other names or in another form than transformers."""
+    from transformers.training_args import ParallelMode
+
+    args, strategy = run.args, run.strategy
+    compiled = args.torch_compile if isinstance(args.torch_compile, dict) else {}
+    recomputed = args.gradient_checkpointing if isinstance(args.gradient_checkpointing, dict) else None
+    is_on_gpu = strategy.device.type == "cuda"
+    return {
+        "bf16": args.mixed_precision == "bf16",
+        "fp16": args.mixed_precision == "fp16",
+        "tf32": {"high": True, "highest": False}.get(str(args.float32_matmul_precision)),
+        "torch_compile": args.torch_compile is not False,
+        "torch_compile_backend": compiled.get("backend"),
+        "torch_compile_mode": compiled.get("mode"),
+        "gradient_checkpointing": args.gradient_checkpointing is not False,
+        "gradient_checkpointing_kwargs": recomputed,
+        "train_batch_size": args.per_device_train_batch_size,
+        "per_device_eval_batch_size": args.eval_batch_size,
+        "logging_dir": str(args.log_dir),
+        "report_to": reporters_as_data(args.report_to),
+        "project": args.project or _transformers_defaults()["project"],
+        "do_train": True,
+        "do_eval": args.eval_strategy != "no",
+        "device": strategy.device,
+        "n_gpu": int(is_on_gpu),
+        "_n_gpu": int(is_on_gpu),
+        "parallel_mode": ParallelMode.DISTRIBUTED if strategy.world_size > 1 else ParallelMode.NOT_PARALLEL,
+        "world_size": strategy.world_size,
+        "process_index": strategy.rank,
+        "local_process_index": strategy.collectives.local_rank,
+        "should_log": strategy.is_main,
+        "should_save": strategy.is_main,
+    }
 
 
 @functools.cache
 def _transformers_defaults() -> dict[str, Any]:
     from transformers import TrainingArguments
 
-    return {
-        field.name: field.default if field.default is not dataclasses.MISSING else None
-        for field in dataclasses.fields(TrainingArguments)
-    }
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments) if field.init}
+    values = {name: None if value is dataclasses.MISSING else value for name, value in defaults.items()}
+    return {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}

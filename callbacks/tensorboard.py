@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import numbers
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +12,12 @@ from trainer_kit.callback import Callback
 from trainer_kit.utils.event_file import EventFile
 from trainer_kit.utils.write_errors import WriteErrors
 
+from .scalar_tags import final_tags, scalar_tags
+
 if TYPE_CHECKING:
     from trainer_kit.run import Run
 
 _logger = logging.getLogger("trainer_kit")
-_GROUPS = ("eval", "test")
 _FIGURES = ("train/loss", "train/train_loss", "train/train_runtime", "train/peak_memory_gib")
 
 
@@ -48,21 +48,21 @@ class TensorBoard(Callback):
         self._close()
         self._is_training, self._has_begun, self._errors.is_failing = True, False, False
         self._purge_step = run.state.step + 1
-        self._write(run, {}, "train")
+        self._write(run, {})
 
     def on_rollback(self, run: Run, directory: Path) -> None:
         self._close()  # the next file hides what came after that step
         self._purge_step = run.state.step + 1
-        self._write(run, {}, "train")
+        self._write(run, {})
 
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
-        self._write(run, record, "train")
+        self._write(run, scalar_tags(record, "train"))
 
     def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
-        self._write(run, metrics, "eval")
+        self._write(run, scalar_tags(metrics, "eval"))
 
     def on_predict(self, run: Run, metrics: dict[str, Any]) -> None:
-        self._write(run, metrics, "test")
+        self._write(run, scalar_tags(metrics, "test"))
 
     def on_save(self, run: Run, directory: Path) -> None:
         if self._file is not None:
@@ -71,9 +71,7 @@ class TensorBoard(Callback):
 
     def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
         if metrics is not None:
-            its_own = {name for name in metrics if name.startswith("train_") or name in ("step", "epoch")}
-            self._write(run, {name: metrics[name] for name in metrics if name in its_own}, "train")
-            self._write(run, {name: metrics[name] for name in metrics if name not in its_own}, "run")
+            self._write(run, final_tags(metrics))
         if self._file is not None and self._session_end is not None:
             with self._errors.warned():
                 self._file.add(self._session_end)
@@ -115,20 +113,17 @@ class TensorBoard(Callback):
             self._purge_step, self._has_begun = None, True
         return self._file
 
-    def _write(self, run: Run, values: dict[str, Any], group: str) -> None:
+    def _write(self, run: Run, tags: dict[str, float]) -> None:
         if not run.strategy.is_main:
             return
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         scalars = Summary()
-        for name, value in values.items():
-            if name != "step" and isinstance(value, numbers.Real):
-                prefix, _, rest = name.partition("_")
-                tag = f"{prefix}/{rest}" if rest and prefix in _GROUPS else f"{group}/{name}"
-                scalars.value.add(tag=tag, simple_value=float(value))
+        for tag, value in tags.items():
+            scalars.value.add(tag=tag, simple_value=value)
         with self._errors.warned():
             file = self._opened(run)
-            if values:
+            if tags:
                 file.add(scalars, run.state.step)  # one event for all
             if self._errors.is_failing:
                 _logger.info("TensorBoard's files are written again from step %d on", run.state.step)

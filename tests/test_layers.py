@@ -19,7 +19,7 @@ LAYERS = (
     {"utils"},
     {"config"},
     {"optim", "strategies", "checkpoint/format"},
-    {"launch", "loss", "run"},
+    {"launch", "loss", "run", "trackers"},
     {"callback", "data", "memory", "report"},
     {"callbacks", "checkpoint"},
     {"accelerator", "debugging"},
@@ -36,7 +36,7 @@ parse = functools.cache(ast.parse)
 LINES_OF_A_FILE = 450
 LINES_OF_A_FUNCTION = 60
 
-SEEN_BY_CALLBACKS = LAYERS[0] | LAYERS[1] | LAYERS[2] | {"callback", "run", "report"}
+SEEN_BY_CALLBACKS = LAYERS[0] | LAYERS[1] | LAYERS[2] | {"callback", "run", "report", "trackers"}
 
 # What a module other than a strategy must not name, as a word of its own or as part of a snake_case name.
 HARDWARE = re.compile(r"(?<![a-z])(cuda|mps|xla|tpu|nccl|gloo|world_?size)(?![a-z])", re.IGNORECASE)
@@ -50,6 +50,7 @@ TESTED_ELSEWHERE = {
     "planning": "its modules are tested through the plan that they make",
     "report": "its modules are tested through the page that they make",
     "strategies/xla": "tests/xla runs them, in an environment of its own",
+    "trackers": "tests/ecosystem/test_trackers_*.py run each with its package, tests/accelerator those of files",
     "tools/self_test": "tests/cli/test_test.py runs it, as the command does",
     "tools/verify/child": "the start of the processes that tests/tools/verify/test_verification.py compares",
     "tools/verify/recorder": "records what tests/tools/verify/test_verification.py and test_cause.py compare",

@@ -7,6 +7,7 @@ import functools
 import inspect
 import types
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from site_builder import api
@@ -35,7 +36,7 @@ def arguments() -> str:
         f"### {trainer}\n\n{table([trainer, 'here'], _without_field(names))}"
         for trainer, names in (("transformers", TRANSFORMERS_NAMES), ("Lightning", LIGHTNING_NAMES))
     )
-    head = ["argument", "default", "meaning", "transformers' name", "Lightning's name"]
+    head = ["argument", "default", "meaning", "transformers' name"]
     return (
         f"## All arguments\n\n{_FILTER}\n"
         f'<div id="arguments" class="wide" markdown="1">\n\n{table(head, rows())}\n\n</div>\n\n'
@@ -46,7 +47,7 @@ def arguments() -> str:
 
 
 def rows() -> list[list[str]]:
-    """Return the table's rows: name, default, meaning with allowed values, transformers' and Lightning's names."""
+    """Return the rows: name, default, meaning with allowed values and Lightning's names, transformers' names."""
     meanings = sections(TrainingArguments)["parameters"]
     theirs, lightnings = other_names(TRANSFORMERS_NAMES), other_names(LIGHTNING_NAMES)
     same = _fields_of_transformers()
@@ -57,11 +58,15 @@ def rows() -> list[list[str]]:
         made.append([
             f'<span id="arguments.{field.name}"></span>{code(field.name)}',
             default_of(field),
-            f"{meanings[field.name]}<br>*Allowed:* {allowed(field)}.",
+            f"{meanings[field.name]}<br>*Allowed:* {allowed(field)}.{_named(lightnings.get(field.name, ()))}",
             ", ".join(names),
-            ", ".join(map(code, lightnings.get(field.name, ()))),
         ])  # fmt: skip
     return made
+
+
+def _named(names: Iterable[str]) -> str:
+    listed = ", ".join(map(code, names))
+    return f"<br>*Lightning:* {listed}." if listed else ""
 
 
 def default_of(field: dataclasses.Field[Any]) -> str:

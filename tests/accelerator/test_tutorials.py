@@ -440,9 +440,11 @@ def test_early_stopping_example() -> None:
     assert early_stopping() > 0
 
 
-def test_tracking_guide(tmp_path: Path) -> None:
+def test_tracking_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer_kit.accelerator import tracking
     from trainer_kit.callbacks import read_log
 
+    monkeypatch.setattr(tracking, "installed_trackers", lambda: ["tensorboard", "jsonl"])  # others need a login
     config = ProjectConfiguration(project_dir=tmp_path, logging_dir=tmp_path / "logs")
     accelerator = Accelerator(log_with="all", project_config=config)
     accelerator.init_trackers("example_project", config={"num_iterations": 5, "loss_function": str(nn.MSELoss())})

@@ -1,11 +1,19 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import (
+    EarlyStoppingCallback,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.integrations.integration_utils import WandbLogModel
 
 from trainer_kit.callback import CallbackList
 from trainer_kit.callbacks import from_transformers
@@ -231,6 +239,47 @@ def test_arguments_are_ours_then_those_of_transformers(make_run: Callable[..., R
     assert args.to_sanitized_dict()["learning_rate"] == 0.25
     with pytest.raises(AttributeError, match="learning_rat'"):
         args.learning_rat  # noqa: B018
+
+
+def test_arguments_have_transformers_names_values_and_methods(make_run: Callable[..., Run]) -> None:
+    run, callback = make_run(
+        mixed_precision="bf16", torch_compile={"backend": "eager"}, gradient_checkpointing=True, report_to=["jsonl"],
+        eval_strategy="steps", float32_matmul_precision="high", per_device_train_batch_size=3, run_name="mine",
+    ), Recorder()  # fmt: skip
+    from_transformers(callback).on_step_end(run)
+    args = callback.args
+    expected = {
+        "bf16": True, "fp16": False, "tf32": True, "torch_compile": True, "torch_compile_backend": "eager",
+        "torch_compile_mode": None, "gradient_checkpointing": True, "per_device_eval_batch_size": 3,
+        "run_name": "mine", "project": "huggingface", "report_to": ["jsonl"], "do_eval": True, "max_grad_norm": 1.0,
+        "deepspeed": None, "optim": "adamw_torch",
+    }  # fmt: skip
+    assert {name: getattr(args, name) for name in expected} == expected
+    assert {name: args.to_dict()[name] for name in expected} == expected
+    assert json.loads(args.to_json_string()) == args.to_dict()
+    theirs = TrainingArguments(output_dir=run.args.output_dir, report_to="none")
+    assert theirs.to_dict().keys() <= args.to_dict().keys()
+    assert theirs.to_sanitized_dict().keys() <= args.to_sanitized_dict().keys()
+    assert args.to_sanitized_dict()["train_batch_size"] == 3
+    assert (args.logging_dir, args.n_gpu, args.parallel_mode.value) == (str(run.args.log_dir), 0, "not_parallel")
+
+
+def test_a_late_save_has_the_step_of_its_checkpoint(make_run: Callable[..., Run]) -> None:
+    run, callback = make_run(), Recorder()
+    run.state.step = 7
+    adapter = from_transformers(callback)
+    adapter.on_save(run, Path("checkpoint-5"))
+    adapter.on_epoch_end(run)
+    assert [(name, step) for name, step, _ in callback.calls] == [("on_save", 5), ("on_epoch_end", 7)]
+
+
+def test_a_callback_that_needs_their_trainer_is_refused() -> None:
+    callback = Recorder()
+    callback._log_model = WandbLogModel.CHECKPOINT  # type: ignore[attr-defined]
+    with pytest.raises(
+        ValueError, match="Recorder with WANDB_LOG_MODEL makes a Trainer of transformers; give report_to"
+    ):
+        from_transformers(callback)
 
 
 @pytest.mark.parametrize("what", [object(), dict, "EarlyStoppingCallback"])

@@ -12,6 +12,7 @@ import transformers
 from transformers.training_args import OptimizerNames
 
 from trainer_kit.config.arguments import TrainingArguments
+from trainer_kit.config.reporters import TRACKER_NAMES
 from trainer_kit.config.sources import OTHER_NAMES
 from trainer_kit.config.transformers_names import settings_of
 
@@ -111,9 +112,20 @@ def test_a_setting_without_counterpart_is_refused(name: str, value: Any, sentenc
         assert str(raised.value) == f"TrainingArguments has no field {name!r}; {sentence}"
 
 
-def test_a_tracker_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"^report_to=\['wandb'\] is not allowed; wandb is not available; use"):
-        TrainingArguments(report_to=["wandb"])
+def test_trackers_have_transformers_names(tmp_path: Path) -> None:
+    for name in (*TRACKER_NAMES, "tensorboard"):
+        assert name in transformers.integrations.integration_utils.INTEGRATION_TO_CALLBACK
+    given = transformers.TrainingArguments(str(tmp_path), project="mine", run_name="a", use_cpu=True)
+    given.report_to = ["wandb", "mlflow"]  # which transformers refuses where they are not installed
+    args = TrainingArguments.from_transformers(given)
+    assert (args.report_to, args.project, args.run_name) == (["wandb", "mlflow"], "mine", "a")
+    given.project = "huggingface"  # transformers' default, for trackio only
+    assert TrainingArguments.from_transformers(given).project is None
+
+
+def test_a_reporter_without_a_tracker_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^report_to=\['codecarbon'\] is not allowed; codecarbon is not available by"):
+        TrainingArguments(report_to=["codecarbon"])
 
 
 def test_from_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -149,10 +161,9 @@ def test_from_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
         disable_tqdm=given.disable_tqdm,
         dataloader_pin_memory=given.dataloader_pin_memory,
         report_to="none",
+        run_name="a",
     )
-    assert [message for message in caplog.messages if "run_name" in message] == [
-        "settings without effect here: run_name='a' (a run is named by its output_dir)"
-    ]
+    assert not [message for message in caplog.messages if "without effect" in message]
 
 
 def test_from_transformers_lists_what_has_no_counterpart(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_there_are_messages_and_an_example() -> None:
     assert len(MESSAGES) == 7
     assert len(SHOWN) == 2
     for link in re.findall(r"\]\((\.\./[\w/.]+)\)", GUIDE.text):
-        assert (Path(__file__).parents[1] / link).exists()
+        assert (Path(__file__).parents[2] / "docs" / "en" / "explanation" / link).exists()
 
 
 @pytest.mark.parametrize("beams", [1, 3])

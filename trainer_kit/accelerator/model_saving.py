@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from trainer_kit.accelerator.tracking import Tracking
+from trainer_kit.accelerator.tracking import TrackerHost
 from trainer_kit.checkpoint import save_tensors
 from trainer_kit.checkpoint.format.export import refuse_pickles, save_model_folder
 from trainer_kit.utils.pytree import map_tensors
 
 
-class ModelSaving(Tracking):
+class ModelSaving(TrackerHost):
     """The part of an `Accelerator` that saves models for inference, and single objects."""
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:

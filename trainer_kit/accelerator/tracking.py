@@ -1,118 +1,135 @@
-"""Trackers, which write the records that an Accelerator logs."""
+"""Trackers of an `Accelerator`, and the names of accelerate's module `tracking`."""
 
 from __future__ import annotations
 
-import json
+import functools
 import os
-from collections.abc import Mapping
-from numbers import Real
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from trainer_kit._version import __version__
 from trainer_kit.accelerator.process_info import ProcessInfo
-from trainer_kit.accelerator.utils.dataclasses import GradientAccumulationPlugin, ProjectConfiguration
+from trainer_kit.accelerator.utils.dataclasses import GradientAccumulationPlugin, LoggerType, ProjectConfiguration
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.scalars import as_scalar, read_scalars
-from trainer_kit.utils.event_file import summary_writer
-from trainer_kit.utils.run_log import NAME, append_record
+from trainer_kit.trackers import (
+    TRACKERS,
+    ClearMLTracker,
+    CometMLTracker,
+    DVCLiveTracker,
+    MLflowTracker,
+    SwanLabTracker,
+    TensorBoardTracker,
+    Tracker,
+    TrackioTracker,
+    WandBTracker,
+)
+from trainer_kit.trackers.registry import check_name, check_tracker, installed_trackers, tracker_name
 from trainer_kit.utils.streams import guard_standard_streams, warn_of_failed_streams
-from trainer_kit.utils.write_errors import WriteErrors
+from trainer_kit.utils.user_warnings import warn
+
+__all__ = [
+    "LOGGER_TYPE_TO_CLASS",
+    "ClearMLTracker",
+    "CometMLTracker",
+    "DVCLiveTracker",
+    "GeneralTracker",
+    "MLflowTracker",
+    "NoTracker",
+    "SwanLabTracker",
+    "TensorBoardTracker",
+    "TrackerHost",
+    "TrackioTracker",
+    "WandBTracker",
+    "filter_trackers",
+    "get_available_trackers",
+    "on_main_process",
+    "register_tracker_class",
+]
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+GeneralTracker = Tracker
+LOGGER_TYPE_TO_CLASS = TRACKERS
 
 
-class TensorBoardTracker:
-    """Tracker that writes numbers as scalars into TensorBoard event files.
+def get_available_trackers() -> list[LoggerType]:
+    """Return the trackers of accelerate whose packages are installed."""
+    return [LoggerType(name) for name in installed_trackers() if name in LoggerType.list()]
+
+
+def register_tracker_class(tracker_class: type[Any]) -> None:
+    """Let `log_with` name a class of trackers by its attribute `name`.
+
+    The class gets the project's name as its first argument, the logging folder as its second if its
+    `requires_logging_directory` is True, and its `init_kwargs`.
+
+    Raises:
+        ValueError: If it is no class with `log`, `name` and `requires_logging_directory`.
+    """
+    missing = [each for each in ("log", "name", "requires_logging_directory") if not hasattr(tracker_class, each)]
+    if not isinstance(tracker_class, type) or missing:
+        raise ValueError(f"{tracker_class!r} is no class of trackers: it has no {', '.join(missing) or 'constructor'}")
+    if tracker_class.name in TRACKERS:
+        warn(f"the tracker {tracker_class.name!r} is replaced by {tracker_class.__name__}")
+    TRACKERS[tracker_class.name] = tracker_class
+
+
+def on_main_process(function: Method) -> Method:
+    """Let a method of a tracker do nothing on processes other than the main one, if `main_process_only`."""
+
+    @functools.wraps(function)
+    def on_main(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from trainer_kit.accelerator.state import PartialState
+
+        if getattr(self, "main_process_only", False) and not PartialState().is_main_process:
+            return None
+        return function(self, *args, **kwargs)
+
+    return on_main  # type: ignore[return-value]
+
+
+def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[Any]:
+    """Return the names and objects that `log_with` selects, once each.
 
     Args:
-        folder: Folder of the event files.
-        options: Arguments of torch's `SummaryWriter`.
+        log_with: A name, a member of `LoggerType`, a tracker, or a list of these; "all" selects all trackers that are
+            installed.
+        logging_dir: Folder for the trackers that write files; None if there is none.
+
+    Raises:
+        ValueError: If a name is unknown, or its tracker needs a folder.
+        TypeError: If an object is no tracker.
+        ImportError: If the package of a tracker is not installed.
     """
-
-    name = "tensorboard"
-
-    def __init__(self, folder: Path, **options: Any) -> None:
-        self.tracker = summary_writer(str(folder), **options)
-        self._errors = WriteErrors("the tracker 'tensorboard' could not write", self._reopen)
-
-    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Write the settings of the run as text.
-
-        Args:
-            values: Settings by name.
-        """
-        text = json.dumps(values, indent=2, default=str)
-        self.tracker.add_text("config", f"```json\n{text}\n```", 0)
-        self.tracker.flush()
-
-    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Write one record.
-
-        Args:
-            values: Numbers, texts or mappings of numbers, by name.
-            step: Step of the record; None if it has none.
-
-        Raises:
-            TypeError: If a value is neither a number, text nor a mapping of numbers; the message names it.
-        """
-        with self._errors.warned():
-            for name, value in values.items():
-                if isinstance(value, str):
-                    self.tracker.add_text(name, value, step)
-                elif isinstance(value, Real):
-                    self.tracker.add_scalar(name, value, step)
-                elif isinstance(value, Mapping):
-                    self.tracker.add_scalars(name, value, step)
-                else:
-                    as_scalar(name, value)  # raises the error
-            self.tracker.flush()
-
-    def finish(self) -> None:
-        """Close the files."""
-        with self._errors.warned():
-            self.tracker.close()
-
-    def _reopen(self) -> None:
-        """Let the next record begin another file."""
-        try:
-            self.tracker.close()
-        finally:
-            self.tracker.file_writer = None
+    chosen = chosen_trackers(log_with)
+    for name in chosen:
+        _check_folder(name, logging_dir)
+    return chosen
 
 
-class JsonLinesTracker:
-    """Tracker that appends records to `log.jsonl`, which `trainer_kit.callbacks.read_log` reads.
+def chosen_trackers(log_with: Any) -> list[Any]:
+    """Return the names and objects that `log_with` selects, once each."""
+    if log_with is None:
+        return []
+    chosen: list[Any] = []
+    for entry in log_with if isinstance(log_with, (list, tuple)) else [log_with]:
+        name = getattr(entry, "value", entry)  # value of an enum
+        if name == "all":
+            chosen += [each for each in installed_trackers() if each not in chosen]
+            continue
+        if isinstance(name, str):
+            check_name(name, "log_with")
+        else:
+            check_tracker(name, "log_with")
+        if name not in chosen:
+            chosen.append(name)
+    return chosen
 
-    Args:
-        folder: Folder of the file.
-    """
 
-    name = "jsonl"
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.tracker = folder / NAME
-        self._errors = WriteErrors("the tracker 'jsonl' could not write")
-
-    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Write the settings of the run.
-
-        Args:
-            values: Settings by name.
-        """
-        append_record(self.tracker, "config", 0, {"trainer_kit": __version__, "arguments": values})
-
-    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Write one record.
-
-        Args:
-            values: Values by name.
-            step: Step of the record; None is written as 0.
-        """
-        with self._errors.warned():
-            append_record(self.tracker, "log", step or 0, values)
-
-    def finish(self) -> None:
-        """Do nothing: each record is flushed as it is written."""
+def _check_folder(name: Any, folder: str | os.PathLike[str] | None) -> None:
+    if isinstance(name, str) and TRACKERS[name].requires_logging_directory and folder is None:
+        raise ValueError(f"log_with={name!r} writes files; give Accelerator project_dir= or logging_dir=")
 
 
 class NoTracker:
@@ -125,31 +142,7 @@ class NoTracker:
         return self
 
 
-KNOWN = {"tensorboard": TensorBoardTracker, "jsonl": JsonLinesTracker}
-
-
-def chosen_trackers(log_with: Any) -> list[Any]:
-    """Return the names and objects that `log_with` selects, a list even of one."""
-    if log_with is None:
-        return []
-    chosen: list[Any] = []
-    for entry in log_with if isinstance(log_with, (list, tuple)) else [log_with]:
-        name = getattr(entry, "value", entry)  # value of an enum
-        if name == "all":
-            chosen += [known for known in KNOWN if known not in chosen]
-        elif isinstance(name, str) and name not in KNOWN:
-            raise ValueError(
-                f"log_with={name!r} is not known; use {', '.join(map(repr, KNOWN))}, 'all', or an object with "
-                "log(values, step)"
-            )
-        elif not isinstance(name, str) and (isinstance(name, type) or not hasattr(name, "log")):
-            raise TypeError(f"log_with holds {name!r}, which has no log(values, step); give a tracker's instance")
-        else:
-            chosen.append(name)
-    return chosen
-
-
-class Tracking(ProcessInfo):
+class TrackerHost(ProcessInfo):
     """The part of an `Accelerator` that logs.
 
     Args:
@@ -165,6 +158,7 @@ class Tracking(ProcessInfo):
     Raises:
         ValueError: If a name in `log_with` is unknown.
         TypeError: If an object in it has no method `log`.
+        ImportError: If the package of a tracker is not installed.
     """
 
     def __init__(
@@ -199,28 +193,31 @@ class Tracking(ProcessInfo):
         """Start the trackers in `log_with`, on the main process.
 
         Args:
-            project_name: Folder in `logging_dir` for the trackers that write files.
+            project_name: Project of the run; for the trackers that write files, a folder in `logging_dir`.
             config: Settings of the run to write; None writes none.
             init_kwargs: More arguments of a tracker, by its name.
 
         Raises:
             ValueError: If a tracker writes files, but there is no folder.
+            RuntimeError: If a tracker cannot begin a run, such as without a login.
         """
-        trackers = []
-        for tracker in self._chosen_trackers if self.is_main_process else ():
-            if isinstance(tracker, str):
-                if self.logging_dir is None:
-                    raise ValueError(
-                        f"log_with={tracker!r} writes files; give Accelerator project_dir= or logging_dir="
-                    )
-                options = (init_kwargs or {}).get(tracker, {})
-                tracker = KNOWN[tracker](Path(self.logging_dir) / project_name, **options)
-            elif hasattr(tracker, "start"):
+        self.trackers = []
+        for chosen in self._chosen_trackers if self.is_main_process else ():
+            tracker = chosen
+            if isinstance(chosen, str):
+                tracker = self._made(chosen, project_name, (init_kwargs or {}).get(chosen, {}))
+            if hasattr(tracker, "start"):
                 tracker.start()
             if config is not None and hasattr(tracker, "store_init_configuration"):
                 tracker.store_init_configuration(dict(config))
-            trackers.append(tracker)
-        self.trackers = trackers
+            self.trackers.append(tracker)
+
+    def _made(self, name: str, project: str, options: Mapping[str, Any]) -> Any:
+        kind = TRACKERS[name]
+        if not kind.requires_logging_directory:
+            return kind(project, **options)
+        _check_folder(name, self.logging_dir)
+        return kind(project, Path(str(self.logging_dir)), **options)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker by name; on processes other than the main one, a tracker without effect.
@@ -235,7 +232,7 @@ class Tracking(ProcessInfo):
         if not self.is_main_process:
             return NoTracker()
         for tracker in self.trackers:
-            if getattr(tracker, "name", None) == name:
+            if tracker_name(tracker) == name:
                 return tracker.tracker if unwrap else tracker
         raise ValueError(f"no tracker is named {name!r}; name it in log_with= and call init_trackers() first")
 
@@ -261,7 +258,7 @@ class Tracking(ProcessInfo):
         warn_of_failed_streams()
         record = _plain_record(values, self.strategy)
         for tracker in self.trackers:
-            tracker.log(dict(record), step=step, **(log_kwargs or {}).get(getattr(tracker, "name", ""), {}))
+            tracker.log(dict(record), step=step, **(log_kwargs or {}).get(tracker_name(tracker), {}))
 
     def end_training(self) -> None:
         """Close the trackers and tear down the strategy; call it at the end of the run, on all processes."""

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from trainer_kit._version import __version__
@@ -27,7 +27,7 @@ class Command(Protocol):
     """
 
     __doc__: str | None
-    EXIT_CODES: Mapping[int, str]
+    EXIT_CODES: dict[int, str]
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the command's arguments."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ from trainer_kit.config import environment
 from trainer_kit.config.checkpointing_options import CheckpointingOptions
 from trainer_kit.config.compile_options import CompileOptions
 from trainer_kit.config.field_types import (
-    REPORTERS,
+    Artifacts,
     Beta,
     Count,
     CountOrFraction,
@@ -35,6 +36,7 @@ from trainer_kit.config.field_types import (
     StepsOrFraction,
 )
 from trainer_kit.config.optimizer_options import check_schedule, optimizer_options
+from trainer_kit.config.reporters import REPORTERS, check_reporters, chosen_reporters, reporters_as_data
 from trainer_kit.config.sources import ArgumentSources, with_other_names
 from trainer_kit.config.validation import check_values, read_options
 
@@ -147,8 +149,13 @@ class TrainingArguments(ArgumentSources):
         pad_to_multiple_of: Pad sequences to a multiple of this number of tokens; None: to the longest of the batch.
         pad_to_lengths: Pad sequences to the smallest of these lengths that fits the batch's longest; None: as
             `pad_to_multiple_of`, or to the next power of two if each new shape costs a compilation (TPU).
-        report_to: Formats of the records: a list of "tensorboard", "jsonl" and "html" (a page of plots, created from
-            "jsonl" at the end), "all", or "none".
+        report_to: Where records go: a list of the files "tensorboard", "jsonl" and "html" (a page of plots, created
+            from "jsonl" at the end) and of trackers, by name ("wandb", "mlflow", "trackio", "comet_ml", "clearml",
+            "dvclive", "swanlab") or as a `trainer_kit.trackers.Tracker`; "all": the files; or "none".
+        report_artifacts: What trackers store when training ends: "report" (the page), and the "best" and the "last"
+            checkpoint.
+        run_name: Name of the run at trackers; None: that of `output_dir`.
+        project: Project of the run at trackers; None: the tracker's own, or that of its environment variable.
         logging_dir: Folder of TensorBoard's files; None: `output_dir`/logs.
         profile: First and last step to profile, such as "10:20"; see `callbacks.Profiler`. None: no profile. Default:
             the launcher's, else None.
@@ -247,6 +254,9 @@ class TrainingArguments(ArgumentSources):
     pad_to_multiple_of: Count | None = None
     pad_to_lengths: Lengths | None = None
     report_to: Reporters = dataclasses.field(default_factory=lambda: list(REPORTERS))
+    report_artifacts: Artifacts = dataclasses.field(default_factory=list)
+    run_name: Name | None = None
+    project: Name | None = None
     logging_dir: Folder | None = None
     profile: Interval | None = dataclasses.field(default_factory=environment.profile)
     disable_tqdm: bool = False
@@ -300,8 +310,7 @@ class TrainingArguments(ArgumentSources):
                 f"pad_to_lengths={self.pad_to_lengths} and pad_to_multiple_of={self.pad_to_multiple_of} contradict "
                 "each other; set one of them"
             )
-        if not isinstance(self.report_to, str) and len(self.report_to) > 1 and {"all", "none"} & {*self.report_to}:
-            raise ValueError(f"report_to={self.report_to!r} is not allowed; 'all' and 'none' must stand alone")
+        check_reporters(self)
 
     def _resolve(self) -> None:
         """Replace short forms and None by the values that they stand for."""
@@ -313,8 +322,7 @@ class TrainingArguments(ArgumentSources):
         self.output_dir = os.path.expanduser(self.output_dir)
         if self.logging_dir is not None:
             self.logging_dir = os.path.expanduser(self.logging_dir)
-        chosen = [self.report_to] if isinstance(self.report_to, str) else self.report_to
-        self.report_to = [name for name in REPORTERS if name in chosen or "all" in chosen]
+        self.report_to = chosen_reporters(self.report_to)
         if self.eval_steps is None:
             self.eval_steps = self.logging_steps
         by_metric = self.load_best_model_at_end or self.save_strategy == "best"
@@ -324,6 +332,15 @@ class TrainingArguments(ArgumentSources):
             self.metric_for_best_model = "eval_" + self.metric_for_best_model.removeprefix("eval_")
             if self.greater_is_better is None:
                 self.greater_is_better = not self.metric_for_best_model.endswith("loss")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields by name, as strings, numbers, booleans, None, and lists and dicts of these.
+
+        A tracker in `report_to` is given by its name, and left out if it is of your own.
+        """
+        plain = copy.copy(self)
+        plain.report_to = reporters_as_data(self.report_to)
+        return dataclasses.asdict(plain)
 
     def fix_folders(self) -> None:
         """Make relative folders absolute, so that a later `os.chdir` does not change them."""

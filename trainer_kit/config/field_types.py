@@ -7,10 +7,9 @@ import re
 from typing import Annotated, Any
 
 from trainer_kit.config.optimizer_options import parse_options
+from trainer_kit.config.reporters import REPORTERS, TRACKER_NAMES, are_reporters
 from trainer_kit.config.validation import Rule
 from trainer_kit.utils.units import parse_size
-
-REPORTERS = ("tensorboard", "jsonl", "html")
 
 
 def _is_interval_of_steps(value: float) -> bool:
@@ -72,9 +71,12 @@ OptimizerOptions = Annotated[
 Size = Annotated[int | str, Rule("a number of bytes of at least 1, or a string such as '5GB' or '200MiB'", _is_size)]
 Interval = Annotated[str, Rule("the first and the last step, such as '10:20'", lambda value: _is_interval(value))]
 Reporters = Annotated[
-    str | list[str],
+    str | list[Any],
     Rule(
-        f"'all', 'none', or a list of {', '.join(map(repr, REPORTERS))}",
-        lambda value: set([value] if isinstance(value, str) else value) <= {*REPORTERS, "all", "none"},
+        f"'all', 'none', or a list of {', '.join(map(repr, (*REPORTERS, *TRACKER_NAMES)))} and trackers of your own",
+        are_reporters,
     ),
+]
+Artifacts = Annotated[
+    list[str], Rule("a list of 'report', 'best' and 'last'", lambda value: set(value) <= {"report", "best", "last"})
 ]

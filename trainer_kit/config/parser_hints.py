@@ -29,6 +29,8 @@ def plain_hint(hint: Any) -> Any:
         return plain_hint(get_args(hint)[0])
     if origin is Literal:
         return str
+    if hint == list[Any]:  # names, and objects that a command line cannot give
+        return list[str]
     if origin not in (Union, types.UnionType):
         return hint
     members = list(dict.fromkeys(map(plain_hint, get_args(hint))))

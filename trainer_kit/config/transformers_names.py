@@ -59,6 +59,7 @@ _SCRIPT = "the script calls train(), evaluate() and predict()"
 _PRECISION = "mixed_precision decides: fp16 by torch.autocast"
 _FULL_EVAL = "evaluation runs in mixed_precision; call model.to(dtype) before an evaluation of its own"
 _RESUME = "a resume continues at the exact sample and reads nothing twice"
+_TRACKIO = "use report_to=[TrackioTracker(space_id=..., bucket_id=...)] of trainer_kit.trackers"
 _MPS = ignored("an Apple GPU is found automatically", False, True)
 _LOADER = "workers live as long as training, and batches are fetched ahead in the dataset's order"
 
@@ -83,16 +84,21 @@ def _optional(field: str) -> OtherName:
 
 def _reporters(value: Any) -> Fields | Refusal:
     names = value if isinstance(value, (list, tuple)) else [value]
-    theirs = [name for name in map(plain, names) if name in _TRACKERS]
+    theirs = [name for name in map(plain, names) if isinstance(name, str) and name in _REPORTERS]
     if theirs:
-        return Refusal(f"{', '.join(theirs)} is not available; use 'tensorboard', 'jsonl' and 'html', or a Callback")
+        return Refusal(
+            f"{', '.join(theirs)} is not available by name; use Trainer(callbacks=[from_transformers(...)]) with the "
+            "callback of transformers.integrations"
+        )
     return Fields({"report_to": value})
 
 
-_TRACKERS = (
-    *("azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow", "mlflow"),
-    *("neptune", "swanlab", "trackio", "wandb"),
-)
+_REPORTERS = ("azure_ml", "codecarbon", "dagshub", "flyte", "kubeflow", "neptune")
+"""Reporters of transformers that are no trackers here."""
+
+
+def _project(value: Any) -> Fields | Refusal:
+    return Fields() if value == "huggingface" else Fields({"project": value})  # transformers' default for trackio
 
 
 def _log_level(value: Any) -> Fields | Refusal:
@@ -120,6 +126,7 @@ FIELD_VALUES: Mapping[str, OtherName] = {
     "log_level": _log_level,
     "disable_tqdm": _optional("disable_tqdm"),
     "report_to": _reporters,
+    "project": _project,
 }
 """Translations of values of fields that transformers has too."""
 
@@ -145,11 +152,7 @@ _CURRENT: Mapping[str, OtherName] = {
     "log_on_each_node": ignored("the main process logs", True, False),
     "logging_nan_inf_filter": ignored("nonfinite= decides what happens at a loss that is not finite", True, False),
     "include_num_input_tokens_seen": ignored("always in the records", "no", "all", "non_padding", True, False),
-    "run_name": ignored("a run is named by its output_dir"),
-    "project": ignored("trackio is not available", "huggingface"),
-    **dict.fromkeys(
-        ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), ignored("trackio is not available")
-    ),
+    **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), refused(_TRACKIO)),
     "eval_delay": refused("give a callback that sets args.eval_strategy at the step", 0, 0.0),
     "prediction_loss_only": refused(
         "leave out compute_metrics= and metrics=; without them no predictions are kept", False

@@ -18,7 +18,7 @@ def test_each_name_has_the_page_of_its_kind() -> None:
     assert PAGES["trainer_kit.Callback"] == PAGES["trainer_kit.callbacks.EMA"] == "callbacks"
     assert PAGES["trainer_kit.memory.COSTS"] == "memory"
     assert PAGES["trainer_kit.errors.SaveError"] == "exceptions"
-    assert PAGES["trainer_kit.Accelerator"] == PAGES["trainer_kit.accelerator.tracking.GeneralTracker"] == "accelerator"
+    assert PAGES["trainer_kit.Accelerator"] == PAGES["trainer_kit.accelerator.LocalSGD"] == "accelerator"
     assert PAGES["trainer_kit.accelerator.utils.operations.gather"] == "accelerator-utils"
 
 

@@ -29,13 +29,13 @@ def test_the_allowed_values_are_those_that_are_checked() -> None:
 
 def test_other_names_stand_by_the_argument_that_they_become() -> None:
     theirs = {name: row[2] for name, row in ROWS.items()}
-    lightnings = {name: row[3] for name, row in ROWS.items()}
     assert theirs["learning_rate"] == "`learning_rate`"
     assert theirs["save_keep_every"] == ""
     assert {"`bf16`", "`fp16`"} <= {*theirs["mixed_precision"].split(", ")}
     assert "`evaluation_strategy`" in theirs["eval_strategy"]
     assert "`no_cuda`" in theirs["use_cpu"]
-    assert lightnings["gradient_accumulation_steps"] == "`accumulate_grad_batches`"
+    assert ROWS["gradient_accumulation_steps"][1].endswith("<br>*Lightning:* `accumulate_grad_batches`.")
+    assert "Lightning" not in ROWS["save_keep_every"][1]
 
 
 def test_each_other_name_is_on_the_page_with_a_reason_if_it_is_no_argument() -> None:

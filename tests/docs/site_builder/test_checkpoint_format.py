@@ -13,7 +13,7 @@ from trainer_kit.checkpoint import take_snapshot, write_checkpoint
 
 def test_each_field_of_a_checkpoint_is_listed(tmp_path: Path) -> None:
     states = {"trainer": trainer_state(1, [["checkpoint-1", 1, None]], "demo", (None, None))}
-    folder = write_checkpoint(tmp_path, take_snapshot(1, {}, states))
+    folder = write_checkpoint(tmp_path, take_snapshot(1, {}, states, arguments={}))
     manifest = json.loads((folder / "manifest.json").read_text())
     state = json.loads((folder / "state" / "trainer.json").read_text())
     named = {*manifest, *next(iter(manifest["files"].values())), *state, *state["counters"]}

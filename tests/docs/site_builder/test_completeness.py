@@ -15,6 +15,7 @@ from trainer_kit.callback import HOOKS
 from trainer_kit.cli.main import COMMANDS
 
 
+@pytest.mark.slow
 def test_everything_public_is_looked_for() -> None:
     names = {thing.anchor.rpartition(".")[2] for thing in everything()}
     assert {*trainer_kit.__all__} - {"__version__", "callbacks"} <= names
@@ -27,11 +28,13 @@ def test_everything_public_is_looked_for() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_built_reference_has_everything(site: Path) -> None:
     assert missing(site) == []
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("page", "anchor"),
     [

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from kit.forked import verified
+from kit.tracked_training import make_trainer
 
+from trainer_kit.callbacks import Tracking
 from trainer_kit.errors import ScriptFailed
+from trainer_kit.tools.verify.child import watch
+from trainer_kit.tools.verify.recorder import RecordedStart
 from trainer_kit.tools.verify.report import describe
 from trainer_kit.tools.verify.verification import describe_difference
+from trainer_kit.trackers import Tracker
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="starts are forked, and killed by SIGKILL")
 
@@ -62,3 +68,16 @@ def test_how_much_tensors_differ() -> None:
     assert describe_difference(one, torch.tensor([1.0, 2.5, float("nan")])) == "in 1 of 3 elements, by at most 0.5"
     assert describe_difference(one, one[:2]) == "torch.float32 of shape [3] and torch.float32 of shape [2]"
     assert describe_difference(torch.tensor([True]), torch.tensor([False])) == "in 1 of 1 elements"
+
+
+def test_no_start_has_a_run_at_a_tracker(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path / "run", ["jsonl", "html", Silent()], report_artifacts=["report", "last"])
+    assert any(isinstance(each, Tracking) for each in trainer.events.callbacks)
+    watch(trainer, RecordedStart("first", str(tmp_path), "verified", steps=2, seed=0, chance=0, save_at=1))
+    assert not any(isinstance(each, Tracking) for each in trainer.events.callbacks)
+    assert trainer.args.report_artifacts == []
+
+
+class Silent(Tracker):
+    def log(self, values: Any, step: int | None = None, **kwargs: Any) -> None:
+        pass

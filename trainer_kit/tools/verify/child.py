@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from trainer_kit.callback import CallbackList
+from trainer_kit.callbacks import Tracking
 from trainer_kit.tools.script_runner import Train, run_script
 from trainer_kit.tools.verify.recorder import RecordedStart, Recorder
 from trainer_kit.trainer import Trainer
@@ -35,6 +36,7 @@ def watch(trainer: Trainer, start: RecordedStart) -> None:
         output_dir=str(Path(start.folder, start.output_dir)),
         logging_dir=None,
         report_to="none",
+        report_artifacts=[],
         disable_tqdm=True,
         # The recorder requests the only checkpoint. It must exist when the next step begins, because the next start
         # resumes from it.
@@ -46,7 +48,8 @@ def watch(trainer: Trainer, start: RecordedStart) -> None:
         nonfinite="stop" if args.nonfinite == "rollback" else args.nonfinite,
     )
     recorder = Recorder(trainer, start)
-    trainer.events = CallbackList([*trainer.events.callbacks, *recorder.callbacks])
+    own = [each for each in trainer.events.callbacks if not isinstance(each, Tracking)]  # each start would be a run
+    trainer.events = CallbackList([*own, *recorder.callbacks])
     strategy = trainer.run.strategy
     prepare = strategy.prepare_loader
     strategy.prepare_loader = lambda batches: recorder.watch_batches(prepare(batches))  # type: ignore[method-assign]
