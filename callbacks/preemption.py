@@ -33,9 +33,12 @@ class Preemption(Callback):
     has its effect without this callback. A signal that the process ignores stays ignored. Python delivers signals to
     the main thread only, so a training in another thread does not handle them.
 
+    In a job of submitit, the signal that requeues the job (SIGUSR2, or `SUBMITIT_PREEMPT_SIGNAL`) is handled too:
+    submitit's own handler, which calls `checkpoint()` and requeues, runs after the checkpoint is saved.
+
     Args:
         requeue: Whether to requeue a SLURM job (`scontrol requeue`) that SIGTERM or SIGUSR1 ended. `train()` of the
-            restarted job then resumes from the newest checkpoint.
+            restarted job then resumes from the newest checkpoint. Without effect where submitit requeues the job.
     """
 
     def __init__(self, requeue: bool = False) -> None:
@@ -44,13 +47,16 @@ class Preemption(Callback):
         self._process = 0
         self._told: tuple[int, float] | None = None  # the first signal, and when it came
         self._handlers: dict[int, Any] = {}
+        self._requeues: int | None = None  # the signal whose handler, submitit's, requeues the job
 
     def on_train_begin(self, run: Run) -> None:
         self._restore()
         if threading.current_thread() is not threading.main_thread():
             return
         self._run, self._process, self._told = run, os.getpid(), None
-        for number in (getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)):
+        requeues = environment.submitit_signal() or ""
+        self._requeues = getattr(signal, requeues, None)
+        for number in {getattr(signal, name) for name in (*_SIGNALS, requeues) if hasattr(signal, name)}:
             handler = signal.getsignal(number)
             if handler not in (None, signal.SIG_IGN):  # None: set outside Python, which cannot restore it
                 self._handlers[number] = handler
@@ -58,7 +64,8 @@ class Preemption(Callback):
 
     def on_exit(self, run: Run) -> None:
         self._restore()
-        if self.requeue and run.requests.exit_code == 143 and run.strategy.is_main:
+        leaves = run.requests.exit_code == 143 and run.requests.signal is None
+        if self.requeue and leaves and run.strategy.is_main:
             _requeue()
 
     def on_exception(self, run: Run, error: BaseException) -> None:
@@ -68,21 +75,30 @@ class Preemption(Callback):
         run = self._run
         if os.getpid() != self._process:
             self._in_child(number)
-        elif run is None or (self._told and not self._is_the_same(number)):
+        elif run is None or (self._told and not self._goes_on(number)):
             self._restore()
             signal.raise_signal(number)
-        elif self._told is None:
-            self._told = number, time.monotonic()
-            saves = run.args.save_strategy != "no"
-            run.requests.reason = signal.Signals(number).name
-            run.requests.exit_code = 130 if number == signal.SIGINT else 143
-            run.strategy.session.announce_preemption()
-            then = "save a checkpoint and exit" if saves else "exit without a checkpoint (save_strategy='no')"
-            _say(f"{signal.Signals(number).name}: will finish this step, {then}; a second signal exits immediately.")
+        else:
+            if number == self._requeues and callable(self._handlers[number]):
+                run.requests.signal = number
+            if self._told is None:
+                self._begin_exit(run, number)
 
-    def _is_the_same(self, number: int) -> bool:
+    def _begin_exit(self, run: Run, number: int) -> None:
+        """Request a checkpoint and the end of the training, on all processes."""
+        self._told = number, time.monotonic()
+        saves = run.args.save_strategy != "no"
+        run.requests.reason = signal.Signals(number).name
+        run.requests.exit_code = 130 if number == signal.SIGINT else 143
+        run.strategy.session.announce_preemption()
+        then = "save a checkpoint and exit" if saves else "exit without a checkpoint (save_strategy='no')"
+        _say(f"{signal.Signals(number).name}: will finish this step, {then}; a second signal exits immediately.")
+
+    def _goes_on(self, number: int) -> bool:
+        """Return whether a later signal gives the run time: a repeated one, or submitit's after a scheduler's."""
         assert self._told is not None
-        return number == self._told[0] and time.monotonic() < self._told[1] + _ONE_SIGNAL
+        first, when = self._told
+        return time.monotonic() < when + _ONE_SIGNAL if number == first else number == self._requeues
 
     def _in_child(self, number: int) -> None:
         """Handle a signal in a forked child (a data loader's worker), which leaves Ctrl-C to its parent."""

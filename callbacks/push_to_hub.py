@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trainer_kit.callback import Callback
 from trainer_kit.report.card import model_card
 from trainer_kit.utils.run_log import NAME
-from trainer_kit.utils.transformers_models import is_transformers_model
+from trainer_kit.utils.transformers_models import is_transformers_model, loaded_from
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
@@ -86,6 +86,8 @@ class PushToHub(Callback):
     def on_save(self, run: Run, directory: Path) -> None:
         if run.strategy.is_main:
             self._newest = directory
+            if directory == self._pushed:  # saved again, after a rollback
+                self._pushed = None
             if self._push is None or self._push.done():
                 self._begin(run, directory)
 
@@ -136,11 +138,15 @@ class PushToHub(Callback):
             self._warn(error)
 
     def _begin(self, run: Run, directory: Path) -> None:
-        """Begin the push of a checkpoint, whose files may be removed or replaced meanwhile."""
+        """Begin the push of a checkpoint, whose files may be removed or replaced meanwhile.
+
+        Of the one that was pushed last, only the model card is pushed again.
+        """
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="push-to-hub")
         staged = Path(tempfile.mkdtemp(prefix=_STAGED, dir=run.args.output_dir))
         try:
-            _stage(directory, staged, self._checkpoints)
+            if directory != self._pushed:
+                _stage(directory, staged, self._checkpoints)
         except BaseException:
             shutil.rmtree(staged, ignore_errors=True)
             raise
@@ -161,7 +167,7 @@ class PushToHub(Callback):
                 step = int(directory.name.rpartition("-")[2])
                 contents["README.md"] = model_card(log, step, **metadata).encode()
             there = self._api.list_repo_files(self.repo_id, revision=self._revision)
-            stale = [name for name in there if _WEIGHTS.fullmatch(name) and name not in contents]
+            stale = [name for name in there if files and _WEIGHTS.fullmatch(name) and name not in contents]
             adds = [CommitOperationAdd(name, content) for name, content in contents.items()]
             with _without_bars():
                 self._api.create_commit(
@@ -215,7 +221,7 @@ def _metadata(model: Any) -> dict[str, Any]:
     """Return what a model tells of itself for the metadata of its card."""
     if not is_transformers_model(model):
         return {}
-    base = str(getattr(model.config, "_name_or_path", ""))
+    base = loaded_from(model) or ""
     is_on_hub = _HUB_NAME.fullmatch(base) and not Path(base).exists()
     return {"library_name": "transformers"} | ({"base_model": base} if is_on_hub else {})
 

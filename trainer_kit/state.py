@@ -126,6 +126,8 @@ class Requests:
         exit_code: Exit code with which `train()` leaves the process after a signal (Ctrl-C, preemption). A checkpoint
             is saved first, unless `args.save_strategy` is "no". None: no signal.
         reason: Why the run stops, for the log and the report.
+        signal: Number of the signal that `train()` raises again before it leaves, for a handler that the program had
+            installed. None: none.
     """
 
     log: bool = False
@@ -135,3 +137,4 @@ class Requests:
     written: bool = False
     exit_code: int | None = None
     reason: str | None = None
+    signal: int | None = None

@@ -237,8 +237,7 @@ class Trainer:
         run.strategy.teardown()
         assert loop is not None
         if loop.exit_code is not None:
-            loop.warn_of_exit()
-            raise SystemExit(loop.exit_code)
+            loop.leave()
         return output
 
     def _set_up(self, resume: bool | str | Path | None, at_end: contextlib.ExitStack) -> TrainingLoop:

@@ -103,7 +103,7 @@ def test_a_batch_has_the_samples_of_four_processes(dataset: Any, options: dict[s
 
 def test_batches_of_a_stream_are_joined() -> None:
     _, found = batches(OnFour(), DataLoader(RowStream(13), batch_size=2), False)
-    assert found[:2] == [(list(range(8)), 8, False), ([8, 9, 10, 11, 12, 6, 7], 5, True)]
+    assert found[:2] == [(list(range(8)), 8, False), ([8, 9, 10, 11, 12, 0, 1, 2], 5, True)]
     assert found[2:] == found[:2]
 
 

@@ -598,3 +598,18 @@ def test_an_error_of_the_main_process_reaches_all(function: Any, kind: type, mes
     for failed in try_on_ranks(2, function, str(tmp_path / "state" if kind is ValueError else tmp_path), timeout=60):
         assert isinstance(failed.error, kind)
         assert message in str(failed.error)
+
+
+def joined_with_another_type() -> list[str]:
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.distributed_type = DistributedType.FSDP
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with accelerator.join_uneven_inputs([]):
+            pass
+    return [str(each.message) for each in caught]
+
+
+def test_join_uneven_inputs_follows_the_state() -> None:
+    for messages in on_ranks(2, joined_with_another_type):
+        assert [message[:46] for message in messages] == ["join_uneven_inputs is only supported for multi"]

@@ -156,6 +156,55 @@ def test_a_slurm_job_is_requeued_when_asked_to(
         assert said in caplog.text
 
 
+@pytest.fixture
+def requeued(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Signals that reach the handler which a job of submitit has installed."""
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    yield heard
+    signal.signal(signal.SIGUSR2, before)
+
+
+@pytest.mark.parametrize("first", [[], ["SIGTERM"]])
+def test_submitit_requeues_after_the_checkpoint(run: Run, requeued: list[int], first: list[str]) -> None:
+    """A scheduler's SIGTERM may come before the signal of submitit, which must not cut the save short."""
+    callback = Preemption(requeue=True)  # submitit's own requeue is enough
+    callback.on_train_begin(run)
+    for name in (*first, "SIGUSR2"):
+        signal.raise_signal(getattr(signal, name))
+    assert run.requests == Requests(exit_code=143, reason=(*first, "SIGUSR2")[0], signal=signal.SIGUSR2)
+    callback.on_exit(run)
+    assert requeued == []  # the training raises the signal again once it has ended
+    signal.raise_signal(signal.SIGUSR2)
+    assert requeued == [signal.SIGUSR2]
+
+
+def test_submitit_s_signal_can_have_another_name(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    monkeypatch.setenv("SUBMITIT_PREEMPT_SIGNAL", "USR1")
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    callback, usr2 = Preemption(), signal.getsignal(signal.SIGUSR2)
+    try:
+        callback.on_train_begin(run)
+        assert signal.getsignal(signal.SIGUSR2) == usr2
+        signal.raise_signal(signal.SIGUSR1)
+        assert run.requests == Requests(exit_code=143, reason="SIGUSR1", signal=signal.SIGUSR1)
+        callback.on_exit(run)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_child_of_submitit_s_job_has_no_handler_to_call(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+    callback = Preemption()
+    callback.on_train_begin(run)
+    signal.raise_signal(signal.SIGUSR2)
+    assert run.requests == Requests(exit_code=143, reason="SIGUSR2")
+    callback.on_exit(run)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 0), ("SIGTERM", -15)])

@@ -120,6 +120,23 @@ def test_with_the_best_model_at_the_end_it_is_pushed(hub: HubServer, tmp_path: P
     assert "| eval\\_made\\_up | 4 |" in card_of(hub)[1]
 
 
+def test_a_model_that_was_pushed_last_is_not_pushed_again_with_the_final_card(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callback, pushed = push(), list[list[str]]()
+    create_commit = callback._api.create_commit
+
+    def noted(repo: str, operations: list[Any], **options: Any) -> Any:
+        pushed.append([each.path_in_repo for each in operations])
+        return create_commit(repo, operations, **options)
+
+    monkeypatch.setattr(callback._api, "create_commit", noted)
+    trainer = make_trainer(tmp_path / "run", callback, save_steps=8)
+    trainer.train()
+    assert [sorted(each) for each in pushed] == [["README.md", "config.json", "model.safetensors"], ["README.md"]]
+    assert same(loaded(download(tmp_path / "cache")), trainer.run.model)
+
+
 def test_another_machine_resumes_from_the_pushed_checkpoint(hub: HubServer, tmp_path: Path) -> None:
     class Stop(Callback):
         def on_save(self, run: Run, directory: Path) -> None:

@@ -171,6 +171,21 @@ def test_a_weight_that_was_trained_and_then_frozen_is_exported(tmp_path: Path) -
     assert load_tensors(tmp_path / "saved").keys() == {"count", "base_layer.bias", "base_layer.weight"}
 
 
+@pytest.mark.parametrize("save_strategy", ["steps", "no"])
+def test_a_saved_model_whose_frozen_weights_lie_elsewhere_is_warned_of(
+    save_strategy: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = trainer(model(), tmp_path / "run", save_strategy=save_strategy)
+    run.train()
+    run.save_model(tmp_path / "saved")
+    kept = [*(tmp_path / "run").glob("base-*")]
+    where = f"only {kept[0]} holds" if kept else "no file holds"
+    assert bool(kept) == (save_strategy == "steps")
+    said = [each for each in caplog.messages if "lacks the frozen weights below the adapters" in each]
+    assert len(said) == 1
+    assert where in said[0]
+
+
 def test_a_name_without_files_is_no_reference(tmp_path: Path) -> None:
     trainer(model(name="someone/unknown"), tmp_path).train()
     found = state_of(tmp_path / "checkpoint-2")

@@ -138,6 +138,16 @@ def test_an_allocation_alone_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     assert environment.slurm_job() == "7"
 
 
+def test_the_signal_by_which_submitit_requeues(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment.submitit_signal() is None
+    monkeypatch.setenv("SUBMITIT_PREEMPT_SIGNAL", "USR1")
+    assert environment.submitit_signal() is None
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    assert environment.submitit_signal() == "SIGUSR1"
+    monkeypatch.delenv("SUBMITIT_PREEMPT_SIGNAL")
+    assert environment.submitit_signal() == "SIGUSR2"
+
+
 def test_what_a_launcher_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from trainer_kit import TrainingArguments
 

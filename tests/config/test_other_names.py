@@ -93,12 +93,12 @@ def test_options_of_one_field_are_put_together() -> None:
 
 
 def test_settings_without_effect_are_mentioned_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    settings: dict[str, Any] = {"ignore_data_skip": True, "use_cache": True, "dataloader_prefetch_factor": 4}
+    settings: dict[str, Any] = {"ignore_data_skip": True, "use_cache": True, "dataloader_persistent_workers": 4}
     with caplog.at_level(logging.WARNING, logger="trainer_kit"):
         assert TrainingArguments(**settings) == TrainingArguments()
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("settings without effect here: ignore_data_skip=True (a resume continues")
-    assert "dataloader_prefetch_factor=4" in caplog.messages[0]
+    assert "dataloader_persistent_workers=4" in caplog.messages[0]
     assert "use_cache" not in caplog.messages[0]
 
 

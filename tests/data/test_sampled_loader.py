@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,12 +66,42 @@ class Drifting:
         self.passes = state["passes"]
 
 
+class Counting:
+    """A sampler whose order follows from how often it was asked, and from a generator that it never seeds again."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+        self.generator = random.Random(5)
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter([*self.generator.sample(range(22), 21), self.passes])
+
+    def __len__(self) -> int:
+        return 22
+
+
+class Growing:
+    """A sampler without a length, whose epochs become longer; `in_batches` of up to four."""
+
+    def __init__(self, in_batches: bool = False) -> None:
+        self.passes = 0
+        self.in_batches = in_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        order = random.Random(self.passes).sample(range(22), 8 + 4 * self.passes)
+        return iter([order[start : start + 4] for start in range(0, len(order), 4)] if self.in_batches else order)
+
+
 SAMPLERS: dict[str, Any] = {
     "weighted": lambda: WeightedRandomSampler(WEIGHTS, 30),
     "seeded": lambda: RandomSampler(range(22), generator=torch.Generator().manual_seed(3)),
     "batches": Buckets,
     "random batches": lambda: BatchSampler(RandomSampler(range(22)), 5, drop_last=False),
     "stateful": Drifting,
+    "counting": Counting,
+    "batches of a counting one": lambda: BatchSampler(Counting(), 4, drop_last=False),
     "balanced": lambda: balanced_sampler([index % 3 for index in range(22)]),
 }
 
@@ -84,6 +115,61 @@ def test_a_resume_continues_a_sampler_s_order_bit_for_bit(tmp_path: Path, kind: 
     middle = len(steps.samples) // 2
     epochs = [[*itertools.chain(*each)] for each in (steps.samples[:middle], steps.samples[middle:])]
     assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("step", [6, 12, 15])
+@pytest.mark.parametrize("kind", ["counting", "batches of a counting one", "stateful", "seeded", "weighted"])
+def test_a_resume_in_a_later_epoch_continues_what_a_sampler_counts(tmp_path: Path, kind: str, step: int) -> None:
+    length = 8 if kind == "weighted" else 6  # steps of an epoch
+    step = step // 6 * length + step % 6
+    options = {"num_train_epochs": 3, "save_steps": step}
+    check_resume(tmp_path, rows, make_given=lambda: {"train_sampler": SAMPLERS[kind]()}, step=step, **options)
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+@pytest.mark.parametrize("step", [3, 7, 9])
+def test_epochs_of_a_sampler_without_a_length_are_counted_one_by_one(
+    tmp_path: Path, in_batches: bool, step: int
+) -> None:
+    def make_given() -> dict[str, Any]:
+        return {"train_sampler": Growing(in_batches)}
+
+    steps = check_resume(
+        tmp_path,
+        rows,
+        make_given=make_given,
+        step=step,
+        num_train_epochs=3,
+        save_steps=step,
+        lr_scheduler_type="linear",
+    )
+    sampler = Growing()
+    assert [*itertools.chain(*steps.samples)] == [index for _ in range(3) for index in sampler]
+    assert len(steps.samples) == 3 + 4 + 5
+
+
+def test_the_epochs_of_a_sampler_that_cannot_be_copied_are_taken_to_be_equal(tmp_path: Path) -> None:
+    sampler: Any = Growing()
+    sampler.lock = threading.Lock()
+    with pytest.warns(UserWarning, match="the Growing gives 16 indices in epoch 1 instead of 12: epochs and steps are"):
+        _, steps = train(tmp_path, rows(), given={"train_sampler": sampler})
+    assert len(steps.samples) == 6
+
+
+def test_plans_and_estimates_do_not_draw_from_the_sampler(tmp_path: Path) -> None:
+    sampler = Counting()
+    trainer = Trainer(Classifier(), arguments(tmp_path, max_steps=2), rows(), train_sampler=sampler)
+    trainer.plan()
+    trainer.estimate()
+    assert sampler.passes == 0
+    trainer.train()
+    assert sampler.passes == 1
+
+
+def test_another_order_is_told_of_at_the_end_of_an_epoch_too(tmp_path: Path) -> None:
+    train(tmp_path, rows(), given={"train_sampler": Unseeded()}, save_steps=6)
+    with pytest.warns(UserWarning, match="the Unseeded gives another order in epoch 0 than before: this resume is not"):
+        train(tmp_path, rows(), "checkpoint-6", given={"train_sampler": Unseeded()})
 
 
 @pytest.mark.slow
@@ -125,8 +211,21 @@ def test_a_wrong_length_is_told_of(tmp_path: Path) -> None:
         def __len__(self) -> int:
             return 5
 
-    with pytest.warns(UserWarning, match="the Short has a length of 5, but gave 6: epochs and steps are miscounted"):
+        def __iter__(self) -> Iterator[list[int]]:
+            batches = [*super().__iter__()]
+            return iter(batches if self.epoch else [batches[0] + batches[1], *batches[2:]])
+
+    with pytest.warns(UserWarning, match=r"the Short gives 6 batches in epoch 1 instead of 5: .* are miscounted; give"):
         train(tmp_path, rows(), given={"train_sampler": Short()})
+
+
+def test_a_length_that_is_not_that_of_the_first_epoch_does_not_count(tmp_path: Path) -> None:
+    class Short(Buckets):
+        def __len__(self) -> int:
+            return 5
+
+    _, steps = train(tmp_path, rows(), given={"train_sampler": Short()})
+    assert len(steps.samples) == 12
 
 
 def test_a_resume_needs_the_same_kind_of_order(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,24 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    BertForMultipleChoice,
     BertForSequenceClassification,
+    BertForTokenClassification,
     DataCollatorForLanguageModeling,
+    DataCollatorForMultipleChoice,
+    DataCollatorForPermutationLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorForTokenClassification,
+    DataCollatorWithFlattening,
     DataCollatorWithPadding,
+    GPT2Config,
+    GPT2LMHeadModel,
     PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+    XLNetConfig,
+    XLNetLMHeadModel,
+    default_data_collator,
 )
 from transformers import Trainer as TheirTrainer
 from transformers import TrainingArguments as TheirArguments
@@ -105,6 +121,99 @@ def test_masked_language_modeling_keeps_its_mask(tmp_path: Path) -> None:
         BertForMaskedLM(config()), arguments(tmp_path, max_steps=3), dataset(special=True), data_collator=collate
     )
     assert trainer.train().global_step == 3
+
+
+def filled() -> Any:
+    """Texts of one length, as whole word masking needs them: tokenizers do not pad offsets."""
+    return datasets.Dataset.from_dict({"text": TEXTS}).map(
+        lambda row: tokenizer()(
+            row["text"],
+            padding="max_length",
+            max_length=6,
+            return_special_tokens_mask=True,
+            return_offsets_mapping=True,
+        )
+    )
+
+
+def test_whole_word_masking_keeps_the_offsets(tmp_path: Path) -> None:
+    collate = DataCollatorForLanguageModeling(
+        tokenizer(), whole_word_mask=True, mlm_probability=0.5, mask_replace_prob=1, random_replace_prob=0
+    )
+    trainer = Trainer(BertForMaskedLM(config()), arguments(tmp_path, max_steps=3), filled(), data_collator=collate)
+    samples = [filled()[index] for index in range(4)]
+    torch.manual_seed(0)
+    batch = trainer.collate(samples)
+    torch.manual_seed(0)
+    names = ("input_ids", "token_type_ids", "attention_mask", "special_tokens_mask", "offset_mapping")
+    expected = collate([{name: each[name] for name in names if name in each} for each in samples])
+    assert batch.keys() == expected.keys()
+    assert all(torch.equal(batch[name], expected[name]) for name in expected)
+    assert trainer.train().global_step == 3
+
+
+def test_offsets_are_left_out_without_whole_word_masking(tmp_path: Path) -> None:
+    collate = DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.5)
+    data = datasets.Dataset.from_dict({"text": TEXTS}).map(
+        lambda row: tokenizer()(row["text"], return_offsets_mapping=True)
+    )
+    trainer = Trainer(BertForMaskedLM(config()), arguments(tmp_path, max_steps=3), data, data_collator=collate)
+    assert trainer.train().global_step == 3
+
+
+def other_collators() -> dict[str, Any]:
+    """Models and data of transformers' further collators, each with a column of text that only the user reads."""
+    small: dict[str, Any] = {"vocab_size": 11, "d_model": 8, "pad_token_id": 0}
+    t5 = T5Config(**small, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    xlnet = XLNetConfig(**small, n_layer=1, n_head=2, d_inner=16)
+    gpt2 = GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=2, bos_token_id=3, eos_token_id=4)
+    make, ids = tokenizer(), [tokenizer()(text)["input_ids"] for text in TEXTS]
+    long = [(each * 16)[:16] for each in ids]  # so that some tokens are masked
+    return {
+        "tokens": (
+            BertForTokenClassification(config()),
+            DataCollatorForTokenClassification(make),
+            {"input_ids": ids, "labels": [[index % 2 for index in each] for each in ids]},
+        ),
+        "choices": (
+            BertForMultipleChoice(config()),
+            DataCollatorForMultipleChoice(make),
+            {"input_ids": [[each, [*each, 5]] for each in ids], "label": [0, 1] * 4},
+        ),
+        "seq2seq": (
+            (model := T5ForConditionalGeneration(t5)),
+            DataCollatorForSeq2Seq(make, model=model),
+            {"input_ids": ids, "labels": ids},
+        ),
+        "permutation": (
+            XLNetLMHeadModel(xlnet),
+            DataCollatorForPermutationLanguageModeling(make),
+            {"input_ids": long},
+        ),
+        "flattening": (GPT2LMHeadModel(gpt2), DataCollatorWithFlattening(), {"input_ids": ids}),
+        "default": (
+            BertForSequenceClassification(config()),
+            default_data_collator,
+            {"input_ids": [[5, 6]] * 8, "label": [0, 1] * 4},
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", ["tokens", "choices", "seq2seq", "permutation", "flattening", "default"])
+def test_other_collators_get_the_columns_that_they_read(tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(0)
+    model, collate, columns = other_collators()[kind]
+    samples = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    data = [sample | {"text": text} for sample, text in zip(samples, TEXTS, strict=True)]
+    args = arguments(tmp_path, max_steps=2, per_device_train_batch_size=4)
+    trainer = Trainer(model, args, data, data_collator=collate)
+    torch.manual_seed(0)
+    batch = trainer.collate(data[:4])
+    torch.manual_seed(0)
+    expected = collate(copy.deepcopy(samples[:4]))
+    assert batch.keys() == expected.keys()
+    assert all(torch.equal(batch[name], expected[name]) for name in expected)
+    assert math.isfinite(trainer.train().training_loss)
 
 
 def test_evaluation_has_a_collator_of_its_own(tmp_path: Path) -> None:

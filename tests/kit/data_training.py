@@ -90,16 +90,18 @@ def weights(trainer: Trainer) -> list[list[float]]:
     return found
 
 
-def check_resume(folder: Path, make: Any, reads_again: bool = False, make_given: Any = dict, **options: Any) -> Steps:
-    """Train once, and again from the checkpoint of step 3 with fresh objects; the rest must be equal to the bit."""
+def check_resume(
+    folder: Path, make: Any, reads_again: bool = False, make_given: Any = dict, step: int = 3, **options: Any
+) -> Steps:
+    """Train once, and again from the checkpoint of a step with fresh objects; the rest must be equal to the bit."""
     whole, steps = train(folder, make(), given=make_given(), **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        resumed, rest = train(folder, make(), "checkpoint-3", given=make_given(), **options)
+        resumed, rest = train(folder, make(), f"checkpoint-{step}", given=make_given(), **options)
     said = [str(each.message) for each in caught if "resume" in str(each.message)]
     assert ["read again" in each for each in said] == [True] * reads_again
-    assert rest.samples == steps.samples[3:]
-    assert rest.losses[:-1] == steps.losses[3:-1]
+    assert rest.samples == steps.samples[step:]
+    assert rest.losses[:-1] == steps.losses[step:-1]
     assert weights(resumed) == weights(whole)
     assert resumed.run.state == whole.run.state
     return steps

@@ -65,13 +65,16 @@ class Data:
         sample = torch.randn(3)
         if kind == "bad" and index == 33:
             sample[1] = float("nan")
-        return {"x": sample, "graph": object()} if kind == "objects" else {"x": sample}
+        if kind == "twice" and sample[2] < -2:  # the sixth draw of sample 33
+            sample[1] = float("nan")
+        return {"x": sample, "graph": object()} if kind in ("objects", "twice") else {"x": sample}
 
 
 def collate(samples):
     batch = {"x": torch.stack([sample["x"] for sample in samples])}
     if kind == "objects":
         batch["x"][0] = float("inf")
+    if kind in ("objects", "twice"):
         batch["graph"] = samples[0]["graph"]
     return batch
 
@@ -88,7 +91,8 @@ args = TrainingArguments(
     optim="sgd", learning_rate=10.0, max_grad_norm=0.0 if kind == "grows" else 1.0, use_cpu=True, report_to=(),
     disable_tqdm=True,
 )
-trainer = Trainer(Net(), args, Data(), data_collator=collate, callbacks=[Raise()])
+order = [33] * 64 if kind == "twice" else None
+trainer = Trainer(Net(), args, Data(), data_collator=collate, callbacks=[Raise()], train_sampler=order)
 if kind != "idle":
     try:
         trainer.train()
@@ -148,6 +152,15 @@ def test_a_bad_sample(script: str, broken_off: Broken) -> None:
     assert "run again on the CPU with precision 'no' (the run: cpu), 2 micro-batches" in shown
     # The batch is that of the folder, not one that the script would make.
     assert replayed(folder, script, "fine")[0]
+
+
+def test_a_sample_that_the_epoch_had_before(script: str, broken_off: Broken) -> None:
+    folder = broken_off("twice", NonFiniteError)
+    assert folder.name == "crash-2"
+    reproduced, shown = replayed(folder, script, "twice")
+    assert reproduced, shown
+    assert "batch: read again from the script's own dataset" in shown
+    assert "x of micro-batch 0 holds nan in rows [1]" in shown
 
 
 def test_weights_that_overflow(script: str, broken_off: Broken) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from trainer_kit.accelerator.concat import joined, row_count
+from trainer_kit.accelerator.concat import joined, row_count, spread
 from trainer_kit.accelerator.reader import BatchRequest, CountingCollator, Dealt, Reader, WorkerReader
 from trainer_kit.accelerator.wrappers import AccumulationState
 from trainer_kit.data.fetcher import set_epoch
@@ -53,7 +53,9 @@ class PreparedLoader(DataLoader[Any]):
     generators, from its `generator`, or from `set_epoch`.
 
     Every process reads the whole of an iterable dataset, or of a DataLoader subclass with its own iteration, and keeps
-    its share of the batches.
+    its share of the batches. The samples of an incomplete last round are distributed evenly, with repeats only where
+    their number does not divide; batches that cannot be cut into samples, or whose samples have different shapes, are
+    repeated as a whole.
 
     All other attributes of the DataLoader (`dataset`, `batch_size`, …) are available here too.
 
@@ -381,10 +383,15 @@ class PreparedLoader(DataLoader[Any]):
                 first = batches
             if number < position:
                 continue
+            is_even = len(batches) == self._shares and len({rows for rows, _ in batches}) == 1
+            if self._shares > 1 and not is_even and (spread_out := spread(batches, self._shares, first)) is not None:
+                rows, real, batch = spread_out.share(self._first, self._devices)
+                yield Dealt(rows, real, not ahead, batch)
+                continue
             own = [batches[share] if share < len(batches) else first[share % len(first)] for share in shares]
-            rows = [samples for samples, _ in own]
-            real = sum(rows[: max(len(batches) - self._first, 0)])
-            yield Dealt(sum(rows), real, not ahead, joined([batch for _, batch in own]))
+            sizes = [samples for samples, _ in own]
+            real = sum(sizes[: max(len(batches) - self._first, 0)])
+            yield Dealt(sum(sizes), real, not ahead, joined([batch for _, batch in own]))
 
     def _stream(self, epoch: int) -> Iterator[tuple[int, Any]]:
         """Yield the batches of all processes, each with its number of samples."""

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from trainer_kit.accelerator.tracking import TrackerHost
-from trainer_kit.checkpoint import save_tensors
+from trainer_kit.accelerator.utils.other import save
 from trainer_kit.checkpoint.format.export import refuse_pickles, save_model_folder
-from trainer_kit.utils.pytree import map_tensors
 
 
 class ModelSaving(TrackerHost):
@@ -46,24 +45,7 @@ class ModelSaving(TrackerHost):
         Raises:
             ValueError: If the name has another ending.
         """
-        path = Path(f)
-        if safe_serialization and path.suffix != ".safetensors":
-            raise ValueError(f"safe_serialization=True writes safetensors, but the file is {str(path)!r}; name it so")
-        if not self.is_main_process:
-            return
-        if safe_serialization:
-            save_tensors(obj, path.parent, path.stem, to_host=self.strategy.device_info.to_host)
-            return
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            torch.save(map_tensors(self._readable_anywhere, obj), temporary)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-    def _readable_anywhere(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy an XLA tensor to the host: it could otherwise be loaded only where torch_xla is installed."""
-        return self.strategy.device_info.to_host(tensor.detach()) if tensor.device.type == "xla" else tensor
+        save(obj, f, safe_serialization=safe_serialization)
 
     def save_model(
         self,

@@ -119,7 +119,7 @@ class Stepping(Checkpointing):
         Raises:
             ValueError: If an optimizer step has several batches, and the last batch of a loader ends one.
         """
-        if self.num_processes > 1 and self.distributed_type not in (
+        if self.num_processes > 1 and self.state.distributed_type not in (
             DistributedType.MULTI_CPU,
             DistributedType.MULTI_GPU,
         ):

@@ -42,18 +42,25 @@ class BaseWeights:
         reference: Reference to the frozen weights, as they are now.
         in_files: Names of the weights that the files of the base hold.
         strategy: The strategy, which may shard the weights.
+        folder: Folder in which the run keeps the weights; None: it keeps none.
 
     Attributes:
         current: The reference of the checkpoint that was divided last, to the weights that had not changed.
     """
 
     def __init__(
-        self, model: torch.nn.Module, reference: BaseReference, in_files: Collection[str], strategy: Strategy
+        self,
+        model: torch.nn.Module,
+        reference: BaseReference,
+        in_files: Collection[str],
+        strategy: Strategy,
+        folder: Path | None,
     ) -> None:
         self.model = without_wrappers(model)
         self.reference = self.current = reference
         self.in_files = in_files
         self.strategy = strategy
+        self.folder = folder
         self._marks = self._marks_now()
 
     def split(self, state: Tensors) -> tuple[dict[str, torch.Tensor], dict[str, Tensors]]:
@@ -84,10 +91,18 @@ class BaseWeights:
         """Return the names of the weights that the folder of `save_model` need not hold.
 
         Those are the unchanged ones that the files of the base hold; without such files, all unchanged ones.
-        Collective if sharding is active.
+        A warning says where the latter lie. Collective if sharding is active.
         """
         unchanged = self.unchanged()
-        return unchanged.intersection(self.in_files) if self.in_files else unchanged
+        if self.in_files:
+            return unchanged.intersection(self.in_files)
+        if unchanged and self.strategy.is_main:
+            logger.warning(
+                "the saved folder lacks the frozen weights below the adapters, which %s; to save the whole model, call "
+                "merge_and_unload() and save what it returns",
+                "no file holds" if self.folder is None else f"only {self.folder} holds",
+            )
+        return unchanged
 
     def _marks_now(self) -> dict[str, tuple[object, ...]]:
         """Return what identifies the bits of each frozen weight that is still there, with one wait for the device."""
@@ -142,7 +157,8 @@ def refer_to_base(run: Run) -> BaseWeights | None:
     if saves:
         kept = strategy.sharding.collect_on_main({name: state[name] for name in reference.kept})
         strategy.collectives.on_main(lambda: _keep(run, reference, kept))
-    return BaseWeights(model, reference, in_files, strategy)
+    folder = Path(run.args.output_dir) / reference.folder if saves and reference.folder is not None else None
+    return BaseWeights(model, reference, in_files, strategy, folder)
 
 
 def _check_adapters(model: torch.nn.Module, strategy: Strategy) -> None:

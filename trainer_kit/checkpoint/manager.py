@@ -75,7 +75,7 @@ class CheckpointManager:
 
     Attributes:
         run_id: ID shared by all starts of this training; retention deletes only checkpoints with it.
-        data_state: State of an iterable dataset after the last step; None for other datasets and between epochs.
+        data_state: State of an iterable dataset, None between epochs, or of a sampler; None for other datasets.
         shifts_labels: Whether the model shifts labels, as `LossProbe` found; None if unknown.
         resumed_from: The checkpoint that this start resumes from; None for a new training.
         saver: Writer of the checkpoints.
@@ -169,9 +169,10 @@ class CheckpointManager:
         run = self.run
         loader.passed_over = run.state.passed_over
         epoch = run.state.epoch
+        self.data_state = loader.resume(epoch, run.state.position, self.data_state)
         run.state.enter_epochs_of(loader.length_of(epoch))
         if run.state.epoch != epoch:
-            self.data_state = None  # it belongs to the previous epoch
+            self.data_state = loader.state_after(epoch, self.data_state)
         self._plan = make_plan(run, loader, self._earlier)
         run.total_steps = self._plan.last_step
 

@@ -141,6 +141,9 @@ class TrainingArguments(ArgumentSources):
         remove_unused_columns: Whether to leave out columns of samples that neither the model nor the collator takes;
             see `data.columns`.
         dataloader_num_workers: Number of processes that load data; 0: the training process loads it.
+        dataloader_prefetch_factor: Batches that each worker reads ahead; None: 2.
+        dataloader_multiprocessing_context: How workers are started: "fork", "spawn" or "forkserver"; None: as Python
+            does.
         dataloader_timeout: Seconds that a worker may take for a batch before training ends with an error that names
             the worker; 0: no limit.
         dataloader_drop_last: Whether to drop the last batch of an epoch if it is not full.
@@ -247,6 +250,8 @@ class TrainingArguments(ArgumentSources):
     shuffle: bool = True
     remove_unused_columns: bool = True
     dataloader_num_workers: CountOrZero = 0
+    dataloader_prefetch_factor: Count | None = None
+    dataloader_multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = None
     dataloader_timeout: NotNegative = 0.0
     dataloader_drop_last: bool = False
     dataloader_pin_memory: bool = True
@@ -299,6 +304,7 @@ class TrainingArguments(ArgumentSources):
             raise ValueError(
                 "nonfinite='rollback' needs checkpoints to go back to; set save_strategy to another than 'no'"
             )
+        self._check_workers()
         optimizer_options(self.optim, self.optim_args)
         check_schedule(self.lr_scheduler_type, self.optim, self.eval_strategy)
         CompileOptions.read(self.torch_compile)
@@ -311,6 +317,11 @@ class TrainingArguments(ArgumentSources):
                 "each other; set one of them"
             )
         check_reporters(self)
+
+    def _check_workers(self) -> None:
+        for name in ("dataloader_prefetch_factor", "dataloader_multiprocessing_context"):
+            if getattr(self, name) is not None and not self.dataloader_num_workers:
+                raise ValueError(f"{name}={getattr(self, name)!r} needs workers; set dataloader_num_workers")
 
     def _resolve(self) -> None:
         """Replace short forms and None by the values that they stand for."""

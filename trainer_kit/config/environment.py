@@ -248,6 +248,13 @@ def slurm_job() -> str | None:
     return os.environ.get("SLURM_JOB_ID")
 
 
+def submitit_signal() -> str | None:
+    """Return the name of the signal by which submitit requeues this process's job; None outside its jobs."""
+    if "SUBMITIT_EXECUTOR" not in os.environ:
+        return None
+    return "SIG" + os.environ.get("SUBMITIT_PREEMPT_SIGNAL", "USR2")
+
+
 def mixed_precision() -> str:
     """Return the mixed precision that the launcher requests; "no" by default."""
     return os.environ.get(MIXED_PRECISION, "no")

@@ -61,7 +61,7 @@ _FULL_EVAL = "evaluation runs in mixed_precision; call model.to(dtype) before an
 _RESUME = "a resume continues at the exact sample and reads nothing twice"
 _TRACKIO = "use report_to=[TrackioTracker(space_id=..., bucket_id=...)] of trainer_kit.trackers"
 _MPS = ignored("an Apple GPU is found automatically", False, True)
-_LOADER = "workers live as long as training, and batches are fetched ahead in the dataset's order"
+_LOADER = "workers live as long as training, and batches come in the order of the samples"
 
 
 def _checkpointing_options(value: Any) -> Fields | Refusal:
@@ -178,8 +178,6 @@ _CURRENT: Mapping[str, OtherName] = {
     "accelerator_config": refused("batches are dealt to the processes exactly; there is nothing to set"),
     "parallelism_config": refused("use strategy='fsdp' or Trainer(strategy=FSDP(...))"),
     "dataloader_persistent_workers": ignored(_LOADER, False, True),
-    "dataloader_prefetch_factor": ignored(_LOADER),
-    "dataloader_multiprocessing_context": ignored(_LOADER),
     "dataloader_in_order": ignored(_LOADER, True),
     "train_sampling_strategy": _sampling,
     "length_column_name": refused("lengths are measured in the samples", "length"),

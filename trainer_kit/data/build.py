@@ -15,7 +15,7 @@ from trainer_kit.data.columns import without_unused_columns
 from trainer_kit.data.iterable_loader import StreamLoader, stream_evaluation_batches
 from trainer_kit.data.map_loader import LoaderConfig, TrainLoader, evaluation_batches
 from trainer_kit.data.sampled_loader import SampledLoader
-from trainer_kit.data.sampler_order import SamplerOrder, evaluation_plan
+from trainer_kit.data.sampler_order import SamplerOrder, copied, evaluation_plan
 from trainer_kit.data.sampling import Layout
 from trainer_kit.data.source import DataSource, data_source, order_facts
 from trainer_kit.loss.batch import Counts
@@ -66,20 +66,33 @@ def _calls_labels_otherwise(model: torch.nn.Module) -> bool:
 def make_reading(args: TrainingArguments, strategy: Strategy, collate: Collator) -> LoaderConfig:
     """Return the loader configuration of a run."""
     pin_memory = args.dataloader_pin_memory and strategy.device_info.pins_memory
-    return LoaderConfig(collate, args.seed, args.dataloader_num_workers, pin_memory, args.dataloader_timeout)
+    return LoaderConfig(
+        collate,
+        args.seed,
+        args.dataloader_num_workers,
+        pin_memory,
+        args.dataloader_timeout,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        multiprocessing_context=args.dataloader_multiprocessing_context,
+    )
 
 
 def reading_of(source: DataSource, reading: LoaderConfig) -> LoaderConfig:
     """Return the configuration with the settings of the source; ready batches are read in this process."""
     if source.is_ready:
         return dataclasses.replace(reading, workers=0)
-    own: dict[str, Any] = {"collate": source.collate, "workers": source.workers, "timeout": source.timeout}
-    own = {name: value for name, value in own.items() if value is not None}
-    return dataclasses.replace(reading, **own, worker_init_fn=source.worker_init_fn)
+    settings = ("collate", "workers", "timeout", "worker_init_fn", "prefetch_factor", "multiprocessing_context")
+    own: dict[str, Any] = {name: value for name in settings if (value := getattr(source, name)) is not None}
+    return dataclasses.replace(reading, **own)
 
 
-def make_train_loader(run: Run, reading: LoaderConfig) -> TrainLoader | StreamLoader:
+def make_train_loader(run: Run, reading: LoaderConfig, trains: bool = True) -> TrainLoader | StreamLoader:
     """Make the loader of the training batches.
+
+    Args:
+        run: The run.
+        reading: How samples are read.
+        trains: Whether to train on the batches; otherwise a copy of the sampler draws the orders.
 
     Raises:
         TypeError: If `run.train_dataset` is a dict of datasets.
@@ -98,7 +111,8 @@ def make_train_loader(run: Run, reading: LoaderConfig) -> TrainLoader | StreamLo
             "it to False"
         )
     if source.sampler is not None:
-        own = SamplerOrder(source.sampler, args.seed, source.in_batches)
+        sampler = source.sampler if trains else copied(source.sampler)
+        own = SamplerOrder(sampler, args.seed, source.in_batches, warns=layout.reader == 0)
         return SampledLoader(source.dataset, layout, reading, own, drop_last)
     if not source.is_iterable:
         return TrainLoader(source.dataset, layout, reading, drop_last, args.group_by_length, order != "dataset")
@@ -130,7 +144,9 @@ def make_evaluation_batches(
         return stream_evaluation_batches(source.dataset, layout, reading)
     plan = None
     if source.sampler is not None:
-        plan = evaluation_plan(SamplerOrder(source.sampler, run.args.seed, source.in_batches).draw(0), layout)
+        order = SamplerOrder(source.sampler, run.args.seed, source.in_batches).draw(0)
+        run.strategy.collectives.check_same_on_all_ranks({"the order of the evaluation's sampler": order.fingerprint})
+        plan = evaluation_plan(order, layout)
     return evaluation_batches(source.dataset, layout, reading, plan)
 
 

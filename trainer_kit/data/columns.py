@@ -81,8 +81,10 @@ def without_unused_columns(collate: Collator, model: torch.nn.Module) -> Collato
     if named is None:
         return collate
     kept = {*named} if takes_all else {*named, *_LABELS}
-    if hasattr(collate, "mlm"):  # transformers' DataCollatorForLanguageModeling reads it
+    if getattr(collate, "mlm", False):  # transformers' DataCollatorForLanguageModeling reads them
         kept.add("special_tokens_mask")
+    if getattr(collate, "whole_word_mask", False):
+        kept.add("offset_mapping")
     return ColumnFilter(collate, frozenset(kept), takes_all)
 
 

@@ -94,6 +94,7 @@ class StreamLoader:
     Attributes:
         passed_over: Positions to skip, as (epoch, start, stop); set it before `micro_batches`. Their samples are read
             and dropped. With several workers, every batch with such a position is dropped as a whole.
+        has_equal_epochs: As far as the dataset's length says.
 
     Raises:
         ValueError: If an epoch has no batch according to the dataset's length.
@@ -105,6 +106,7 @@ class StreamLoader:
         self.reading = reading
         self.drop_last = drop_last
         self.passed_over: Sequence[tuple[int, int, int]] = ()
+        self.has_equal_epochs = True
         self._readers = max(1, reading.workers)
         self._warned = False
         self._is_ready = isinstance(dataset, ReadyBatches)
@@ -188,6 +190,13 @@ class StreamLoader:
             if position == 0 and not ranges(self.passed_over, epoch):
                 raise ValueError(f"train_dataset gave no sample in epoch {epoch}; it must give some each time")
             epoch, position, data_state = epoch + 1, 0, None
+
+    def resume(self, epoch: int, position: int, data_state: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return the state to resume from: none at the start of an epoch, where a sampler may have left one."""
+        return data_state if position else None
+
+    def state_after(self, epoch: int, data_state: dict[str, Any] | None) -> None:
+        """End an epoch, whose state the next one does not need."""
 
     def _check_length(self, position: int) -> None:
         if self._warned or self._length is None or position <= self._length:

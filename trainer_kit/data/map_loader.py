@@ -120,6 +120,8 @@ class LoaderConfig:
         pin_memory: Whether workers' batches are copied to page-locked memory.
         timeout: Seconds that workers may take for a batch; 0: no limit.
         worker_init_fn: Called in each worker with its number; None: nothing.
+        prefetch_factor: Batches that each worker reads ahead; None: torch's default.
+        multiprocessing_context: Start method of the workers, or a context of multiprocessing; None: torch's default.
     """
 
     collate: Collator
@@ -128,6 +130,8 @@ class LoaderConfig:
     pin_memory: bool = False
     timeout: float = 0.0
     worker_init_fn: Callable[[int], Any] | None = None
+    prefetch_factor: int | None = None
+    multiprocessing_context: Any = None
 
 
 class TrainLoader:
@@ -144,6 +148,7 @@ class TrainLoader:
 
     Attributes:
         passed_over: Positions to skip, as (epoch, start, stop); set it before `micro_batches`.
+        has_equal_epochs: Whether all epochs have as many steps, but for positions to skip.
 
     Raises:
         ValueError: If an epoch has no batch, or `group_by_length` finds no lengths.
@@ -159,6 +164,7 @@ class TrainLoader:
         shuffle: bool = True,
         samples: int | None = None,
     ) -> None:
+        self.has_equal_epochs = True
         self.dataset = dataset
         self.shuffle = shuffle
         self.layout = layout
@@ -197,6 +203,14 @@ class TrainLoader:
             if slot.is_last:
                 yield from _counted(fetched)
                 fetched = []
+
+    def resume(self, epoch: int, position: int, data_state: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return what applies of a checkpoint's `GlobalBatch.data_state` to a resume at a position of an epoch."""
+        return None
+
+    def state_after(self, epoch: int, data_state: dict[str, Any] | None) -> dict[str, Any] | None:
+        """End an epoch; return what a checkpoint between it and the next one holds of `GlobalBatch.data_state`."""
+        return None
 
     def order(self, epoch: int) -> torch.Tensor | DatasetOrder:
         """Return the dataset indices of an epoch in their order."""
@@ -282,7 +296,9 @@ def from_workers(dataset: Any, reading: LoaderConfig, sampler: Iterable[Any] | N
         collate_fn=_as_is,
         pin_memory=reading.pin_memory,
         timeout=reading.timeout,
-        worker_init_fn=worker_init(reading.worker_init_fn),
+        worker_init_fn=worker_init(reading.worker_init_fn, reading.multiprocessing_context),
+        prefetch_factor=reading.prefetch_factor,
+        multiprocessing_context=reading.multiprocessing_context,
         generator=torch.Generator().manual_seed(reading.seed),
     )
     return worker_items(loader, "dataloader_timeout")

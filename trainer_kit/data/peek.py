@@ -34,7 +34,7 @@ def first_batch(run: Run, reading: LoaderConfig) -> MicroBatch:
         ValueError: If there is no dataset, or the dataset is empty.
         Exception: Any error of the dataset or the collator.
     """
-    return first_batches(run, make_train_loader(run, reading), 1)[0]
+    return first_batches(run, make_train_loader(run, reading, trains=False), 1)[0]
 
 
 def first_batches(run: Run, loader: TrainLoader | StreamLoader, most: int) -> list[MicroBatch]:

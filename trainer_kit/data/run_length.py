@@ -104,8 +104,14 @@ def _scaled(steps: int, unit: int, window: int) -> int:
 
 def _steps_of(loader: TrainLoader | StreamLoader, epochs: float) -> int:
     """Return the optimizer steps of the first `epochs` epochs, which may be fractional."""
-    whole, cut = int(epochs), {epoch for epoch, _, _ in loader.passed_over}
-    usual = loader.steps_left(max(cut, default=-1) + 1, 0)
-    steps = whole * usual + sum(loader.steps_left(epoch, 0) - usual for epoch in cut if epoch < whole)
+    whole = int(epochs)
+    if loader.has_equal_epochs:
+        cut = {epoch for epoch, _, _ in loader.passed_over}
+        usual = loader.steps_left(max(cut, default=-1) + 1, 0)
+        steps = whole * usual + sum(loader.steps_left(epoch, 0) - usual for epoch in cut if epoch < whole)
+    else:
+        steps = sum(loader.steps_left(epoch, 0) for epoch in range(whole))
+    if epochs == whole:
+        return steps
     # Rounded, since 1.1 epochs of 10 steps are 11.000000000000002 steps.
     return steps + math.ceil(round((epochs - whole) * loader.steps_left(whole, 0), 6))

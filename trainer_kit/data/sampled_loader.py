@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from trainer_kit.data.map_loader import LoaderConfig, MicroBatch, TrainLoader
-from trainer_kit.data.sampler_order import EpochOrder, SamplerOrder, batch_slots, batch_steps
-from trainer_kit.data.sampling import BatchIndices, Layout, epoch_length, ranges
+from trainer_kit.data.sampler_order import SamplerOrder, batch_slots, batch_steps
+from trainer_kit.data.sampling import BatchIndices, Layout, epoch_length, ranges, steps_between
 from trainer_kit.utils.user_warnings import warn
 
 
@@ -36,7 +36,6 @@ class SampledLoader(TrainLoader):
     ) -> None:
         self._order = order
         self._drop_last = drop_last
-        self._states: dict[int, dict[str, Any]] = {}
         self._warned = False
         first = order.draw(0)
         self._has_batches = first.ends is not None
@@ -44,6 +43,7 @@ class SampledLoader(TrainLoader):
             sizes = [stop - start for start, stop in zip([0, *first.ends], first.ends, strict=False)]
             layout = layout._replace(batch_size=max(sizes))
         super().__init__(dataset, layout, reading, drop_last and not self._has_batches, samples=len(first.indices))
+        self.has_equal_epochs = order.promised(1) is not None
 
     def length_of(self, epoch: int) -> int:
         return self._cut(len(self._order.draw(epoch).indices))
@@ -52,36 +52,33 @@ class SampledLoader(TrainLoader):
         return epoch_length(samples, self.layout, self._drop_last and not self._has_batches)
 
     def steps_left(self, epoch: int, position: int) -> int:
-        if not self._has_batches:
-            return super().steps_left(epoch, position)
         passed_over = ranges(self.passed_over, epoch)
-        if position == 0 and not passed_over and (batches := _length(self._order.sampler)) is not None:
-            return -(-batches // (self.layout.readers * self.layout.accumulation))
-        return batch_steps(self._order.draw(epoch), position, self.layout, passed_over)
+        if self._has_batches and (position or passed_over):
+            return batch_steps(self._order.draw(epoch), position, self.layout, passed_over)
+        length = self._order.length(epoch)
+        if self._has_batches:
+            return -(-length // (self.layout.readers * self.layout.accumulation))
+        return steps_between(position, self._cut(length), self.layout, passed_over)
+
+    def resume(self, epoch: int, position: int, data_state: dict[str, Any] | None) -> dict[str, Any] | None:
+        if data_state is not None:
+            self._order.resume(epoch, data_state)
+        return data_state
+
+    def state_after(self, epoch: int, data_state: dict[str, Any] | None) -> dict[str, Any] | None:
+        self._order.forget(epoch)
+        return data_state
 
     def micro_batches(
         self, epoch: int, position: int, steps: int, data_state: dict[str, Any] | None = None
     ) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of the next `steps` steps, see `TrainLoader.micro_batches`.
-
-        A sampler that does not give the order of an earlier start again is warned about.
-        """
-        if data_state is not None:
-            drawn = self._order.draw(epoch, data_state["sampler"])
-            if drawn.fingerprint != data_state["order"] and self.layout.reader == 0:
-                warn(
-                    f"the {type(self._order.sampler).__name__} gives another order in epoch {epoch} than before: this "
-                    "resume is not exact; make its order follow from set_epoch and a seed, or give it state_dict and "
-                    "load_state_dict"
-                )
-        self._states.clear()
+        state: dict[str, Any] = {}
         for micro_batch in super().micro_batches(epoch, position, steps):
             window = micro_batch.global_batch
-            if window.epoch != epoch:  # workers may have read ahead, over several epochs
-                epoch = window.epoch
-                self._states = {number: state for number, state in self._states.items() if number >= epoch}
-            window.data_state = self._states[epoch]
-            window.fingerprint = window.data_state["order"]
+            if window.epoch != state.get("epoch"):
+                drawn = self._order.draw(window.epoch)
+                state = {"epoch": window.epoch, "order": drawn.fingerprint, "sampler": drawn.state}
+            window.data_state, window.fingerprint = state, state["order"]
             yield micro_batch
 
     def order(self, epoch: int) -> torch.Tensor:
@@ -89,26 +86,15 @@ class SampledLoader(TrainLoader):
         return drawn.indices[: self._cut(len(drawn.indices))]
 
     def slots_of(self, epoch: int, position: int) -> Iterator[BatchIndices]:
+        promised = self._order.promised(epoch)
         drawn = self._order.draw(epoch)
-        self._check_length(drawn)
-        self._states[epoch] = {"order": drawn.fingerprint, "sampler": drawn.state}
+        if promised not in (None, drawn.length) and not self._warned:
+            self._warned = True
+            warn(
+                f"the {type(self._order.sampler).__name__} gives {drawn.length} "
+                f"{'batches' if self._has_batches else 'indices'} in epoch {epoch} instead of {promised}: epochs and "
+                "steps are miscounted; give it a __len__ that holds in each epoch, or set max_steps"
+            )
         if drawn.ends is None:
             return drawn.numbered(super().slots_of(epoch, position))
         return drawn.numbered(batch_slots(drawn, epoch, position, self.layout, ranges(self.passed_over, epoch)))
-
-    def _check_length(self, drawn: EpochOrder) -> None:
-        sampler = self._order.sampler
-        given = len(drawn.indices if drawn.ends is None else drawn.ends)
-        if self._warned or (length := _length(sampler)) is None or length == given:
-            return
-        self._warned = True
-        warn(
-            f"the {type(sampler).__name__} has a length of {length}, but gave {given}: epochs and steps are miscounted"
-        )
-
-
-def _length(sampler: Any) -> int | None:
-    try:
-        return len(sampler)
-    except (TypeError, ValueError):  # it has none, or does not know it
-        return None

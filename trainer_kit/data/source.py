@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from trainer_kit.config.arguments import TrainingArguments
@@ -36,6 +36,9 @@ class ReadyBatches:
         if not hasattr(batches, "__iter__"):
             raise TypeError(f"ReadyBatches needs an iterable of batches; this is a {type(batches).__name__}")
         self.batches: Any = batches
+
+    def __getnewargs__(self) -> tuple[Any]:
+        return (self.batches,)  # for pickle and copy
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)
@@ -82,6 +85,8 @@ class DataSource:
         workers: Number of worker processes.
         timeout: Seconds that workers may take for a batch.
         worker_init_fn: Called in each worker with its number.
+        prefetch_factor: Batches that each worker reads ahead.
+        multiprocessing_context: How workers are started.
     """
 
     dataset: Any
@@ -94,6 +99,8 @@ class DataSource:
     workers: int | None = None
     timeout: float | None = None
     worker_init_fn: Callable[[int], Any] | None = None
+    prefetch_factor: int | None = None
+    multiprocessing_context: Any = None
 
     @property
     def is_ready(self) -> bool:
@@ -136,13 +143,13 @@ def data_source(role: str, data: Any, sampler: Any = None) -> DataSource:
 
     Raises:
         TypeError: If `data` is a dict of datasets.
-        ValueError: If a sampler is given for data that has an order of its own.
+        ValueError: If a sampler is given for data that has an order of its own, or the data is divided by process.
     """
     if isinstance(data, ReadyBatches) and isinstance(data.batches, DataLoader):
         data = data.batches
     if isinstance(data, DataLoader):
         source = _apart(data) if _can_be_taken_apart(data) else DataSource(ReadyBatches(data))
-    elif isinstance(data, Mapping) and not hasattr(data, "batch_size"):  # a TensorDict is a dataset of its rows
+    elif is_named(data):
         raise TypeError(f"{role} is a {type(data).__name__} of {', '.join(map(str, data))}; give one dataset")
     else:
         source = DataSource(data)
@@ -156,9 +163,16 @@ def data_source(role: str, data: Any, sampler: Any = None) -> DataSource:
     return dataclasses.replace(source, **_order_of(sampler, source.dataset))
 
 
+def is_named(data: Any) -> bool:
+    """Return whether data is a dict of datasets by name, and not a mapping that is a dataset itself."""
+    if isinstance(data, Dataset) or hasattr(data, "batch_size"):  # a TensorDict is a dataset of its rows
+        return False
+    return isinstance(data, dict) or (isinstance(data, Mapping) and all(isinstance(name, str) for name in data))
+
+
 def data_length(data: Any) -> int | None:
     """Return the number of samples of a dataset, or of batches that are ready; None if unknown, or without data."""
-    return None if data is None or isinstance(data, Mapping) else data_source("the dataset", data).length
+    return None if data is None or is_named(data) else data_source("the dataset", data).length
 
 
 def order_facts(source: DataSource, args: TrainingArguments) -> dict[str, Any]:
@@ -188,7 +202,7 @@ def _can_be_taken_apart(loader: DataLoader[Any]) -> bool:
 def _apart(loader: DataLoader[Any]) -> DataSource:
     order: dict[str, Any]
     if loader.batch_size is None:
-        order = {"sampler": loader.batch_sampler, "in_batches": True}
+        order = {"sampler": _of_all_processes(loader.batch_sampler), "in_batches": True}
     else:
         order = _order_of(loader.sampler, loader.dataset, loader.generator)
         order |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "in_batches": False}
@@ -198,6 +212,8 @@ def _apart(loader: DataLoader[Any]) -> DataSource:
         workers=loader.num_workers,
         timeout=loader.timeout or None,
         worker_init_fn=loader.worker_init_fn,
+        prefetch_factor=loader.prefetch_factor,
+        multiprocessing_context=loader.multiprocessing_context,
         **order,
     )
 
@@ -213,39 +229,63 @@ def _order_of(sampler: Any, dataset: Any, generator: torch.Generator | None = No
     is_whole = is_random and not sampler.replacement and len(sampler.data_source) == sampler.num_samples == length
     if is_whole and not is_seeded:
         return {"shuffle": True}
-    if kind is DistributedSampler:  # the loader deals out the samples of all replicas
-        whole: Any = DistributedSampler(sampler.dataset, 1, 0, sampler.shuffle, sampler.seed, sampler.drop_last)
-        return {"sampler": whole}
-    return {"sampler": sampler}
+    return {"sampler": _of_all_processes(sampler)}
+
+
+def _of_all_processes(sampler: Any) -> Any:
+    """Return a sampler of the samples of all processes, which the Trainer divides itself."""
+    if type(sampler) is DistributedSampler:
+        return DistributedSampler(sampler.dataset, 1, 0, sampler.shuffle, sampler.seed, sampler.drop_last)
+    if type(sampler) is BatchSampler and (inner := _of_all_processes(sampler.sampler)) is not sampler.sampler:
+        return BatchSampler(inner, sampler.batch_size, sampler.drop_last)
+    for part in parts_of(sampler):
+        if isinstance(replicas := getattr(part, "num_replicas", None), int) and replicas > 1:
+            raise ValueError(
+                f"the {type(part).__name__} gives each of {replicas} processes a share of the samples, but the Trainer "
+                "divides them itself; give a sampler of all samples, such as its one with num_replicas=1 and rank=0"
+            )
+    return sampler
 
 
 def begin_epoch(reader: Any, epoch: int) -> None:
     """Call `set_epoch` of a loader or sampler and of its parts, and seed their own generators for the epoch.
 
-    In epoch 0 a generator has the seed that the user gave it. Later epochs have seeds that follow from that one, so
-    that an epoch's order does not depend on the epochs before it.
+    In epoch 0 a generator has the seed that the user gave it last. Later epochs have seeds that follow from that one,
+    so that an epoch's order does not depend on the epochs before it.
 
     Args:
         reader: A loader, a sampler or any other iterable.
         epoch: Number of the epoch, from 0; -1 for an evaluation, which is always the same.
     """
+    for part in parts_of(reader):
+        if hasattr(part, "set_epoch") and epoch >= 0:
+            part.set_epoch(epoch)
+        if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+            _seed(generator, epoch)
+
+
+def parts_of(reader: Any) -> Iterator[Any]:
+    """Yield a loader or sampler, and those inside it."""
     waiting, known = [reader], set()
     while waiting:
         part = waiting.pop()
         if part is None or id(part) in known:
             continue
         known.add(id(part))
-        if hasattr(part, "set_epoch") and epoch >= 0:
-            part.set_epoch(epoch)
-        generator = getattr(part, "generator", None)
-        if isinstance(generator, torch.Generator) and id(generator) not in known:
-            known.add(id(generator))
-            first = _first_seeds.setdefault(generator, generator.initial_seed())
-            generator.manual_seed(mix(first, epoch) if epoch > 0 else first)
+        yield part
         waiting += [getattr(part, name, None) for name in ("batch_sampler", "sampler")]
         if isinstance(part, DataLoader):
             waiting.append(part.dataset)
 
 
-_first_seeds: weakref.WeakKeyDictionary[torch.Generator, int] = weakref.WeakKeyDictionary()
-"""The seeds that users gave their generators."""
+def _seed(generator: torch.Generator, epoch: int) -> None:
+    first, latest = _seeds.get(generator, (0, None))
+    if (now := generator.initial_seed()) != latest:  # the user has seeded it
+        first = now
+    seed = mix(first, epoch) if epoch > 0 else first
+    _seeds[generator] = first, seed
+    generator.manual_seed(seed)
+
+
+_seeds: weakref.WeakKeyDictionary[torch.Generator, tuple[int, int]] = weakref.WeakKeyDictionary()
+"""The seed that the user gave each generator, and the one that it was last given here."""

@@ -126,14 +126,21 @@ def _found(iterator: Any, message: str) -> str:
     )
 
 
-def worker_init(own: Callable[[int], Any] | None = None) -> Any:
-    """Return the `worker_init_fn` of a DataLoader; `own` is the user's, called with the worker's number."""
-    return functools.partial(_begin_worker, os.getpid(), own)
+def worker_init(own: Callable[[int], Any] | None = None, context: Any = None) -> Any:
+    """Return the `worker_init_fn` of a DataLoader.
+
+    Args:
+        own: The user's, called with the worker's number.
+        context: The DataLoader's `multiprocessing_context`.
+    """
+    if context is None or isinstance(context, str):
+        context = multiprocessing.get_context(context)
+    return functools.partial(_begin_worker, os.getpid() if context.get_start_method() == "fork" else None, own)
 
 
-def _begin_worker(main: int, own: Callable[[int], Any] | None, number: int) -> None:
+def _begin_worker(main: int | None, own: Callable[[int], Any] | None, number: int) -> None:
     """Exit if the main process was killed meanwhile: torch would take the adopting process for it, forever."""
-    if multiprocessing.get_start_method() == "fork" and os.getppid() != main:
+    if main is not None and os.getppid() != main:
         os._exit(1)
     _outlive_signals()
     if own is not None:

@@ -70,11 +70,13 @@ class RecordedBatch(NamedTuple):
         start: Position of its first sample in the epoch.
         sample_ids: Dataset indices; None for iterable datasets.
         work: Micro-batch for `diagnose`; its batch is None if it is not available.
+        repeats: How often the epoch had each sample before; None if it has none twice.
     """
 
     start: int
     sample_ids: list[int] | None
     work: Work
+    repeats: list[int] | None = None
 
 
 class CrashDump:
@@ -212,7 +214,9 @@ class CrashDump:
             found = scene._replace(step=scene.step + ahead, position=window[0].window_start)
             seeds = [mix(self.run.args.seed, slot.epoch, slot.start) for slot in window]
             pieces = [
-                RecordedBatch(slot.start, slot.indices, Work(None, seed, len(slot.indices), not slot.is_dummy))
+                RecordedBatch(
+                    slot.start, slot.indices, Work(None, seed, len(slot.indices), not slot.is_dummy), slot.repeats
+                )
                 for slot, seed in zip(window, seeds, strict=True)
             ]
             try:
@@ -233,6 +237,7 @@ class CrashDump:
                 {
                     "start": piece.start,
                     "sample_ids": piece.sample_ids,
+                    "repeats": piece.repeats,
                     "seed": piece.work.seed,
                     "samples": piece.work.samples,
                     "counted": piece.work.counted,

@@ -8,6 +8,7 @@ from typing import Any
 from trainer_kit.callback import CallbackList
 from trainer_kit.data.build import make_evaluation_batches
 from trainer_kit.data.map_loader import LoaderConfig
+from trainer_kit.data.source import is_named
 from trainer_kit.errors import DoesNotFitError
 from trainer_kit.loop.batch_size_finder import evaluation_batch_size, halve_evaluation_batch
 from trainer_kit.loop.evaluation import Evaluator
@@ -49,7 +50,7 @@ class EvaluationLoop:
 
     def evaluate(self, dataset: Any, prefix: str) -> dict[str, Any]:
         """Return the metrics of a dataset, or of a dict of datasets with each dataset's name in the prefix."""
-        if not isinstance(dataset, Mapping):
+        if not is_named(dataset):
             return self.predict(dataset, prefix, keep=False).metrics
         metrics: dict[str, Any] = {}
         for name, each in dataset.items():

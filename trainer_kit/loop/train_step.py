@@ -165,8 +165,9 @@ class TrainStep:
 
     def leave_epoch(self) -> None:
         """Count the current epoch as finished."""
-        state = self._run.state
-        state.epoch, state.position, self._checkpoints.data_state = state.epoch + 1, 0, None
+        state, checkpoints = self._run.state, self._checkpoints
+        checkpoints.data_state = self._loader.state_after(state.epoch, checkpoints.data_state)
+        state.epoch, state.position = state.epoch + 1, 0
 
     # The parts of a step
 
@@ -221,6 +222,8 @@ class TrainStep:
         state.step += 1
         state.samples += global_batch.samples
         state.tokens += global_batch.tokens
+        if state.position == 0 and not self._loader.has_equal_epochs:
+            state.epoch_length = self._loader.length_of(global_batch.epoch)
         # The epoch may be a later one: under a new layout, a checkpoint's epoch may have no whole batch left.
         state.epoch, state.position = global_batch.epoch, global_batch.stop
         self._checkpoints.data_state = global_batch.data_state

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -160,8 +161,8 @@ class TrainingLoop:
         self._step.close()
         self.run.requests.exit_code = None
 
-    def warn_of_exit(self) -> None:
-        """Log the step at which a signal ended the training, and the newest checkpoint."""
+    def leave(self) -> NoReturn:
+        """Log the step at which a signal ended the training and the newest checkpoint, and leave the process."""
         run, saver = self.run, self.checkpoints.saver
         kept = f"; the newest checkpoint is {saver.newest}" if saver.newest else ""
         if saver.failed:
@@ -169,6 +170,9 @@ class TrainingLoop:
         logger.warning(
             "left at step %d of %d%s; train(resume_from_checkpoint=True) goes on", run.state.step, run.total_steps, kept
         )
+        if run.requests.signal is not None:
+            signal.raise_signal(run.requests.signal)
+        raise SystemExit(self.exit_code)
 
     # Steps
 

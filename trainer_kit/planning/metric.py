@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Mapping
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from trainer_kit.data.build import make_evaluation_batches
 from trainer_kit.data.map_loader import LoaderConfig
 from trainer_kit.data.peek import read_ahead
+from trainer_kit.data.source import is_named
 from trainer_kit.loop.evaluation import Evaluator
 from trainer_kit.loss.batch import Counts
 from trainer_kit.loss.loss import Loss
@@ -79,7 +79,7 @@ def check_metrics(subject: PlannedTraining, scheduler: Any, reading: LoaderConfi
 def _datasets(run: Run) -> dict[str, Any]:
     """Return the datasets of an evaluation by the prefix of their metrics."""
     datasets = run.eval_dataset
-    if not isinstance(datasets, Mapping):
+    if not is_named(datasets):
         return {"eval": datasets}
     return {f"eval_{name}": dataset for name, dataset in datasets.items()}
 

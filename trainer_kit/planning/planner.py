@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from trainer_kit.config import environment
 from trainer_kit.data.build import make_reading, make_train_loader
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import LoaderConfig, TrainLoader
-from trainer_kit.data.source import data_length
+from trainer_kit.data.source import data_length, is_named
 from trainer_kit.errors import ReadOnceError
 from trainer_kit.memory.errors import first_line
 from trainer_kit.optim import check_optimizer, make_optimizer
@@ -69,7 +69,7 @@ class _Rehearsal:
         self.problems: list[str] = []
         run.optimizer = self._optimizer()
         self.reading: LoaderConfig = make_reading(run.args, self.stage, subject.collate)
-        self.loader: TrainLoader | StreamLoader = make_train_loader(run, self.reading)
+        self.loader: TrainLoader | StreamLoader = make_train_loader(run, self.reading, trains=False)
         if resume is None:
             resume = self.strategy.session.restarts > 0
         self.checkpoints = CheckpointManager(run, subject.events)  # without a lock: it writes nothing
@@ -176,7 +176,7 @@ class _Rehearsal:
         datasets = self.run.eval_dataset
         if datasets is None:
             datasets = {}
-        elif not isinstance(datasets, Mapping):
+        elif not is_named(datasets):
             datasets = {"": datasets}
         lengths = {str(name): data_length(each) for name, each in datasets.items()}
         return sections.Data(data_length(self.run.train_dataset), self.loader.epoch_length or None, lengths)

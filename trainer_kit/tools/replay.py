@@ -125,7 +125,8 @@ class _Replay:
 
     def _slot(self, entry: dict[str, Any]) -> BatchIndices:
         start, epoch = entry["start"], self.report["epoch"]
-        return BatchIndices(epoch, start, entry["sample_ids"], entry["counted"], 0, True, start, start, False)
+        repeats = entry.get("repeats")  # earlier versions did not write it
+        return BatchIndices(epoch, start, entry["sample_ids"], entry["counted"], 0, True, start, start, False, repeats)
 
     # Findings
 

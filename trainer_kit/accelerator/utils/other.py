@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch.torch_version import TorchVersion
 
 from trainer_kit.accelerator.state import PartialState
 from trainer_kit.accelerator.wrappers import restore_forward
-from trainer_kit.checkpoint import load_checkpoint_in_model
+from trainer_kit.checkpoint import load_checkpoint_in_model, save_tensors
 from trainer_kit.launch.config import write_basic_config
 from trainer_kit.launch.processes import set_variables
+from trainer_kit.utils.pytree import map_tensors
 from trainer_kit.utils.units import format_size
 from trainer_kit.utils.wrappers import without_wrappers
 
@@ -83,21 +85,37 @@ def save(
 ) -> None:
     """Save an object on the main process, or with `save_on_each_node` on the first one of each machine.
 
+    The file is written atomically, and readable without XLA.
+
     Args:
         obj: Any object, or with `safe_serialization` a dict of tensors.
         f: Path of the file.
         save_on_each_node: Whether each machine writes the file.
-        safe_serialization: Whether to write safetensors instead of a pickle.
+        safe_serialization: Whether to write safetensors instead of a pickle; the file's name must then end with
+            `.safetensors`.
+
+    Raises:
+        ValueError: If the name has another ending.
     """
-    state = PartialState()
+    path, state = Path(f), PartialState()
+    if safe_serialization and path.suffix != ".safetensors":
+        raise ValueError(f"safe_serialization=True writes safetensors, but the file is {str(path)!r}; name it so")
     if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
         return
+    to_host = state.strategy.device_info.to_host
     if safe_serialization:
-        from safetensors.torch import save_file
+        save_tensors(obj, path.parent, path.stem, to_host=to_host)
+        return
 
-        save_file({name: each.detach().contiguous().cpu() for name, each in obj.items()}, f, {"format": "pt"})
-    else:
-        torch.save(obj, f)
+    def readable_anywhere(tensor: torch.Tensor) -> torch.Tensor:
+        return to_host(tensor.detach()) if tensor.device.type == "xla" else tensor
+
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        torch.save(map_tensors(readable_anywhere, obj), temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:

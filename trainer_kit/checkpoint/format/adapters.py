@@ -17,7 +17,7 @@ from trainer_kit.checkpoint.format.safetensors_reader import Source
 from trainer_kit.checkpoint.format.safetensors_writer import storage_key
 from trainer_kit.utils.module_modes import evaluating
 from trainer_kit.utils.rng import generators_kept
-from trainer_kit.utils.transformers_models import is_transformers_model
+from trainer_kit.utils.transformers_models import is_transformers_model, loaded_from
 from trainer_kit.utils.wrappers import without_adapters, without_wrappers
 
 Tensors = Mapping[str, torch.Tensor]
@@ -188,11 +188,10 @@ def _saved_config(model: Any, config: Any) -> tuple[Any, dict[str, str] | None]:
 
 def base_name(model: torch.nn.Module) -> str | None:
     """Return the name or folder from which the base of a model with adapters was loaded; None if it is not known."""
-    inner: Any = without_wrappers(model)
-    base = without_adapters(inner)
+    inner = without_wrappers(model)
     configured = [config.base_model_name_or_path for config in _configs(inner).values()]
-    names = (getattr(base, "name_or_path", None), getattr(getattr(base, "config", None), "_name_or_path", None))
-    return next((name for name in (*names, *configured) if isinstance(name, str) and name), None)
+    names = (loaded_from(without_adapters(inner)), *configured)
+    return next((name for name in names if isinstance(name, str) and name), None)
 
 
 def base_commit(model: torch.nn.Module) -> str | None:

@@ -96,7 +96,7 @@ _ARGUMENTS: Mapping[str, Rule] = {
 }
 _LEDGER: Mapping[str, Rule] = {"seconds": OBJECT, "time": _SECONDS}
 _DATA: Mapping[str, Rule] = {"workers": _LIST, "turn": COUNT}
-_ORDER: Mapping[str, Rule] = {"order": COUNT, "sampler": (lambda value: True, "a state")}
+_ORDER: dict[str, Rule] = {"order": COUNT, "sampler": (lambda value: True, "a state")}
 _WORKER: Mapping[str, Rule] = {
     "batches": (
         lambda value: isinstance(value, list) and all(map(_is_run, value)),
@@ -187,7 +187,7 @@ def read_means(directory: Path) -> dict[str, Any]:
 
 
 def read_data_state(directory: Path) -> dict[str, Any] | None:
-    """Read and validate the state of an iterable dataset or a sampler; None without one and between epochs.
+    """Read and validate the state of an iterable dataset or a sampler; None without one.
 
     Raises:
         CheckpointError: If the state is invalid.
@@ -197,7 +197,7 @@ def read_data_state(directory: Path) -> dict[str, Any] | None:
         return None
     file = CheckedFile(directory / STATE_FOLDER / "data.json")
     if isinstance(data, dict) and "order" in data:
-        file.check(data, _ORDER)
+        file.check(data, _ORDER | ({"epoch": COUNT} if "epoch" in data else {}))  # earlier versions did not write it
         return data
     file.check(data, _DATA)
     for number, worker in enumerate(data["workers"]):
