@@ -30,7 +30,7 @@ _FRONT = """<!doctype html>
 
 
 def navigation(sections: list[dict[str, Any]], language: str, pages: set[PurePosixPath]) -> list[Any]:
-    """Return the generator's navigation of a language.
+    """Return the generator's navigation of a language, with links to the English sections that are not translated.
 
     Args:
         sections: The sections of `nav.yaml`.
@@ -58,8 +58,11 @@ def navigation(sections: list[dict[str, Any]], language: str, pages: set[PurePos
         for group in section.get("groups", ()):
             if below := entries(group):
                 inner.append({group["title"][language]: below})
+        title, folder = section["title"][language], section.get("folder")
         if inner:
-            made.append({section["title"][language]: inner if section.get("folder") else inner[0]})
+            made.append({title: inner if folder else inner[0]})
+        else:  # not translated: the English section stands in
+            made.append({f"{title} (EN)": f"../en/{folder}/index.html"})
     if others := sorted(map(str, pages - listed)):
         raise ValueError(f"nav.yaml lacks {', '.join(others)} of docs/{language}; add each to a section")
     return made

@@ -32,8 +32,13 @@ def test_the_order_is_that_of_the_file() -> None:
     ]
 
 
-def test_what_is_not_translated_yet_is_left_out() -> None:
-    assert navigation(SECTIONS, "ar", paths("index.md")) == [{"البداية": "index.md"}]
+def test_a_section_that_is_not_translated_leads_to_the_english_one() -> None:
+    english = {"أدلة (EN)": "../en/how-to/index.html"}
+    assert navigation(SECTIONS, "ar", paths("index.md")) == [{"البداية": "index.md"}, english]
+
+
+def test_a_page_that_is_not_translated_yet_is_left_out() -> None:
+    assert navigation(SECTIONS, "ar", paths("index.md", "how-to/train.md"))[1] == {"أدلة": ["how-to/train.md"]}
 
 
 def test_a_page_that_is_missing_or_not_listed_is_refused() -> None:
@@ -52,7 +57,9 @@ needs_browser = pytest.mark.skipif(COMMAND is None, reason="needs a browser")
 @needs_browser
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("name", ["en/index.html", "en/reference/arguments.html", "ar/index.html"])
+@pytest.mark.parametrize(
+    "name", ["en/index.html", "en/reference/arguments.html", "ar/index.html", "ar/how-to/tpu.html"]
+)
 def test_a_page_fits_and_writes_no_error(name: str, dark: bool, width: int, site: Path) -> None:
     with browser() as page:
         page.open(site / name, width, dark)
