@@ -23,7 +23,7 @@ mkdir runs
 ::: output: train
 
 ```sh
-ls -d runs ../*/examples | sed 's/.*exa/exa/'
+ls
 ```
 
 ::: output: there
@@ -67,7 +67,7 @@ def test_what_was_recorded_is_compared(page: Path, tmp_path: Path) -> None:
 def test_a_command_that_fails_leaves_the_record(page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record("first")
     page.write_text(PAGE.replace("mkdir runs", "echo so; false"))
-    with pytest.raises(ProcessFailed, match="exits with code 1\nloss 0.5\nso"):
+    with pytest.raises(ProcessFailed, match=r"exits with code 1\nloss 0\.5\nso"):
         record("first")
     assert main(["first"]) == 1
     assert "scripts/tutorials: first: " in capsys.readouterr().err
@@ -98,7 +98,7 @@ def test_a_plot_has_the_colours_of_the_style_sheet() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", pages())
+@pytest.mark.parametrize("name", sorted({*pages()} - {"tpu"}))  # that is in tests/xla
 def test_a_tutorial_prints_and_plots_what_it_shows(name: str, tmp_path: Path) -> None:
     assert changes(name, recording.run(name, tmp_path)) == []
 
