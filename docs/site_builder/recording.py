@@ -72,7 +72,7 @@ def _output_of(step: Step, folder: Path) -> str:
     )  # fmt: skip
     if done.returncode:
         raise ProcessFailed(f"{step.commands}exits with code {done.returncode}\n{done.stdout}{done.stderr}")
-    return done.stdout.replace(f"{folder}/", "").strip("\n") + "\n"
+    return done.stdout.replace(f"{folder}/", "").replace(sys.executable, "python").strip("\n") + "\n"
 
 
 def _plot(run_dir: Path, name: str) -> str:
@@ -89,7 +89,8 @@ def _plot(run_dir: Path, name: str) -> str:
     with drawing.settings():
         svg = drawing.curves(panel, plot_name(run_dir.name, name).removesuffix(".svg"), _SIZE)
     labels = [element("span", blocks.line(each.style), each.label, class_="label") for each in panel.series]
-    caption = element("figcaption", element("strong", panel.title), *labels)
+    legend = labels if len(labels) > 1 else []
+    caption = element("figcaption", element("strong", panel.title), *legend)
     return f'<figure class="plot">{caption}{svg}</figure>\n'
 
 
