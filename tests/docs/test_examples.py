@@ -126,7 +126,7 @@ def test_text_classification_beats_the_largest_class(tmp_path: Path) -> None:
 
 
 def test_text_classification_writes_what_it_reads(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="^None$|^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         run("text_classification", tmp_path, "--write-csv", str(tmp_path / "words.csv"))
     module = example("text_classification")
     assert module.read_csv(str(tmp_path / "words.csv"), "text", "label") == module.read_words()
