@@ -23,31 +23,42 @@ _MASKED = {
 }
 """What differs from run to run: times, dates, rates and sizes; checksums; what a race decides."""
 
+_ACTIVITY = re.compile(r"^[\w/]+ +[\d.]+ s +[\d.]+%$\n?", re.MULTILINE)
+"""A row of the time by activity; which are long enough to be shown, and their order, differs."""
+
 _EXTREME = re.compile(r"\b((?:least|greatest|best) \S+ at step) [\d,]+")
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 _LABEL = re.compile(r'<svg [^>]*role="img" aria-label="([^"]*)"')
 
 
 def differences(recorded: str, seen: str) -> list[str]:
-    """Return a sentence for each line that differs by more than times, checksums and the rounding of numbers.
+    """Return a sentence for the first words that differ by more than times, checksums and the rounding of numbers.
 
-    A plot (SVG) is compared by its description, which has its first, last, least and greatest values.
+    Line breaks do not count. A plot (SVG) is compared by its description, which has its first, last, least and greatest
+    values.
     """
-    pairs = itertools.zip_longest(_lines(recorded), _lines(seen))
-    return [f"recorded {told!r}, now {now!r}" for told, now in pairs if not _alike(told, now)]
+    told, now = _words(recorded), _words(seen)
+    for index, (word, other) in enumerate(itertools.zip_longest(told, now)):
+        if not _alike(word, other):
+            nearby = slice(max(0, index - 4), index + 4)
+            return [f"recorded {' '.join(told[nearby])!r}, now {' '.join(now[nearby])!r}"]
+    return []
 
 
-def _lines(text: str) -> list[str]:
+def _words(text: str) -> list[str]:
     if labels := _LABEL.findall(text):
         # Where a noisy curve has its extremes depends on rounding.
         text = _EXTREME.sub(r"\1", "\n".join(map(html.unescape, labels)))
+    text = _ACTIVITY.sub("", text)
     for name, pattern in _MASKED.items():
         text = pattern.sub(name, text)
-    return [re.sub(r"TIME(?: TIME)+", "TIME", " ".join(line.split())) for line in text.strip().splitlines()]
+    words = text.split()
+    # "9.1 s" is one time, and so is "1 min 5 s".
+    return [word for word, before in zip(words, ["", *words], strict=False) if word != before or "TIME" not in word]
 
 
 def _alike(recorded: str | None, seen: str | None) -> bool:
     if recorded is None or seen is None or _NUMBER.sub("", recorded) != _NUMBER.sub("", seen):
         return False
-    numbers = ([float(number.replace(",", "")) for number in _NUMBER.findall(line)] for line in (recorded, seen))
+    numbers = ([float(number.replace(",", "")) for number in _NUMBER.findall(word)] for word in (recorded, seen))
     return all(abs(a - b) <= RELATIVE * max(abs(a), abs(b)) + ABSOLUTE for a, b in zip(*numbers, strict=True))
