@@ -52,9 +52,7 @@ def _words(text: str) -> list[str]:
     text = _ACTIVITY.sub("", text)
     for name, pattern in _MASKED.items():
         text = pattern.sub(name, text)
-    words = text.split()
-    # "9.1 s" is one time, and so is "1 min 5 s".
-    return [word for word, before in zip(words, ["", *words], strict=False) if word != before or "TIME" not in word]
+    return re.sub(r"TIME(?:,?\s+TIME)+", "TIME", text).split()  # "9.1 s" is one time, and so is "1 min 5 s"
 
 
 def _alike(recorded: str | None, seen: str | None) -> bool:
