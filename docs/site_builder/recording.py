@@ -1,0 +1,141 @@
+"""Runs the commands of the tutorials, and keeps what they print and plot in `docs/recorded`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from site_builder.comparison import differences
+from site_builder.includes import plot_name, recorded_file
+from site_builder.sources import ROOT
+
+PAGES = ROOT / "docs" / "en" / "tutorials"
+_STEP = re.compile(r"^```sh\n((?:(?!```).*\n)+)```\n+::: output: (\S+)$", re.MULTILINE)
+_PLOT = re.compile(r"^::: plot: (\S+) (\S+)$", re.MULTILINE)
+_SIZE = (560, 250)
+_TIMEOUT = 600.0
+
+
+class Step(NamedTuple):
+    """Commands of a page, and the name of their recorded output."""
+
+    name: str
+    commands: str
+
+
+class ProcessFailed(Exception):
+    """Commands of a page ended with an exit code other than 0."""
+
+
+def steps(text: str) -> list[Step]:
+    """Return the commands of a page whose output it shows: a block `sh` with a line `::: output: NAME` below."""
+    return [Step(found[2], found[1]) for found in _STEP.finditer(text)]
+
+
+def pages() -> list[str]:
+    """Return the names of the tutorials that show the output of commands."""
+    return sorted(path.stem for path in PAGES.glob("*.md") if steps(path.read_text(encoding="utf-8")))
+
+
+def run(page: str, folder: Path) -> dict[str, str]:
+    """Run a tutorial's commands in an empty folder; return outputs and plots by the name of their file.
+
+    Raises:
+        ProcessFailed: If a command ends with an exit code other than 0.
+        ValueError: If the page shows a plot that the run does not have.
+    """
+    text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    made = {f"{step.name}.txt": _output_of(step, folder) for step in steps(text)}
+    return made | {plot_name(*found.groups()): _plot(folder / found[1], found[2]) for found in _PLOT.finditer(text)}
+
+
+def _output_of(step: Step, folder: Path) -> str:
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+        "XDG_CONFIG_HOME": str(folder),  # no settings of the user
+        "COLUMNS": "100",
+        "OMP_NUM_THREADS": "1",  # the number of threads changes the order of additions
+    }
+    done = subprocess.run(
+        ["bash", "-e", "-c", step.commands],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=_TIMEOUT, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise ProcessFailed(f"{step.commands}exits with code {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout.replace(f"{folder}/", "").replace(sys.executable, "python").strip("\n") + "\n"
+
+
+def _plot(run_dir: Path, name: str) -> str:
+    """Return a plot of a run's report as HTML in one line, with the report's colours as variables."""
+    from trainer_kit.report import blocks, drawing
+    from trainer_kit.report.history import RunHistory
+    from trainer_kit.report.markup import element
+    from trainer_kit.report.panels import panels
+
+    found = {panel.key: panel for panel in panels([RunHistory(run_dir)])}
+    if name not in found:
+        raise ValueError(f"the page shows the plot {name} of {run_dir.name}, which has {', '.join(found)}")
+    panel = found[name]
+    with drawing.settings():
+        svg = drawing.curves(panel, plot_name(run_dir.name, name).removesuffix(".svg"), _SIZE)
+    labels = [element("span", blocks.line(each.style), each.label, class_="label") for each in panel.series]
+    legend = labels if len(labels) > 1 else []
+    caption = element("figcaption", element("strong", panel.title), *legend)
+    return f'<figure class="plot">{caption}{svg}</figure>\n'
+
+
+def changes(page: str, made: dict[str, str]) -> list[str]:
+    """Return what differs between a tutorial's recorded files and those that its commands made now."""
+    folder = recorded_file(page, "")
+    names = sorted({*made, *(path.name for path in folder.glob("*"))})
+    found = []
+    for name in names:
+        path = folder / name
+        if name not in made or not path.is_file():
+            found.append(f"{name} is {'not recorded' if name in made else 'not made any more'}")
+        else:
+            found += [f"{name}: {each}" for each in differences(path.read_text(encoding="utf-8"), made[name])]
+    return found
+
+
+def record(page: str) -> None:
+    """Run a tutorial's commands and keep what they print and plot."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = run(page, Path(folder))
+    target = recorded_file(page, "")
+    target.mkdir(parents=True, exist_ok=True)
+    for path in target.iterdir():
+        path.unlink()
+    for name, content in made.items():
+        (target / name).write_text(content, encoding="utf-8")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Record the tutorials and print the time of each; return 1 if a command failed."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/tutorials",
+        description="Runs the commands of tutorials and records their outputs and plots in docs/recorded.",
+    )
+    parser.add_argument("page", nargs="*", help="names of tutorials (default: all)")
+    chosen = parser.parse_args(arguments).page or pages()
+    if unknown := [page for page in chosen if page not in pages()]:
+        parser.error(f"{', '.join(unknown)} is no tutorial with recorded outputs; use {', '.join(pages())}")
+    for page in chosen:
+        begin = time.monotonic()
+        try:
+            record(page)
+        except (ProcessFailed, ValueError) as error:
+            print(f"scripts/tutorials: {page}: {error}", file=sys.stderr)
+            return 1
+        print(f"recorded {page} in {time.monotonic() - begin:.0f} s")
+    return 0
