@@ -17,7 +17,8 @@ _OF_ACCELERATE = ("utils", "state", "logging", "tracking", "data_loader", "local
 _UTILS = f"{_ACCELERATOR}.utils"  # names of its modules, which it imports when a name is used
 _REFUSED = f"{_ACCELERATOR}.unavailable"
 MODULES = (
-    *("trainer_kit", "trainer_kit.callbacks", "trainer_kit.memory", "trainer_kit.errors", _ACCELERATOR),
+    *("trainer_kit", "trainer_kit.callbacks", "trainer_kit.memory", "trainer_kit.trackers", "trainer_kit.errors"),
+    _ACCELERATOR,
     *(f"{_ACCELERATOR}.{name}" for name in _OF_ACCELERATE),
 )
 """The modules whose public names the reference has; where several have a name, the first counts."""
@@ -34,6 +35,7 @@ _OTHERS = {
 _PAGES = {
     "trainer_kit.callbacks": "callbacks",
     "trainer_kit.memory": "memory",
+    "trainer_kit.trackers": "trackers",
     "trainer_kit.errors": "exceptions",
     _UTILS: "accelerator-utils",
 }

@@ -47,6 +47,10 @@ MEANINGS = {
         "SLURM_STEP_ID": "Step of the job; chooses the port of the rendezvous.",
         "SLURM_RESTART_COUNT": "Number of times that the job was requeued; then a run resumes without being asked.",
     },
+    "submitit": {
+        "SUBMITIT_EXECUTOR": "Set in a job of submitit: `Preemption` then handles the signal that requeues it.",
+        "SUBMITIT_PREEMPT_SIGNAL": "That signal without `SIG`; `USR2` if unset.",
+    },
     "Open MPI": {
         "OMPI_COMM_WORLD_SIZE": "Number of processes, if neither `WORLD_SIZE` nor SLURM's variable is set.",
         "OMPI_COMM_WORLD_RANK": "Rank of this process among all, from 0.",

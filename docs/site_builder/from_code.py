@@ -22,6 +22,7 @@ MAKERS: Mapping[str, Callable[[], str]] = {
     "accelerator": api.accelerator,
     "accelerator-utils": api.accelerator_utils,
     "memory": functools.partial(api.listing, "memory"),
+    "trackers": functools.partial(api.listing, "trackers"),
     "commands": command_line,
     "checkpoint-format": checkpoint_format,
     "records": records,

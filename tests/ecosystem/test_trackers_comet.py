@@ -46,8 +46,8 @@ class Archive:
             elif message["type"] == "parameter_msg":
                 parameter = payload.get("param") or payload["params"]
                 self.parameters[parameter["paramName"]] = parameter["paramValue"]
-            elif message["type"] == "log_other_msg":
-                self.others[payload["key"]] = payload["val"]
+            elif message["type"] == "log_other":
+                self.others[payload["key"]] = payload["value"]
             elif message["type"] == "file_upload":
                 self.files.append(payload["additional_params"].get("fileName") or payload["file_path"])
 
