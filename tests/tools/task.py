@@ -33,7 +33,7 @@ class Samples(Dataset[Any]):
         self.order = [*range(SAMPLES)]
         if WAY == "order":
             random.Random(os.getpid() * 1000 + time.time_ns()).shuffle(self.order)
-        self.noise = {"noise": np.random.default_rng(), "seeded noise": np.random.default_rng(0)}.get(WAY)
+        self.noise = np.random.default_rng() if WAY == "noise" else None
 
     def __len__(self) -> int:
         return SAMPLES
@@ -56,11 +56,15 @@ class Stream(IterableDataset[Any]):
     def __init__(self) -> None:
         self.samples = Samples()
         self.place = 0
+        self.noise = np.random.default_rng() if WAY == "stream noise" else None
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         while self.place < SAMPLES:
             self.place += 1
-            yield self.samples[self.place - 1]
+            sample = self.samples[self.place - 1]
+            if self.noise is not None:
+                sample["x"] = sample["x"] + float(self.noise.normal())
+            yield sample
         self.place = 0
 
     def state_dict(self) -> dict[str, Any]:

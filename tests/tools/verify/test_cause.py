@@ -20,8 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="starts are fork
     ("way", "resumed", "part", "cause", "told"),
     [
         ("order", False, "batch", "data order", "samples that the straight run had elsewhere"),
-        ("noise", False, "batch", "dataset randomness", "train_dataset.noise is a generator"),
-        ("seeded noise", True, "batch", "dataset randomness", "train_dataset.noise is a generator"),
+        ("stream noise", False, "batch", "dataset randomness", "train_dataset.noise is a generator"),
         ("clock", False, "batch", "dataset randomness", "read the clock"),
         ("generator", True, "loss", "RNG", "model.generator is a generator"),
         ("global generator", True, "loss", "RNG", "the script's noise is a generator"),

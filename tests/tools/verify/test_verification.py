@@ -32,6 +32,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="starts are fork
         ("stream falls back", 3),
         ("unsaved cache", 4),
         ("transformers", 5),
+        ("noise", 6),
     ],
 )
 def test_an_honest_script_is_equal(way: str, seed: int, tmp_path: Path) -> None:
