@@ -315,6 +315,14 @@ def test_a_hook_of_other_parameters_is_refused_before_training() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["metrics", "summary", "on_log"])
+def test_an_attribute_in_the_place_of_a_method_is_refused(name: str) -> None:
+    callback = Callback()
+    setattr(callback, name, {})
+    with pytest.raises(TypeError, match=rf"callback Callback has the attribute {name}={{}}, which takes the place of"):
+        CallbackList([callback])
+
+
 def test_a_hook_may_take_its_parameters_as_it_likes() -> None:
     class Loose(Callback):
         def on_log(self, *given: Any) -> None: ...

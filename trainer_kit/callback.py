@@ -137,6 +137,8 @@ _WITH_NUMBERS = ("on_log", "on_evaluate_end", "on_evaluate", "on_predict", "on_t
 
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
+_CALLED = (*HOOKS, "metrics", "summary")
+
 
 _Listener = tuple[Callback, str, Any]
 """A callback, its activity in the time ledger, and its method for a hook."""
@@ -149,7 +151,7 @@ class CallbackList:
         callbacks: The callbacks, in the user's order.
 
     Raises:
-        TypeError: If one of them is not a `Callback` instance.
+        TypeError: If one of them is not a `Callback` instance, or has an attribute with the name of a hook.
     """
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
@@ -161,7 +163,7 @@ class CallbackList:
                 for each in self.callbacks
                 if _overrides(each, hook)
             ]
-            for hook in (*HOOKS, "metrics", "summary")
+            for hook in _CALLED
         }
 
     @property
@@ -345,9 +347,14 @@ def _warn_of_unknown_hooks(kind: type) -> None:
 
 
 def _check_parameters(callback: Callback) -> None:
-    """Raise a TypeError for a hook whose parameters do not match, before training begins."""
-    for hook in HOOKS:
+    """Raise a TypeError for a hook that is no method or whose parameters do not match, before training begins."""
+    for hook in _CALLED:
         if _overrides(callback, hook):
+            if not callable(getattr(callback, hook)):
+                raise TypeError(
+                    f"callback {type(callback).__name__} has the attribute {hook}={getattr(callback, hook)!r}, which "
+                    "takes the place of the method that the Trainer calls; give it another name"
+                )
             names = list(inspect.signature(getattr(Callback, hook)).parameters)
             try:
                 inspect.signature(getattr(callback, hook)).bind(*names[1:])
