@@ -133,7 +133,7 @@ def main() -> None:
             kill_in_save(name, folder)
             code, words = finish(start(__file__, name, str(folder), "resume"))
         if code:
-            what = f"ends with {words.partition(':')[0]}"
+            what = "ends with an error"
         else:
             what = "resumes from a checkpoint" if int(words) else "begins from the beginning"
         show(name, what.startswith("resumes"), f"killed in the save of step 2, the second start {what}")
