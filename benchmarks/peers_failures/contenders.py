@@ -149,6 +149,6 @@ def start(script: str, *arguments: str) -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Wait for a process; return its exit code and the last line that it printed, of errors if it failed."""
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=300)
     lines = (errors if process.returncode else output).strip().splitlines()
     return process.returncode, lines[-1] if lines else ""
