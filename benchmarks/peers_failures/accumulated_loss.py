@@ -62,7 +62,8 @@ def trainer_kit(model: torch.nn.Module, folder: Path) -> None:
 def loop(kind: Any, model: torch.nn.Module) -> None:
     """Take a step of the loop that accelerate's guide to gradient accumulation shows first."""
     accelerator = kind(gradient_accumulation_steps=ACCUMULATION, cpu=True)
-    loader = torch.utils.data.DataLoader(texts(TEXTS), batch_size=BATCH)  # type: ignore[arg-type]
+    data: Any = texts(TEXTS)
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=BATCH)
     prepared, optimizer, loader = accelerator.prepare(model, sgd(model)[0], loader)
     for batch in loader:
         with accelerator.accumulate(prepared):

@@ -123,9 +123,9 @@ def kill_in_save(name: str, folder: Path) -> None:
 def main() -> None:
     """Prints what the second start of each contender does; with arguments, is one of its starts."""
     if len(sys.argv) > 1:
-        name, folder, how = sys.argv[1:]
+        name, path, how = sys.argv[1:]
         torch.set_num_threads(1)
-        print(CONTENDERS[name].train(Path(folder), how == "resume"))
+        print(CONTENDERS[name].train(Path(path), how == "resume"))
         return
     for name in CONTENDERS:
         with tempfile.TemporaryDirectory() as parent:

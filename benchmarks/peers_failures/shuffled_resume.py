@@ -26,7 +26,8 @@ def begin(make: Callable[[], Any]) -> tuple[Any, Any, Any]:
 
     set_seed(0)
     accelerator = make()
-    loader = torch.utils.data.DataLoader(rows(SAMPLES), batch_size=BATCH, shuffle=True)  # type: ignore[arg-type]
+    data: Any = rows(SAMPLES)
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=BATCH, shuffle=True)
     return accelerator, *accelerator.prepare(Regression(), loader)
 
 
