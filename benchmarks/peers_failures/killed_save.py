@@ -21,6 +21,9 @@ from contenders import finish, own_trainer, show, start, texts, token_model, tra
 WIDTH = 100_000
 """Of the model, whose checkpoint then takes long enough to write for a process to be killed in it."""
 
+ATTEMPTS = 5
+"""Of how many kills one must hit the save."""
+
 OPTIONS = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 1}
 
 
@@ -29,12 +32,14 @@ class Contender(NamedTuple):
 
     Attributes:
         train: Trains two steps in a folder, or resumes there to take a third; returns the step it resumed from.
-        first: Pattern of a file that its first checkpoint has once it is complete.
-        second: Pattern of a file of its second checkpoint that is written in the middle of it.
+        first: The file that its first checkpoint has once it is complete.
+        middle: Pattern of a file that is written in the middle of the second checkpoint.
+        second: The file that its second checkpoint has once it is complete.
     """
 
     train: Callable[[Path, bool], int]
     first: str
+    middle: str
     second: str
 
 
@@ -95,29 +100,59 @@ def trainer_kit(folder: Path, is_resumed: bool) -> int:
 
 
 CONTENDERS = {
-    "transformers": Contender(transformers, "checkpoint-1/trainer_state.json", "checkpoint-2/optimizer.pt"),
-    "accelerate": Contender(
-        accelerate, "checkpoints/checkpoint_0/random_states_0.pkl", "checkpoints/checkpoint_1/optimizer.bin"
+    "transformers": Contender(
+        transformers, "checkpoint-1/trainer_state.json", "checkpoint-2/optimizer.pt", "checkpoint-2/trainer_state.json"
     ),
-    "trainer_kit": Contender(trainer_kit, "checkpoint-1/manifest.json", ".staging-checkpoint-2-*/state/*optimizer*"),
+    "accelerate": Contender(
+        accelerate,
+        "checkpoints/checkpoint_0/random_states_0.pkl",
+        "checkpoints/checkpoint_1/optimizer.bin",
+        "checkpoints/checkpoint_1/random_states_0.pkl",
+    ),
+    "trainer_kit": Contender(
+        trainer_kit,
+        "checkpoint-1/manifest.json",
+        ".staging-checkpoint-2-*/state/*optimizer*",
+        "checkpoint-2/manifest.json",
+    ),
 }
 
 
-def kill_in_save(name: str, folder: Path) -> None:
+def kill_in_save(name: str, folder: Path) -> bool:
     """Start a contender's training and kill it while it writes the second checkpoint.
 
+    Returns:
+        Whether it was killed then; False if the checkpoint was complete before.
+
     Raises:
-        RuntimeError: If the training ended before it could be killed.
+        RuntimeError: If the training failed.
     """
-    process = start(__file__, name, str(folder), "fresh")
-    while not any(folder.glob(CONTENDERS[name].second)):
-        if process.poll() is not None:
-            raise RuntimeError(f"{name} ended before it was killed: {finish(process)[1]}")
+    contender, process = CONTENDERS[name], start(__file__, name, str(folder), "fresh")
+    while not any(folder.glob(contender.middle)) and process.poll() is None:
         time.sleep(0.001)
     process.kill()
-    finish(process)
-    if not any(folder.glob(CONTENDERS[name].first)):
-        raise RuntimeError(f"{name} was killed before its first checkpoint was complete")
+    code, words = finish(process)
+    if code > 0 or not (folder / contender.first).exists():
+        raise RuntimeError(f"{name} failed before its second checkpoint: {words}")
+    return not (folder / contender.second).exists()
+
+
+def second_start(name: str) -> str:
+    """Return what a contender's second start does, after its first one was killed while it saved.
+
+    Raises:
+        RuntimeError: If all of several saves were complete before the kill.
+    """
+    for _ in range(ATTEMPTS):
+        with tempfile.TemporaryDirectory() as parent:
+            folder = Path(parent) / "run"
+            if not kill_in_save(name, folder):
+                continue
+            code, words = finish(start(__file__, name, str(folder), "resume"))
+        if code:
+            return "ends with an error"
+        return "resumes from a checkpoint" if int(words) else "begins from the beginning"
+    raise RuntimeError(f"each save of {name} was complete before the kill")
 
 
 def main() -> None:
@@ -128,14 +163,7 @@ def main() -> None:
         print(CONTENDERS[name].train(Path(path), how == "resume"))
         return
     for name in CONTENDERS:
-        with tempfile.TemporaryDirectory() as parent:
-            folder = Path(parent) / "run"
-            kill_in_save(name, folder)
-            code, words = finish(start(__file__, name, str(folder), "resume"))
-        if code:
-            what = "ends with an error"
-        else:
-            what = "resumes from a checkpoint" if int(words) else "begins from the beginning"
+        what = second_start(name)
         show(name, what.startswith("resumes"), f"killed in the save of step 2, the second start {what}")
 
 
