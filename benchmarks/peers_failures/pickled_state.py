@@ -7,6 +7,8 @@ A contender is right if loading the checkpoint does not run the code, which here
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import pickle
 import tempfile
 from pathlib import Path
@@ -77,12 +79,21 @@ def transformers(folder: Path, mark: Path) -> bool:
 
 def trainer_kit(folder: Path, mark: Path) -> bool:
     """Replace the state of an own object in trainer_kit's checkpoint; return whether the code ran."""
+    from trainer_kit.checkpoint.format.json_files import checksum
+    from trainer_kit.checkpoint.format.manifest import FileEntry, Manifest
+
     for is_resumed in (False, True):
         trainer = own_trainer(folder, Regression(), OPTIONS, rows(16))
         trainer.run.stateful["counter"] = Counter()
         trainer.train(resume_from_checkpoint=is_resumed)
         if not is_resumed:
-            (folder / "checkpoint-2" / "state" / "counter.json").write_bytes(pickle.dumps(RunsCode(mark)))
+            checkpoint = folder / "checkpoint-2"
+            file, manifest = checkpoint / "state" / "counter.json", Manifest.read(checkpoint)
+            file.write_bytes(pickle.dumps(RunsCode(mark)))
+            entry = FileEntry(file.stat().st_size, checksum(file))  # an attacker would change the checksum too
+            forged = dataclasses.replace(manifest, files={**manifest.files, "state/counter.json": entry})
+            (checkpoint / "manifest.json").write_text(json.dumps(forged.to_json()))
+            forged.check(checkpoint)
     return mark.exists()
 
 
