@@ -1,4 +1,4 @@
-"""Runs the commands of the tutorials, and keeps what they print and plot in `docs/recorded`."""
+"""Runs the commands of pages, and keeps what they print and plot in `docs/recorded`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from site_builder.comparison import differences
 from site_builder.includes import plot_name, recorded_file
 from site_builder.sources import ROOT
 
-PAGES = ROOT / "docs" / "en" / "tutorials"
+FOLDERS = (ROOT / "docs" / "en" / "tutorials", ROOT / "docs" / "en" / "explanation")
 _STEP = re.compile(r"^```sh\n((?:(?!```).*\n)+)```\n+::: output: (\S+)$", re.MULTILINE)
 _PLOT = re.compile(r"^::: plot: (\S+) (\S+)$", re.MULTILINE)
 _SIZE = (560, 250)
@@ -39,25 +39,32 @@ def steps(text: str) -> list[Step]:
     return [Step(found[2], found[1]) for found in _STEP.finditer(text)]
 
 
-def pages() -> list[str]:
-    """Return the names of the tutorials that show the output of commands."""
-    return sorted(path.stem for path in PAGES.glob("*.md") if steps(path.read_text(encoding="utf-8")))
+def pages() -> dict[str, Path]:
+    """Return the pages that show the output of commands, by name."""
+    paths = sorted(path for folder in FOLDERS for path in folder.glob("*.md"))
+    return {path.stem: path for path in paths if steps(path.read_text(encoding="utf-8"))}
 
 
 def run(page: str, folder: Path) -> dict[str, str]:
-    """Run a tutorial's commands in an empty folder; return outputs and plots by the name of their file.
+    """Run a page's commands in an empty folder; return outputs and plots by the name of their file.
 
     Raises:
         ProcessFailed: If a command ends with an exit code other than 0.
         ValueError: If the page shows a plot that the run does not have.
     """
-    text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
-    (folder / "examples").symlink_to(ROOT / "examples")
-    made = {f"{step.name}.txt": _output_of(step, folder) for step in steps(text)}
+    text = pages()[page].read_text(encoding="utf-8")
+    for name in ("examples", "benchmarks"):
+        (folder / name).symlink_to(ROOT / name)
+    made = {f"{step.name}.txt": output_of(step, folder) for step in steps(text)}
     return made | {plot_name(*found.groups()): _plot(folder / found[1], found[2]) for found in _PLOT.finditer(text)}
 
 
-def _output_of(step: Step, folder: Path) -> str:
+def output_of(step: Step, folder: Path) -> str:
+    """Return what the commands of a page print in a folder.
+
+    Raises:
+        ProcessFailed: If a command ends with an exit code other than 0.
+    """
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONPATH": str(ROOT),
@@ -95,7 +102,7 @@ def _plot(run_dir: Path, name: str) -> str:
 
 
 def changes(page: str, made: dict[str, str]) -> list[str]:
-    """Return what differs between a tutorial's recorded files and those that its commands made now."""
+    """Return what differs between a page's recorded files and those that its commands made now."""
     folder = recorded_file(page, "")
     names = sorted({*made, *(path.name for path in folder.glob("*"))})
     found = []
@@ -109,7 +116,7 @@ def changes(page: str, made: dict[str, str]) -> list[str]:
 
 
 def record(page: str) -> None:
-    """Run a tutorial's commands and keep what they print and plot."""
+    """Run a page's commands and keep what they print and plot."""
     with tempfile.TemporaryDirectory() as folder:
         made = run(page, Path(folder))
     target = recorded_file(page, "")
@@ -121,15 +128,15 @@ def record(page: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Record the tutorials and print the time of each; return 1 if a command failed."""
+    """Record pages and print the time of each; return 1 if a command failed."""
     parser = argparse.ArgumentParser(
         prog="scripts/tutorials",
-        description="Runs the commands of tutorials and records their outputs and plots in docs/recorded.",
+        description="Runs the commands of tutorials and other pages and records their outputs in docs/recorded.",
     )
-    parser.add_argument("page", nargs="*", help="names of tutorials (default: all)")
+    parser.add_argument("page", nargs="*", help="names of pages (default: all)")
     chosen = parser.parse_args(arguments).page or pages()
     if unknown := [page for page in chosen if page not in pages()]:
-        parser.error(f"{', '.join(unknown)} is no tutorial with recorded outputs; use {', '.join(pages())}")
+        parser.error(f"{', '.join(unknown)} is no page with recorded outputs; use {', '.join(pages())}")
     for page in chosen:
         begin = time.monotonic()
         try:

@@ -14,11 +14,13 @@ _STAND_INS = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "project/contributing.md",
     "CHANGELOG.md": "project/changelog.md",
+    "CODE_OF_CONDUCT.md": "project/code-of-conduct.md",
+    "SECURITY.md": "project/security.md",
     "examples": "tutorials/index.md",
     "trainer_kit/config/arguments.py": "reference/arguments.md",
     "trainer_kit/errors.py": "reference/exceptions.md",
 }
-_COPIED = ("CONTRIBUTING.md", "CHANGELOG.md")
+_COPIED = ("CONTRIBUTING.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "SECURITY.md")
 
 
 def scripts(root: Path = ROOT) -> dict[Path, PurePosixPath]:

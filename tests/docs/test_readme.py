@@ -16,7 +16,7 @@ from kit.guides import Guide, dry_run
 from trainer_kit import TrainingArguments, errors
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")), *ROOT.glob("examples/*.md")]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), *ROOT.glob("examples/*.md")]
 README, GUIDE = Guide("README.md"), Guide("docs/en/how-to/train.md")
 FIELDS = {field.name for field in dataclasses.fields(TrainingArguments)}
 

@@ -114,7 +114,7 @@ def _read(path: Path) -> Any:
     if kind not in CONFIG_MAPPING:
         raise ValueError(f"{file} has model_type {kind!r}, which the installed transformers does not know; {_REMEDY}")
     try:
-        return AutoConfig.from_pretrained(file)
+        return AutoConfig.from_pretrained(file, trust_remote_code=False)
     except Exception as error:  # each config has its own checks
         raise ValueError(f"{file} is no config of a model: {_one_line(error)}") from error
 

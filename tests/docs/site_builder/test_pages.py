@@ -22,7 +22,7 @@ def root(tmp_path: Path) -> Path:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    for name in ("CONTRIBUTING.md", "CHANGELOG.md"):
+    for name in ("CONTRIBUTING.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "SECURITY.md"):
         (tmp_path / name).write_text("[page](docs/en/how-to/train.md)\n")
     return tmp_path
 
@@ -37,6 +37,7 @@ def test_links_lead_to_the_site(root: Path) -> None:
     pages = write_pages("en", root / "out", {"table": lambda: "| made |"}, root)
     assert {str(page) for page in pages} == {
         "index.md", "how-to/train.md", "tutorials/scripts/a.md", "project/contributing.md", "project/changelog.md",
+        "project/code-of-conduct.md", "project/security.md",
     }  # fmt: skip
     text = (root / "out/index.md").read_text()
     assert text == "[how](how-to/train.md#data) [script](tutorials/scripts/a.md) ![plot](plot.svg)\n"

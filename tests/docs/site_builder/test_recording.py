@@ -36,7 +36,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "pages" / "first.md"
     path.parent.mkdir()
     path.write_text(PAGE)
-    monkeypatch.setattr(recording, "PAGES", path.parent)
+    monkeypatch.setattr(recording, "FOLDERS", (path.parent,))
     monkeypatch.setattr(recording, "recorded_file", lambda page, name: tmp_path / "recorded" / page / name)
     return path
 
@@ -54,9 +54,9 @@ def test_what_was_recorded_is_compared(page: Path, tmp_path: Path) -> None:
     record("first")
     assert {path.name: path.read_text() for path in folder.iterdir()} == {
         "train.txt": "loss 0.5\n",
-        "there.txt": "examples\nruns\n",
+        "there.txt": "benchmarks\nexamples\nruns\n",
     }
-    made = {"train.txt": "loss 0.5001\n", "there.txt": "examples\nruns\n"}
+    made = {"train.txt": "loss 0.5001\n", "there.txt": "benchmarks\nexamples\nruns\n"}
     assert changes("first", made) == []
     assert changes("first", made | {"train.txt": "loss 0.7"}) == ["train.txt: recorded 'loss 0.5', now 'loss 0.7'"]
     assert changes("first", {"train.txt": "loss 0.5", "new.txt": ""}) == [
@@ -77,7 +77,7 @@ def test_a_command_that_fails_leaves_the_record(page: Path, tmp_path: Path, caps
 def test_an_unknown_page_is_refused(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["second"])
-    assert "second is no tutorial with recorded outputs; use first" in capsys.readouterr().err
+    assert "second is no page with recorded outputs; use first" in capsys.readouterr().err
 
 
 def test_a_plot_has_the_colours_of_the_style_sheet() -> None:
@@ -98,7 +98,7 @@ def test_a_plot_has_the_colours_of_the_style_sheet() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({*pages()} - {"tpu"}))  # that is in tests/xla
+@pytest.mark.parametrize("name", sorted({*pages()} - {"tpu", "comparison"}))  # see tests/xla, tests/benchmarks
 def test_a_tutorial_prints_and_plots_what_it_shows(name: str, tmp_path: Path) -> None:
     assert changes(name, recording.run(name, tmp_path)) == []
 

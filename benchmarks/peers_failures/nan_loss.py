@@ -1,0 +1,66 @@
+"""Six steps over 24 samples of which one holds a NaN, with the defaults, and what is left of the model.
+
+A contender is right if the weights are finite afterwards.
+
+    python benchmarks/peers_failures/nan_loss.py
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+from contenders import Regression, own_trainer, rows, show, transformers_trainer
+
+BAD = 9
+OPTIONS = {"per_device_train_batch_size": 4, "max_steps": 6, "logging_steps": 1}
+
+
+def samples() -> list[dict[str, torch.Tensor]]:
+    """Return the samples, of which one holds a NaN."""
+    found = rows(24)
+    found[BAD]["x"][0] = torch.nan
+    return found
+
+
+def state_of(model: torch.nn.Module) -> tuple[bool, str]:
+    """Return whether all weights are finite, and the same in words."""
+    weights = torch.nn.utils.parameters_to_vector(model.parameters())
+    lost = int((~weights.isfinite()).sum())
+    return lost == 0, f"{lost} of {len(weights)} weights are NaN"
+
+
+def transformers(folder: Path) -> None:
+    """Train with transformers' Trainer."""
+    model = Regression()
+    trainer = transformers_trainer(folder, model, {**OPTIONS, "logging_strategy": "steps"}, samples())
+    result = trainer.train()
+    losses = ", ".join(f"{record['loss']:.2f}" for record in trainer.state.log_history if "loss" in record)
+    is_finite, words = state_of(model)
+    show("transformers", is_finite, f"ends after step {result.global_step} with logged losses {losses}; {words}")
+
+
+def trainer_kit(folder: Path) -> None:
+    """Train with trainer_kit's Trainer."""
+    from trainer_kit.errors import NonFiniteError
+
+    model = Regression()
+    try:
+        own_trainer(folder, model, OPTIONS, samples()).train()
+        end = "ends without an error"
+    except NonFiniteError as error:
+        end = f"stops with NonFiniteError: {str(error).partition(':')[0]}"
+    is_finite, words = state_of(model)
+    show("trainer_kit", is_finite, f"{end}; {words}")
+
+
+def main() -> None:
+    """Prints what is left of the model."""
+    with tempfile.TemporaryDirectory() as folder:
+        transformers(Path(folder) / "theirs")
+        trainer_kit(Path(folder) / "ours")
+
+
+if __name__ == "__main__":
+    main()
