@@ -28,17 +28,18 @@ from trainer_kit.data.sampling import mix, permutation
 
 
 class Noisy(Dataset[Any]):
-    """Sample i is i and something drawn from all three generators."""
+    """Sample i is i and something drawn from all three generators, and from one of the dataset's own."""
 
     def __init__(self, length: int = 20) -> None:
         self.length = length
+        self.own = random.Random()
         self.epochs: list[int] = []
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([index, random.random(), np.random.rand(), float(torch.rand(()))])
+        return torch.tensor([index, random.random(), np.random.rand(), float(torch.rand(())), self.own.random()])
 
     def set_epoch(self, epoch: int) -> None:
         self.epochs.append(epoch)

@@ -25,6 +25,12 @@ class Drawing:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.reads = [0] * LENGTH
+        self.own = np.random.default_rng() if kind == "own" else None
+        self.of_epoch: Any = None
+
+    def set_epoch(self, epoch: int) -> None:
+        if self.kind == "own, with the epoch":
+            self.of_epoch = random.Random(epoch)
 
     def __len__(self) -> int:
         return LENGTH
@@ -46,6 +52,13 @@ class Drawing:
             return [torch.rand(()).item, np.random.rand, random.random][index % 3]()
         if self.kind == "some":
             return random.random() if index % 7 == 3 else 0.0
+        if self.kind == "own":
+            return float(self.own.random())
+        if self.kind == "own, made late":
+            self.late = getattr(self, "late", None) or random.Random()
+            return self.late.random()
+        if self.kind == "own, with the epoch":
+            return self.of_epoch.random()
         if self.kind == "seeding":
             torch.manual_seed(index)
             random.seed(index)
@@ -84,7 +97,8 @@ def plan_of(layout: Layout, epoch: int = 0, position: int = 0, seed: int = 1) ->
     return [slot for rank in ranks for slot in slots(order, epoch, position, rank)]
 
 
-KINDS = ["torch", "numpy", "random", "normal", "mixed", "some", "seeding"]
+OWN = ["own", "own, made late", "own, with the epoch"]
+KINDS = ["torch", "numpy", "random", "normal", "mixed", "some", "seeding", *OWN]
 
 
 @settings(max_examples=25)
@@ -104,7 +118,7 @@ def test_a_samples_randomness_depends_on_seed_epoch_and_index_alone(
     assert set(found) >= set(permutation(LENGTH, 1, 0)[position:].tolist())
 
 
-@pytest.mark.parametrize("kind", ["torch", "numpy", "random", "normal", "mixed"])
+@pytest.mark.parametrize("kind", ["torch", "numpy", "random", "normal", "mixed", *OWN])
 def test_epoch_seed_and_index_each_change_it(kind: str) -> None:
     plan, next_plan = plan_of(Layout(5)), plan_of(Layout(5), epoch=1)
     first = noises(Drawing(kind), plan)
@@ -133,15 +147,28 @@ def test_a_dataset_that_draws_is_read_again_only_in_the_batch_where_that_shows()
     assert dataset.reads == [2 if index in first.indices else 1 for index in range(LENGTH)]
 
 
-@pytest.mark.parametrize("kind", ["none", "torch"])
-def test_a_collator_may_draw_too(kind: str) -> None:
-    def collate(samples: list[Any]) -> dict[str, Any]:
+class Collator:
+    """Draws from global generators, or from one that it makes for the first batch, as collators of transformers do."""
+
+    def __init__(self, own: bool) -> None:
+        self.own = own
+        self.generator: torch.Generator | None = None
+
+    def __call__(self, samples: list[Any]) -> dict[str, Any]:
+        if self.own:
+            self.generator = self.generator or torch.Generator().manual_seed(3)
+            mask = torch.rand(len(samples) + 1, generator=self.generator)
+            return stack(samples) | {"mask": mask[1:], "shift": mask[0].item()}
         return stack(samples) | {"mask": torch.rand(len(samples)), "shift": random.random() + np.random.rand()}
 
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("kind", ["none", "torch"])
+def test_a_collator_may_draw_too(kind: str, own: bool) -> None:
     plan = plan_of(Layout(4))
-    fetcher = Fetcher(Drawing(kind), collate, 1)
+    fetcher = Fetcher(Drawing(kind), Collator(own), 1)
     whole = [fetcher[slot][1] for slot in plan]
-    again = Fetcher(Drawing(kind), collate, 1)
+    again = Fetcher(Drawing(kind), Collator(own), 1)
     for slot, batch in list(zip(plan, whole, strict=True))[::-1]:  # as another worker, or a resume, would
         seed_generators(7)
         other = again[slot][1]

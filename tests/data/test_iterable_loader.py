@@ -125,6 +125,40 @@ def test_resumed_at_any_step_it_gives_the_same_batches(kind: type[Plain], worker
         ]
 
 
+class Masking:
+    """A collator with a generator of its own, from the start or made for the first batch."""
+
+    def __init__(self, made_late: bool) -> None:
+        self.generator = None if made_late else random.Random()
+
+    def __call__(self, samples: list[Any]) -> dict[str, Any]:
+        self.generator = self.generator or random.Random()
+        return {"x": stack(samples)["x"][:, :2], "mask": [self.generator.random() for sample in samples]}
+
+
+@pytest.mark.parametrize("made_late", [False, True])
+@pytest.mark.parametrize("kind", [Plain, Stateful])
+def test_a_generator_of_the_collators_own_is_resumed(kind: type[Plain], made_late: bool) -> None:
+    layout, steps = Layout(3, 2), 8
+
+    def collating(length: int) -> StreamLoader:
+        return StreamLoader(kind(length), layout, LoaderConfig(Masking(made_late), SEED))
+
+    whole = list(collating(19).micro_batches(0, 0, steps))
+    masks = [micro.batch["mask"] for micro in whole]
+    assert len({mask for batch in masks for mask in batch}) == 2 * 19  # each epoch has its own
+    for taken in (1, 3, 4, 6):
+        place = [place for place, micro in enumerate(whole) if micro.is_last][taken - 1]
+        window = whole[place].global_batch
+        start = (window.epoch + 1, 0) if window.closes_epoch else (window.epoch, window.stop)
+        state = None if window.closes_epoch else window.data_state
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of reading again
+            rest = list(collating(19).micro_batches(*start, steps - taken, state))
+        assert [micro.batch["mask"] for micro in rest] == masks[place + 1 :]
+        assert rows(rest) == rows(whole[place + 1 :])
+
+
 @pytest.mark.parametrize("shards", [(2, 11), (11, 2), (3, 12), (0, 8), (8, 0), (4, 4)])
 @pytest.mark.parametrize("taken", [1, 2, 3])
 def test_workers_with_shards_of_different_sizes_are_resumed(shards: tuple[int, int], taken: int) -> None:

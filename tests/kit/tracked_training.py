@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,9 @@ class Kill(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def make_trainer(folder: Path | str, report_to: Any, kill_at: int | None = None, **changes: Any) -> Trainer:
+def make_trainer(
+    folder: Path | str, report_to: Any, kill_at: int | None = None, callbacks: Sequence[Callback] = (), **changes: Any
+) -> Trainer:
     torch.manual_seed(0)
     options: dict[str, Any] = {
         "max_steps": STEPS, "logging_steps": 1, "save_steps": 2, "async_save": False, "eval_strategy": "steps",
@@ -56,7 +59,8 @@ def make_trainer(folder: Path | str, report_to: Any, kill_at: int | None = None,
         "project": "my-project", "disable_tqdm": True, "log_level": "warning", "report_to": report_to,
     }  # fmt: skip
     args = TrainingArguments(str(folder), **(options | changes))
-    return Trainer(Net(), args, DATA, DATA[:6], callbacks=[] if kill_at is None else [Kill(kill_at)])
+    kills = [] if kill_at is None else [Kill(kill_at)]
+    return Trainer(Net(), args, DATA, DATA[:6], callbacks=[*callbacks, *kills])
 
 
 def in_a_process(cwd: Path, **options: Any) -> int:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainer_kit.accelerator.concat import joined, row_count
 from trainer_kit.data.fetcher import set_epoch
+from trainer_kit.data.own_generators import OwnGenerators
 from trainer_kit.data.workers import worker_items
 from trainer_kit.utils.rng import seed_generators
 
@@ -51,12 +52,22 @@ class Reader(Dataset[Any]):
         self.collate = loader.collate_fn
         self.in_batches = loader.batch_sampler is not None
         self.epoch: int | None = None
+        self._own_generators = OwnGenerators(self.dataset, self.collate)
 
     def __getitem__(self, job: BatchRequest) -> tuple[int, int, bool, Any]:
-        if job.epoch != self.epoch:
-            self.epoch = job.epoch
-            set_epoch(self.dataset, job.epoch)
+        if job.epoch == self.epoch:
+            return self._read(job)
+        self.epoch = job.epoch
+        set_epoch(self.dataset, job.epoch)
+        self._own_generators.find()  # `set_epoch` may have made new ones
+        dealt = self._read(job)
+        if self._own_generators.find():  # and so may the first draw
+            dealt = self._read(job)
+        return dealt
+
+    def _read(self, job: BatchRequest) -> tuple[int, int, bool, Any]:
         seed_generators(job.seed)
+        self._own_generators.seed(job.seed)
         if self.in_batches:
             return len(job.indices), job.real, job.last, self.collate(self._samples(job.indices))
         batches = [self.collate(self.dataset[index]) for index in job.indices]

@@ -14,6 +14,7 @@ from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.scalars import as_scalar, read_scalars
 from trainer_kit.trackers import (
     TRACKERS,
+    AimTracker,
     ClearMLTracker,
     CometMLTracker,
     DVCLiveTracker,
@@ -30,6 +31,7 @@ from trainer_kit.utils.user_warnings import warn
 
 __all__ = [
     "LOGGER_TYPE_TO_CLASS",
+    "AimTracker",
     "ClearMLTracker",
     "CometMLTracker",
     "DVCLiveTracker",

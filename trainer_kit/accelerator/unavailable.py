@@ -11,7 +11,6 @@ _FP8 = "mixed_precision='fp8' uses torchao's recipe, which has no options; leave
 _OFFLOADING = "a model must fit on its devices; shard it with FullyShardedDataParallelPlugin()"
 _REASONS = {
     "AbstractTrainStep": _MEGATRON,
-    "AimTracker": "aim has no tracker here; give log_with= a subclass of trainer_kit.trackers.Tracker",
     "BertTrainStep": _MEGATRON,
     "BnbQuantizationConfig": "quantized loading is not available; load the model with transformers' own arguments",
     "DeepSpeedEngineWrapper": _DEEPSPEED,

@@ -154,7 +154,7 @@ class TrainingArguments(ArgumentSources):
             `pad_to_multiple_of`, or to the next power of two if each new shape costs a compilation (TPU).
         report_to: Where records go: a list of the files "tensorboard", "jsonl" and "html" (a page of plots, created
             from "jsonl" at the end) and of trackers, by name ("wandb", "mlflow", "trackio", "comet_ml", "clearml",
-            "dvclive", "swanlab") or as a `trainer_kit.trackers.Tracker`; "all": the files; or "none".
+            "dvclive", "swanlab", "aim") or as a `trainer_kit.trackers.Tracker`; "all": the files; or "none".
         report_artifacts: What trackers store when training ends: "report" (the page), and the "best" and the "last"
             checkpoint.
         run_name: Name of the run at trackers; None: that of `output_dir`.

@@ -9,7 +9,7 @@ from trainer_kit.config.other_names import plain
 REPORTERS = ("tensorboard", "jsonl", "html")
 """Files in `output_dir`."""
 
-TRACKER_NAMES = ("wandb", "mlflow", "trackio", "comet_ml", "clearml", "dvclive", "swanlab")
+TRACKER_NAMES = ("wandb", "mlflow", "trackio", "comet_ml", "clearml", "dvclive", "swanlab", "aim")
 """Trackers that need no folder; `trainer_kit.trackers` has their classes."""
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from trainer_kit.data.collate import Collator
+from trainer_kit.data.own_generators import OwnGenerators
 from trainer_kit.data.sampling import BatchIndices, mix
 from trainer_kit.errors import DataError
 from trainer_kit.utils.rng import seed_generators
@@ -40,7 +41,8 @@ class Fetcher(Dataset[Any]):
     Every sample's randomness (torch, numpy, random) is seeded from (seed, epoch, dataset index), and for a sample that
     the epoch has had before also from how often. Seeding before each sample costs more than reading a small one, so a
     batch is first read with one seed. If the dataset draws random numbers, the batch is read again with a seed per
-    sample, and so are all later batches.
+    sample, and so are all later batches. Generators that the dataset or the collator keep for themselves are seeded
+    with the global ones.
 
     Args:
         dataset: A map-style dataset.
@@ -54,27 +56,38 @@ class Fetcher(Dataset[Any]):
         self.seed = seed
         self.draws = False
         self.epoch: int | None = None
+        self._own_generators = OwnGenerators(dataset, collate)
         self._reads_many = _reads_many(type(dataset))
 
     def __getitem__(self, slot: BatchIndices) -> tuple[BatchIndices, Any]:
-        if slot.epoch != self.epoch:
-            self.epoch = slot.epoch
-            set_epoch(self.dataset, slot.epoch)
-        if not self.draws:
+        if slot.epoch == self.epoch:
+            return slot, self._read(slot)
+        self.epoch = slot.epoch
+        set_epoch(self.dataset, slot.epoch)
+        self._own_generators.find()  # `set_epoch` may have made new ones
+        batch = self._read(slot)
+        if self._own_generators.find():  # and so may the first draw
+            batch = self._read(slot)
+        return slot, batch
+
+    def _read(self, slot: BatchIndices) -> Any:
+        if not (self.draws or self._own_generators):
             before = _reset(slot.indices[0])
             batch = self.collate(self._samples(slot.indices))
             if _draws() == before:
-                return slot, batch
+                return batch
             self.draws = True
         samples, repeats = [], slot.repeats or [0] * len(slot.indices)
         for index, repeat in zip(slot.indices, repeats, strict=True):
             self._seed(slot.epoch, index, _SAMPLE, repeat)
             samples += self._one_by_one([index])
         self._seed(slot.epoch, slot.indices[0], _COLLATE, repeats[0])
-        return slot, self.collate(samples)
+        return self.collate(samples)
 
     def _seed(self, epoch: int, index: int, kind: int, repeat: int) -> None:
-        seed_generators(mix(self.seed, epoch, index, kind, *([repeat] if repeat else ())))
+        value = mix(self.seed, epoch, index, kind, *([repeat] if repeat else ()))
+        seed_generators(value)
+        self._own_generators.seed(value)
 
     def _samples(self, indices: list[int]) -> list[Any]:
         """Read all samples in one call if the dataset has `__getitems__`, as Hugging Face's datasets do."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, MutableMapping, MutableSequence, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -20,12 +20,13 @@ from xxhash import xxh3_64
 from trainer_kit.data.digest import digest, has_shuffle_buffer
 from trainer_kit.data.fetcher import set_epoch
 from trainer_kit.data.map_loader import LoaderConfig, from_workers
+from trainer_kit.data.own_generators import OwnGenerators
 from trainer_kit.data.sampling import Layout, mix
 from trainer_kit.data.source import ReadyBatches, begin_epoch
 from trainer_kit.errors import DataError
 from trainer_kit.loss.batch import samples_in, split
 from trainer_kit.state import Stateful
-from trainer_kit.utils.rng import seed_generators
+from trainer_kit.utils.rng import generator_states, seed_generators, set_generator_states
 from trainer_kit.utils.user_warnings import warn
 
 COMPARED = 32
@@ -186,6 +187,35 @@ class _Cursor:
         return mark.hexdigest() == hexdigest
 
 
+class _SeededCollator:
+    """Collate the parts of batches. Generators of the collator's own are seeded from the place of the batch."""
+
+    def __init__(self, reading: LoaderConfig, epoch: int) -> None:
+        self._reading = reading
+        self._epoch = epoch
+        self._generators = OwnGenerators(reading.collate)
+        self._generators.find()
+        self._is_first = True
+
+    def __call__(self, parts: list[list[Any]], worker: int, samples: int) -> list[Any]:
+        collate, seed = self._reading.collate, mix(self._reading.seed, self._epoch, worker, samples)
+        self._generators.seed(seed)
+        if not self._is_first:
+            return [collate(part) for part in parts]
+        self._is_first = False
+        states = generator_states()
+        collated = [collate(list(map(_copied, part))) for part in parts]
+        if not self._generators.find():
+            return collated
+        set_generator_states(states)  # the first draw made another generator
+        return self(parts, worker, samples)
+
+
+def _copied(sample: Any) -> Any:
+    """Return what a collator may change in place."""
+    return copy.copy(sample) if isinstance(sample, (MutableMapping, MutableSequence)) else sample
+
+
 class StreamReader(IterableDataset[Any]):
     """An iterable over one worker's batches: the worker's number, the batch's parts, their sizes, width and the state.
 
@@ -261,6 +291,7 @@ class StreamReader(IterableDataset[Any]):
 
     def _batches(self, worker: int, cursor: _Cursor) -> Iterator[tuple[int, list[Any], list[int], int, Any]]:
         full, is_last, keeps_state = self.layout.batch_size, False, self.epoch >= 0
+        collate = _SeededCollator(self.reading, self.epoch)
         while not is_last:
             size = min(full, min((end - cursor.samples for end in self._ends if end > cursor.samples), default=full))
             batch = cursor.take(size)
@@ -273,7 +304,7 @@ class StreamReader(IterableDataset[Any]):
             if self._is_ready:
                 parts = split(batch[0], cuts)
             else:
-                parts = [self.reading.collate(batch[start:stop]) for start, stop in cuts]
+                parts = collate([batch[start:stop] for start, stop in cuts], worker, cursor.samples)
             sizes = [stop - start for start, stop in cuts]
             yield worker, parts, sizes, len(batch), cursor.state(is_last) if keeps_state else None
 

@@ -1,5 +1,6 @@
 """Experiment trackers by name, and the interface of one's own; `Trainer` and `Accelerator` share them."""
 
+from trainer_kit.trackers.aim import AimTracker
 from trainer_kit.trackers.clearml import ClearMLTracker
 from trainer_kit.trackers.comet import CometMLTracker
 from trainer_kit.trackers.dvclive import DVCLiveTracker
@@ -14,6 +15,7 @@ from trainer_kit.trackers.wandb import WandBTracker
 
 __all__ = [
     "TRACKERS",
+    "AimTracker",
     "ClearMLTracker",
     "CometMLTracker",
     "DVCLiveTracker",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from trainer_kit.trackers.aim import AimTracker
 from trainer_kit.trackers.clearml import ClearMLTracker
 from trainer_kit.trackers.comet import CometMLTracker
 from trainer_kit.trackers.dvclive import DVCLiveTracker
@@ -19,7 +20,7 @@ TRACKERS: dict[str, type[Any]] = {
     each.name: each
     for each in (
         *(TensorBoardTracker, JsonLinesTracker, WandBTracker, MLflowTracker, TrackioTracker, CometMLTracker),
-        *(ClearMLTracker, DVCLiveTracker, SwanLabTracker),
+        *(ClearMLTracker, DVCLiveTracker, SwanLabTracker, AimTracker),
     )
 }
 """Classes of trackers by name; accelerate's `register_tracker_class` adds to them."""

@@ -225,3 +225,11 @@ def test_meshes_that_do_not_fit(mesh: dict[str, int], text: str) -> None:
         FSDP(mesh=mesh)
     with pytest.raises(TypeError, match="must give a number of processes"):
         FSDP(mesh=[2, 2])  # type: ignore[arg-type]
+
+
+def test_one_process_is_said_to_shard_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    strategy = FSDP(device="cpu")
+    strategy.setup()
+    with caplog.at_level("INFO", logger="trainer_kit"):
+        strategy.prepare(torch.nn.Linear(1, 1))
+    assert "FSDP has one process: nothing is sharded; for more," in caplog.text

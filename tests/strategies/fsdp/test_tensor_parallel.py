@@ -32,12 +32,29 @@ MODELS = {
     "qwen3": lambda: qwen3(num_attention_heads=4, num_key_value_heads=2),
     "mistral": lambda: mistral(num_key_value_heads=2),
 }
+
+
+class Adapted(torch.nn.Module):
+    """Holds a model under another name and passes its attributes on, as models with adapters do."""
+
+    def __init__(self, base: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_model = base
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
+
+
 REFUSED = {
     **ARCHITECTURES, **MODELS,
     "llama-one": llama,
     "llama-three": lambda: llama(num_attention_heads=3, num_key_value_heads=3, hidden_size=24),
     "llama-odd": lambda: llama(num_key_value_heads=2, vocab_size=31),
     "llama-narrow": lambda: llama(num_key_value_heads=2, intermediate_size=33),
+    "adapted": lambda: Adapted(llama(num_key_value_heads=2)),
 }  # fmt: skip
 
 
@@ -124,6 +141,7 @@ def test_a_plan_of_ones_own_changes_no_number(tmp_path: Path, options: dict[str,
         ("llama", {"model.embed_tokens": "rowwise"}, "is a Embedding; only nn.Linear can be rowwise"),
         ("llama", {"model.blocks.*": "rowwise"}, "'model.blocks.*' matches no module of LlamaForCausalLM"),
         ("gpt2", "auto", "GPT2LMHeadModel has no plan"),
+        ("adapted", "auto", "the plan of Adapted matches none of its modules, as in a model with adapters; use"),
         ("gpt2", {"*.mlp.c_fc": "colwise"}, "is a Conv1D; only nn.Linear can be colwise"),
         ("t5", "auto", "T5ForConditionalGeneration has no plan"),
         ("mixtral", "auto", "has the style 'packed_colwise' for 'model.layers.*.mlp.experts.gate_up_proj'"),

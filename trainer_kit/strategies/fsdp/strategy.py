@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -32,6 +33,8 @@ from trainer_kit.strategies.multinode import MultiNode
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.wrappers import without_wrappers
+
+logger = logging.getLogger(__name__)
 
 _AXES = ("replicate", "shard", "tensor")
 
@@ -161,6 +164,7 @@ class FSDP(MultiNode):
 
     def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
         if self.world_size == 1:
+            logger.info("FSDP has one process: nothing is sharded; for more, `trainer-kit launch --num-processes N`")
             return super().prepare(model)
         if any(each.module is model for each in self._replicas):
             return model

@@ -87,8 +87,8 @@ def find_places(model: nn.Module, tensor_parallel: str | Mapping[str, str], size
         The modules in the order of the model.
 
     Raises:
-        ValueError: If the model has no plan; if a style is not supported; if a pattern of one's own matches no module;
-            or if a module cannot be split into `size` equal parts.
+        ValueError: If the model has no plan, or one that matches no module; if a style is not supported; if a pattern
+            of one's own matches no module; or if a module cannot be split into `size` equal parts.
     """
     is_own = isinstance(tensor_parallel, Mapping)
     plan = tensor_parallel if isinstance(tensor_parallel, Mapping) else _plan_of(model)
@@ -105,6 +105,11 @@ def find_places(model: nn.Module, tensor_parallel: str | Mapping[str, str], size
         tied = _tied_modules(model)
         styles = {name: style for name, style in styles.items() if name not in tied}
     places = [Place(name, styles[name]) for name, _ in model.named_modules() if name in styles]
+    if not places:
+        raise ValueError(
+            f"tensor_parallel='auto', but the plan of {model_class(model).__name__} matches none of its modules, as in "
+            "a model with adapters; use {'pattern of module names': 'colwise' or 'rowwise'}, or the axis 'shard' alone"
+        )
     _check_heads(model, places, size)
     for place in places:
         _check_module(model, place, size)

@@ -1,0 +1,154 @@
+"""`OwnGenerators`: the random generators that a dataset, its transforms or a collator keep for themselves."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import random
+import sysconfig
+import types
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from xxhash import xxh3_64_intdigest
+
+from trainer_kit.data.sampling import mix
+
+_KINDS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
+_SHARED = (random._inst, np.random.mtrand._rand, torch.default_generator)
+"""The global generators, which `seed_generators` seeds."""
+
+_STDLIB = sysconfig.get_path("stdlib")
+_LEAVES = (str, bytes, int, float, complex, type, type(None), types.ModuleType, torch.Tensor, np.ndarray)
+_LONGEST = 100
+"""Longest list or dict to look through: a longer one holds data."""
+_DEEPEST = 6
+_MOST = 2_000
+"""Largest number of objects to look at."""
+
+
+class OwnGenerators:
+    """Random generators that objects and functions hold, which `find` finds and `seed` seeds like the global ones.
+
+    They are looked for in attributes, short lists and dicts, arguments of `functools.partial`, closures, and in the
+    global names that functions and methods use. A generator that an installed package keeps as a global name is left
+    alone.
+
+    Args:
+        owners: Datasets and collators.
+    """
+
+    def __init__(self, *owners: Any) -> None:
+        self._owners = owners
+        self._found: list[tuple[int, Any]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def find(self) -> bool:
+        """Look for the generators: at first, and where a dataset's `set_epoch` or a first draw may have made others.
+
+        Returns:
+            Whether there are others than before.
+        """
+        before = {id(generator) for _, generator in self._found}
+        self._found = list(_generators(self._owners))
+        return any(id(generator) not in before for _, generator in self._found)
+
+    def seed(self, value: int) -> None:
+        """Seed each generator by a value and by where it was found, so that no two give the same numbers."""
+        for place, generator in self._found:
+            _seed(generator, mix(value, place))
+
+
+def _seed(generator: Any, value: int) -> None:
+    if isinstance(generator, random.Random):
+        generator.seed(value)
+    elif isinstance(generator, torch.Generator):
+        generator.manual_seed(value)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(value).state
+    else:
+        kind = generator.get_state(legacy=False)["bit_generator"]
+        generator.set_state(getattr(np.random, kind)(value).state)
+
+
+def _generators(owners: tuple[Any, ...]) -> Iterator[tuple[int, Any]]:
+    """Yield the generators that can be reached from objects, each once, nearest first, with a hash of its path."""
+    level = [(f"/{number}", owner) for number, owner in enumerate(owners)]
+    seen: set[int] = set()
+    for _ in range(_DEEPEST):
+        below: list[tuple[str, Any]] = []
+        for path, value in level:
+            if isinstance(value, _LEAVES) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if len(seen) > _MOST:
+                return
+            if isinstance(value, _KINDS):
+                if not (isinstance(value, random.SystemRandom) or any(value is each for each in _SHARED)):
+                    yield xxh3_64_intdigest(path.encode(errors="replace")), value
+            else:
+                below += [(f"{path}/{name}", part) for name, part in _parts(value)]
+        level = below
+
+
+def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield what an object holds, with names."""
+    if isinstance(value, dict):
+        yield from _named(value) if len(value) <= _LONGEST else ()
+    elif isinstance(value, (list, tuple)):
+        yield from enumerate(value) if len(value) <= _LONGEST else ()
+    elif isinstance(value, functools.partial):
+        yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+    elif isinstance(value, types.MethodType):
+        yield from (("self", value.__self__), ("func", value.__func__))
+    elif isinstance(value, types.FunctionType):
+        yield from _of_function(value)
+    else:
+        yield from _named(getattr(value, "__dict__", {}))
+        yield from chain.from_iterable(map(_of_function, _methods(value.__class__)))
+
+
+def _named(values: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    return ((key if isinstance(key, str) else place, each) for place, (key, each) in enumerate(values.items()))
+
+
+def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield what a function holds: defaults, its closure, and the globals that it uses of its own module."""
+    names, code = function.__globals__, function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        if cell != types.CellType():  # an empty one raises when it is read
+            yield name, cell.cell_contents
+    yield from enumerate(function.__defaults__ or ())
+    yield from (function.__kwdefaults__ or {}).items()
+    for name in () if _is_installed(code.co_filename) else _globals_of(code):
+        value = names.get(name)
+        if isinstance(value, _KINDS) or (isinstance(value, types.FunctionType) and value.__globals__ is names):
+            yield name, value
+
+
+@functools.cache
+def _methods(cls: type) -> tuple[types.FunctionType, ...]:
+    """Return the functions of a class and its bases."""
+    members = chain.from_iterable(vars(base).values() for base in cls.__mro__)
+    functions = (getattr(member, "__func__", member) for member in members)  # of class methods and static methods
+    return tuple(each for each in functions if isinstance(each, types.FunctionType))
+
+
+@functools.cache
+def _is_installed(file: str) -> bool:
+    """Return whether a source file belongs to Python or to an installed package."""
+    return file.startswith((_STDLIB, "<frozen")) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
+@functools.cache
+def _globals_of(code: types.CodeType) -> tuple[str, ...]:
+    """Return the global names that a function's code reads, that of functions within it included."""
+    names = {each.argval: None for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
+    inner = chain.from_iterable(_globals_of(each) for each in code.co_consts if isinstance(each, types.CodeType))
+    return (*names, *inner)
