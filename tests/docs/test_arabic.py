@@ -251,3 +251,5 @@ def test_a_wrong_term_is_found() -> None:
     [found] = unexplained("تُكتب نقطةُ حفظٍ بعد كل تقييم")
     assert "add (checkpoint)" in found
     assert not list(unexplained("تُكتب نقطةُ حفظٍ (checkpoint) بعد كل تقييم"))
+    [found] = unexplained("تكتب المكتبة تقريرًا")
+    assert "add (report)" in found
