@@ -13,7 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ENGLISH, ARABIC = ROOT / "docs" / "en", ROOT / "docs" / "ar"
-TRANSLATED = {ENGLISH / "index.md", ENGLISH / "glossary.md", *ENGLISH.glob("how-to/*.md")}
+TRANSLATED = {
+    *(ENGLISH / "index.md", ENGLISH / "glossary.md"),
+    *(page for folder in ("tutorials", "how-to") for page in ENGLISH.glob(f"{folder}/*.md")),
+}
 PAIRS = {page: ARABIC / page.relative_to(ENGLISH) for page in sorted(TRANSLATED)}
 PAIRS |= {ENGLISH / page.relative_to(ARABIC): page for page in sorted(ARABIC.rglob("*.md"))}
 PAIRS[ROOT / "README.md"] = ROOT / "README.ar.md"
@@ -22,6 +25,7 @@ NAMES = [page.relative_to(ROOT).as_posix() for page in PAIRS]
 CODE = re.compile(r"^```[^\n]*\n.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]*)\)")
 PICTURE = re.compile(r"!\[[^\]]*\]\(([^)\s]*)\)")
+INCLUDED = re.compile(r"^::: .+$", re.MULTILINE)  # scripts, outputs and plots that both languages share
 NUMBER = re.compile(r"(?<![a-zA-Z\d_.])(?![12]\b(?![.,]\d))\d+(?:[.,]\d+)*")  # Arabic writes 1 and 2 as words
 MARKS = re.compile("[\u064b-\u0652\u0670\u0640]")  # short vowels and lengthenings
 SEVERAL_SENSES = {"gather", "item", "resume", "shard", "token"}
@@ -75,6 +79,7 @@ def sections(text: str) -> list[dict[str, Any]]:
                 "columns of table rows": [row.count("|") - row.count("\\|") for row in rows],
                 "list items": len(re.findall(r"^(?:- |\d+\. )", body, re.MULTILINE)),
                 "pictures": PICTURE.findall(body),
+                "included files": INCLUDED.findall(body),
                 "names": {" ".join(name.split()) for name in re.findall(r"`([^`]+)`", words)},
                 "numbers": Counter(NUMBER.findall(re.sub(r"`[^`]+`|^\d+\. ", "", words, flags=re.MULTILINE))),
             }
@@ -129,7 +134,7 @@ def pattern(form: str) -> str:
     for word in MARKS.sub("", form).split():
         stem = re.sub("^ال", "", word)
         stem = stem[:-1] + "[ةت]" if stem.endswith("ة") else stem
-        words.append(rf"(?:[وفبكل]{{0,2}}(?:ال|لل)?){stem}(?:ها|هما|هم|ه|ك|ين|ان|تين|تان)?")  # noqa: RUF001
+        words.append(rf"(?:[وفبكل]{{0,2}}(?:ال|لل)?){stem}(?:ها|هما|هم|ه|ك|ين|ان|تين|تان|ا)?")  # noqa: RUF001
     return r"(?<!\w)" + r"\s+".join(words) + r"(?!\w)"
 
 
@@ -231,6 +236,7 @@ def test_headings_have_no_short_vowels(page: Path) -> None:
         ("`log_mean(name, value, count=None)`", "`log_mean(name, value)`", "names"),
         ("compute capability) 8.9", "compute capability) 8.0", "numbers"),
         ("# التدريب باستخدام Trainer\n", "# التدريب باستخدام Trainer\n![](a.svg)\n", "pictures"),
+        ("# التدريب باستخدام Trainer\n", "# التدريب باستخدام Trainer\n::: plot: runs/a loss\n", "included files"),
     ],
 )
 def test_a_difference_is_found(before: str, after: str, what: str) -> None:
@@ -245,3 +251,5 @@ def test_a_wrong_term_is_found() -> None:
     [found] = unexplained("تُكتب نقطةُ حفظٍ بعد كل تقييم")
     assert "add (checkpoint)" in found
     assert not list(unexplained("تُكتب نقطةُ حفظٍ (checkpoint) بعد كل تقييم"))
+    [found] = unexplained("تكتب المكتبة تقريرًا")
+    assert "add (report)" in found

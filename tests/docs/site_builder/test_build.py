@@ -58,7 +58,11 @@ needs_browser = pytest.mark.skipif(COMMAND is None, reason="needs a browser")
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize(
-    "name", ["en/index.html", "en/reference/arguments.html", "ar/index.html", "ar/how-to/tpu.html"]
+    "name",
+    [
+        *("en/index.html", "en/reference/arguments.html"),
+        *("ar/index.html", "ar/how-to/tpu.html", "ar/tutorials/first-training.html"),
+    ],
 )
 def test_a_page_fits_and_writes_no_error(name: str, dark: bool, width: int, site: Path) -> None:
     with browser() as page:
@@ -66,7 +70,8 @@ def test_a_page_fits_and_writes_no_error(name: str, dark: bool, width: int, site
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert page.evaluate("document.body.dataset.mdColorScheme") == ("slate" if dark else "default")
         assert page.evaluate("document.body.dir") == ("rtl" if name.startswith("ar") else "ltr")
-        assert page.evaluate("getComputedStyle(document.querySelector('pre, code')).direction") == "ltr"
+        directions = "[...document.querySelectorAll('pre, code, .plot')].map(part => getComputedStyle(part).direction)"
+        assert {*page.evaluate(directions)} == {"ltr"}
         assert page.messages == []
         assert not [request for request in page.requests if request.startswith("http")]
 
