@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,30 @@ def test_masked_language_modeling_keeps_its_mask(tmp_path: Path) -> None:
         BertForMaskedLM(config()), arguments(tmp_path, max_steps=3), dataset(special=True), data_collator=collate
     )
     assert trainer.train().global_step == 3
+
+
+def masks(folder: Path, seed: int | None, resume: bool = False) -> list[list[int]]:
+    """The labels of each step, which are the masked tokens."""
+    seen: list[list[int]] = []
+
+    class Masks(Callback):
+        def on_step_end(self, run: Run) -> None:
+            seen.append(run.batch["labels"].flatten().tolist())
+
+    collate = DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.5, seed=seed)
+    args = arguments(folder, max_steps=6, save_strategy="steps", save_steps=3)
+    trainer = Trainer(BertForMaskedLM(config()), args, dataset(True), data_collator=collate, callbacks=[Masks()])
+    trainer.train(resume_from_checkpoint=resume)
+    return seen
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_masks_are_the_same_after_a_resume(tmp_path: Path, seed: int | None) -> None:
+    """With a seed, the collator makes a generator of its own in its first batch."""
+    whole = masks(tmp_path, seed)
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    assert masks(tmp_path, seed, resume=True) == whole[3:]
+    assert len({tuple(each) for each in whole}) == len(whole)
 
 
 def filled() -> Any:
