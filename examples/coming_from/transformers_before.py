@@ -1,0 +1,77 @@
+"""A small Llama learns to count, with transformers' Trainer.
+
+    python examples/coming_from/transformers_before.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import EvalPrediction, LlamaConfig, LlamaForCausalLM
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+
+class PrintAccuracy(TrainerCallback):
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Any, **others: Any
+    ) -> None:
+        print(f"step {state.global_step}: {metrics['eval_accuracy']:.1%}")
+
+
+def accuracy(given: EvalPrediction) -> dict[str, float]:
+    guesses = given.predictions.argmax(-1)[:, :-1]
+    return {"accuracy": float((guesses == given.label_ids[:, 1:]).mean())}
+
+
+def count() -> list[dict[str, torch.Tensor]]:
+    rows = [
+        (torch.arange(16) * step + start) % 31
+        for step in range(1, 9)
+        for start in range(31)
+    ]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def main(output_dir: str, shuffle: bool = True) -> dict[str, float]:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=31,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    model = LlamaForCausalLM(config)
+    args = TrainingArguments(
+        output_dir,
+        num_train_epochs=4,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        lr_scheduler_type="cosine",
+        warmup_steps=0.1,
+        train_sampling_strategy="random" if shuffle else "sequential",
+        logging_steps=10,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="accuracy",
+        report_to="none",
+    )
+    rows = count()
+    trainer = Trainer(
+        model,
+        args,
+        train_dataset=rows[:200],
+        eval_dataset=rows[200:],
+        compute_metrics=accuracy,
+        callbacks=[PrintAccuracy()],
+    )
+    trained = trainer.train()
+    return {"train_loss": trained.training_loss, **trainer.evaluate()}
+
+
+if __name__ == "__main__":
+    print(main("runs/before"))
