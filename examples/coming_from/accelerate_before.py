@@ -1,6 +1,6 @@
 """A loop of one's own, with accelerate: it reads digits.
 
-    accelerate launch examples/coming_from/accelerate_before.py
+Run it with `accelerate launch examples/coming_from/accelerate_before.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ def main(output_dir: str) -> dict[str, float]:
     set_seed(0)
     accelerator = Accelerator(
         gradient_accumulation_steps=2,
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+        dataloader_config=DataLoaderConfiguration(
+            use_seedable_sampler=True
+        ),
         project_config=ProjectConfiguration(
             output_dir, automatic_checkpoint_naming=True, total_limit=2
         ),
@@ -31,13 +33,17 @@ def main(output_dir: str) -> dict[str, float]:
     train_loader = DataLoader(train_set, batch_size=32, shuffle=True)
     test_loader = DataLoader(test_set, batch_size=64)
 
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    model = nn.Sequential(
+        nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(
         optimizer, 1.0, 0.0, EPOCHS * len(train_loader) // 2
     )
-    model, optimizer, train_loader, test_loader, schedule = accelerator.prepare(
-        model, optimizer, train_loader, test_loader, schedule
+    model, optimizer, train_loader, test_loader, schedule = (
+        accelerator.prepare(
+            model, optimizer, train_loader, test_loader, schedule
+        )
     )
 
     for epoch in range(EPOCHS):
@@ -58,11 +64,16 @@ def main(output_dir: str) -> dict[str, float]:
         for batch, labels in test_loader:
             with torch.no_grad():
                 guesses = model(batch).argmax(-1)
-            guesses, labels = accelerator.gather_for_metrics((guesses, labels))
+            guesses, labels = accelerator.gather_for_metrics(
+                (guesses, labels)
+            )
             right += int((guesses == labels).sum())
         accelerator.print(f"epoch {epoch}: {right / len(test_set):.1%}")
     accelerator.save_model(model, f"{output_dir}/model")
-    return {"train_loss": loss.item(), "eval_accuracy": right / len(test_set)}
+    return {
+        "train_loss": loss.item(),
+        "eval_accuracy": right / len(test_set),
+    }
 
 
 if __name__ == "__main__":

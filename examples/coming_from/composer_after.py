@@ -1,6 +1,6 @@
 """The model that reads digits, with trainer_kit.
 
-    trainer-kit launch examples/coming_from/composer_after.py
+Run it with `trainer-kit launch examples/coming_from/composer_after.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def accuracy(given: EvalPrediction) -> dict[str, float]:
 
 def main(output_dir: str, shuffle: bool = True) -> dict[str, float]:
     torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    layers = nn.Sequential(
+        nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
     optimizer = torch.optim.AdamW(
         layers.parameters(), lr=3e-3, weight_decay=0.0
     )

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """A ComposerClassifier that reads digits.
 
-    composer examples/coming_from/composer_before.py
+Run it with `composer examples/coming_from/composer_before.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def load():
 
 def main(output_dir, shuffle=True):
     torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    layers = nn.Sequential(
+        nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
     model = ComposerClassifier(layers, num_classes=10)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=3e-3, weight_decay=0.0

@@ -1,6 +1,6 @@
 """The model that reads digits, with trainer_kit.
 
-    python examples/coming_from/keras_after.py
+Run it with `python examples/coming_from/keras_after.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def main(output_dir: str, shuffle: bool = True) -> dict[str, float]:
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16
     labels = torch.tensor(digits.target)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    model = nn.Sequential(
+        nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
     args = TrainingArguments(
         output_dir,
         num_train_epochs=3,

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """A keras model that reads digits, on the backend torch.
 
-    KERAS_BACKEND=torch python examples/coming_from/keras_before.py
+Run it with `KERAS_BACKEND=torch python examples/coming_from/keras_before.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ def main(output_dir, shuffle=True):
         ]
     )
     model.compile(
-        optimizer=keras.optimizers.Adam(3e-3, clipnorm=1.0),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        optimizer=keras.optimizers.Adam(3e-3, global_clipnorm=1.0),
+        loss=keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True
+        ),
         metrics=["accuracy"],
     )
     model.fit(

@@ -1,6 +1,6 @@
 """The model that reads digits, with trainer_kit.
 
-    python examples/coming_from/lightning_after.py
+Run it with `python examples/coming_from/lightning_after.py`.
 """
 
 from __future__ import annotations

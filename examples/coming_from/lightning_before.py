@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """A LightningModule that reads digits.
 
-    python examples/coming_from/lightning_before.py
+Run it with `python examples/coming_from/lightning_before.py`.
 """
 
 from __future__ import annotations
@@ -62,12 +62,16 @@ def main(output_dir, shuffle=True):
         gradient_clip_val=1.0,
         default_root_dir=output_dir,
         callbacks=[
-            ModelCheckpoint(monitor="val_accuracy", mode="max", save_top_k=2)
+            ModelCheckpoint(
+                monitor="val_accuracy", mode="max", save_top_k=2
+            )
         ],
     )
     test_loader = DataLoader(test_set, batch_size=32)
     trainer.fit(
-        model, DataLoader(train_set, batch_size=32, shuffle=shuffle), test_loader
+        model,
+        DataLoader(train_set, batch_size=32, shuffle=shuffle),
+        test_loader,
     )
     [metrics] = trainer.validate(model, test_loader)
     return {

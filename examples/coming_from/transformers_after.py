@@ -1,6 +1,6 @@
 """A small Llama learns to count, with trainer_kit.
 
-    python examples/coming_from/transformers_after.py
+Run it with `python examples/coming_from/transformers_after.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer_kit import Callback, EvalPrediction, Run, Trainer, TrainingArguments
+from trainer_kit import (
+    Callback,
+    EvalPrediction,
+    Run,
+    Trainer,
+    TrainingArguments,
+)
 
 
 class PrintAccuracy(Callback):
@@ -20,16 +26,16 @@ class PrintAccuracy(Callback):
 
 def accuracy(given: EvalPrediction) -> dict[str, float]:
     guesses = given.predictions.argmax(-1)[:, :-1]
-    return {"accuracy": float((guesses == given.label_ids[:, 1:]).mean())}
+    right = guesses == given.label_ids[:, 1:]
+    return {"accuracy": float(right.mean())}
 
 
 def count() -> list[dict[str, torch.Tensor]]:
-    rows = [
-        (torch.arange(16) * step + start) % 31
-        for step in range(1, 9)
-        for start in range(31)
-    ]
-    return [{"input_ids": row, "labels": row} for row in rows]
+    starts, steps = torch.arange(31), torch.arange(1, 9)
+    rows = torch.cartesian_prod(starts, steps)
+    rows = rows[torch.randperm(len(rows))]
+    counts = (rows[:, :1] + rows[:, 1:] * torch.arange(16)) % 31
+    return [{"input_ids": row, "labels": row} for row in counts]
 
 
 def main(output_dir: str, shuffle: bool = True) -> dict[str, float]:
@@ -44,10 +50,10 @@ def main(output_dir: str, shuffle: bool = True) -> dict[str, float]:
     model = LlamaForCausalLM(config)
     args = TrainingArguments(
         output_dir,
-        num_train_epochs=4,
+        num_train_epochs=6,
         per_device_train_batch_size=8,
         gradient_accumulation_steps=2,
-        learning_rate=1e-2,
+        learning_rate=3e-3,
         lr_scheduler_type="cosine",
         warmup_steps=0.1,
         train_sampling_strategy="random" if shuffle else "sequential",
