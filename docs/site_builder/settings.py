@@ -1,4 +1,4 @@
-"""The tables of other trainers' settings: which argument each becomes, or why it has none."""
+"""The tables of other trainers' settings and methods: what each becomes, or why it has no counterpart."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from trainer_kit import TrainingArguments
 from trainer_kit.config.lightning_names import LIGHTNING_NAMES
 from trainer_kit.config.other_names import NOT_A_SWITCH, Fields, OtherName, Refusal
 from trainer_kit.config.transformers_names import TRANSFORMERS_NAMES
+from trainer_kit.utils.overrides import REPLACEMENTS
 
 _ANY = object()
 """Stands for any value of a setting that is renamed."""
@@ -37,6 +38,16 @@ def settings_of_transformers() -> str:
 def settings_of_lightning() -> str:
     """Return the table of Lightning's settings."""
     return _table("Lightning", LIGHTNING_NAMES)
+
+
+def methods_of_transformers() -> str:
+    """Return the table of the methods and attributes of transformers' Trainer, with what stands for them."""
+    by_sentence: dict[str, list[str]] = {}
+    for name, sentence in REPLACEMENTS.items():
+        if not name.startswith("_"):
+            by_sentence.setdefault(sentence, []).append(code(name))
+    rows = [(", ".join(names), sentence) for sentence, names in by_sentence.items()]
+    return table(["transformers' Trainer", "trainer_kit"], rows)
 
 
 def _table(trainer: str, names: Names) -> str:

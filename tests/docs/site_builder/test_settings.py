@@ -6,7 +6,8 @@ import dataclasses
 import re
 
 import pytest
-from site_builder.settings import meaning, settings_of_lightning, settings_of_transformers
+import transformers
+from site_builder.settings import meaning, methods_of_transformers, settings_of_lightning, settings_of_transformers
 from transformers import Seq2SeqTrainingArguments
 
 from trainer_kit import TrainingArguments
@@ -66,3 +67,9 @@ def test_a_row(name: str, text: str) -> None:
 
 def test_another_name_of_a_field() -> None:
     assert meaning("epochs", renamed("num_train_epochs")) == "`num_train_epochs`"
+
+
+def test_each_public_method_of_transformers_trainer_is_in_the_table_or_ours() -> None:
+    page = methods_of_transformers()
+    public = {name for name in vars(transformers.Trainer) if not name.startswith("_")}
+    assert {name for name in public if f"`{name}`" not in page} == {"train", "predict"}
