@@ -52,7 +52,7 @@ def methods_of_transformers() -> str:
 
 def _table(trainer: str, names: Names) -> str:
     rows = [(code(name), meaning(name, translate)) for name, translate in sorted(names.items())]
-    return f'<div class="wide" markdown="1">\n\n{table([trainer, "trainer_kit"], rows)}\n\n</div>'
+    return table([trainer, "trainer_kit"], rows)
 
 
 def meaning(name: str, translate: OtherName) -> str:

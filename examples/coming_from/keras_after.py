@@ -39,6 +39,7 @@ def main(output_dir: str, shuffle: bool = True) -> dict[str, float]:
         num_train_epochs=3,
         per_device_train_batch_size=32,
         learning_rate=3e-3,
+        adam_epsilon=1e-7,
         lr_scheduler_type="constant",
         max_grad_norm=1.0,
         shuffle=shuffle,

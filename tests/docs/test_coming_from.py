@@ -36,7 +36,7 @@ def names_of_accelerate() -> Names:
 
     options = [option for action in launch_command_parser()._actions for option in action.option_strings]
     commands = {f"accelerate {each}": () for each in ("config", "env", "test", "estimate-memory")}
-    scopes = (accelerate, accelerate.utils, accelerate.Accelerator)
+    scopes = (accelerate, accelerate.utils, accelerate.state, accelerate.Accelerator)
     roots = {"accelerator": accelerate.Accelerator, "accelerate": accelerate}
     return Names(roots, scopes, (accelerate.Accelerator,), {"accelerate launch": options, **commands})
 
@@ -103,6 +103,7 @@ def test_the_example_is_taken() -> None:
     assert (args.mixed_precision, args.warmup_ratio, args.eval_steps) == ("bf16", 0.03, 0.1)
 
 
+@pytest.mark.slow
 def test_each_setting_in_a_table_of_transformers_is_known() -> None:
     fields = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     assert len(named("transformers") & fields) > 20
