@@ -10,7 +10,6 @@ import torch
 from composer import Trainer
 from composer.algorithms import GradientClipping
 from composer.models import ComposerClassifier
-from composer.optim import CosineAnnealingScheduler
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
@@ -34,13 +33,17 @@ def main(output_dir, shuffle=True):
         model.parameters(), lr=3e-3, weight_decay=0.0
     )
     train_set, test_set = load()
+    train_loader = DataLoader(train_set, 32, shuffle=shuffle)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
+        optimizer, 3 * len(train_loader)
+    )
     trainer = Trainer(
         model=model,
-        train_dataloader=DataLoader(train_set, 32, shuffle=shuffle),
-        eval_dataloader=DataLoader(test_set, 32),
+        train_dataloader=train_loader,
+        eval_dataloader=DataLoader(test_set, 40),
         max_duration="3ep",
         optimizers=optimizer,
-        schedulers=CosineAnnealingScheduler(),
+        schedulers=schedule,
         step_schedulers_every_batch=True,
         algorithms=[GradientClipping("norm", 1.0)],
         eval_interval="1ep",
