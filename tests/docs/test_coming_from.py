@@ -51,6 +51,11 @@ def test_each_name_exists(page: str, theirs: Any) -> None:
     assert importlib.metadata.version(name).startswith(f"{release}."), "check the page against the installed release"
 
 
+def test_the_front_page_names_the_same_versions() -> None:
+    front = Guide("docs/en/coming-from/index.md").text
+    assert {page: f"| {version(page)} |" in front for page in PEERS} == dict.fromkeys(PEERS, True)
+
+
 @pytest.mark.parametrize("page", PEERS)
 def test_each_name_of_ours_exists(page: str) -> None:
     own = ours()
@@ -111,6 +116,7 @@ def test_each_setting_in_a_table_of_transformers_is_known() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")  # transformers', without a GPU
 def test_a_script_for_transformers_trains_the_same(tmp_path: Path) -> None:
     before = example("transformers_before")(str(tmp_path / "before"), shuffle=False)
     after = example("transformers_after")(str(tmp_path / "after"), shuffle=False)

@@ -78,7 +78,8 @@ class Names:
         for each in call.args:
             if isinstance(each, (ast.Name, ast.Attribute)):
                 found += self._missing(each)
-        return found + [name for each in ast.walk(call) if each is not call for name in self._missing_of_call(each)]
+        found += [name for each in ast.walk(call) if each is not call for name in self._missing_of_call(each)]
+        return list(dict.fromkeys(found))
 
     def _unknown_options(self, span: str) -> list[str]:
         words = shlex.split(span)
