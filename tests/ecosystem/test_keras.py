@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 from kit.name_tables import Names, example, named, problems, public, version
+from kit.trainer import arguments
+
+from trainer_kit import Trainer, load_checkpoint_in_model
 
 pytestmark = [pytest.mark.ecosystem, pytest.mark.filterwarnings("ignore")]  # keras' own
 
@@ -36,6 +39,44 @@ def test_what_is_public_is_on_the_page(keras: Any) -> None:
     wanted |= {name for name in dir(keras.callbacks.Callback) if name.startswith(("on_", "set_"))}
     wanted |= public(keras.callbacks)
     assert wanted - named("keras") == set()
+
+
+def make_model(keras: Any) -> Any:
+    layers = [
+        keras.layers.Dense(32, activation="relu", name="hidden"),
+        keras.layers.BatchNormalization(name="norm"),
+        keras.layers.Dropout(0.5, name="dropout"),
+        keras.layers.Dense(4, name="scores"),
+    ]
+    model = keras.Sequential(layers, name="classifier")
+    model.build((None, 8))
+    return model
+
+
+def compute_loss(model: Any, batch: Any) -> torch.Tensor:
+    rows, labels = batch
+    return torch.nn.functional.cross_entropy(model(rows, training=model.training), labels)
+
+
+def test_a_keras_model_trains_as_it_is(tmp_path: Path, keras: Any) -> None:
+    keras.utils.set_random_seed(0)
+    rows = torch.randn(64, 8)
+    dataset = torch.utils.data.TensorDataset(rows, rows[:, :4].argmax(-1))
+    model, args = make_model(keras), arguments(tmp_path, max_steps=60, learning_rate=1e-2)
+    trainer = Trainer(model, args, dataset, dataset, compute_loss=compute_loss)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < 0.7 * before
+    trainer.save_model(tmp_path / "model")
+
+    model.train()
+    with torch.no_grad():
+        assert not torch.equal(model(rows, training=model.training), model(rows, training=model.training))  # dropout
+        assert torch.equal(model(rows), model(rows))  # none, in spite of train()
+    other = make_model(keras)
+    load_checkpoint_in_model(other, tmp_path / "model", strict=False)
+    with torch.no_grad():
+        assert torch.equal(model(rows), other(rows))
 
 
 def test_the_script_trains_the_same_from_the_same_weights(
