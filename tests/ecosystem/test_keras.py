@@ -12,7 +12,7 @@ import torch
 from kit.name_tables import Names, example, named, problems, public, version
 from kit.trainer import arguments
 
-from trainer_kit import Trainer, load_checkpoint_in_model
+from trainer_kit import Callback, Run, Trainer, load_checkpoint_in_model
 
 pytestmark = [pytest.mark.ecosystem, pytest.mark.filterwarnings("ignore")]  # keras' own
 
@@ -77,6 +77,34 @@ def test_a_keras_model_trains_as_it_is(tmp_path: Path, keras: Any) -> None:
     with torch.no_grad():
         assert not torch.equal(model(rows, training=model.training), model(rows, training=model.training))  # dropout
         assert torch.equal(model(rows), model(rows))  # none, in spite of train()
+
+
+class StopAt(Callback):
+    """Saves and ends a run after a step, as an interruption does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, run: Run) -> None:
+        run.requests.save = run.requests.stop = run.state.step == self.step
+
+
+def test_a_keras_model_resumes_to_the_same_bits(tmp_path: Path, keras: Any) -> None:
+    def train(folder: Path, *callbacks: Callback, resume: bool = False) -> dict[str, torch.Tensor]:
+        keras.utils.clear_session()  # names as in a fresh process
+        keras.utils.set_random_seed(0)
+        rows = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+        dataset = torch.utils.data.TensorDataset(rows, rows[:, :4].argmax(-1))
+        model, args = make_model(keras), arguments(folder, max_steps=20, save_strategy="epoch")
+        trainer = Trainer(model, args, dataset, compute_loss=compute_loss, callbacks=callbacks)
+        assert trainer.train(resume_from_checkpoint=resume).global_step in (20, 13)
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    whole = train(tmp_path / "whole")
+    stopped = train(tmp_path / "stopped", StopAt(13))
+    resumed = train(tmp_path / "stopped", resume=True)
+    assert any(not torch.equal(stopped[name], value) for name, value in whole.items())
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
 def test_the_script_trains_the_same_from_the_same_weights(
