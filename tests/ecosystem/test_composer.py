@@ -10,7 +10,13 @@ import pytest
 from kit.name_tables import Names, example, named, problems, public, version
 
 pytest.importorskip("composer")
-pytestmark = [pytest.mark.ecosystem, pytest.mark.filterwarnings("ignore")]  # Composer's own
+pytestmark = [
+    pytest.mark.ecosystem,
+    pytest.mark.filterwarnings("ignore:Cannot split tensor of length"),
+    pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:Exception ignored in. <finalize object:pytest.PytestUnraisableExceptionWarning"),
+]
+"""The warnings are Composer's own."""
 
 
 def names() -> Names:

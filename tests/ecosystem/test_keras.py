@@ -14,7 +14,11 @@ from kit.trainer import arguments
 
 from trainer_kit import Callback, Run, Trainer, load_checkpoint_in_model
 
-pytestmark = [pytest.mark.ecosystem, pytest.mark.filterwarnings("ignore")]  # keras' own
+pytestmark = [
+    pytest.mark.ecosystem,
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"),
+]
+"""The warnings are keras' own."""
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,13 @@ from trainer_kit import TrainingArguments
 from trainer_kit.config.lightning_names import LIGHTNING_NAMES
 
 pytest.importorskip("lightning")
-pytestmark = [pytest.mark.ecosystem, pytest.mark.filterwarnings("ignore")]  # Lightning's and its loggers' own
+pytestmark = [
+    pytest.mark.ecosystem,
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+]
+"""The warnings are Lightning's own."""
 
 
 def names() -> Names:
