@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable, Mapping
 
 import pytest
 import transformers
@@ -12,7 +13,7 @@ from transformers import Seq2SeqTrainingArguments
 
 from trainer_kit import TrainingArguments
 from trainer_kit.config.lightning_names import LIGHTNING_NAMES
-from trainer_kit.config.other_names import NOT_A_SWITCH, renamed
+from trainer_kit.config.other_names import NOT_A_SWITCH, OtherName, renamed
 from trainer_kit.config.sources import OTHER_NAMES
 from trainer_kit.config.transformers_names import TRANSFORMERS_NAMES
 
@@ -24,7 +25,7 @@ def rows(page: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("page", "names"), [(settings_of_transformers, TRANSFORMERS_NAMES), (settings_of_lightning, LIGHTNING_NAMES)]
 )
-def test_each_setting_has_a_row_that_says_something(page, names) -> None:  # type: ignore[no-untyped-def]
+def test_each_setting_has_a_row_that_says_something(page: Callable[[], str], names: Mapping[str, OtherName]) -> None:
     found = rows(page())
     assert found.keys() == names.keys()
     assert all(len(text) > 5 and NOT_A_SWITCH not in text for text in found.values())
@@ -69,6 +70,7 @@ def test_another_name_of_a_field() -> None:
     assert meaning("epochs", renamed("num_train_epochs")) == "`num_train_epochs`"
 
 
+@pytest.mark.slow
 def test_each_public_method_of_transformers_trainer_is_in_the_table_or_ours() -> None:
     page = methods_of_transformers()
     public = {name for name in vars(transformers.Trainer) if not name.startswith("_")}
