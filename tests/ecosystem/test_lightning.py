@@ -50,7 +50,7 @@ def test_each_setting_is_known() -> None:
     assert inspect.signature(lightning.Trainer).parameters.keys() - known == set()
 
 
-def test_the_script_trains_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_trains_the_same(tmp_path: Path) -> None:
     before = example("lightning_before")(str(tmp_path / "before"), shuffle=False)
     after = example("lightning_after")(str(tmp_path / "after"), shuffle=False)
     for name in ("eval_loss", "eval_accuracy"):
