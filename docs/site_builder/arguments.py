@@ -1,26 +1,21 @@
-"""The table of all arguments, and that of other trainers' settings that are none."""
+"""The table of all arguments."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import types
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from site_builder import api
+from site_builder.settings import fields_of_transformers, other_names
 from site_builder.tables import code, sections, table
 from trainer_kit import TrainingArguments
 from trainer_kit.config.lightning_names import LIGHTNING_NAMES
-from trainer_kit.config.other_names import Fields, OtherName, Refusal
 from trainer_kit.config.parser_hints import Accepts
 from trainer_kit.config.transformers_names import TRANSFORMERS_NAMES
 from trainer_kit.config.validation import Rule
-
-_SAMPLES: tuple[Any, ...] = (True, False, 1, 0.5, "16-mixed", "linear", {}, None)
-"""Values that show which field a setting becomes: each setting takes one of them."""
 
 _FILTER = """<div class="filter" markdown="0">
 <label for="filter-arguments">Filter</label>
@@ -31,17 +26,15 @@ _FILTER = """<div class="filter" markdown="0">
 
 
 def arguments() -> str:
-    """Return the table of all arguments, those of other trainers that are refused, and the class itself."""
-    refused = "\n\n".join(
-        f"### {trainer}\n\n{table([trainer, 'here'], _without_field(names))}"
-        for trainer, names in (("transformers", TRANSFORMERS_NAMES), ("Lightning", LIGHTNING_NAMES))
-    )
+    """Return the table of all arguments, and the class itself."""
     head = ["argument", "default", "meaning", "transformers' name"]
     return (
         f"## All arguments\n\n{_FILTER}\n"
         f'<div id="arguments" class="wide" markdown="1">\n\n{table(head, rows())}\n\n</div>\n\n'
-        "## Settings that are no arguments\n\nThey are refused with this sentence, or have no effect for this reason, "
-        f"unless their value is what happens anyway.\n\n{refused}\n\n"
+        "## Settings that are no arguments\n\n"
+        "Those of [transformers](../coming-from/transformers.md#settings) and of "
+        "[Lightning](../coming-from/lightning.md#settings) are refused with a sentence, or have no effect for a "
+        "reason, unless their value is what happens anyway.\n\n"
         f"{api.listing('arguments')}"
     )
 
@@ -50,7 +43,7 @@ def rows() -> list[list[str]]:
     """Return the rows: name, default, meaning with allowed values and Lightning's names, transformers' names."""
     meanings = sections(TrainingArguments)["parameters"]
     theirs, lightnings = other_names(TRANSFORMERS_NAMES), other_names(LIGHTNING_NAMES)
-    same = _fields_of_transformers()
+    same = fields_of_transformers()
     made = []
     for field in dataclasses.fields(TrainingArguments):
         names = [code(field.name)] if field.name in same else []
@@ -98,44 +91,3 @@ def _kinds(hint: Any) -> list[str]:
         return [kind for member in get_args(hint) for kind in _kinds(member)]
     names = {type(None): "None", str: "a text", bool: "`True`, `False`", int: "a whole number", float: "a number"}
     return [names.get(hint) or code(inspect.formatannotation(hint))]
-
-
-def other_names(names: Any) -> dict[str, list[str]]:
-    """Return another trainer's settings that become a field, by field."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for name, translate in names.items():
-        for field in _fields_of(translate):
-            found[field].append(name)
-    return found
-
-
-def _without_field(names: Any) -> list[list[str]]:
-    """Return the settings that never become a field, each with the sentence or the reason."""
-    return [[code(name), _sentence(translate)] for name, translate in names.items() if not _fields_of(translate)]
-
-
-def _answers(translate: OtherName) -> list[Fields | Refusal]:
-    answers = []
-    for value in (*_SAMPLES, object()):
-        try:
-            answers.append(translate(value))
-        except (AttributeError, TypeError, ValueError):
-            continue  # a translation of another kind of value
-    return answers
-
-
-def _fields_of(translate: OtherName) -> list[str]:
-    answers = [answer for answer in _answers(translate) if isinstance(answer, Fields)]
-    return list(dict.fromkeys(field for answer in answers for field in answer.values))
-
-
-def _sentence(translate: OtherName) -> str:
-    texts = [each.sentence if isinstance(each, Refusal) else each.note for each in _answers(translate)]
-    return next((text for text in texts if text), "")
-
-
-@functools.cache
-def _fields_of_transformers() -> frozenset[str]:
-    from transformers import Seq2SeqTrainingArguments
-
-    return frozenset(field.name for field in dataclasses.fields(Seq2SeqTrainingArguments))

@@ -1,4 +1,4 @@
-"""The parts of the reference that are made from the code, by the name that a page gives them."""
+"""The parts of pages that are made from the code, by the name that a page gives them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from site_builder.environment import environment
 from site_builder.exceptions import exceptions
 from site_builder.hooks import callbacks_page
 from site_builder.records import records
+from site_builder.settings import methods_of_transformers, settings_of_lightning, settings_of_transformers
 
 MAKERS: Mapping[str, Callable[[], str]] = {
     "trainer": functools.partial(api.listing, "trainer"),
@@ -29,4 +30,7 @@ MAKERS: Mapping[str, Callable[[], str]] = {
     "exceptions": exceptions,
     "exit-codes": exit_codes,
     "environment": environment,
+    "settings-of-transformers": settings_of_transformers,
+    "methods-of-transformers": methods_of_transformers,
+    "settings-of-lightning": settings_of_lightning,
 }

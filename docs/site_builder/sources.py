@@ -20,22 +20,31 @@ _STAND_INS = {
     "trainer_kit/config/arguments.py": "reference/arguments.md",
     "trainer_kit/errors.py": "reference/exceptions.md",
 }
+_MIGRATIONS = "examples/coming_from"
 _COPIED = ("CONTRIBUTING.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "SECURITY.md")
 
 
 def scripts(root: Path = ROOT) -> dict[Path, PurePosixPath]:
-    """Return the page of each script, notebook and guide in `examples/`, by file."""
+    """Return the page of each script, notebook and guide in `examples/`, by file; migrations have no own pages."""
     suffixes = {*_LANGUAGES, ".ipynb", ".md"}
     files = sorted(path for path in (root / "examples").rglob("*") if path.suffix in suffixes)
+    files = [path for path in files if path.parent != root / _MIGRATIONS]
     pages = {path: _SCRIPTS / f"{path.stem}.md" for path in files}
     if len({*pages.values()}) < len(pages):
         raise ValueError("two files in examples/ have the same name; rename one, since their pages would be the same")
     return pages
 
 
+def migrations(root: Path = ROOT) -> dict[Path, PurePosixPath]:
+    """Return the page that shows each script `PEER_before.py` and `PEER_after.py`, by file."""
+    files = sorted((root / _MIGRATIONS).glob("*.py"))
+    return {path: PurePosixPath("coming-from") / f"{path.stem.rpartition('_')[0]}.md" for path in files}
+
+
 def pages(root: Path = ROOT) -> dict[Path, PurePosixPath]:
     """Return the English page that each file or folder outside of `docs/` has on the site."""
-    return {root / path: PurePosixPath(page) for path, page in _STAND_INS.items()} | scripts(root)
+    stand_ins = {root / path: PurePosixPath(page) for path, page in _STAND_INS.items()}
+    return stand_ins | migrations(root) | scripts(root)
 
 
 def made_pages(root: Path = ROOT) -> dict[Path, PurePosixPath]:

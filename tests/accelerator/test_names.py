@@ -17,9 +17,9 @@ from trainer_kit import accelerator as ours
 if not accelerate.__version__.startswith("1.15."):
     pytest.skip("the arguments are compared with those of accelerate 1.15", allow_module_level=True)
 
-GUIDE = Path(__file__).parents[2] / "docs" / "en" / "coming-from" / "index.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "en" / "coming-from" / "accelerate.md"
 
-# Arguments that are left out here, or have another default; docs/en/coming-from/index.md says why.
+# Arguments that are left out here, or have another default; docs/en/coming-from/accelerate.md says why.
 LEFT_OUT = {
     "Accelerator.load_state": {"load_kwargs", "load_model_func_kwargs"},
     "Accelerator.save_state": {"save_model_func_kwargs"},

@@ -8,14 +8,14 @@ import pytest
 
 from trainer_kit.config.arguments import TrainingArguments
 
-# The arguments of lightning.pytorch.Trainer 2.5.
+# The arguments of lightning.pytorch.Trainer 2.6.
 NAMES = (
     "accelerator strategy devices num_nodes precision logger callbacks fast_dev_run max_epochs min_epochs max_steps "
     "min_steps max_time limit_train_batches limit_val_batches limit_test_batches limit_predict_batches overfit_batches "
     "val_check_interval check_val_every_n_epoch num_sanity_val_steps log_every_n_steps enable_checkpointing "
     "enable_progress_bar enable_model_summary accumulate_grad_batches gradient_clip_val gradient_clip_algorithm "
     "deterministic benchmark inference_mode use_distributed_sampler profiler detect_anomaly barebones plugins "
-    "sync_batchnorm reload_dataloaders_every_n_epochs default_root_dir model_registry"
+    "sync_batchnorm reload_dataloaders_every_n_epochs default_root_dir enable_autolog_hparams model_registry"
 )
 
 

@@ -143,7 +143,7 @@ def masks(folder: Path, seed: int | None, resume: bool = False) -> list[list[int
 def test_masks_are_the_same_after_a_resume(tmp_path: Path, seed: int | None) -> None:
     """With a seed, the collator makes a generator of its own in its first batch."""
     whole = masks(tmp_path, seed)
-    shutil.rmtree(tmp_path / "checkpoint-6")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-6")
     assert masks(tmp_path, seed, resume=True) == whole[3:]
     assert len({tuple(each) for each in whole}) == len(whole)
 

@@ -83,6 +83,7 @@ LIGHTNING_NAMES: Mapping[str, OtherName] = {
     "enable_model_summary": ignored("trainer.plan() prints the model", True, False),
     "inference_mode": ignored("evaluation always runs without gradients", True, False),
     "barebones": refused("use report_to='none', save_strategy='no' and disable_tqdm=True", False),
+    "enable_autolog_hparams": ignored("trackers always get the arguments", True, False),
     "model_registry": refused("there is no model registry; save_model() writes a folder"),
 }
 """Translation of each argument of Lightning's Trainer that is not the name of a field."""

@@ -15,6 +15,9 @@ logger = logging.getLogger("trainer_kit")
 _NEAR = 0.75
 """Similarity of spelling from which an unknown name is a misspelled field."""
 
+NOT_A_SWITCH = "give True or False"
+"""The sentence about the value of a switch that is neither."""
+
 
 class Fields(NamedTuple):
     """Fields that stand for a setting.
@@ -55,7 +58,7 @@ def switched(field: str, on: Any, off: Any = None) -> OtherName:
         if value is None:
             return Fields()
         if not isinstance(value, bool):
-            return Refusal("give True or False")
+            return Refusal(NOT_A_SWITCH)
         chosen = on if value else off
         return Fields() if chosen is None else Fields({field: chosen})
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from site_builder.arguments import arguments, rows
+from site_builder.arguments import rows
 
 from trainer_kit import TrainingArguments
-from trainer_kit.config.sources import OTHER_NAMES
 
 ROWS = {re.sub("<.*?>", "", row[0]).strip("`"): row[1:] for row in rows()}
 
@@ -36,10 +35,3 @@ def test_other_names_stand_by_the_argument_that_they_become() -> None:
     assert "`no_cuda`" in theirs["use_cpu"]
     assert ROWS["gradient_accumulation_steps"][1].endswith("<br>*Lightning:* `accumulate_grad_batches`.")
     assert "Lightning" not in ROWS["save_keep_every"][1]
-
-
-def test_each_other_name_is_on_the_page_with_a_reason_if_it_is_no_argument() -> None:
-    page = arguments()
-    assert [name for name in OTHER_NAMES if f"`{name}`" not in page] == []
-    assert "| `deepspeed` | DeepSpeed is not available; use strategy='fsdp' |" in page
-    assert not re.findall(r"^\| `\w+` \|  \|$", page, re.MULTILINE)

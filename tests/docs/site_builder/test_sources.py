@@ -30,3 +30,13 @@ def test_two_scripts_of_one_name_are_refused(tmp_path: Path) -> None:
         (tmp_path / "examples" / name).touch()
     with pytest.raises(ValueError, match="two files in examples/ have the same name"):
         sources.scripts(tmp_path)
+
+
+def test_a_migration_is_shown_by_the_page_of_its_peer() -> None:
+    folder = sources.ROOT / "examples" / "coming_from"
+    shown = sources.migrations()
+    assert {str(shown[folder / f"lightning_{part}.py"]) for part in ("before", "after")} == {"coming-from/lightning.md"}
+    assert {path for path in folder.glob("*.py") if path not in sources.pages()} == set()
+    assert sources.scripts().keys().isdisjoint(shown)
+    for path, page in shown.items():
+        assert f"\n::: code: {path.relative_to(sources.ROOT)}\n" in (sources.ROOT / "docs" / "en" / page).read_text()
