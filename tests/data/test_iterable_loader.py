@@ -192,7 +192,7 @@ def test_without_a_state_it_is_passed_over_with_a_warning(workers: int) -> None:
     end = whole[taken - 1].global_batch
     with pytest.warns(UserWarning, match=f"no state_dict: {said} of epoch 1 are read again and skipped") as caught:
         rest = list(one.micro_batches(1, end.stop, 5 - taken, end.data_state))
-    assert len(caught) == 1
+    assert len([each for each in caught if each.category is UserWarning]) == 1  # Python 3.12 warns of forks too
     assert rows(rest) == rows(whole[taken:])
     assert rest[0].start == end.stop
 
@@ -308,7 +308,7 @@ def test_a_length_that_is_too_small_is_told_of_once(workers: int, said: str) -> 
 
     with pytest.warns(UserWarning, match=f"has a length of 6, but gave more samples: .*{said}") as caught:
         list(loader(Undivided(6), Layout(2), workers).micro_batches(0, 0, 12))
-    assert len(caught) == 1
+    assert len([each for each in caught if each.category is UserWarning]) == 1
 
 
 def test_a_length_of_0_is_refused() -> None:
