@@ -230,7 +230,7 @@ def _translated(run: Run) -> dict[str, Any]:
         "per_device_eval_batch_size": args.eval_batch_size,
         "logging_dir": str(args.log_dir),
         "report_to": reporters_as_data(args.report_to),
-        "project": args.project or _transformers_defaults()["project"],
+        "project": args.project or _transformers_defaults().get("project"),
         "do_train": True,
         "do_eval": args.eval_strategy != "no",
         "device": strategy.device,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -287,5 +286,6 @@ def _seed(generator: torch.Generator, epoch: int) -> None:
     generator.manual_seed(seed)
 
 
-_seeds: weakref.WeakKeyDictionary[torch.Generator, tuple[int, int]] = weakref.WeakKeyDictionary()
-"""The seed that the user gave each generator, and the one that it was last given here."""
+_seeds: dict[torch.Generator, tuple[int, int]] = {}
+"""The seed that the user gave each generator, and the one that it was last given here. Not each release of torch has
+weak references to generators; they are few and small."""
