@@ -58,5 +58,7 @@ def _words(text: str) -> list[str]:
 def _alike(recorded: str | None, seen: str | None) -> bool:
     if recorded is None or seen is None or _NUMBER.sub("", recorded) != _NUMBER.sub("", seen):
         return False
-    numbers = ([float(number.replace(",", "")) for number in _NUMBER.findall(word)] for word in (recorded, seen))
-    return all(abs(a - b) <= RELATIVE * max(abs(a), abs(b)) + ABSOLUTE for a, b in zip(*numbers, strict=True))
+    told, now = ([float(number.replace(",", "")) for number in _NUMBER.findall(word)] for word in (recorded, seen))
+    return len(told) == len(now) and all(
+        abs(a - b) <= RELATIVE * max(abs(a), abs(b)) + ABSOLUTE for a, b in zip(told, now, strict=True)
+    )

@@ -79,7 +79,8 @@ def output_of(step: Step, folder: Path) -> str:
     )  # fmt: skip
     if done.returncode:
         raise ProcessFailed(f"{step.commands}exits with code {done.returncode}\n{done.stdout}{done.stderr}")
-    return done.stdout.replace(f"{folder}/", "").replace(sys.executable, "python").strip("\n") + "\n"
+    interpreter = rf"{re.escape(str(Path(sys.executable).parent))}/python[\d.]*"  # scripts may name it python3
+    return re.sub(interpreter, "python", done.stdout.replace(f"{folder}/", "")).strip("\n") + "\n"
 
 
 def _plot(run_dir: Path, name: str) -> str:

@@ -95,7 +95,7 @@ def test_hosts_leave_together_and_go_on_as_one(tmp_path: Path) -> None:
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=0, atol=0)
     records = [json.loads(line) for line in (tmp_path / "host 0/run/log.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if "loss" in record] == [3, 6, 8]
+    assert [record["step"] for record in records if "loss" in record] == [3, 6, 8], records
 
 
 def test_a_host_that_differs_is_found(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def test_what_may_differ(recorded: str, seen: str) -> None:
         ("weights 2 GiB of the model\n", "gradients 2 GiB of the model\n"),
         ("a\nb", "a"),
         ("a", "a\nb"),
+        ("bin/python -m module", "bin/python3 -m module"),
         ("weights: 00c1ab72de59f0aa: the same", "weights: 00c1ab72de59f0aa: DIFFERENT"),
         (SVG.format(last="0.5"), SVG.format(last="0.7")),
     ],

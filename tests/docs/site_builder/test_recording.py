@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from site_builder import includes, recording
-from site_builder.recording import ProcessFailed, Step, changes, main, pages, record, steps
+from site_builder.recording import ProcessFailed, Step, changes, main, output_of, pages, record, steps
 
 PAGE = """# First
 
@@ -45,6 +46,12 @@ def test_commands_with_an_output_are_steps() -> None:
     first, second = steps(PAGE)
     assert first == Step("train", 'echo "loss 0.5"\nmkdir runs\n')
     assert second.name == "there"
+
+
+def test_names_of_the_interpreter_are_one(tmp_path: Path) -> None:
+    folder = Path(sys.executable).parent
+    commands = "".join(f"echo {folder}/{name} -m module\n" for name in ("python", "python3", "python3.11"))
+    assert output_of(Step("names", commands), tmp_path) == 3 * "python -m module\n"
 
 
 def test_what_was_recorded_is_compared(page: Path, tmp_path: Path) -> None:
