@@ -17,6 +17,7 @@ from kit import xla_task
 from kit.on_xla import QUICK, on_cpu, on_xla
 
 from trainer_kit import XLA, Callback, Run
+from trainer_kit.checkpoint import contribution
 from trainer_kit.config import environment
 
 pytestmark = pytest.mark.xla
@@ -73,6 +74,26 @@ def alone(folder: Path) -> dict[str, torch.Tensor]:
 
 def ends(folder: Path) -> list[tuple[Any, int, dict[str, torch.Tensor]]]:
     return [torch.load(folder / f"end-{rank}.pt") for rank in range(2)]
+
+
+class Writes(Callback):
+    """Records which hosts write files of a checkpoint."""
+
+    def on_train_begin(self, run: Run) -> None:
+        assert isinstance(run.strategy, XLA)
+        write, rank = contribution.write_part, run.strategy.group.place.rank
+
+        def recorded(staging: Path, *args: Any, **kwargs: Any) -> Any:
+            Path(f"wrote-{rank}").touch()
+            return write(staging, *args, **kwargs)
+
+        contribution.write_part = recorded
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_host_0_alone_writes(tmp_path: Path, asynchronous: bool) -> None:
+    on_cpu(both, tmp_path, Writes(), 2 * ({"async_save": asynchronous},))
+    assert [path.name for path in tmp_path.glob("*/wrote-*")] == ["wrote-0"]
 
 
 def test_hosts_leave_together_and_go_on_as_one(tmp_path: Path) -> None:

@@ -33,7 +33,6 @@ from trainer_kit.checkpoint.format.ownership import Division
 from trainer_kit.checkpoint.format.snapshot import Copy
 from trainer_kit.checkpoint.save import Outcome, Save
 from trainer_kit.checkpoint.staging import HostStaging
-from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.config.event_schedule import steps_between
 from trainer_kit.errors import SaveError
 from trainer_kit.run import Run
@@ -133,12 +132,12 @@ class AsyncSaver:
             return
         save = strategy.collectives.on_main(lambda: self._open(snapshot))
         self.is_busy = True
-        if save is None or strategy.rank not in (contributors := self._contributors(division)):
+        if save is None or not self._contributes(division):
             return
         assert taken is not None, "the processes have agreed"
         contribution = self._contribute(self._share(taken, division))
         if strategy.is_main:
-            self._submit(lambda: self._write(contribution, save, contributors[1:], committed, protect))
+            self._submit(lambda: self._write(contribution, save, division, committed, protect))
         else:
             self._submit(lambda: save.send_part(contribution, strategy, self.run.args.max_shard_size))
 
@@ -221,6 +220,10 @@ class AsyncSaver:
         if self.run.strategy.sharding.is_active:
             return [*range(self.run.strategy.world_size)]
         return self.writers[: division.writers if division is not None else 1]
+
+    def _contributes(self, division: Division | None) -> bool:
+        # Each host of XLA has rank 0.
+        return self.run.strategy.is_main or self.run.strategy.rank in self._contributors(division)[1:]
 
     def _share(self, snapshot: Snapshot, division: Division | None) -> Snapshot:
         """Return the share of this process, which is empty if it writes no part."""
@@ -359,7 +362,7 @@ class AsyncSaver:
         except OSError:
             return  # the first save reports it
         strategy.collectives.on_main(lambda: self._check_space(snapshot))
-        if self.run.args.async_save and strategy.rank in self._contributors(division) and taken is not None:
+        if self.run.args.async_save and self._contributes(division) and taken is not None:
             self._contribution(self._share(taken, division), self._reserve)
 
     def _check_space(self, taken: Future[Snapshot]) -> None:
@@ -370,8 +373,7 @@ class AsyncSaver:
         for name, (tree, _) in snapshot.states.items():
             if is_too_large(json.dumps(tree).encode()):
                 raise ValueError(f"the state {name!r} holds too long lists for a checkpoint; keep them as tensors")
-        size = snapshot.nbytes
-        count = checkpoints_at_once(self.run) - len(self.committed)
+        size, count = snapshot.nbytes, checkpoints_at_once(self.run) - len(self.committed)
         try:
             free = shutil.disk_usage(self.folder).free
         except OSError:
@@ -399,15 +401,18 @@ class AsyncSaver:
         self,
         contribution: Future[Contribution],
         save: Save,
-        others: list[int],
+        division: Division | None,
         committed: list[Committed],
         protect: Collection[str],
     ) -> Outcome:
-        args = self.run.args
+        args, others = self.run.args, self._contributors(division)[1:]
+        limits = Retention(
+            args.save_total_limit, args.save_best_limit, args.save_keep_every, bool(args.greater_is_better)
+        )
         try:
             save.commit(contribution, self.run.strategy, others, args.max_shard_size, self.confirm)
             self.confirm()
-            return Outcome(save.step, prune(self.folder, committed, retention(args), protect, self.is_own))
+            return Outcome(save.step, prune(self.folder, committed, limits, protect, self.is_own))
         except (OSError, MemoryError) as error:
             return Outcome(save.step, self.committed, str(error) or "no memory")
         finally:
@@ -420,11 +425,6 @@ class AsyncSaver:
 
     def _kept(self) -> str:
         return f"the newest checkpoint is {self.newest}" if self.committed else "there is no other checkpoint"
-
-
-def retention(args: TrainingArguments) -> Retention:
-    """Return the retention rule of the arguments."""
-    return Retention(args.save_total_limit, args.save_best_limit, args.save_keep_every, bool(args.greater_is_better))
 
 
 def checkpoints_at_once(run: Run, planned: int | None = None) -> int:
