@@ -105,6 +105,7 @@ def build(folder: Path) -> list[str]:
         config.write_text(yaml.safe_dump(settings(language, pages), allow_unicode=True), encoding="utf-8")
         command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "--config-file", str(config)]
         subprocess.run(command, check=True, timeout=600)
+        (folder / "site" / language / "404.html").unlink()  # servers look for it in their root only
     (folder / "site" / "index.html").write_text(_FRONT, encoding="utf-8")
     return [*problems_of(folder / "site"), *missing(folder / "site")]
 

@@ -1,0 +1,11 @@
+// Names and keyboard access that the theme leaves out. Its own script adds to tables and code when the page is loaded.
+for (const label of document.querySelectorAll("label.md-nav__link[id]")) {
+  if (label.textContent.trim()) continue
+  const nav = document.querySelector(`nav[aria-labelledby="${label.id}"]`)
+  label.title = nav.ariaLabel = nav.querySelector("label").textContent.trim()
+  nav.removeAttribute("aria-labelledby")
+}
+addEventListener("load", () => {
+  for (const wrap of document.querySelectorAll(".md-typeset__scrollwrap")) wrap.tabIndex = 0
+  for (const buttons of document.querySelectorAll(".md-code__nav")) buttons.role = "none"
+})
