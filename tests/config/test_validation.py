@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -111,3 +113,21 @@ VALUES = st.recursive(
 def test_what_is_saved_is_loaded(tmp_path: Path, values: dict[str, Any], suffix: str) -> None:
     save_fields(tmp_path / f"a{suffix}", values)
     assert repr(load_fields(tmp_path / f"a{suffix}")) == repr(values)
+
+
+def test_the_frames_of_callers_are_not_kept() -> None:
+    class Big:
+        pass
+
+    def caller() -> weakref.ref[Big]:
+        big = Big()
+        Example(even=None, size="many")
+        with pytest.raises(TypeError, match="a whole number, or a string"):
+            Example(size=1.5)  # type: ignore[arg-type]
+        return weakref.ref(big)
+
+    gc.disable()
+    try:
+        assert caller()() is None
+    finally:
+        gc.enable()

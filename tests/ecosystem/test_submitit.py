@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -108,3 +109,4 @@ def test_a_requeued_job_resumes_at_the_step_of_the_signal(tmp_path: Path, tasks:
 def test_a_job_in_this_process_trains(tmp_path: Path) -> None:
     job = submitit.DebugExecutor(tmp_path / "logs").submit(Training(tmp_path))
     assert job.result()[0] == 0
+    gc.collect()  # as a cycle may hold the logs, which would be found open in a later test

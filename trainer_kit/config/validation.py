@@ -138,14 +138,15 @@ def _read_ruled(value: Any, base: Any, rules: list[Rule]) -> Any:
 
 
 def _read_union(value: Any, members: tuple[Any, ...]) -> Any:
-    errors: list[Exception] = []
+    allowed: list[str] = []
+    kind: type[Exception] = TypeError
     for member in members:
         try:
             return _read(value, member)
         except (TypeError, ValueError) as error:
-            errors.append(error)
-    kind = ValueError if any(isinstance(error, ValueError) for error in errors) else TypeError
-    raise kind(", or ".join(map(str, errors)))
+            allowed.append(str(error))  # the error itself would keep the frames of all callers, and so their models
+            kind = ValueError if isinstance(error, ValueError) else kind
+    raise kind(", or ".join(allowed))
 
 
 def _read_choice(value: Any, choices: tuple[Any, ...]) -> Any:
