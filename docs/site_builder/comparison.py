@@ -19,9 +19,13 @@ _MASKED = {
         r"|\d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?|(?<=Time: )[\d.]+|(?<=Samples/second: )[\d.,]+)"
     ),
     "CHECKSUM": re.compile(r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{8,64}\b"),
+    "SAMPLE": re.compile(
+        r"(?s:(?<=sampled text\n------------\n).*?(?=\n------------\n))|(?<=continues 'A class definition':\n).+"
+    ),
     "NEWEST": re.compile(r"(?<=newest checkpoint: step )\d+"),  # written in the background while the run is killed
 }
-"""What differs from run to run: times, dates, rates and sizes; checksums; what a race decides."""
+"""What differs from run to run: times, dates, rates and sizes; checksums; text sampled from a model, in which rounding
+can change a token and all after it; what a race decides."""
 
 _ACTIVITY = re.compile(r"^[\w/]+ +[\d.]+ s +[\d.]+%$\n?", re.MULTILINE)
 """A row of the time by activity; which are long enough to be shown, and their order, differs."""

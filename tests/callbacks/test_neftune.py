@@ -71,7 +71,8 @@ def test_evaluation_has_no_noise_and_training_leaves_no_hook(tmp_path: Path) -> 
     trainer = trained(tmp_path)
     model = trainer.run.model
     assert not model.get_input_embeddings()._forward_hooks
-    reference = Trainer(model, arguments(tmp_path / "other"), None, texts()).evaluate()["eval_loss"]
+    other = arguments(tmp_path / "other", per_device_eval_batch_size=2)  # as in training: a loss is rounded by batch
+    reference = Trainer(model, other, None, texts()).evaluate()["eval_loss"]
     assert trainer.evaluate()["eval_loss"] == reference
 
 

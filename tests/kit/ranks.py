@@ -112,7 +112,12 @@ def _start(count: int) -> None:
         return
     with Listener(("127.0.0.1", 0), authkey=b"ranks") as listener:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-W", "error", "-m", "kit.ranks", str(listener.address[1])]
+        warnings = [
+            "error",
+            *(f"ignore:invalid escape sequence:{kind}" for kind in ("DeprecationWarning", "SyntaxWarning")),
+        ]
+        options = [word for each in warnings for word in ("-W", each)]  # as setup.cfg has them
+        command = [sys.executable, *options, "-m", "kit.ranks", str(listener.address[1])]
         processes = {
             process.pid: process for process in (subprocess.Popen(command, env=environment) for _ in range(count))
         }

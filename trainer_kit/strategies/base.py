@@ -23,6 +23,7 @@ from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.session import Session
 from trainer_kit.strategies.sharding import Sharding
 from trainer_kit.utils import optimizer_state
+from trainer_kit.utils.packed_layers import keep_unpacked
 from trainer_kit.utils.pytree import move
 from trainer_kit.utils.rng import seed_generators
 from trainer_kit.utils.user_warnings import warn
@@ -157,6 +158,7 @@ class Strategy:
         empty = next((name for name, value in model.state_dict().items() if getattr(value, "is_meta", False)), None)
         if empty is not None:
             raise ValueError(f"{empty} is on the meta device, without a value; make or load the model on a real device")
+        keep_unpacked(model)
         model = model.to(self.device)
         if self.precision is not None:
             self.precision.convert(model)

@@ -8,6 +8,7 @@ from site_builder.comparison import differences
 SVG = (
     '<figure><svg viewBox="0 0 1 1" role="img" aria-label="Loss by step. last {last} at step 456."><path d="M1"/></svg>'
 )
+SAMPLED = "sampled text\n------------\n{}\n------------\nperplexity 581.6"
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,8 @@ SVG = (
         ("weights: 00c1ab72de59f0aa", "weights: 11c1ab72de59f0bb"),
         ("time\ndata   1.2 s   80%\nloop 0.3 s  20%\n\nend", "time\nloop 2.3 s  100%\n\nend"),
         ("at 71.2 GFLOP/s, that\ntakes 0.37 s", "at 1,071.2 GFLOP/s,\nthat takes 0.4 s"),
+        (SAMPLED.format("the cat"), SAMPLED.format("the\n dog sat")),
+        ("model continues 'A class definition':\na b\nend", "model continues 'A class definition':\na c d\nend"),
         ("newest checkpoint: step 15", "newest checkpoint: step 10"),
         (SVG.format(last="0.50"), SVG.format(last="0.51").replace("M1", "M2")),
     ],
@@ -46,6 +49,8 @@ def test_what_may_differ(recorded: str, seen: str) -> None:
         ("a", "a\nb"),
         ("bin/python -m module", "bin/python3 -m module"),
         ("weights: 00c1ab72de59f0aa: the same", "weights: 00c1ab72de59f0aa: DIFFERENT"),
+        (SAMPLED.format("the cat"), SAMPLED.format("the cat").replace("581", "681")),
+        ("model continues 'A class definition':\na b\nend", "model continues 'A class definition':\na b\nother"),
         (SVG.format(last="0.5"), SVG.format(last="0.7")),
     ],
 )

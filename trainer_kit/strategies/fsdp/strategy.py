@@ -31,6 +31,7 @@ from trainer_kit.strategies.fsdp.tensor_parallel import Place, check_plan, find_
 from trainer_kit.strategies.fsdp.units import check_units, describe_single_unit, find_units
 from trainer_kit.strategies.multinode import MultiNode
 from trainer_kit.strategies.precision import Precision
+from trainer_kit.utils.packed_layers import keep_unpacked
 from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.wrappers import without_wrappers
 
@@ -169,6 +170,7 @@ class FSDP(MultiNode):
         if any(each.module is model for each in self._replicas):
             return model
         assert self._device_mesh is not None, "setup() comes first"
+        keep_unpacked(model)
         units = find_units(model, self.units)
         check_units(model, units)
         places = self._places(model)
