@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -76,19 +79,46 @@ def train(folder: str, layout: str, steps: int, resume: bool) -> tuple[list[torc
     return seen.first, [*seen.last, *averages]
 
 
+class Saved(NamedTuple):
+    """Trainings under a layout that those under all others are compared with.
+
+    Attributes:
+        folder: Of two steps, each with a checkpoint.
+        tensors: All of that run after its second step.
+        further: Those of a run of three steps.
+    """
+
+    folder: Path
+    tensors: list[torch.Tensor]
+    further: list[torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def saved_under(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    @functools.cache
+    def saved(layout: str) -> Saved:
+        world, folder = LAYOUTS[layout][0], tmp_path_factory.mktemp("saved")
+        _, two = on_ranks(world, train, str(folder / "two"), layout, 2, False)[0]
+        _, three = on_ranks(world, train, str(folder / "three"), layout, 3, False)[0]
+        return Saved(folder / "two", two, three)
+
+    return saved
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("before", "after"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)], ids=str
 )
-def test_a_resume_has_the_bits_of_the_checkpoint(tmp_path: Path, before: str, after: str) -> None:
-    folder = str(tmp_path / "run")
-    _, saved = on_ranks(LAYOUTS[before][0], train, folder, before, 2, False)[0]
-    _, further = on_ranks(LAYOUTS[before][0], train, str(tmp_path / "whole"), before, 3, False)[0]
-    for first, last in on_ranks(LAYOUTS[after][0], train, folder, after, 3, True):
+def test_a_resume_has_the_bits_of_the_checkpoint(
+    tmp_path: Path, saved_under: Callable[[str], Saved], before: str, after: str
+) -> None:
+    saved = saved_under(before)
+    shutil.copytree(saved.folder, tmp_path / "run")
+    for first, last in on_ranks(LAYOUTS[after][0], train, str(tmp_path / "run"), after, 3, True):
         assert len(first) > 20
-        for ours, theirs in zip(first, saved, strict=False):
+        for ours, theirs in zip(first, saved.tensors, strict=False):
             assert torch.equal(ours, theirs)
-        for ours, theirs in zip(last, further, strict=True):
+        for ours, theirs in zip(last, saved.further, strict=True):
             assert torch.equal(ours, theirs) or before != after
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
