@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,23 @@ def _log_level() -> Iterator[None]:
     level = logger.level
     yield
     logger.setLevel(level)
+
+
+@pytest.fixture(scope="session")
+def _preloaded() -> Iterator[Path]:
+    if not hasattr(os, "pidfd_open"):  # it is Linux's
+        yield Path(sys.executable)
+        return
+    from kit.interpreter import serve
+
+    with serve() as python:
+        yield python
+
+
+@pytest.fixture
+def preloaded_python(_preloaded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make `sys.executable` a Python whose processes need not import torch; see `kit.interpreter`."""
+    monkeypatch.setattr(sys, "executable", str(_preloaded))
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ def figures(step: float = 1.0, losses: tuple[float, ...] = (2.0, 1.0), **others:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("preloaded_python")
 def test_all_contenders_compute_the_same_losses(tmp_path: Path) -> None:
     page = (BENCHMARKS.parent / "docs" / "en" / "explanation" / "performance.md").read_text(encoding="utf-8")
     path = tmp_path / "figures.json"

@@ -39,6 +39,7 @@ def test_the_command_says_equal() -> None:
 
 @pytest.mark.scenario
 @pytest.mark.slow
+@pytest.mark.usefixtures("preloaded_python")
 def test_the_command_kills_one_of_two_processes() -> None:
     done = command("--num-processes", "2", "--steps", "4", "--seed", "1", str(TASK))
     assert done.returncode == 0, done.stderr

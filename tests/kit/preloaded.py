@@ -96,7 +96,7 @@ class _ForkingPopen(subprocess.Popen[bytes]):
         pid = os.fork()
         if pid == 0:
             os.close(ready)
-            _run(lambda: _run_rank(words[3:], env, stdout, stderr, done))
+            run_to_exit(lambda: _run_rank(words[3:], env, stdout, stderr, done))
         os.close(done)
         os.read(ready, 1)  # it leads its process group from here on
         os.close(ready)
@@ -109,16 +109,16 @@ def _run_command(
 ) -> NoReturn:
     def command() -> None:
         subprocess_handler.Popen = _ForkingPopen  # type: ignore[misc, assignment]
-        _become(env, *(os.open(path, os.O_WRONLY | os.O_APPEND) for path in (out, err)))
+        become(env, *(os.open(path, os.O_WRONLY | os.O_APPEND) for path in (out, err)))
         if setup is not None:
             setup(*setup_args)
         run_as_main(words)
 
-    _run(command)
+    run_to_exit(command)
 
 
 def _run_rank(words: list[str], env: dict[str, str], stdout: int, stderr: int, done: int) -> None:
-    _become(env, stdout, stderr)
+    become(env, stdout, stderr)
     os.close(done)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -126,7 +126,7 @@ def _run_rank(words: list[str], env: dict[str, str], stdout: int, stderr: int, d
     run_as_rank()
 
 
-def _become(env: dict[str, str], stdout: int, stderr: int) -> None:
+def become(env: dict[str, str], stdout: int, stderr: int) -> None:
     """Give this process what a new one has of its own; -1 stands for the output of the process that starts it."""
     os.setsid()
     for number, file in ((1, stdout), (2, stderr)):
@@ -145,7 +145,7 @@ def _become(env: dict[str, str], stdout: int, stderr: int) -> None:
     multiprocessing.process._children.clear()  # type: ignore[attr-defined]
 
 
-def _run(function: Callable[[], None]) -> NoReturn:
+def run_to_exit(function: Callable[[], None]) -> NoReturn:
     """Run a function as Python runs a program: to the end of its threads and exit handlers."""
     code: Any = 0
     try:

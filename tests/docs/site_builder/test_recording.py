@@ -106,7 +106,9 @@ def test_a_plot_has_the_colours_of_the_style_sheet() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*pages()} - {"tpu", "comparison"}))  # see tests/xla, tests/benchmarks
-def test_a_tutorial_prints_and_plots_what_it_shows(name: str, tmp_path: Path) -> None:
+def test_a_tutorial_prints_and_plots_what_it_shows(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if name != "first-training":  # whose processes import all by themselves, as a user's do
+        request.getfixturevalue("preloaded_python")
     assert changes(name, recording.run(name, tmp_path)) == []
 
 

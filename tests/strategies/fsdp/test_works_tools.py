@@ -12,7 +12,7 @@ import pytest
 
 from trainer_kit.checkpoint import read_state
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.usefixtures("preloaded_python")]
 
 SCRIPT = """
 import os
