@@ -22,6 +22,7 @@ from scenarios.moments import Death, Read, ReadStateless, ReadStream, Watch
 
 from trainer_kit.callbacks import read_log
 from trainer_kit.checkpoint.format import ownership
+from trainer_kit.profiling.peak_flops import measured_peak
 from trainer_kit.strategies import ddp, process_group
 from trainer_kit.strategies.fsdp.strategy import FSDP
 
@@ -65,6 +66,9 @@ class Start(NamedTuple):
     def output_dir(self) -> Path:
         return self.folder / "run"
 
+
+torch.set_num_threads(1)
+measured_peak(torch.float32)  # each start would measure it at its first log, which takes as long as all its steps
 
 STRATEGIES: dict[str, Callable[..., ddp.DDP]] = {"ddp": ddp.DDP, "fsdp": functools.partial(FSDP, units=["head"])}
 
