@@ -5,16 +5,19 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+
+import pytest
 
 from trainer_kit.tools.verify.child import main
 from trainer_kit.tools.verify.recorder import RecordedStart
 from trainer_kit.tools.verify.verification import Result, Verification
 
-# For all tests, since there is one server. Python before 3.13 looks for them without what pytest adds to sys.path, and
-# says nothing where it finds none: no module of the tests can be among them.
+# For all tests, since there is one server.
 _IMPORTED = [
+    "kit.measured",
     "torch._dynamo", "trainer_kit.strategies.watchdog.heartbeat", "trainer_kit.tools.verify.child",
     "trainer_kit.trainer", "trainer_kit.accelerator", "trainer_kit.callbacks", "trainer_kit.strategies.multinode",
     "trainer_kit.cli.launch", "trainer_kit.launch.processes", "trainer_kit.launch.script",
@@ -29,6 +32,9 @@ def fork_server() -> ForkServerContext:
     """Makes processes, of functions in modules that they can import."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
+    with pytest.MonkeyPatch.context() as patch:  # Python before 3.13 does not tell the server what pytest adds
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
     return context
 
 

@@ -30,6 +30,7 @@ from kit.preloaded import become, run_to_exit
 from trainer_kit.launch.script import run_as_main
 
 _IMPORTED = (
+    "kit.measured",
     "torch._dynamo", "trainer_kit.trainer", "trainer_kit.accelerator", "trainer_kit.callbacks", "trainer_kit.cli.main",
     "trainer_kit.cli.launch", "trainer_kit.launch.processes", "trainer_kit.launch.script", "trainer_kit.report.page",
     "trainer_kit.strategies.multinode", "trainer_kit.strategies.fsdp.strategy", "trainer_kit.utils.event_file",
