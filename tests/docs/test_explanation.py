@@ -32,6 +32,7 @@ EXAMPLES = [
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.parametrize(("code", "shown"), EXAMPLES)
 def test_an_example_prints_what_the_page_shows(code: str, shown: str, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -104,6 +104,7 @@ def test_a_pruned_trial_is_no_failure(tmp_path: Path) -> None:
         assert status(RunHistory(folder)).word == expected
 
 
+@pytest.mark.usefixtures("preloaded_python")
 def test_a_killed_trial_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     undisturbed = make_study(tmp_path)
     undisturbed.optimize(make_objective(tmp_path / "undisturbed"), n_trials=1)

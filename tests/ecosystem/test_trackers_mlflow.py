@@ -57,6 +57,7 @@ def test_a_training(tmp_path: Path, client: Any) -> None:
     assert mlflow.active_run() is None
 
 
+@pytest.mark.usefixtures("preloaded_python")
 def test_a_killed_training_continues_its_run(tmp_path: Path, client: Any) -> None:
     options: dict[str, Any] = {"folder": "run", "report_to": ["jsonl", "mlflow"]}
     assert in_a_process(tmp_path, kill_at=5, **options) == -signal.SIGKILL
