@@ -140,11 +140,12 @@ class Net(torch.nn.Linear):
         return {"loss": super().forward(x).square().mean()}
 
 if __name__ == "__main__":
-    args = TrainingArguments(sys.argv[1], max_steps=6, logging_steps=1, save_steps=3, per_device_train_batch_size=1,
-                             report_to=["jsonl", "tensorboard"], use_cpu=True)
-    callbacks = [Console(every=0), from_transformers(PrinterCallback), from_transformers(ProgressCallback)]
-    Trainer(Net(4, 1), args, [{"x": torch.ones(4)}] * 12, callbacks=callbacks).train()
-    print("x" * 100_000)
+    for folder in sys.argv[1:]:
+        args = TrainingArguments(folder, max_steps=6, logging_steps=1, save_steps=3, per_device_train_batch_size=1,
+                                 report_to=["jsonl", "tensorboard"], use_cpu=True)
+        callbacks = [Console(every=0), from_transformers(PrinterCallback), from_transformers(ProgressCallback)]
+        Trainer(Net(4, 1), args, [{"x": torch.ones(4)}] * 12, callbacks=callbacks).train()
+        print("x" * 100_000)
 """
 
 
@@ -185,11 +186,8 @@ def test_a_locale_that_does_not_know_the_path(tmp_path: Path, stream: str) -> No
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": stream}
     script = tmp_path / "train.py"
     script.write_text(TRAINING.replace('"tensorboard"]', '"tensorboard", "html"]'))
-    done = subprocess.run([sys.executable, script, "runs"], cwd=folder, env=environment, capture_output=True,
-                          timeout=200)  # fmt: skip
-    assert done.returncode == 0, done.stderr.decode(errors="replace")
-    done = subprocess.run([sys.executable, script, os.fsencode(folder / "mine")], env=environment, capture_output=True,
-                          timeout=200)  # fmt: skip
+    command = [sys.executable, script, "runs", os.fsencode(folder / "mine")]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=200)
     assert done.returncode == 0, done.stderr.decode(errors="replace")
     assert warned(folder / "runs") == warned(folder / "mine") == []
     assert (folder / "mine" / "report.html").exists()
