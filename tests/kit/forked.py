@@ -5,8 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from trainer_kit.tools.verify.verification import Result, Verification
 
 # For all tests, since there is one server.
 _IMPORTED = [
-    "kit.measured",
+    "kit.measured", "kit.architectures", "trainer_kit.strategies.fsdp.strategy",
     "torch._dynamo", "trainer_kit.strategies.watchdog.heartbeat", "trainer_kit.tools.verify.child",
     "trainer_kit.trainer", "trainer_kit.accelerator", "trainer_kit.callbacks", "trainer_kit.strategies.multinode",
     "trainer_kit.cli.launch", "trainer_kit.launch.processes", "trainer_kit.launch.script",
@@ -28,8 +27,12 @@ _IMPORTED = [
 _TASK = Path(__file__).parents[1] / "tools" / "task.py"
 
 
-def fork_server() -> ForkServerContext:
-    """Makes processes, of functions in modules that they can import."""
+def fork_server() -> BaseContext:
+    """Makes processes, of functions in modules that they can import; on Windows, from nothing."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    from multiprocessing import forkserver
+
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     with pytest.MonkeyPatch.context() as patch:  # Python before 3.13 does not tell the server what pytest adds

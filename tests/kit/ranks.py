@@ -1,4 +1,4 @@
-"""Functions run on several processes of this machine, which stay alive between tests (importing torch takes seconds).
+"""Functions run on several processes of this machine, which stay alive between tests.
 
     from kit.ranks import on_ranks
 
@@ -20,16 +20,23 @@ from __future__ import annotations
 import atexit
 import importlib
 import importlib.util
+import multiprocessing
 import os
 import pickle
 import socket
-import subprocess
 import sys
 import threading
+import time
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.process import BaseProcess
 from typing import Any
+
+import psutil
+
+from kit.forked import fork_server
 
 _pool: list[_Rank] = []
 """The processes, by rank; a call on more of them starts those that are missing."""
@@ -62,9 +69,9 @@ def try_on_ranks(world_size: int, function: Callable[..., Any], *args: Any, time
             process.begin(rank, world_size, port, function, args, kwargs)
         results = []
         for rank, process in enumerate(_pool[:world_size]):
-            has_ended = any(each.process.poll() is not None for each in _pool)
+            has_ended = any(not each.process.is_alive() for each in _pool)
             results.append(process.end(rank, world_size, min(timeout, 10) if has_ended else timeout))
-        if any(each.process.poll() is not None for each in _pool):
+        if any(not each.process.is_alive() for each in _pool):
             _end()
         return results
     except BaseException:
@@ -82,7 +89,7 @@ def free_port() -> int:
 class _Rank:
     """A process that waits for work."""
 
-    def __init__(self, process: subprocess.Popen[bytes], connection: Connection) -> None:
+    def __init__(self, process: BaseProcess, connection: Connection) -> None:
         self.process, self.connection = process, connection
 
     def begin(self, rank: int, world_size: int, port: int, function: Callable[..., Any], *given: Any) -> None:
@@ -102,7 +109,8 @@ class _Rank:
         try:
             result = pickle.loads(self.connection.recv_bytes())
         except EOFError:
-            return RankFailed(rank, None, f"it ended with exit code {self.process.wait(timeout)}")
+            self.process.join(timeout)
+            return RankFailed(rank, None, f"it ended with exit code {self.process.exitcode}")
         return RankFailed(rank, *result[1:]) if result[0] == "raised" else result[1]
 
 
@@ -112,24 +120,20 @@ def _start(count: int) -> None:
         return
     with Listener(("127.0.0.1", 0), authkey=b"ranks") as listener:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        warnings = [
-            "error",
-            *(f"ignore:invalid escape sequence:{kind}" for kind in ("DeprecationWarning", "SyntaxWarning")),
-        ]
-        options = [word for each in warnings for word in ("-W", each)]  # as setup.cfg has them
-        command = [sys.executable, *options, "-m", "kit.ranks", str(listener.address[1])]
-        processes = {
-            process.pid: process for process in (subprocess.Popen(command, env=environment) for _ in range(count))
-        }
+        given = int(listener.address[1]), os.getpid(), environment
+        processes = [fork_server().Process(target=_serve, args=given) for _ in range(count)]
+        for process in processes:
+            process.start()
+        by_number = {process.pid: process for process in processes}
         listener._listener._socket.settimeout(60)  # type: ignore[attr-defined]  # accept() has no limit of its own
         try:
             for _ in range(count):
                 connection = listener.accept()
-                _pool.append(_Rank(processes.pop(connection.recv()), connection))
+                _pool.append(_Rank(by_number.pop(connection.recv()), connection))
         finally:
-            for process in processes.values():  # those that did not come
+            for process in by_number.values():  # those that did not come
                 process.kill()
-                process.wait()
+                process.join()
 
 
 @atexit.register
@@ -137,7 +141,7 @@ def _end() -> None:
     for rank in _pool:
         rank.process.kill()
     for rank in _pool:
-        rank.process.wait()
+        rank.process.join()
     _pool.clear()
 
 
@@ -158,15 +162,21 @@ def _function(module: str, home: str, name: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _serve(port: int) -> None:
+def _serve(port: int, parent: int, environment: dict[str, str]) -> None:
     import torch.distributed as dist
 
     from trainer_kit.strategies import ddp
 
+    multiprocessing.set_start_method(None, force=True)  # data workers are forked, as from a process of a command
+    os.environ.clear()
+    os.environ.update(environment)
+    warnings.simplefilter("error")  # as setup.cfg has it
+    for kind in (DeprecationWarning, SyntaxWarning):
+        warnings.filterwarnings("ignore", "invalid escape sequence", kind)
     dist.set_debug_level(dist.DebugLevel.OFF)
     connection = Client(("127.0.0.1", port), authkey=b"ranks")
     connection.send(os.getpid())
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     while True:
         try:
             environment, module, home, name, args, kwargs = pickle.loads(connection.recv_bytes())
@@ -198,12 +208,7 @@ def _forget_meshes() -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    import time
-
-    while os.getppid() == parent:
+    """End with the process of the tests, which the server that forked this one may outlive."""
+    while psutil.pid_exists(parent):
         time.sleep(1)
     os._exit(1)
-
-
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
