@@ -1,7 +1,7 @@
-"""What `import trainer_kit` costs beyond `import torch`, against its budget of 50 ms.
+"""What `import trainer_kit` costs beyond `import torch`, against its bound of 60 ms.
 
-Each measure is the median over fresh processes that have imported torch already. The second one is that of a script
-that goes on to use the Trainer, which is when trainer_kit's own modules are loaded.
+Each measure is the median and the minimum over fresh processes that have imported torch already. The second one is that
+of a script that goes on to use the Trainer, which is when trainer_kit's own modules are loaded.
 
 Run: python benchmarks/import_time.py
 """
@@ -13,8 +13,8 @@ import statistics
 import subprocess
 import sys
 
-BUDGET_MS = 50.0
-REPEATS = 7
+BOUND_MS = 60.0
+REPEATS = 15
 STATEMENTS = ("import trainer_kit", "from trainer_kit import Trainer, TrainingArguments")
 
 
@@ -35,7 +35,10 @@ def main() -> None:
     rounds = [[milliseconds(statement) for statement in STATEMENTS] for _ in range(REPEATS)]
     for statement, times in zip(STATEMENTS, zip(*rounds, strict=True), strict=True):
         median = statistics.median(times)
-        print(f"{statement}: {median:.1f} ms after `import torch`, {median / BUDGET_MS:.2f} of {BUDGET_MS:.0f} ms")
+        print(
+            f"{statement}: {median:.1f} ms after `import torch`, at least {min(times):.1f} ms, "
+            f"{median / BOUND_MS:.2f} of {BOUND_MS:.0f} ms"
+        )
 
 
 if __name__ == "__main__":

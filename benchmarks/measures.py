@@ -19,6 +19,7 @@ COMMANDS = (
     "checkpoint.py --megabytes 100 --turns 3",
     "resuming.py",
     "import_time.py",
+    "accelerator_loader.py",
     "ledger.py --seconds 5",
 )
 

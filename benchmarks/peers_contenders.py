@@ -123,7 +123,7 @@ def lightning(model: Model, name: str, task: Task, folder: Path, resumes: bool) 
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    class Module(LightningModule):  # type: ignore[misc]
+    class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.model = model

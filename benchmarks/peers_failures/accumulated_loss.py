@@ -15,7 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import language_model, own_trainer, show, stacked, texts, token_model, transformers_trainer
+from contenders import (
+    has_lightning,
+    language_model,
+    lightning_module,
+    lightning_trainer,
+    loader,
+    own_trainer,
+    show,
+    stacked,
+    texts,
+    token_model,
+    transformers_trainer,
+)
 
 TEXTS, BATCH, ACCUMULATION = 8, 2, 4
 OPTIONS = {
@@ -51,6 +63,12 @@ def whole_batch(model: torch.nn.Module) -> None:
 def transformers(model: torch.nn.Module, folder: Path) -> None:
     """Take a step of transformers' Trainer."""
     transformers_trainer(folder, model, OPTIONS, texts(TEXTS), optimizers=sgd(model)).train()
+
+
+def lightning(model: torch.nn.Module, folder: Path) -> None:
+    """Take a step of Lightning's Trainer."""
+    trainer = lightning_trainer(folder, max_steps=1, accumulate_grad_batches=ACCUMULATION, enable_checkpointing=False)
+    trainer.fit(lightning_module(model, sgd(model)[0]), loader(texts(TEXTS), BATCH))
 
 
 def trainer_kit(model: torch.nn.Module, folder: Path) -> None:
@@ -89,6 +107,8 @@ def main() -> None:
                 "trainer_kit": functools.partial(trainer_kit, folder=Path(folder) / "ours"),
                 "trainer_kit's Accelerator": functools.partial(loop, OwnAccelerator),
             }
+            if has_lightning():
+                contenders["lightning"] = functools.partial(lightning, folder=Path(folder) / "lightning")
             for contender, take_step in contenders.items():
                 take_step(model := make())
                 error = float((weights_of(model) - right).abs().max() / (right - before).abs().max())

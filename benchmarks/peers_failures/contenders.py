@@ -7,8 +7,11 @@ Each script sets the same task to trainer_kit and to the installed peers, and pr
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import logging
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -139,6 +142,61 @@ def own_trainer(
 
     args = TrainingArguments(output_dir=str(folder), **{**_SETTINGS, "shuffle": False, **options})
     return Trainer(model, args, train, evaluation, **others)
+
+
+def has_lightning() -> bool:
+    """Return whether Lightning is installed; the scripts leave it out where it is not."""
+    return importlib.util.find_spec("lightning") is not None
+
+
+def lightning_module(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
+    """Return a LightningModule as its guide writes one: its steps return and log the mean loss of their batch.
+
+    Args:
+        model: The model, which is called with the batch.
+        optimizer: Its optimizer; None: AdamW.
+    """
+    from lightning.pytorch import LightningModule
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+            loss: torch.Tensor = self.model(**batch)["loss"]
+            return loss
+
+        def validation_step(self, batch: dict[str, torch.Tensor], index: int) -> None:
+            loss = self.model(**batch)["loss"]
+            self.log("eval_loss", loss, batch_size=len(next(iter(batch.values()))))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.model.parameters()) if optimizer is None else optimizer
+
+    return Module()
+
+
+def lightning_trainer(folder: Path, **options: Any) -> Any:
+    """Return Lightning's Trainer, which prints nothing.
+
+    Args:
+        folder: Its `default_root_dir`.
+        options: Further arguments of the Trainer.
+    """
+    from lightning.pytorch import Trainer
+
+    warnings.simplefilter("ignore")
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(default_root_dir=folder, accelerator="cpu", devices=1, **{**silent, **options})
+
+
+def loader(samples: list[dict[str, torch.Tensor]], batch_size: int) -> Any:
+    """Return a DataLoader of samples in their order."""
+    data: Any = samples
+    return torch.utils.data.DataLoader(data, batch_size=batch_size)
 
 
 def start(script: str, *arguments: str) -> subprocess.Popen[str]:

@@ -8,16 +8,42 @@ batches of any size.
 
 from __future__ import annotations
 
+import functools
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import IGNORED, language_model, own_trainer, show, stacked, texts, transformers_trainer
+from contenders import (
+    IGNORED,
+    has_lightning,
+    language_model,
+    lightning_module,
+    lightning_trainer,
+    loader,
+    own_trainer,
+    show,
+    stacked,
+    texts,
+    transformers_trainer,
+)
 
 BATCHES = (1, 8, 32)
-CONTENDERS = {"transformers": transformers_trainer, "trainer_kit": own_trainer}
-SAMPLES = texts(34)[2:]  # each has a token to predict
+SAMPLES = texts(35)[3:]  # each has a token to predict
+
+
+def by_trainer(make: Callable[..., Any], model: Any, folder: Path, size: int) -> float:
+    """Evaluate with a Trainer of transformers' kind."""
+    trainer = make(folder, model, {"per_device_eval_batch_size": size}, None, SAMPLES)
+    return float(trainer.evaluate()["eval_loss"])
+
+
+def by_lightning(model: Any, folder: Path, size: int) -> float:
+    """Evaluate with Lightning's Trainer."""
+    trainer = lightning_trainer(folder)
+    [metrics] = trainer.validate(lightning_module(model), loader(SAMPLES, size), verbose=False)
+    return float(metrics["eval_loss"])
 
 
 def true_loss(model: Any) -> float:
@@ -31,15 +57,19 @@ def true_loss(model: Any) -> float:
 
 def main() -> None:
     """Prints each contender's eval_loss for each size of the batches, and the true one."""
+    contenders: dict[str, Callable[[Any, Path, int], float]] = {
+        "transformers": functools.partial(by_trainer, transformers_trainer),
+        "trainer_kit": functools.partial(by_trainer, own_trainer),
+    }
+    if has_lightning():
+        contenders["lightning"] = by_lightning
     for name in ("LlamaForCausalLM", "GPT2LMHeadModel"):
         true = true_loss(language_model(name))
-        for contender, make in CONTENDERS.items():
+        for contender, evaluate in contenders.items():
             losses = []
             for size in BATCHES:
                 with tempfile.TemporaryDirectory() as folder:
-                    options = {"per_device_eval_batch_size": size}
-                    trainer = make(Path(folder), language_model(name), options, None, SAMPLES)
-                    losses.append(trainer.evaluate()["eval_loss"])
+                    losses.append(evaluate(language_model(name), Path(folder), size))
             is_right = all(abs(loss - true) < 1e-5 * true for loss in losses)
             figures = ", ".join(f"{loss:.3f}" for loss in losses)
             show(contender, is_right, f"{name} has eval_loss {figures} in batches of 1, 8, 32; the mean is {true:.3f}")

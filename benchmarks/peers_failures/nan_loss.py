@@ -11,7 +11,17 @@ import tempfile
 from pathlib import Path
 
 import torch
-from contenders import Regression, own_trainer, rows, show, transformers_trainer
+from contenders import (
+    Regression,
+    has_lightning,
+    lightning_module,
+    lightning_trainer,
+    loader,
+    own_trainer,
+    rows,
+    show,
+    transformers_trainer,
+)
 
 BAD = 9
 OPTIONS = {"per_device_train_batch_size": 4, "max_steps": 6, "logging_steps": 1}
@@ -41,6 +51,15 @@ def transformers(folder: Path) -> None:
     show("transformers", is_finite, f"ends after step {result.global_step} with logged losses {losses}; {words}")
 
 
+def lightning(folder: Path) -> None:
+    """Train with Lightning's Trainer."""
+    model = Regression()
+    trainer = lightning_trainer(folder, max_steps=6, enable_checkpointing=False)
+    trainer.fit(lightning_module(model), loader(samples(), 4))
+    is_finite, words = state_of(model)
+    show("lightning", is_finite, f"ends after step {trainer.global_step}; {words}")
+
+
 def trainer_kit(folder: Path) -> None:
     """Train with trainer_kit's Trainer."""
     from trainer_kit.errors import NonFiniteError
@@ -60,6 +79,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         transformers(Path(folder) / "theirs")
         trainer_kit(Path(folder) / "ours")
+        if has_lightning():
+            lightning(Path(folder) / "lightning")
 
 
 if __name__ == "__main__":

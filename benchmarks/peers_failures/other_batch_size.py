@@ -12,7 +12,17 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from contenders import Regression, own_trainer, rows, show, transformers_trainer
+from contenders import (
+    Regression,
+    has_lightning,
+    lightning_module,
+    lightning_trainer,
+    loader,
+    own_trainer,
+    rows,
+    show,
+    transformers_trainer,
+)
 
 SAMPLES = 64
 SIZES = ((4, 8), (8, 4))
@@ -43,6 +53,19 @@ def transformers(folder: Path, first: int, second: int) -> list[int]:
     return models[0].seen + models[1].seen
 
 
+def lightning(folder: Path, first: int, second: int) -> list[int]:
+    """Return the samples that Lightning's Trainer trains on, before and after the stop."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    models, half = [Regression(), Regression()], SAMPLES // 2 // first
+    saving = ModelCheckpoint(folder, "half", every_n_train_steps=half)
+    stopped = lightning_trainer(folder, max_epochs=1, max_steps=half, callbacks=[saving])
+    stopped.fit(lightning_module(models[0]), loader(rows(SAMPLES), first))
+    resumed = lightning_trainer(folder, max_epochs=1, enable_checkpointing=False)
+    resumed.fit(lightning_module(models[1]), loader(rows(SAMPLES), second), ckpt_path=folder / "half.ckpt")
+    return models[0].seen + models[1].seen
+
+
 def trainer_kit(folder: Path, first: int, second: int) -> list[int]:
     """Return the samples that trainer_kit's Trainer trains on, before and after the stop."""
     from trainer_kit import Callback, Run
@@ -59,8 +82,11 @@ def trainer_kit(folder: Path, first: int, second: int) -> list[int]:
 
 def main() -> None:
     """Prints how often the samples are seen."""
+    contenders = {"transformers": transformers, "trainer_kit": trainer_kit}
+    if has_lightning():
+        contenders["lightning"] = lightning
     for first, second in SIZES:
-        for contender, train in (("transformers", transformers), ("trainer_kit", trainer_kit)):
+        for contender, train in contenders.items():
             with tempfile.TemporaryDirectory() as folder:
                 times = Counter(train(Path(folder), first, second))
             never = sum(times[number] == 0 for number in range(SAMPLES))

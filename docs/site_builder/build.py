@@ -12,7 +12,9 @@ from typing import Any
 
 import yaml
 
+from site_builder import search
 from site_builder.check import problems_of
+from site_builder.code_words import with_whole_words
 from site_builder.completeness import missing
 from site_builder.from_code import MAKERS
 from site_builder.pages import LANGUAGES, write_pages
@@ -106,6 +108,9 @@ def build(folder: Path) -> list[str]:
         command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "--config-file", str(config)]
         subprocess.run(command, check=True, timeout=600)
         (folder / "site" / language / "404.html").unlink()  # servers look for it in their root only
+        search.rank(folder / "site" / language)
+        for page in (folder / "site" / language).rglob("*.html"):
+            page.write_text(with_whole_words(page.read_text(encoding="utf-8")), encoding="utf-8")
     (folder / "site" / "index.html").write_text(_FRONT, encoding="utf-8")
     return [*problems_of(folder / "site"), *missing(folder / "site")]
 

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from site_builder.plots import plot_in
 from site_builder.sources import ROOT
 
 _LINE = re.compile(r"^::: (code|output|plot): (.+)$", re.MULTILINE)
@@ -17,7 +18,7 @@ _COMMAND = re.compile(r"^\s*[%!]", re.MULTILINE)
 """A line of a notebook that is no Python, such as `%pip install`."""
 
 
-def with_included_files(text: str, page: str, root: Path = ROOT) -> str:
+def with_included_files(text: str, page: str, root: Path = ROOT, language: str = "en") -> str:
     """Return a page's text with its lines that include a file replaced by what they stand for.
 
     - `::: code: PATH` stands for a script, `::: code: PATH NAME ...` for these definitions of a script or notebook.
@@ -28,9 +29,10 @@ def with_included_files(text: str, page: str, root: Path = ROOT) -> str:
         text: The text.
         page: Name of the page, without folder and suffix.
         root: Folder of the repository.
+        language: Language of the page, for the words of plots.
 
     Raises:
-        ValueError: If a file or a definition is missing.
+        ValueError: If a file, a definition or the translation of a plot's word is missing.
     """
 
     def included(line: re.Match[str]) -> str:
@@ -41,7 +43,7 @@ def with_included_files(text: str, page: str, root: Path = ROOT) -> str:
         if not path.is_file():
             raise ValueError(f"'{line[0]}' of {page}.md is not recorded; run scripts/tutorials {page}")
         content = path.read_text(encoding="utf-8").rstrip("\n")
-        return content if kind == "plot" else f"````text\n{content}\n````"
+        return plot_in(language, content) if kind == "plot" else f"````text\n{content}\n````"
 
     return _LINE.sub(included, text)
 

@@ -104,7 +104,7 @@ def write_pages(
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".md":
-            text = with_included_files(sources.markdown_of(origin, root), path.stem, root)
+            text = with_included_files(sources.markdown_of(origin, root), path.stem, root, language)
             text = with_links_to_the_site(text, origin, Place(language, path), root)
             target.write_text(with_parts_from_the_code(text, makers), encoding="utf-8")
         else:

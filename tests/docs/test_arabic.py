@@ -28,7 +28,7 @@ PICTURE = re.compile(r"!\[[^\]]*\]\(([^)\s]*)\)")
 INCLUDED = re.compile(r"^::: .+$", re.MULTILINE)  # scripts, outputs and plots that both languages share
 NUMBER = re.compile(r"(?<![a-zA-Z\d_.])(?![12]\b(?![.,]\d))\d+(?:[.,]\d+)*")  # Arabic writes 1 and 2 as words
 MARKS = re.compile("[\u064b-\u0652\u0670\u0640]")  # short vowels and lengthenings
-SEVERAL_SENSES = {"gather", "item", "resume", "shard", "token"}
+SEVERAL_SENSES = {"item", "resume", "shard", "token", "verification"}
 """Terms whose first use is not looked for: their Arabic words have other senses too, or other forms as verbs."""
 
 REJECTED = {

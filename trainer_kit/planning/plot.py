@@ -1,15 +1,15 @@
-"""A curve for the terminal, in braille characters: each is two dots wide and four dots high."""
+"""A curve for the terminal, in box-drawing characters.
+
+Fonts for code have them, as wide as a letter. They lack braille and take it from other fonts, where it is wider: in a
+browser, the curve would stick out of its frame.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-_BLANK = 0x2800
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""The bit of each dot of a braille character, by row and column (Unicode Standard, block U+2800)."""
 
-
-def curve(points: Sequence[tuple[int, float]], width: int = 60, height: int = 6) -> list[str]:
+def curve(points: Sequence[tuple[int, float]], width: int = 60, height: int = 8) -> list[str]:
     """Draw values over steps.
 
     Args:
@@ -20,19 +20,23 @@ def curve(points: Sequence[tuple[int, float]], width: int = 60, height: int = 6)
     Returns:
         Lines of the drawing, with the largest value at the top and the smallest at the bottom.
     """
-    columns, rows = 2 * width, 4 * height
-    values = _sampled([value for _, value in points], columns)
+    values = _sampled([value for _, value in points], width)
     low, high = min(values), max(values)
-    cells = [[_BLANK] * width for _ in range(height)]
+    cells = [[" "] * width for _ in range(height)]
     before = None
     for column, value in enumerate(values):
-        row = round((high - value) / (high - low) * (rows - 1)) if high > low else rows // 2
-        # Dots between two columns belong to the second, so that a steep line stays connected.
-        between = () if before is None else range(min(before, row) + 1, max(before, row))
-        for dot in (row, *between):
-            cells[dot // 4][column // 2] |= _DOTS[dot % 4][column % 2]
+        row = round((high - value) / (high - low) * (height - 1)) if high > low else height // 2
+        before = row if before is None else before
+        if row == before:
+            cells[row][column] = "─"
+        else:
+            is_rising = row < before
+            cells[before][column] = "┘" if is_rising else "┐"
+            cells[row][column] = "┌" if is_rising else "└"
+            for between in range(min(before, row) + 1, max(before, row)):
+                cells[between][column] = "│"
         before = row
-    return ["".join(map(chr, line)).rstrip(chr(_BLANK)) for line in cells]
+    return ["".join(line).rstrip() for line in cells]
 
 
 def _sampled(values: Sequence[float], count: int) -> list[float]:

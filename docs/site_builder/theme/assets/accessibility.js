@@ -8,4 +8,8 @@ for (const label of document.querySelectorAll("label.md-nav__link[id]")) {
 addEventListener("load", () => {
   for (const wrap of document.querySelectorAll(".md-typeset__scrollwrap")) wrap.tabIndex = 0
   for (const buttons of document.querySelectorAll(".md-code__nav")) buttons.role = "none"
+  for (const code of document.querySelectorAll("pre > code")) {
+    // Long lines scroll; the theme lets the keyboard reach only the code that is on the screen.
+    new ResizeObserver(() => { if (code.scrollWidth > code.clientWidth) code.tabIndex = 0 }).observe(code)
+  }
 })

@@ -1,0 +1,58 @@
+"""The order of search results: guides come before the reference for words that both have.
+
+The generator has no setting for it. Its search compares two results by the field that has the words (title, path,
+text), then by how early the words come in it, then by the place in the index. So paths and titles decide.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_GUIDES = ("tutorials", "how-to")
+_ASSIGNED = "var __index = "
+"""What the index begins with in the file that pages use without a server."""
+
+
+def rank(site: Path) -> None:
+    """Put the guides first in the search of a language's site.
+
+    Raises:
+        ValueError: If the generator wrote the index in another form.
+    """
+    index = json.loads((site / "search.json").read_text(encoding="utf-8"))
+    index["items"] = ranked(index["items"])
+    text = json.dumps(index, ensure_ascii=False, separators=(",", ":"))
+    (site / "search.json").write_text(text, encoding="utf-8")
+    script = site / "search.js"
+    if not script.read_text(encoding="utf-8").startswith(_ASSIGNED):
+        raise ValueError(f"{script} does not begin with '{_ASSIGNED}'; adapt search.py to this generator")
+    script.write_text(f"{_ASSIGNED}{text}", encoding="utf-8")
+
+
+def ranked(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the items of the index, guides first, with paths and titles that rank them before the others.
+
+    - The path of a section in a guide ends with the section, so that its words are found in two fields. It begins with
+      the page, so that they are found early.
+    - The path of any other page is its part of the site.
+    - The title of an attribute or a method is the whole name, whose words come late.
+    """
+    changed = []
+    for item in items:
+        path, title = item["path"], item["title"]
+        anchor = item["location"].partition("#")[2]
+        if _is_guide(item):
+            path = [*path[1:], *([title] if anchor else [])]
+        else:
+            path = path[:1]
+            name = anchor.rpartition(".")[2]
+            if anchor.startswith("trainer_kit.") and title.startswith(name):
+                title = anchor + title.removeprefix(name)
+        changed.append(item | {"path": path, "title": title})
+    return sorted(changed, key=lambda item: not _is_guide(item))
+
+
+def _is_guide(item: dict[str, Any]) -> bool:
+    return item["location"].split("/")[0] in _GUIDES

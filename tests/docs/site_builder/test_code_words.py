@@ -1,0 +1,28 @@
+"""Options in inline code are not broken at their hyphens."""
+
+from __future__ import annotations
+
+import pytest
+from site_builder.code_words import with_whole_words
+
+
+@pytest.mark.parametrize(
+    ("code", "marked"),
+    [
+        ("launch --max-restarts 3", 'launch <span class="word">--max-restarts</span> 3'),
+        ("a &lt;x-y&gt; b", 'a <span class="word">&lt;x-y&gt;</span> b'),
+        ("max_steps", "max_steps"),
+        (
+            "--dataloader_multiprocessing_context=fork",
+            '<span class="word">--dataloader</span>_multiprocessing_context=fork',
+        ),
+        ("a/very/long/path/to/a/checkpoint-500", "a/very/long/path/to/a/checkpoint-500"),
+    ],
+)
+def test_words_with_hyphens_are_marked(code: str, marked: str) -> None:
+    assert with_whole_words(f"<p><code>{code}</code></p>") == f"<p><code>{marked}</code></p>"
+
+
+def test_blocks_stay() -> None:
+    block = '<pre><code class="md-code">a --max-restarts</code></pre><code>a\nb --c-d</code> x-y'
+    assert with_whole_words(block) == block
