@@ -30,6 +30,7 @@ ACCUMULATION = "TRAINER_KIT_GRADIENT_ACCUMULATION_STEPS"
 DYNAMO_BACKEND = "TRAINER_KIT_DYNAMO_BACKEND"
 PROGRESS_FILE = "TRAINER_KIT_PROGRESS_FILE"
 ELASTIC = "TRAINER_KIT_ELASTIC"
+MEMBERSHIP = "TRAINER_KIT_MEMBERSHIP"
 CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 DEBUG = ("TRAINER_KIT_DEBUG", "ACCELERATE_DEBUG_MODE")
 
@@ -380,6 +381,12 @@ def debug() -> bool:
 def is_elastic() -> bool:
     """Return whether the launcher goes on without machines that are lost, and takes in those that come."""
     return os.environ.get(ELASTIC) == "1"
+
+
+def membership() -> tuple[str, int] | None:
+    """Return the elastic run's unique ID and the number of this start's membership; None for any other run."""
+    run, slash, number = os.environ.get(MEMBERSHIP, "").partition("/")
+    return (run, int(number)) if slash else None
 
 
 def progress_file() -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import signal
@@ -18,11 +19,12 @@ from torch.distributed.elastic.agent.server.api import RunResult, Worker, Worker
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import MultiprocessContext, SubprocessContext
 
+from trainer_kit.config import environment
 from trainer_kit.errors import ProcessFailed
 from trainer_kit.launch.failures import LEAVING, Failure, read_failure
 from trainer_kit.launch.function import value_file
 from trainer_kit.launch.machines import Machines
-from trainer_kit.launch.news import News
+from trainer_kit.launch.news import Change, News
 from trainer_kit.launch.output import OutputFiles
 from trainer_kit.launch.restart_limit import FailureHistory, RestartLimit
 
@@ -32,6 +34,9 @@ _SETTLE_SECONDS = 1.0
 _HANGING_SECONDS = 3.0
 # … and the others have this long to end after SIGTERM.
 _END_SECONDS = 5
+# When a machine joins or leaves, one launcher signals its ranks, and the ranks of a Trainer agree to leave. Those of
+# another program get a signal from each launcher after this time.
+_AGREEING_SECONDS = 10.0
 
 
 class Agent(LocalElasticAgent):
@@ -76,7 +81,8 @@ class Agent(LocalElasticAgent):
         self._machines = machines
         self._say = say
         self._passed_on: int | None = None
-        self._makes_room = False
+        self._change: Change | None = None
+        self._signal_at = 0.0
         self._step_at_start: int | None = None
         self.signals = signals
         self.has_started = False
@@ -98,7 +104,7 @@ class Agent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         rendezvous = self._machines.rendezvous
-        self._makes_room = False
+        self._change = None
         while True:
             self._store = worker_group.store = None  # the old one must be gone before a new one can take its port
             self._machines.leave()
@@ -114,6 +120,7 @@ class Agent(LocalElasticAgent):
         # A machine that joined later has counted less, but all ranks must get the same number.
         starts, histories = zip(*told, strict=True)
         self._failures.merge(histories)
+        os.environ[environment.MEMBERSHIP] = rendezvous.membership
         self._remaining_restarts = worker_group.spec.max_restarts - max(rendezvous.starts, *starts)
 
     def _history(self) -> tuple[int, list[float]]:
@@ -149,16 +156,20 @@ class Agent(LocalElasticAgent):
             return self._follow(news)
         endings = [self._ending(*rank) for rank in codes.items()]
         if None in endings:
-            self._make_room()
+            self._serve_change()
             return RunResult(state=WorkerState.HEALTHY)
         if any(endings):
-            if self._passed_on is None and self._machines.change() is not None:
+            if self._is_changing():
                 return self._end(goes_on=True)
             self.exit_code = self._leaving_code(endings)
-            super()._exit_barrier()  # type: ignore[no-untyped-call]
+            self._exit_barrier()
             return self._end(goes_on=False)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
+
+    def _exit_barrier(self) -> None:
+        if not self._machines.rendezvous.is_lasting:  # else the rendezvous waits for the machines that are alive
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
 
     # Signals
 
@@ -177,15 +188,23 @@ class Agent(LocalElasticAgent):
             self._signal_ranks(self._passed_on)
         return False
 
-    def _make_room(self) -> None:
-        """Let the ranks save and leave when a machine joins or leaves, once in a start."""
-        if self._makes_room or not self._machines.is_time_for_change():
+    def _serve_change(self) -> None:
+        """Let the ranks save and leave when a machine joins or leaves."""
+        if self._passed_on is not None:
             return
-        change = self._machines.change()
-        if change is not None and self._passed_on is None:
-            self._makes_room = True
-            self._say(f"{change}; the run saves and goes on with all machines")
+        if self._change is None and self._machines.is_time_for_change() and self._is_changing():
+            assert self._change is not None
+            self._say(self._change.text)
+            begins = self._change.is_joining and self._worker_group.group_rank == 0
+            self._signal_at = time.monotonic() + (0 if begins else _AGREEING_SECONDS)
+        if self._change is not None and time.monotonic() >= self._signal_at:
+            self._signal_at = math.inf
             self._signal_ranks(signal.SIGTERM)
+
+    def _is_changing(self) -> bool:
+        """Return whether the ranks end because a machine joins or leaves, so that those that stay meet again."""
+        self._change = self._change or self._machines.change()
+        return self._change is not None and self._passed_on is None
 
     def _signal_ranks(self, number: int) -> None:
         codes, pids = self._exit_codes(), self._context.pids()
@@ -233,7 +252,7 @@ class Agent(LocalElasticAgent):
 
     def _was_told(self, code: int | None) -> bool:
         """Return whether a rank with this exit code died of the signal that was forwarded to it."""
-        number = signal.SIGTERM if self._makes_room else self._passed_on
+        number = signal.SIGTERM if self._change and self._passed_on is None else self._passed_on
         return number is not None and code == -number
 
     def _first_failure(self) -> Failure | None:
@@ -277,9 +296,11 @@ class Agent(LocalElasticAgent):
 
     def _end_after(self, failure: Failure | None) -> RunResult:
         """End this start of the ranks after a failure, or after they obeyed a signal (None)."""
+        if self._is_changing():
+            if failure is not None:  # since others have left before it
+                self._say(failure.report().message)
+            return self._end(goes_on=True)
         if failure is None:
-            if self._passed_on is None:  # the ranks were ended for a machine that joins or leaves
-                return self._end(goes_on=True)
             self.exit_code = self.exit_code or self._leaving_code([])
             return self._end(goes_on=False)
         self.failed = failure.report(self.remedies.get(failure.exit_code or 0, ""))

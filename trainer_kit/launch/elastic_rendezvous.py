@@ -55,15 +55,16 @@ class Link:
         self._thread = threading.Thread(target=self._beat, name="trainer_kit signs of life", daemon=True)
         self._thread.start()
 
-    def announce(self, after: int, place: int, has_left: bool = False) -> None:
+    def announce(self, last: Published, place: int, has_left: bool = False) -> None:
         """Write what the keeper needs to know of this machine.
 
         Args:
-            after: Number of its last membership, 0 before the first.
+            last: Its last membership.
             place: Its place in that membership.
             has_left: Whether it has left the run.
         """
-        self.store.set(machine_key(self.number), json.dumps([socket.gethostname(), after, place, has_left]))
+        facts = [socket.gethostname(), last.number, place, last.run, has_left]
+        self.store.set(machine_key(self.number), json.dumps(facts))
 
     def is_alive(self) -> bool:
         """Return whether this machine can give signs of life."""
@@ -97,6 +98,7 @@ class ElasticRendezvous(RendezvousHandler):
 
     Attributes:
         starts: Number of earlier memberships.
+        membership: ID of the run and number of the membership, such as "5f0c/3".
         is_lasting: Whether the store outlives a restart of the ranks.
     """
 
@@ -107,14 +109,16 @@ class ElasticRendezvous(RendezvousHandler):
     ) -> None:
         self._config = config
         self._say = say
+        self._is_stopped = is_stopped
         self._until = Waiting(config.meeting_seconds, say, is_stopped, by_command).until
         self._outside = Waiting(math.inf, say, is_stopped, by_command).until
         self._server: TCPStore | None = None
         self._keeper: Keeper | None = None
         self._link: Link | None = None
-        self._after, self._place = 0, -1
+        self._last, self._place = Published(), -1
         self._next_look = 0.0
         self.starts = 0
+        self.membership = ""
 
     @property
     def use_agent_store(self) -> bool:
@@ -138,7 +142,7 @@ class ElasticRendezvous(RendezvousHandler):
         while True:
             try:
                 link = self._linked()
-                link.announce(self._after, self._place)
+                link.announce(self._last, self._place)
                 membership = self._meet(link)
             except RuntimeError:  # the connection to the store broke
                 if self._keeper is not None:
@@ -147,8 +151,9 @@ class ElasticRendezvous(RendezvousHandler):
             else:
                 break
         self._report(membership)
-        self._after, self._place = membership.number, membership.machines.index(link.number)
+        self._last, self._place = membership, membership.machines.index(link.number)
         self.starts = membership.number - 1
+        self.membership = f"{membership.run}/{membership.number}"
         store = PrefixStore(str(membership.number), link.store)
         store.set_timeout(timedelta(seconds=_MEETING_SECONDS))
         info = RendezvousStoreInfo(self._config.master_addr, link.tcp_store.port)
@@ -178,16 +183,15 @@ class ElasticRendezvous(RendezvousHandler):
 
         def has_news() -> bool:
             self._check(link)
-            return Published.from_json(link.store.get(MEMBERSHIP)).number > self._after
+            return Published.from_json(link.store.get(MEMBERSHIP)).number > self._last.number
 
         def is_member() -> bool:
             self._check(link)
             return link.number in Published.from_json(link.store.get(MEMBERSHIP)).machines
 
         def who() -> str:
-            least, most = self._config.min_nodes or self._config.num_nodes, self._config.num_nodes
-            wanted = f"{least} to {most}" if least < most else str(most)
-            return f"{wanted} machines, of which {int(link.store.get(HERE))} came: the missing one"
+            here, least = int(link.store.get(HERE)), self._config.min_nodes or self._config.num_nodes
+            return f"a machine ({here} of {'at least ' if self._config.min_nodes else ''}{least} came)"
 
         self._until(has_news, who)
         self._outside(is_member, "a place in the run, which has its machines")
@@ -213,7 +217,7 @@ class ElasticRendezvous(RendezvousHandler):
         if config.min_nodes is None:
             return
         of = f"{count} of {config.num_nodes} machines"
-        if self._after == 0 and not membership.joined:
+        if self._last.number == 0 and not membership.joined:
             limit = format_duration(config.meeting_seconds)
             self._say(
                 f"{of}, {config.min_nodes} are enough; if the one at {config.master_addr} is lost, which serves the "
@@ -235,10 +239,10 @@ class ElasticRendezvous(RendezvousHandler):
         if self._link is not None:
             with contextlib.suppress(RuntimeError):  # the store is gone
                 if answers(*self._address()):
-                    self._link.announce(self._after, self._place, has_left=True)
+                    self._link.announce(self._last, self._place, has_left=True)
             self._unlink()
         if self._keeper is not None:
-            self._keeper.stop()
+            self._keeper.stop(self._is_stopped)
             self._keeper = None
         self._server = None
         return True

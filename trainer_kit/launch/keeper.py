@@ -2,7 +2,7 @@
 
 Keys of the store. Each machine takes a number N from `machines`, writes `machine/N` and adds 1 to `beat/N` again and
 again. The keeper publishes `membership`, and `ended` when the run is over. What machines exchange about a membership
-is under its number, such as `3/change`.
+is under its number, such as `3/trainer_kit/change`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from trainer_kit.errors import ProcessFailed
 from trainer_kit.launch.membership import Machine, Membership, newcomers, next_membership, waiting
-from trainer_kit.launch.news import FAILED, News
+from trainer_kit.launch.news import CHANGE, FAILED, Change, News
 from trainer_kit.utils.units import format_duration
 
-MACHINES, MEMBERSHIP, ENDED, HERE, CHANGE = "machines", "membership", "ended", "here", "change"
+MACHINES, MEMBERSHIP, ENDED, HERE = "machines", "membership", "ended", "here"
 _LOOK_SECONDS = 0.1
 _PAUSE_SECONDS = 1.0
 _LOST_SECONDS = 15.0  # the ranks of the others notice a lost machine before, unless they are just starting
-_PARTING_SECONDS = 3.0
+_PARTING_SECONDS = 300.0  # as long as torch's agent waits for the others at the end
 
 
 def machine_key(number: int) -> str:
@@ -43,6 +43,7 @@ class Published(NamedTuple):
     Attributes:
         number: See `Membership`.
         machines: See `Membership`.
+        run: See `Membership`.
         hosts: Host names, by place.
         gone: Hosts that belonged to the membership before, but not to this one.
         joined: Hosts that belong to this one, but not to the one before; empty for the first.
@@ -50,6 +51,7 @@ class Published(NamedTuple):
 
     number: int = 0
     machines: tuple[int, ...] = ()
+    run: str = ""
     hosts: tuple[str, ...] = ()
     gone: tuple[str, ...] = ()
     joined: tuple[str, ...] = ()
@@ -61,8 +63,8 @@ class Published(NamedTuple):
     @classmethod
     def from_json(cls, text: str | bytes) -> Published:
         """Read the text of the store."""
-        number, *names = json.loads(text)
-        return cls(number, *map(tuple, names))
+        number, machines, run, *names = json.loads(text)
+        return cls(number, tuple(machines), run, *map(tuple, names))
 
 
 class Keeper:
@@ -108,16 +110,20 @@ class Keeper:
         self._thread = threading.Thread(target=self._run, name="trainer_kit keeper", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Announce the end of the run, and give the machines that wait a few seconds to hear of it."""
+    def stop(self, is_hurried: Callable[[], bool]) -> None:
+        """Announce the end of the run, and wait until the machines have heard of it and have left.
+
+        Args:
+            is_hurried: Returns whether to stop waiting.
+        """
         self._done.set()
         if self._thread is not None:
             self._thread.join()
         self._store.set(ENDED, "1")
         deadline = time.monotonic() + _PARTING_SECONDS
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not is_hurried():
             self.look()
-            if all(machine.number in self._last.machines for machine in self._alive):
+            if not self._alive:
                 return
             time.sleep(_LOOK_SECONDS)
 
@@ -150,7 +156,9 @@ class Keeper:
         coming = newcomers(self._last, self._alive, self._most)
         if coming:
             names = ", ".join(machine.host for machine in coming)
-            running.compare_set(CHANGE, "", f"{names} {'joins' if len(coming) == 1 else 'join'}")
+            verb, whom = ("joins", "it") if len(coming) == 1 else ("join", "them")
+            change = Change(f"{names} {verb}: the run saves and goes on with {whom}", is_joining=True)
+            running.compare_set(CHANGE, "", change.to_json())
         for number in set(self._last.machines) - self._left:
             seconds = self._looked - self._beats[number][1]
             if seconds > max(_LOST_SECONDS, self._patience):
@@ -180,7 +188,7 @@ class Keeper:
         said, beats = raw[: len(numbers)], raw[len(numbers) :]
         self._alive = []
         for number, text, beat in zip(numbers, said, beats, strict=True):
-            host, after, place, has_left = json.loads(text)
+            host, after, place, run, has_left = json.loads(text)
             self._hosts[number] = host
             if has_left:
                 self._left.add(number)
@@ -188,7 +196,7 @@ class Keeper:
             if beat != self._beats[number][0]:
                 self._beats[number] = (beat, now)
             if now - self._beats[number][1] <= self._patience:
-                self._alive.append(Machine(number, host, after, place))
+                self._alive.append(Machine(number, host, after, place, run))
 
     def _publish(self, formed: Membership) -> None:
         before, now = self._last.machines, formed.machines
@@ -196,4 +204,4 @@ class Keeper:
         joined = tuple(self._hosts[number] for number in now if before and number not in before)
         hosts = tuple(self._hosts[number] for number in now)
         self._last = formed
-        self._store.set(MEMBERSHIP, Published(formed.number, now, hosts, gone, joined).to_json())
+        self._store.set(MEMBERSHIP, Published(formed.number, now, formed.run, hosts, gone, joined).to_json())

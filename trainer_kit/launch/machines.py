@@ -9,8 +9,7 @@ from torch._C._distributed_c10d import Store
 from trainer_kit.errors import ProcessFailed
 from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.launch.elastic_rendezvous import ElasticRendezvous
-from trainer_kit.launch.keeper import CHANGE
-from trainer_kit.launch.news import FAILED, News
+from trainer_kit.launch.news import CHANGE, FAILED, Change, News
 from trainer_kit.launch.rendezvous import StaticRendezvous
 from trainer_kit.launch.store import answers, keeps_store
 
@@ -104,14 +103,14 @@ class Machines:
         self._next_change = time.monotonic() + _LOOK_SECONDS
         return True
 
-    def change(self) -> str | None:
+    def change(self) -> Change | None:
         """Return which machine joins or leaves the run, so that all meet again; None without one or an answer."""
         if not self.rendezvous.is_lasting:
             return None
         try:
             if not self._is_reachable() or not self._reach().check([CHANGE]):
                 return None
-            return self._reach().get(CHANGE).decode()
+            return Change.from_json(self._reach().get(CHANGE))
         except RuntimeError:  # the store is gone
             return None
 
@@ -124,8 +123,9 @@ class Machines:
         least = self._config.min_nodes
         if least is None or self._keeps_store or self._count - 1 < least or not self._is_reachable():
             return
+        change = Change(f"{host} leaves: the run saves and goes on without it", is_joining=False)
         try:
-            self._reach().compare_set(CHANGE, "", f"{host} leaves")
+            self._reach().compare_set(CHANGE, "", change.to_json())
         except RuntimeError:  # the store is gone
             return
 

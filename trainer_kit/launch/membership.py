@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -14,12 +15,14 @@ class Machine(NamedTuple):
         host: Host name.
         after: Number of the membership that its last start belonged to; 0 before the first.
         place: Its place in that membership; -1 before the first.
+        run: ID of the run that the membership belonged to; empty before the first.
     """
 
     number: int
     host: str
     after: int = 0
     place: int = -1
+    run: str = ""
 
 
 class Membership(NamedTuple):
@@ -28,10 +31,12 @@ class Membership(NamedTuple):
     Attributes:
         number: Number of the membership; they increase over a run. 0 before the first.
         machines: Numbers of its machines, by place.
+        run: ID of the run, which outlives the store.
     """
 
     number: int = 0
     machines: tuple[int, ...] = ()
+    run: str = ""
 
 
 def waiting(last: Membership, alive: Iterable[Machine]) -> list[Machine]:
@@ -74,8 +79,8 @@ def next_membership(
     are_missing = any(machine.number in last.machines and machine not in here for machine in alive)
     if are_missing or len(chosen) < least or not (is_complete or is_last_call_over):
         return None
-    number = max(last.number, *(machine.after for machine in here)) + 1
-    return Membership(number, tuple(machine.number for machine in chosen))
+    number, run = max((last.number, last.run), *((machine.after, machine.run) for machine in here))
+    return Membership(number + 1, tuple(machine.number for machine in chosen), run or uuid.uuid4().hex)
 
 
 def newcomers(last: Membership, alive: Iterable[Machine], most: int) -> list[Machine]:

@@ -1,4 +1,4 @@
-"""`News`: announcement of a failure among the launchers of a run."""
+"""What the launchers of a run announce to one another: `News` of a failure, or a `Change` of machines."""
 
 from __future__ import annotations
 
@@ -7,8 +7,29 @@ from typing import NamedTuple
 
 from trainer_kit.errors import ProcessFailed
 
-FAILED = "trainer_kit/failed"
-"""Key of the store under which the first announcement of a start stands."""
+FAILED, CHANGE = "trainer_kit/failed", "trainer_kit/change"
+"""Keys of the store under which the first announcement of a start stands."""
+
+
+class Change(NamedTuple):
+    """Announcement of a machine that joins or leaves.
+
+    Attributes:
+        text: What happens, for the user.
+        is_joining: Whether a machine joins, so that the others end their ranks; one that leaves has ended its own.
+    """
+
+    text: str
+    is_joining: bool
+
+    def to_json(self) -> str:
+        """Return the text of the store."""
+        return json.dumps(self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Change:
+        """Read the text of the store."""
+        return cls(*json.loads(text))
 
 
 class News(NamedTuple):

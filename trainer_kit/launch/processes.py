@@ -96,7 +96,9 @@ def run_processes(
     say, logs = say or _say, logs or Logs()
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trainer_kit_")))
-        settings = {**variables(config), environment.PROGRESS_FILE: str(scratch / "progress")}
+        settings = {
+            **variables(config), environment.PROGRESS_FILE: str(scratch / "progress"), environment.MEMBERSHIP: ""
+        }  # fmt: skip
         stack.enter_context(set_variables(settings))
         stack.enter_context(_quiet_torch())
         signals = stack.enter_context(_signals())

@@ -34,10 +34,12 @@ class StaticRendezvous(StaticTCPRendezvous):
 
     Attributes:
         starts: Number of earlier starts that the rendezvous knows of: 0.
+        membership: Name of the membership; empty.
         is_lasting: Whether the store outlives a restart of the ranks.
     """
 
     starts = 0
+    membership = ""
     is_lasting = False
 
     def __init__(
