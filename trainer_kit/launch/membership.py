@@ -94,4 +94,4 @@ def newcomers(last: Membership, alive: Iterable[Machine], most: int) -> list[Mac
     alive = list(alive)
     running = sum(machine.number in last.machines for machine in alive)
     outside = [machine for machine in waiting(last, alive) if machine.number not in last.machines]
-    return outside[: most - running] if last.machines else []
+    return outside[: max(0, most - running)] if last.machines else []

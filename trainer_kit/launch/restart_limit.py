@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from trainer_kit.utils.units import format_count, format_duration
+from trainer_kit.utils.units import format_duration
 
 _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _PATTERN = re.compile(rf"(\d+)(?:\s*/\s*(\d*)\s*({'|'.join(_UNITS)}))?")
@@ -79,12 +79,3 @@ class FailureHistory:
     def count(self) -> int:
         """Number of failures that count now."""
         return len(self.ages())
-
-    def is_exhausted(self) -> bool:
-        """Return whether as many failures as allowed have been counted."""
-        return self.count >= self.limit.failures
-
-    def sentence(self) -> str:
-        """Return how many failures are counted: "1 failure", "5 failures within 1 h"."""
-        within = "" if self.limit.seconds is None else f" within {format_duration(self.limit.seconds)}"
-        return f"{format_count(self.count, 'failure')}{within}"
