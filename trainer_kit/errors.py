@@ -98,7 +98,7 @@ class ProcessFailed(TrainerKitError, RuntimeError):
 
     Attributes:
         message: Description of the failure, including the rank.
-        rank: The first rank that failed.
+        rank: The first rank that failed; -1 if a whole machine is lost.
         exit_code: Exit code of that rank, the negative signal number if a signal ended it; None if the launcher had
             to end the process after its error.
         traceback: Traceback of that rank; empty if it left none.

@@ -16,7 +16,7 @@ from kit.guides import Guide
 
 from trainer_kit import DDP
 from trainer_kit.profiling.time_ledger import LOST
-from trainer_kit.strategies.process_group import SLOW_SECONDS
+from trainer_kit.strategies.process_group import SLOW_SECONDS, default_patience
 from trainer_kit.strategies.watchdog.heartbeat import Heartbeat
 from trainer_kit.strategies.watchdog.peers import Beat, PeerTable
 
@@ -58,7 +58,7 @@ def test_the_seconds_of_the_heartbeat_are_those_of_the_code() -> None:
     parameters = inspect.signature(Heartbeat).parameters
     interval, patience = parameters["interval"].default, parameters["patience"].default
     text = " ".join(GUIDES["heartbeat"].text.split())
-    assert inspect.signature(DDP).parameters["heartbeat_timeout"].default == patience
+    assert default_patience() == patience
     assert f"does not answer for {patience:g} seconds (`heartbeat_timeout`) is lost" in text
     assert f"{patience / 2:g} s: looks every second" in text
     assert f"{patience:g} s: lost; {patience + interval:g} s: exit" in text

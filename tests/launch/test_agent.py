@@ -9,8 +9,8 @@ import pytest
 
 from trainer_kit.errors import ProcessFailed
 from trainer_kit.launch.config import LaunchConfig
+from trainer_kit.launch.machines import Machines
 from trainer_kit.launch.processes import run_processes
-from trainer_kit.launch.rendezvous import Machines
 
 
 def test_a_rank_that_fails_between_two_questions_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def test_a_master_address_that_leads_elsewhere() -> None:
 
 @pytest.mark.distributed
 def test_what_answers_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_kit.launch.rendezvous._CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr("trainer_kit.launch.store._CONNECT_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         config = LaunchConfig(num_nodes=2, node_rank=1, master_port=server.getsockname()[1], cpu=True)
         with pytest.raises(TimeoutError, match="is not the launcher of machine 0"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -30,6 +31,26 @@ class Smooth(torch.nn.Module):
         return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+class Counts(torch.nn.Module):
+    """A weight for each sample; each step takes 1 from those of its samples, however many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torch.nn.Parameter(torch.zeros(task.SAMPLES, dtype=torch.float64))
+
+    def forward(self, index: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.seen[index].mean()}
+
+
+class Signs(Callback):
+    """Leaves the signs of the gradients, which do not depend on the number of samples in a step."""
+
+    def on_pre_optimizer_step(self, run: Run) -> None:
+        for parameter in run.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.sign_()
+
+
 class Pause(Callback):
     """Makes steps long enough for something to happen in them, leaves a file after each, and lets rank 1 die."""
 
@@ -50,13 +71,13 @@ class Pause(Callback):
 def options(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("output_dir", type=Path)
-    parser.add_argument("--model", choices=("smooth", "noisy"), default="noisy")
+    parser.add_argument("--model", choices=("smooth", "noisy", "counts"), default="noisy")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=1e-2)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--marks", type=Path)
     parser.add_argument("--deaths", type=int, nargs="*", default=[], help="steps, one for each start")
-    parser.add_argument("--heartbeat", type=float, default=30.0)
+    parser.add_argument("--heartbeat", type=float)
     parser.add_argument("--join", type=float, default=60.0)
     return parser.parse_args(words)
 
@@ -71,11 +92,15 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         async_save=not options.deaths,  # else a death may come before the other machine has heard of the checkpoint
     )  # fmt: skip
     torch.manual_seed(0)
-    model = Smooth() if options.model == "smooth" else task.Net()
+    model = {"smooth": Smooth, "noisy": task.Net, "counts": Counts}[options.model]()
+    dataset: Any = task.Noisy()
+    callbacks: list[Callback] = [Pause(options.pause, options.marks, options.deaths)]
+    if options.model == "counts":
+        dataset = [{"index": torch.tensor(index)} for index in range(task.SAMPLES)]
+        callbacks.append(Signs())
+        args = dataclasses.replace(args, optim="sgd", learning_rate=1.0, lr_scheduler_type="constant", max_grad_norm=0)
     strategy = MultiNode(device="cpu", heartbeat_timeout=options.heartbeat)
-    trainer = Trainer(
-        model, args, task.Noisy(), strategy=strategy, callbacks=[Pause(options.pause, options.marks, options.deaths)]
-    )
+    trainer = Trainer(model, args, dataset, strategy=strategy, callbacks=callbacks)
     output = trainer.train(resume_from_checkpoint=True)
     assert trainer.run.optimizer is not None
     state = task.checksum(trainer.run.model.state_dict(), trainer.run.optimizer.state_dict())

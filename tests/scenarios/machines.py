@@ -1,4 +1,4 @@
-"""Two machines: network namespaces of this one, each with a name of its own, joined by a cable that can be cut."""
+"""Machines: network namespaces of this one, each with a name of its own and a cable to a switch that can be cut."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from kit.preloaded import PreloadedPython
 
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
-HOSTS = ("machine-a", "machine-b")
+ADDRESSES = tuple(f"10.77.0.{number}" for number in (1, 2, 3, 4))
+HOSTS = ("machine-a", "machine-b", "machine-c", "machine-d")
 INTERFACE = "cable"
 LIMIT = 200  # seconds for a run
 _NEW_NAMESPACES = 0x04000000 | 0x00020000  # CLONE_NEWUTS and CLONE_NEWNS of linux/sched.h
@@ -66,52 +66,62 @@ class Command:
 
 
 class Machines:
-    """Two machines joined by a cable. Each works in the same folder by name, where it has a disk of its own.
+    """Machines on one switch. Each works in the same folder by name, where it has a disk of its own.
 
     Args:
         folder: Where these folders are made.
+        count: Number of machines.
 
     Attributes:
         work: The folder in which both work, by the name that they use.
         disks: What each has there, by the name that others use.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, count: int = 2) -> None:
         self.work = folder / "work"
-        self.disks = [folder / host for host in HOSTS]
+        self.disks = [folder / host for host in HOSTS[:count]]
         self.commands: list[Command] = []
         run = uuid.uuid4().hex[:8]
-        self.names = [f"tk-{run}-{number}" for number in range(2)]
+        self.names = [f"tk-{run}-{number}" for number in range(count)]
+        self.switch = f"tk-{run}-switch"
 
     def build(self) -> None:
         self.work.mkdir(exist_ok=True)
         for disk in self.disks:
             (disk / "tmp").mkdir(parents=True, exist_ok=True)
-        first, second = self.names
-        for name in self.names:
+        for name in (self.switch, *self.names):
             _ip("netns", "add", name)
-        _ip("link", "add", INTERFACE, "netns", first, "type", "veth", "peer", "name", INTERFACE, "netns", second)
-        for name, address in zip(self.names, ADDRESSES, strict=True):
+        _ip("-n", self.switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", self.switch, "link", "set", "switch", "up")
+        for number, (name, address) in enumerate(zip(self.names, ADDRESSES, strict=False)):
+            port = f"port{number}"
+            _ip("-n", name, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", self.switch)
+            _ip("-n", self.switch, "link", "set", port, "master", "switch", "up")
             _ip("-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
             for interface in ("lo", INTERFACE):
                 _ip("-n", name, "link", "set", interface, "up")
 
     def remove(self) -> None:
         """Ends what still runs there, and takes the machines away."""
-        for name in self.names:
-            found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
-            for pid in map(int, found.stdout.split()):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        for number, name in enumerate(self.names):
+            self.kill(number)
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+        subprocess.run(["ip", "netns", "delete", self.switch], capture_output=True, check=False)
         for command in self.commands:
             command.process.wait(10)
 
-    def cut(self) -> None:
-        _ip("-n", self.names[1], "link", "set", INTERFACE, "down")
+    def kill(self, number: int) -> None:
+        """Ends all processes of a machine at once."""
+        found = subprocess.run(["ip", "netns", "pids", self.names[number]], capture_output=True, text=True, check=False)
+        for pid in map(int, found.stdout.split()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
-    def mend(self) -> None:
-        _ip("-n", self.names[1], "link", "set", INTERFACE, "up")
+    def cut(self, number: int = 1) -> None:
+        _ip("-n", self.names[number], "link", "set", INTERFACE, "down")
+
+    def mend(self, number: int = 1) -> None:
+        _ip("-n", self.names[number], "link", "set", INTERFACE, "up")
 
     def start(self, number: int, *words: str | Path, preloaded: bool = True, **environment: str) -> Command:
         """Starts a command of this Python on a machine; a `preloaded` one has imported torch before."""
@@ -172,8 +182,8 @@ def finish(*commands: Command, within: float = LIMIT) -> list[Ended]:
 
 
 @contextmanager
-def two_machines(folder: Path) -> Iterator[Machines]:
-    machines = Machines(folder)
+def made_machines(folder: Path, count: int = 2) -> Iterator[Machines]:
+    machines = Machines(folder, count)
     try:
         machines.build()
         yield machines
@@ -182,7 +192,7 @@ def two_machines(folder: Path) -> Iterator[Machines]:
 
 
 def why_not() -> str | None:
-    """Why there cannot be two machines here; None where there can."""
+    """Why there cannot be several machines here; None where there can."""
     if sys.platform != "linux":
         return "network namespaces are Linux's"
     missing = [name for name in ("ip", "unshare") if shutil.which(name) is None]
@@ -190,7 +200,7 @@ def why_not() -> str | None:
         return f"needs {' and '.join(missing)} (packages iproute2 and util-linux)"
     with tempfile.TemporaryDirectory() as folder:
         try:
-            with two_machines(Path(folder)):
+            with made_machines(Path(folder)):
                 return None
         except subprocess.CalledProcessError as error:
             return f"may not make network namespaces, which needs root: {error.stderr.strip()}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from scenarios import machine_task
-from scenarios.machines import ADDRESSES, HOSTS, Command, Ended, Machines, finish, two_machines, why_not
+from scenarios.machines import ADDRESSES, HOSTS, Command, Ended, Machines, finish, made_machines, why_not
 
 from trainer_kit.checkpoint import find_checkpoints, verify
 
@@ -25,7 +25,7 @@ PORT = "29517"
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Machines]:
-    with two_machines(tmp_path) as machines:
+    with made_machines(tmp_path) as machines:
         yield machines
 
 
@@ -57,7 +57,7 @@ def states(*ended: Ended) -> list[str]:
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The states in which a run ends that nothing disturbs."""
-    with two_machines(tmp_path_factory.mktemp("straight")) as machines:
+    with made_machines(tmp_path_factory.mktemp("straight")) as machines:
         return states(*finish(*(start(machines, number, "run") for number in range(2))))
 
 

@@ -52,7 +52,7 @@ def ask() -> LaunchConfig:
         usual = "as many as GPUs" if gpus and not config.cpu else "one a machine"
         config = _ask(config, "num_processes", "How many processes, on all machines together", _number, usual)
     config = _ask(config, "mixed_precision", "Mixed precision (no, fp16, bf16 or fp8)", str)
-    return _ask(config, "max_restarts", "How often to restart after a failure", _number)
+    return _ask(config, "max_restarts", "How often to restart after a failure", _number, "0")
 
 
 def _ask(

@@ -9,24 +9,45 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from trainer_kit.config.environment import CPP_LOG_LEVEL
 from trainer_kit.launch.config import LaunchConfig, default_path
 
 RUNNER = "trainer_kit.launch.script"
 
 _REMEDY = "let fewer workers load data, keep less of it in memory, or take a machine with more"
 
+
+def _restarts(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+class _Nodes(argparse.Action):
+    """Number of machines, or the smallest and the largest one."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        least, colon, most = str(values).rpartition(":")
+        if not most.isdecimal() or (colon and not least.isdecimal()):
+            parser.error(f"argument {option}: {values!r} is neither a number nor a range such as 2:4")
+        namespace.num_nodes, namespace.min_nodes = int(most), int(least) if colon else None
+
+
 # Option and its settings for argparse. The names are those of `LaunchConfig`.
 _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("num-processes", {"type": int, "metavar": "N", "help": "processes on all machines together (default: one a GPU); "
                        "with --tpu devices, all (default) or 1"}),
-    ("num-nodes", {"type": int, "metavar": "N", "help": "machines"}),
+    ("num-nodes", {"action": _Nodes, "metavar": "N|MIN:MAX", "help": "machines; 2:4 goes on with 2 to 4 of them when "
+                   "some are lost or come"}),
     ("node-rank", {"type": int, "metavar": "N", "help": "number of this machine, from 0"}),
     ("master-addr", {"metavar": "ADDRESS", "help": "name or address of machine 0"}),
     ("master-port", {"type": int, "metavar": "PORT", "help": "its port (default: a free one, or 29500)"}),
-    ("max-restarts", {"type": int, "metavar": "N", "help": "restart N times after failures, then while it gets on"}),
+    ("max-restarts", {"type": _restarts, "metavar": "N|N/TIME", "help": "restart N times after failures, then while it "
+                      "gets on; 5/1h: while fewer than 5 came before within an hour (default with MIN:MAX)"}),
     ("rdzv-backend", {"choices": ("static", "c10d"), "help": "how machines find one another"}),
     ("rdzv-id", {"metavar": "NAME", "help": "name of the run, the same on all machines"}),
     ("start-timeout", {"type": float, "metavar": "SECONDS", "help": "how long to wait for other machines"}),
+    ("last-call", {"type": float, "metavar": "SECONDS", "help": "how long to wait for more machines than MIN"}),
     ("mixed-precision", {"choices": ("no", "fp16", "bf16", "fp8"), "help": "what to compute in"}),
     ("gradient-accumulation-steps", {"type": int, "metavar": "N", "help": "batches per step of an Accelerator"}),
     ("dynamo-backend", {"metavar": "NAME", "help": "compiler of an Accelerator's models, such as inductor"}),
@@ -35,12 +56,13 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
 )  # fmt: skip
 
 
-# accelerate's names of options, and ours.
+# Names of options in accelerate and torchrun, and ours.
 _OTHER_NAMES = {
     "num_machines": "num-nodes",
     "machine_rank": "node-rank",
     "main_process_ip": "master-addr",
     "main_process_port": "master-port",
+    "nnodes": "num-nodes",
     "config_file": "config",
     "use_fsdp": "fsdp",
 }
@@ -94,6 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Start the script and return 0, the exit code of the failed rank, or 143 or 130 after a signal."""
+    os.environ.setdefault(CPP_LOG_LEVEL, "ERROR")  # read when torch is imported, which comes next
     from trainer_kit.errors import ProcessesLeft, ProcessFailed
     from trainer_kit.launch.processes import PREFIX, Logs, planned, run_processes
 

@@ -29,6 +29,9 @@ FSDP = "TRAINER_KIT_FSDP"
 ACCUMULATION = "TRAINER_KIT_GRADIENT_ACCUMULATION_STEPS"
 DYNAMO_BACKEND = "TRAINER_KIT_DYNAMO_BACKEND"
 PROGRESS_FILE = "TRAINER_KIT_PROGRESS_FILE"
+ELASTIC = "TRAINER_KIT_ELASTIC"
+MEMBERSHIP = "TRAINER_KIT_MEMBERSHIP"
+CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 DEBUG = ("TRAINER_KIT_DEBUG", "ACCELERATE_DEBUG_MODE")
 
 # PCI device IDs of TPU chips, and the number of XLA devices in each: v2 and v3 chips have two cores. The IDs are
@@ -373,6 +376,17 @@ def check_drives_machine_alone() -> None:
 def debug() -> bool:
     """Return whether launchers test a child process before they start the run."""
     return any(os.environ.get(name, "").lower() in ("1", "true", "yes") for name in DEBUG)
+
+
+def is_elastic() -> bool:
+    """Return whether the launcher goes on without machines that are lost, and takes in those that come."""
+    return os.environ.get(ELASTIC) == "1"
+
+
+def membership() -> tuple[str, int] | None:
+    """Return the elastic run's unique ID and the number of this start's membership; None for any other run."""
+    run, slash, number = os.environ.get(MEMBERSHIP, "").partition("/")
+    return (run, int(number)) if slash else None
 
 
 def progress_file() -> str | None:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import pickle
 import signal
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from multiprocessing import resource_tracker
 from typing import Any
 
+from torch.distributed import DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import MultiprocessContext, SubprocessContext
 
+from trainer_kit.config import environment
 from trainer_kit.errors import ProcessFailed
 from trainer_kit.launch.failures import LEAVING, Failure, read_failure
 from trainer_kit.launch.function import value_file
+from trainer_kit.launch.machines import Machines
+from trainer_kit.launch.news import Change, News
 from trainer_kit.launch.output import OutputFiles
-from trainer_kit.launch.rendezvous import Machines
+from trainer_kit.launch.restart_limit import FailureHistory, RestartLimit
 
 # The first failed rank ends the job within 10 seconds: the others may fail or end too within this time, …
 _SETTLE_SECONDS = 1.0
@@ -27,6 +34,9 @@ _SETTLE_SECONDS = 1.0
 _HANGING_SECONDS = 3.0
 # … and the others have this long to end after SIGTERM.
 _END_SECONDS = 5
+# When a machine joins or leaves, one launcher signals its ranks, and the ranks of a Trainer agree to leave. Those of
+# another program get a signal from each launcher after this time.
+_AGREEING_SECONDS = 10.0
 
 
 class Agent(LocalElasticAgent):
@@ -39,6 +49,7 @@ class Agent(LocalElasticAgent):
 
     Args:
         spec: What to start.
+        limit: Number of failures after which the ranks are restarted.
         output: Files that the ranks write to.
         start_method: How processes that run a function are started.
         machines: Channel to the agents of the other machines.
@@ -56,6 +67,7 @@ class Agent(LocalElasticAgent):
     def __init__(
         self,
         spec: WorkerSpec,
+        limit: RestartLimit,
         output: OutputFiles,
         start_method: str,
         machines: Machines,
@@ -63,11 +75,14 @@ class Agent(LocalElasticAgent):
         say: Callable[[str], None],
     ) -> None:
         super().__init__(spec, output, start_method, log_line_prefix_template=output.prefix)
-        self._asked = spec.max_restarts
+        self._limit = limit
+        self._failures = FailureHistory(limit)
         self._progress_file = output.scratch / "progress"
         self._machines = machines
         self._say = say
         self._passed_on: int | None = None
+        self._change: Change | None = None
+        self._signal_at = 0.0
         self._step_at_start: int | None = None
         self.signals = signals
         self.has_started = False
@@ -88,23 +103,31 @@ class Agent(LocalElasticAgent):
         return {rank: pickle.loads(file.read_bytes()) for rank, file in files.items()}
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        self._store = worker_group.store = None  # the old one must be gone before a new one can take its port
-        self._machines.leave()
-        super()._rendezvous(worker_group)
-        assert worker_group.store is not None
-        self._machines.join(worker_group.store)
-        # A machine that joined later has counted fewer restarts, but all ranks must get the same number.
-        allowed = worker_group.spec.max_restarts
-        machines = worker_group.group_rank, worker_group.group_world_size
-        self._remaining_restarts = allowed - self._machines.most(allowed - self._remaining_restarts, *machines)
+        rendezvous = self._machines.rendezvous
+        self._change = None
+        while True:
+            self._store = worker_group.store = None  # the old one must be gone before a new one can take its port
+            self._machines.leave()
+            try:
+                super()._rendezvous(worker_group)
+                assert worker_group.store is not None
+                self._machines.join(worker_group.store, worker_group.group_rank, worker_group.group_world_size)
+                told = [json.loads(text) for text in self._machines.gather(json.dumps(self._history()))]
+                break
+            except DistStoreError:  # a machine was lost between the meeting and this exchange
+                if not rendezvous.is_lasting:
+                    raise
+        # A machine that joined later has counted less, but all ranks must get the same number.
+        starts, histories = zip(*told, strict=True)
+        self._failures.merge(histories)
+        os.environ[environment.MEMBERSHIP] = rendezvous.membership
+        self._remaining_restarts = worker_group.spec.max_restarts - max(rendezvous.starts, *starts)
+
+    def _history(self) -> tuple[int, list[float]]:
+        """Return the number of earlier starts of this machine's ranks, and the ages of failures."""
+        return self._worker_group.spec.max_restarts - self._remaining_restarts, self._failures.ages()
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if self.failed is None:  # torch noticed another machine's restart before we read its cause
-            news = self._machines.news(at_once=True)
-            self.failed = news and news.failure
-            self._remaining_restarts -= 1  # the ranks must know that this is a restart
-            reason = self._summary() if self.failed else "a machine has joined again"
-            self._say(f"{reason}; restart with the other machines")
         self.failed = None
         super()._restart_workers(worker_group)
 
@@ -130,20 +153,23 @@ class Agent(LocalElasticAgent):
         news = self._machines.news()
         if news is not None:
             self._close(signal.SIGTERM)
-            self.failed = news.failure
-            goes_on = news.goes_on and self._asked > 0
-            if goes_on:
-                self._say(f"{self._summary()}; restart with the other machines")
-            return self._end(goes_on)
+            return self._follow(news)
         endings = [self._ending(*rank) for rank in codes.items()]
         if None in endings:
+            self._serve_change()
             return RunResult(state=WorkerState.HEALTHY)
         if any(endings):
+            if self._is_changing():
+                return self._end(goes_on=True)
             self.exit_code = self._leaving_code(endings)
-            super()._exit_barrier()  # type: ignore[no-untyped-call]
+            self._exit_barrier()
             return self._end(goes_on=False)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
+
+    def _exit_barrier(self) -> None:
+        if not self._machines.rendezvous.is_lasting:  # else the rendezvous waits for the machines that are alive
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
 
     # Signals
 
@@ -157,11 +183,34 @@ class Agent(LocalElasticAgent):
                 return True
             # A rank has no terminal of its own, so a hangup means nothing to it.
             self._passed_on = signal.SIGTERM if number == getattr(signal, "SIGHUP", None) else number
-            codes, pids = self._exit_codes(), self._context.pids()
-            for local_rank in (rank for rank, code in codes.items() if code is None):
-                # Only to the process itself: the signal would kill its data loader workers, which the rank still needs.
-                os.kill(pids[local_rank], self._passed_on)
+            if self._passed_on != signal.SIGINT:  # Ctrl-C ends the run
+                self._machines.announce_leaving(socket.gethostname())
+            self._signal_ranks(self._passed_on)
         return False
+
+    def _serve_change(self) -> None:
+        """Let the ranks save and leave when a machine joins or leaves."""
+        if self._passed_on is not None:
+            return
+        if self._change is None and self._machines.is_time_for_change() and self._is_changing():
+            assert self._change is not None
+            self._say(self._change.text)
+            begins = self._change.is_joining and self._worker_group.group_rank == 0
+            self._signal_at = time.monotonic() + (0 if begins else _AGREEING_SECONDS)
+        if self._change is not None and time.monotonic() >= self._signal_at:
+            self._signal_at = math.inf
+            self._signal_ranks(signal.SIGTERM)
+
+    def _is_changing(self) -> bool:
+        """Return whether the ranks end because a machine joins or leaves, so that those that stay meet again."""
+        self._change = self._change or self._machines.change()
+        return self._change is not None and self._passed_on is None
+
+    def _signal_ranks(self, number: int) -> None:
+        codes, pids = self._exit_codes(), self._context.pids()
+        for local_rank in (rank for rank, code in codes.items() if code is None):
+            # Only to the process itself: the signal would kill its data loader workers, which the rank still needs.
+            os.kill(pids[local_rank], number)
 
     def _leaving_code(self, endings: list[int | None]) -> int:
         by_keyboard = self._passed_on == signal.SIGINT or (self._passed_on is None and 130 in endings)
@@ -203,7 +252,8 @@ class Agent(LocalElasticAgent):
 
     def _was_told(self, code: int | None) -> bool:
         """Return whether a rank with this exit code died of the signal that was forwarded to it."""
-        return self._passed_on is not None and code == -self._passed_on
+        number = signal.SIGTERM if self._change and self._passed_on is None else self._passed_on
+        return number is not None and code == -number
 
     def _first_failure(self) -> Failure | None:
         """End all ranks and return the first failure; None if a rank only obeyed the forwarded signal."""
@@ -246,12 +296,28 @@ class Agent(LocalElasticAgent):
 
     def _end_after(self, failure: Failure | None) -> RunResult:
         """End this start of the ranks after a failure, or after they obeyed a signal (None)."""
+        if self._is_changing():
+            if failure is not None:  # since others have left before it
+                self._say(failure.report().message)
+            return self._end(goes_on=True)
         if failure is None:
             self.exit_code = self.exit_code or self._leaving_code([])
             return self._end(goes_on=False)
         self.failed = failure.report(self.remedies.get(failure.exit_code or 0, ""))
         goes_on = self._goes_on()
-        self._machines.announce(self.failed, goes_on)
+        first = self._machines.announce(self.failed, goes_on)
+        if first.failure.rank != self.failed.rank:
+            return self._follow(first)
+        self._failures.record()
+        return self._end(goes_on)
+
+    def _follow(self, news: News) -> RunResult:
+        """Do what the machine does whose failure was announced first."""
+        self.failed = news.failure
+        goes_on = self._goes_on() if news.goes_on is None else news.goes_on
+        if news.goes_on:
+            self._say(f"{self._summary()}; restart with the other machines")
+        self._failures.record()
         return self._end(goes_on)
 
     def _end(self, goes_on: bool) -> RunResult:
@@ -263,17 +329,20 @@ class Agent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED)
 
     def _goes_on(self) -> bool:
-        """Decide whether to restart: `max_restarts` times, then as long as the run makes progress."""
-        if not self._asked:
+        """Decide whether to restart: within the limit, then, if no time belongs to it, while the run makes progress."""
+        if self._limit.failures == 0:
             return False
-        number, step = self._worker_group.spec.max_restarts - self._remaining_restarts + 1, self._step()
-        count = f"restart {number} of {self._asked}"
-        if number > self._asked:
+        number, step = self._failures.count + 1, self._step()
+        count = f"restart {number} of {self._limit}"
+        if number > self._limit.failures and self._limit.seconds is not None:
+            self._say(f"not restarted: this is failure {number}, and --max-restarts allows {self._limit}")
+            return False
+        if number > self._limit.failures:
             if step is None or (self._step_at_start is not None and step <= self._step_at_start):
                 since = "written" if step is None else f"newer than that of step {step}"
                 self._say(f"not restarted: {number - 1} restarts are made, and no checkpoint is {since} since the last")
                 return False
-            count = f"restart {number}, more than max_restarts={self._asked}, since there is a newer checkpoint"
+            count = f"restart {number}, more than max_restarts={self._limit}, since there is a newer checkpoint"
         where = "" if step is None else f", from the checkpoint of step {step}"
         self._say(f"{self._summary()}; {count}{where}")
         return True

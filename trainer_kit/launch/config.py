@@ -12,6 +12,7 @@ from trainer_kit.config import environment
 from trainer_kit.config.field_types import Interval
 from trainer_kit.config.validation import Rule, check_names, check_values, load_fields, save_fields
 from trainer_kit.launch.accelerate_config import from_accelerate, is_of_accelerate
+from trainer_kit.launch.restart_limit import RestartLimit
 from trainer_kit.utils.units import format_count
 
 logger = logging.getLogger("trainer_kit")
@@ -32,8 +33,8 @@ _NAMED_OTHERWISE = {
 _RENDEZVOUS = {
     "static": ("timeout", "rank"),
     "c10d": (
-        "timeout", "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout",
-        "keep_alive_interval", "keep_alive_max_attempt", "is_host",
+        "timeout", "join_timeout", "last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt", "is_host",
+        "close_timeout", "heartbeat_timeout", "read_timeout",
     ),
 }  # fmt: skip
 """What `rdzv_conf` may hold, by backend; values are whole numbers, as for torchrun."""
@@ -52,20 +53,24 @@ class LaunchConfig:
     Attributes:
         num_processes: Number of processes on all machines together, equal on each; None for one per GPU, or one on a
             machine without GPUs. See also `tpu`.
-        num_nodes: Number of machines.
+        num_nodes: Number of machines; the largest one with `min_nodes`.
+        min_nodes: Smallest number of machines with which the run starts and goes on when others are lost; None for
+            `num_nodes`. Further machines join while it runs.
         node_rank: Number of this machine, from 0.
         master_addr: Name or address of machine 0, as the other machines reach it.
         master_port: Its port for the rendezvous; 0 for a free one, or 29500 with several machines.
-        max_restarts: How often the processes are restarted after a failure. Further restarts require that the last
-            start has written a newer checkpoint. 0: never.
+        max_restarts: How often the processes are restarted after a failure, such as 3. Further restarts require that
+            the last start has written a newer checkpoint. "5/1h": as long as fewer than 5 failures came before within
+            an hour (units s, m, h, d). 0: never. None for 0, or "5/1h" with `min_nodes`. A machine that joins, or
+            leaves after a signal, is no failure.
         rdzv_backend: How machines find one another: "static" by `node_rank`, "c10d" in order of arrival (without
-            `node_rank`).
+            `node_rank`); `min_nodes` implies "c10d".
         rdzv_id: Name of the run, the same on all machines; None for "trainer_kit".
         rdzv_conf: Options of the rendezvous, by torchrun's names. "timeout" (in "c10d" also "join_timeout"):
             seconds to wait for the other machines, in place of `start_timeout`. With "c10d" also "last_call_timeout",
-            "close_timeout", "heartbeat_timeout", "read_timeout" and "keep_alive_interval" in seconds,
-            "keep_alive_max_attempt", and "is_host": whether this machine hosts the store. "rank" has no effect:
-            `node_rank` decides.
+            in place of `last_call`, "keep_alive_interval" in seconds and "keep_alive_max_attempt": a machine counts as
+            gone without that many signs of life (1 and 3); and "is_host": whether this machine serves the store.
+            "rank", "close_timeout", "heartbeat_timeout" and "read_timeout" have no effect.
         mixed_precision: Precision of runs whose arguments leave it at "no".
         profile: First and last step to profile, such as "10:20", in runs whose arguments leave it out; None for none.
         cpu: Whether to train on the CPU even if there are GPUs.
@@ -79,14 +84,16 @@ class LaunchConfig:
         debug: Whether an `Accelerator` compares shapes before each collective operation.
         monitor_interval: Seconds between two checks of the processes.
         start_timeout: Seconds to wait for the other machines.
+        last_call: Seconds to wait at the start for more machines than `min_nodes`.
     """
 
     num_processes: _Count | None = None
     num_nodes: _Count = 1
+    min_nodes: _Count | None = None
     node_rank: _Number = 0
     master_addr: _Word = "127.0.0.1"
     master_port: _Port = 0
-    max_restarts: _Number = 0
+    max_restarts: int | str | None = None
     rdzv_backend: Literal["static", "c10d"] = "static"
     rdzv_id: _Word | None = None
     rdzv_conf: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -103,10 +110,20 @@ class LaunchConfig:
     debug: bool = dataclasses.field(default_factory=environment.debug)
     monitor_interval: _Seconds = 0.1
     start_timeout: _Seconds = 600.0
+    last_call: _Seconds = 3.0
 
     def __post_init__(self) -> None:
         check_values(self)
-        if self.node_rank >= self.num_nodes:
+        if self.max_restarts is not None:
+            RestartLimit.parse(self.max_restarts)
+        if self.min_nodes is not None:
+            if self.min_nodes >= self.num_nodes:
+                raise ValueError(
+                    f"min_nodes={self.min_nodes} is not allowed with num_nodes={self.num_nodes}, the largest number of "
+                    "machines; give a smaller one, such as --num-nodes 2:4"
+                )
+            self.rdzv_backend = "c10d"
+        if self.node_rank >= self.num_nodes and self.min_nodes is None:
             raise ValueError(
                 f"node_rank={self.node_rank} is not allowed; with num_nodes={self.num_nodes} the machines have the "
                 f"numbers 0 to {self.num_nodes - 1}"
@@ -134,6 +151,27 @@ class LaunchConfig:
     def meeting_seconds(self) -> float:
         """Seconds to wait for the other machines."""
         return float(self.rdzv_conf.get("join_timeout", self.rdzv_conf.get("timeout", self.start_timeout)))
+
+    @property
+    def last_call_seconds(self) -> float:
+        """Seconds to wait for more machines than `min_nodes`."""
+        return float(self.rdzv_conf.get("last_call_timeout", self.last_call))
+
+    @property
+    def sign_seconds(self) -> float:
+        """Seconds between two signs of life of a machine."""
+        return float(self.rdzv_conf.get("keep_alive_interval", 1))
+
+    @property
+    def silence_seconds(self) -> float:
+        """Seconds without a sign of life after which a machine counts as gone."""
+        return self.sign_seconds * int(self.rdzv_conf.get("keep_alive_max_attempt", 3))
+
+    @property
+    def restart_limit(self) -> RestartLimit:
+        """Number of failures after which the processes are restarted."""
+        default = 0 if self.min_nodes is None else "5/1h"
+        return RestartLimit.parse(default if self.max_restarts is None else self.max_restarts)
 
     @property
     def run_id(self) -> str:

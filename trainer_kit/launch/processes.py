@@ -28,9 +28,11 @@ from trainer_kit.config import environment
 from trainer_kit.errors import ProcessesLeft, ProcessFailed
 from trainer_kit.launch.agent import Agent
 from trainer_kit.launch.config import LaunchConfig
+from trainer_kit.launch.elastic_rendezvous import ElasticRendezvous
 from trainer_kit.launch.function import Function
+from trainer_kit.launch.machines import Machines
 from trainer_kit.launch.output import OutputFiles
-from trainer_kit.launch.rendezvous import Machines, make_rendezvous
+from trainer_kit.launch.rendezvous import StaticRendezvous
 from trainer_kit.utils.streams import guard_standard_streams
 from trainer_kit.utils.units import pluralize
 
@@ -94,14 +96,17 @@ def run_processes(
     say, logs = say or _say, logs or Logs()
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trainer_kit_")))
-        settings = {**variables(config), environment.PROGRESS_FILE: str(scratch / "progress")}
+        settings = {
+            **variables(config), environment.PROGRESS_FILE: str(scratch / "progress"), environment.MEMBERSHIP: ""
+        }  # fmt: skip
         stack.enter_context(set_variables(settings))
         stack.enter_context(_quiet_torch())
         signals = stack.enter_context(_signals())
         stack.enter_context(_in_own_words(signals))
         output = stack.enter_context(_output(scratch, logs, say))
         is_function = not isinstance(entrypoint, str)
-        rendezvous = make_rendezvous(config, say, is_stopped=lambda: bool(signals), by_command=not is_function)
+        kind = StaticRendezvous if config.rdzv_backend == "static" else ElasticRendezvous
+        rendezvous = kind(config, say, lambda: bool(signals), not is_function)
         stack.callback(rendezvous.shutdown)
         spec = WorkerSpec(
             role="trainer_kit",
@@ -110,10 +115,11 @@ def run_processes(
             # The agent replaces $-names in arguments; the user's must stay unchanged.
             args=() if is_function else tuple(str(arg).replace("$", "$$") for arg in args),
             rdzv_handler=rendezvous,
-            max_restarts=config.max_restarts,
+            max_restarts=config.restart_limit.failures,
             monitor_interval=config.monitor_interval,
         )
-        agent = Agent(spec, output, start_method, Machines(config), signals, say)
+        machines = Machines(config, rendezvous)
+        agent = Agent(spec, config.restart_limit, output, start_method, machines, signals, say)
         agent.remedies = _remedies(config, remedy)
         _run(agent)
         return agent.values() if is_function else {worker.global_rank: None for worker in agent.workers}
@@ -135,7 +141,11 @@ def variables(config: LaunchConfig) -> dict[str, str]:
         environment.ACCUMULATION: str(config.gradient_accumulation_steps),
         environment.DYNAMO_BACKEND: config.dynamo_backend,
         environment.USE_TPU: str(int(config.tpu)),
+        environment.ELASTIC: str(int(config.min_nodes is not None)),
     }
+    if config.num_nodes > 1 and environment.CPP_LOG_LEVEL not in os.environ:
+        # A lost store would otherwise be reported by each process in dozens of lines of C++ frames.
+        settings[environment.CPP_LOG_LEVEL] = "ERROR"
     if config.profile is not None:
         settings[environment.PROFILE] = config.profile
     processes = config.local_processes()
@@ -195,7 +205,7 @@ def _run(agent: Agent) -> None:
         ProcessesLeft: If the ranks left because of a signal.
         InterruptedError: If a signal came before the ranks were started.
     """
-    future: Future[RunResult] = Future()
+    future: Future[RunResult | None] = Future()
 
     def target() -> None:
         try:
@@ -219,6 +229,8 @@ def _run(agent: Agent) -> None:
     result = future.result()
     if agent.exit_code is not None:
         raise ProcessesLeft(agent.exit_code)
+    if result is None:  # the run ended while this machine waited for a place in it
+        return
     if result.is_failed():
         assert agent.failed is not None
         raise agent.failed

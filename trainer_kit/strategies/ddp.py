@@ -25,7 +25,7 @@ from trainer_kit.strategies.grad_exchange import GradientExchange
 from trainer_kit.strategies.grad_norms import GradientNorms
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.process_collectives import ProcessCollectives
-from trainer_kit.strategies.process_group import Membership, ProcessGroup, check_own_gpus
+from trainer_kit.strategies.process_group import Membership, ProcessGroup, check_own_gpus, default_patience
 from trainer_kit.strategies.process_session import ProcessSession
 from trainer_kit.strategies.single import SingleDevice
 from trainer_kit.utils.units import pluralize
@@ -58,7 +58,8 @@ class DDP(SingleDevice):
         comm_hook: Name of a communication hook of torch, name of the hook that wraps it, and options of its state, see
             `comm_hooks.register`; None: none.
         sync_batch_norm: Whether batch norms compute statistics over all processes (NVIDIA GPUs only).
-        heartbeat_timeout: Seconds after which a process that does not answer counts as lost.
+        heartbeat_timeout: Seconds after which a process that does not answer counts as lost; None: 30, or 12 where the
+            launcher goes on without lost machines.
         device: Device of this process; None: one GPU for each process if there are GPUs, else the CPU.
         precision: See `Strategy`.
 
@@ -81,7 +82,7 @@ class DDP(SingleDevice):
         gradient_compression: Literal["no", "bf16"] = "no",
         comm_hook: tuple[str, str, Mapping[str, Any]] | None = None,
         sync_batch_norm: bool = False,
-        heartbeat_timeout: float = 30.0,
+        heartbeat_timeout: float | None = None,
         device: str | torch.device | None = None,
         precision: Precision | None = None,
     ) -> None:
@@ -97,6 +98,8 @@ class DDP(SingleDevice):
             raise ValueError("comm_hook and gradient_compression both change how gradients are sent; give one of them")
         if comm_hook is not None:
             comm_hooks.check(*comm_hook[:2])
+        if heartbeat_timeout is None:
+            heartbeat_timeout = default_patience()
         for name, seconds in (("ddp_timeout", ddp_timeout), ("heartbeat_timeout", heartbeat_timeout)):
             if not seconds > 0:
                 raise ValueError(f"{name}={seconds!r} must be a number of seconds above 0")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # imported early: later, its defaults would keep the group alive
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # its stub names fewer
 
+from trainer_kit.config import environment
 from trainer_kit.config.environment import Place
 from trainer_kit.errors import LostProcessError
 from trainer_kit.strategies.watchdog.heartbeat import Heartbeat
@@ -28,6 +29,8 @@ JOIN_SECONDS = 300.0
 """Seconds that the processes wait for one another at the start."""
 
 _REFUSAL_SECONDS = 10.0
+_PATIENCE_SECONDS, _ELASTIC_PATIENCE_SECONDS = 30.0, 12.0
+_EXPLAINS_SECONDS = 0.5
 
 SLOW_SECONDS = 60.0
 """Seconds until a warning names a process that others wait for; fewer with a short collective timeout."""
@@ -85,7 +88,11 @@ class Membership:
         # A separate connection: a waiting main thread may occupy the group's.
         watch = PrefixStore(f"heartbeat/{place.restarts}", _connect(place, serves=False))
         slow = min(SLOW_SECONDS, timeout / 4)
-        heartbeat = Heartbeat(watch, place.rank, place.world_size, patience=patience, slow=slow)
+        # The launcher finds out which machine is gone, while all others already start again.
+        explains_for = _EXPLAINS_SECONDS if environment.is_elastic() else None
+        heartbeat = Heartbeat(
+            watch, place.rank, place.world_size, patience=patience, slow=slow, explains_for=explains_for
+        )
         cls.current = cls(heartbeat, owns_group)
         cls.current.heartbeat.start()
         return cls.current
@@ -203,6 +210,11 @@ def _let_threads_finish() -> None:
 
 if _FORKS_MAY_HANG and hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_let_threads_finish)
+
+
+def default_patience() -> float:
+    """Return the seconds after which a process that does not answer counts as lost: fewer in an elastic run."""
+    return _ELASTIC_PATIENCE_SECONDS if environment.is_elastic() else _PATIENCE_SECONDS
 
 
 def failed_to_communicate(error: RuntimeError) -> bool:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from trainer_kit.config import environment
 from trainer_kit.errors import FolderInUseError
 from trainer_kit.utils.units import format_duration
 
@@ -56,6 +57,7 @@ class Holder(NamedTuple):
         process: PID of the process.
         started: Start time of the process as the system reports it; None if unknown.
         since: Time of the lock, in seconds since 1970.
+        membership: Run and membership of an elastic run, see `environment.membership`; None for any other run.
     """
 
     token: str
@@ -65,6 +67,7 @@ class Holder(NamedTuple):
     process: int
     started: str | None
     since: float
+    membership: tuple[str, int] | None = None
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
@@ -175,6 +178,7 @@ class RunLock:
         """
         token, process = uuid.uuid4().hex, os.getpid()
         holder = Holder(token, _user(), socket.gethostname(), _system(), process, _started(process), time.time())
+        holder = holder._replace(membership=environment.membership())
         _held[token] = process  # before other threads can see the lock
         try:
             _write_new(self.path, holder)
@@ -291,7 +295,13 @@ class _Watched(NamedTuple):
         return min(3 * BEAT_SECONDS, DEAD_AFTER) if time.time() - self.first.written >= DEAD_AFTER else DEAD_AFTER
 
     def lives(self, seen: _Seen) -> bool | None:
-        """Return whether the holder of the lock, as seen now, lives; None while unknown."""
+        """Return whether the holder of the lock, as seen now, lives; None while unknown.
+
+        A holder of an earlier membership of this run is as good as dead: its launcher ends it, and a process that was
+        cut off notices before its next write that the folder was taken.
+        """
+        if seen.holder is not None and _is_of_earlier_membership(seen.holder):
+            return False
         alive = None if seen.holder is None else _is_alive(seen.holder)
         if alive is not None:
             return alive
@@ -321,6 +331,11 @@ def _is_alive(holder: Holder) -> bool | None:
         return None
 
 
+def _is_of_earlier_membership(holder: Holder) -> bool:
+    before, now = holder.membership, environment.membership()
+    return before is not None and now is not None and before[0] == now[0] and before[1] < now[1]
+
+
 def _is_here(holder: Holder) -> bool:
     return (holder.host, holder.system) == (socket.gethostname(), _system())
 
@@ -348,7 +363,9 @@ def _opened(path: Path, flags: int) -> int:
 def _parsed(content: bytes, written: float) -> _Seen:
     try:
         values = json.loads(content)
-        return _Seen(Holder(**{name: values[name] for name in Holder._fields}), content, written)
+        membership = values.get("membership")
+        required = {name: values[name] for name in Holder._fields if name != "membership"}
+        return _Seen(Holder(**required, membership=membership and tuple(membership)), content, written)
     except (ValueError, KeyError, TypeError):
         return _Seen(None, content, written)
 

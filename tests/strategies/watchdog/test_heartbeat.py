@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import os
@@ -25,7 +24,7 @@ from kit.clock import Clock
 from kit.forked import fork_server
 from kit.ranks import free_port
 
-from trainer_kit.strategies.ddp import DDP
+from trainer_kit.strategies.process_group import default_patience
 from trainer_kit.strategies.watchdog import heartbeat, peers
 from trainer_kit.strategies.watchdog.stack import StackLocation
 
@@ -324,7 +323,7 @@ def seconds_until_found(frozen: int, phases: list[float]) -> list[float]:
             patch.setattr(each, "time", clock)
         patch.setattr(heartbeat, "locate", lambda *frames, hidden: StackLocation("all_reduce", waits=True))
         patch.setattr(heartbeat, "machine", lambda: ("another machine", 1))  # the system does not say how it is
-        patience = inspect.signature(DDP).parameters["heartbeat_timeout"].default
+        patience = default_patience()
         processes = [heartbeat.Heartbeat(store, rank, 3, patience=patience) for rank in range(3)]
         turns = [(clock.now + phase, number) for number, phase in enumerate(phases)]
         stop, found = clock.now + 20, dict[int, float]()

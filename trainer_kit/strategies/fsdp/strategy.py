@@ -73,7 +73,7 @@ class FSDP(MultiNode):
             process then holds the gradients of the whole model.
         offload: Whether shards, gradients and optimizer state lie in host memory.
         ddp_timeout: Seconds after which a collective fails because a process has not joined it.
-        heartbeat_timeout: Seconds after which a process that does not answer counts as lost.
+        heartbeat_timeout: Seconds after which a process that does not answer counts as lost; None: see `DDP`.
         device: Device of this process; None: one GPU for each process if there are GPUs, else the CPU.
         precision: See `Strategy`. With "bf16", weights are gathered in bfloat16 and gradients reduced in float32.
 
@@ -93,7 +93,7 @@ class FSDP(MultiNode):
         reduce_each_batch: bool = True,
         offload: bool = False,
         ddp_timeout: float = 1800.0,
-        heartbeat_timeout: float = 30.0,
+        heartbeat_timeout: float | None = None,
         device: str | torch.device | None = None,
         precision: Precision | None = None,
     ) -> None:

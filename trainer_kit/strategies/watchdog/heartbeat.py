@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import queue
+import re
 import sys
 import threading
 import time
@@ -48,6 +49,7 @@ class Heartbeat:
         interval: Seconds between two beats; reduced to a quarter of `patience` if larger.
         patience: Seconds without an answer after which a process counts as lost.
         slow: Seconds without progress after which a warning names a process that others wait for.
+        explains_for: Seconds to look for the cause of a failed collective; None: two beats and a second.
 
     Attributes:
         calls: Progress counter, which the strategy increments in each of its calls.
@@ -66,9 +68,12 @@ class Heartbeat:
         interval: float = 5.0,
         patience: float = 30.0,
         slow: float = 60.0,
+        explains_for: float | None = None,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.interval, self.patience, self.slow = min(interval, patience / 4), patience, slow
+        self._explains_for = 2 * self.interval + 1 if explains_for is None else explains_for
+        self._names_suspects = explains_for is None
         self.calls = self.steps = 0
         self.last_duty: Callable[[], object] | None = None
         self.leaving = False
@@ -161,15 +166,17 @@ class Heartbeat:
             return str(error)
         self._failed_in = self._where = locate(sys._getframe(), error, hidden=__file__)
         self._urgent = True
-        limit = 2 * self.interval + 1
+        limit = self._explains_for
         try:
             self._publish()
             _wait_until(lambda: bool(self._roster.root_causes()), limit)
             self._publish()  # an ended process may have reported why in the meantime
             problems = self._roster.root_causes() or self._roster.problems()
-            if not problems and self._store_silence() >= limit:
+            if not problems and self._store_silence() >= max(limit, self.interval):
                 problems = [self._store_problem()]
-            return self._sentence(problems or self._roster.suspects(2 * self.interval), error)
+            if not problems and self._names_suspects:
+                problems = self._roster.suspects(2 * self.interval)
+            return self._sentence(problems, error)
         finally:
             self._failed_in = None
             self._urgent = False
@@ -392,9 +399,14 @@ class Heartbeat:
         texts = [problem.text for problem in roots or problems]
         if len(texts) > _NAMED_AT_MOST:
             texts[_NAMED_AT_MOST:] = [f"and {len(texts) - _NAMED_AT_MOST} more"]
-        cause = "; ".join(texts) or f"no process is known to be missing ({error})"
+        cause = "; ".join(texts) or f"a connection to another process broke ({_short(error)})"
         verb = "waited" if self._where.waits else "was"
         return f"{cause}; rank {self.rank} (this process) {verb} in {self._where.place}, after {self.steps} steps"
+
+
+def _short(error: BaseException | None) -> str:
+    """Return an error of gloo without the place in its source and its advice."""
+    return re.sub(r"^\[[^]]*\.\w+:\d+\] ", "", str(error)).partition(". This is typically")[0]
 
 
 def _key(rank: int) -> str:

@@ -1,0 +1,66 @@
+"""How many failures a run survives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.clock import Clock
+
+from trainer_kit.launch.restart_limit import FailureHistory, RestartLimit
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "shown"),
+    [
+        (3, RestartLimit(3), "3"),
+        ("0", RestartLimit(0), "0"),
+        ("5/1h", RestartLimit(5, 3600), "5 within 1 h"),
+        ("2 / 30 min", RestartLimit(2, 1800), "2 within 30 min"),
+        ("1/s", RestartLimit(1, 1), "1 within 1 s"),
+        ("4/2d", RestartLimit(4, 172800), "4 within 2 d"),
+    ],
+)
+def test_a_limit_is_read(text: Any, limit: RestartLimit, shown: str) -> None:
+    assert RestartLimit.parse(text) == limit
+    assert str(limit) == shown
+
+
+@pytest.mark.parametrize("text", [-1, "", "5/", "5/0h", "0/1h", "5/1w", "1.5", "5/1h ago", True])
+def test_what_is_no_limit_is_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match=r"max_restarts=.* is not allowed; give a whole number of at least 0, or"):
+        RestartLimit.parse(text)
+
+
+def test_failures_within_a_time_count() -> None:
+    clock = Clock()
+    history = FailureHistory(RestartLimit(2, 60), clock.monotonic)
+    for second in (0, 30, 59):
+        clock.now = 1000.0 + second
+        history.record()
+    assert history.count == 3
+    clock.now = 1000.0 + 61
+    assert history.count == 2
+    clock.now = 1000.0 + 120
+    assert history.count == 0
+
+
+def test_all_count_without_a_time() -> None:
+    clock = Clock()
+    history = FailureHistory(RestartLimit(2), clock.monotonic)
+    history.record()
+    clock.now += 1e9
+    assert history.count == 1
+
+
+@given(st.lists(st.lists(st.floats(0, 100), max_size=4), max_size=3), st.floats(1, 50))
+def test_a_machine_that_came_later_learns_of_earlier_failures(told: list[list[float]], waited: float) -> None:
+    clock = Clock()
+    history = FailureHistory(RestartLimit(2, 60), clock.monotonic)
+    history.merge(told)
+    longest = max([[], *told], key=len)
+    assert history.count == sum(age < 60 for age in longest)
+    clock.now += waited
+    assert history.count == sum(age + waited < 60 for age in longest)

@@ -1,0 +1,156 @@
+"""`Machines`: what the launchers of a run tell one another while their ranks train."""
+
+from __future__ import annotations
+
+import time
+
+from torch._C._distributed_c10d import Store
+
+from trainer_kit.errors import ProcessFailed
+from trainer_kit.launch.config import LaunchConfig
+from trainer_kit.launch.elastic_rendezvous import ElasticRendezvous
+from trainer_kit.launch.news import CHANGE, FAILED, Change, News
+from trainer_kit.launch.rendezvous import StaticRendezvous
+from trainer_kit.launch.store import answers, keeps_store
+
+_LOOK_SECONDS = 1.0
+_PARTING_SECONDS = 5.0
+_HEARD = "trainer_kit/heard"
+
+
+class Machines:
+    """Channel to the launchers of the other machines, through the store of the rendezvous.
+
+    Args:
+        config: Launch configuration.
+        rendezvous: Rendezvous that the store comes from.
+
+    Attributes:
+        rendezvous: The argument of the same name.
+    """
+
+    def __init__(self, config: LaunchConfig, rendezvous: StaticRendezvous | ElasticRendezvous) -> None:
+        self._config = config
+        self.rendezvous = rendezvous
+        self._keeps_store = keeps_store(config)
+        self._next_look = self._next_change = 0.0
+        self._store: Store | None = None
+        self._place, self._count = 0, 1
+
+    def join(self, store: Store, place: int, count: int) -> None:
+        """Use the empty store of a new rendezvous.
+
+        Args:
+            store: The store.
+            place: Index of this machine, from 0.
+            count: Number of machines.
+        """
+        self._store, self._place, self._count = store, place, count
+        self._next_look = 0.0
+
+    def leave(self) -> None:
+        """Release the store of the last rendezvous."""
+        self._store = None
+
+    def gather(self, text: str) -> list[str]:
+        """Return the texts of all machines, by place. Collective over machines.
+
+        Raises:
+            torch.distributed.DistStoreError: If a machine does not come.
+        """
+        store = self._reach()
+        store.set(f"trainer_kit/text-{self._place}", text)
+        return [store.get(f"trainer_kit/text-{place}").decode() for place in range(self._count)]
+
+    def announce(self, failure: ProcessFailed, goes_on: bool) -> News:
+        """Announce a failed rank of this machine, and return what all machines go by: the first announcement.
+
+        Args:
+            failure: The failure.
+            goes_on: Whether this machine would restart its ranks.
+        """
+        own = News(failure, goes_on)
+        if not self._is_reachable():
+            return own
+        try:
+            first = News.from_json(self._reach().compare_set(FAILED, "", own.to_json()))
+            self._part(first.goes_on is not False)
+        except RuntimeError:  # the store is gone
+            return own
+        return first
+
+    def news(self, at_once: bool = False) -> News | None:
+        """Return another machine's announcement since the rendezvous; None without one or without an answer.
+
+        Args:
+            at_once: Whether to look even if the last look was less than a second ago.
+        """
+        if not self._is_time(at_once):
+            return None
+        try:
+            if not self._is_reachable() or not self._reach().check([FAILED]):
+                return None
+            first = News.from_json(self._reach().get(FAILED))
+            self._part(first.goes_on is not False)
+        except RuntimeError:  # the store is gone
+            return None
+        return first
+
+    def is_time_for_change(self) -> bool:
+        """Return whether to ask for a `change`: at most once a second."""
+        if not self.rendezvous.is_lasting or time.monotonic() < self._next_change:
+            return False
+        self._next_change = time.monotonic() + _LOOK_SECONDS
+        return True
+
+    def change(self) -> Change | None:
+        """Return which machine joins or leaves the run, so that all meet again; None without one or an answer."""
+        if not self.rendezvous.is_lasting:
+            return None
+        try:
+            if not self._is_reachable() or not self._reach().check([CHANGE]):
+                return None
+            return Change.from_json(self._reach().get(CHANGE))
+        except RuntimeError:  # the store is gone
+            return None
+
+    def announce_leaving(self, host: str) -> None:
+        """Announce that this machine leaves, if the others can go on without it.
+
+        Args:
+            host: Name of this machine.
+        """
+        least = self._config.min_nodes
+        if least is None or self._keeps_store or self._count - 1 < least or not self._is_reachable():
+            return
+        change = Change(f"{host} leaves: the run saves and goes on without it", is_joining=False)
+        try:
+            self._reach().compare_set(CHANGE, "", change.to_json())
+        except RuntimeError:  # the store is gone
+            return
+
+    def _part(self, goes_on: bool) -> None:
+        """Keep the store, on the machine that serves it, until the others have read it."""
+        store, deadline = self._reach(), time.monotonic() + _PARTING_SECONDS
+        heard = store.add(_HEARD, 1)
+        if goes_on and self.rendezvous.is_lasting:
+            return
+        while self._keeps_store and heard < min(self._count, self.rendezvous.alive()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+            heard = store.add(_HEARD, 0)
+
+    def _is_time(self, at_once: bool) -> bool:
+        if self._count == 1 or (time.monotonic() < self._next_look and not at_once):
+            return False
+        self._next_look = time.monotonic() + _LOOK_SECONDS
+        return True
+
+    def _is_reachable(self) -> bool:
+        """Return whether the store answers; a request to the store itself might block for long."""
+        if self._config.num_nodes == 1:
+            return False
+        return self._keeps_store or answers(self._config.master_addr, self._config.port)
+
+    def _reach(self) -> Store:
+        assert self._store is not None
+        return self._store

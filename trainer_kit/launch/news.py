@@ -1,0 +1,56 @@
+"""What the launchers of a run announce to one another: `News` of a failure, or a `Change` of machines."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+from trainer_kit.errors import ProcessFailed
+
+FAILED, CHANGE = "trainer_kit/failed", "trainer_kit/change"
+"""Keys of the store under which the first announcement of a start stands."""
+
+
+class Change(NamedTuple):
+    """Announcement of a machine that joins or leaves.
+
+    Attributes:
+        text: What happens, for the user.
+        is_joining: Whether a machine joins, so that the others end their ranks; one that leaves has ended its own.
+    """
+
+    text: str
+    is_joining: bool
+
+    def to_json(self) -> str:
+        """Return the text of the store."""
+        return json.dumps(self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Change:
+        """Read the text of the store."""
+        return cls(*json.loads(text))
+
+
+class News(NamedTuple):
+    """Announcement of a failure.
+
+    Attributes:
+        failure: The first failure of the run.
+        goes_on: Whether the machines restart their ranks; None: each decides, by the failures that all have counted.
+    """
+
+    failure: ProcessFailed
+    goes_on: bool | None
+
+    def to_json(self) -> str:
+        """Return the text of the store."""
+        failure = self.failure
+        facts = [failure.message, failure.rank, failure.exit_code, failure.traceback, failure.tail]
+        return json.dumps([facts, self.goes_on])
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> News:
+        """Read the text of the store."""
+        facts, goes_on = json.loads(text)
+        return cls(ProcessFailed(*facts), goes_on)

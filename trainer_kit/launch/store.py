@@ -1,0 +1,96 @@
+"""The store that launchers meet at: which machine serves it, and how the others reach it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import errno
+import socket
+import threading
+from concurrent.futures import Future
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+
+from trainer_kit.launch.config import LaunchConfig
+
+_ATTEMPT_SECONDS = 2.0
+_CONNECT_SECONDS = 10.0
+
+
+def keeps_store(config: LaunchConfig) -> bool:
+    """Return whether this machine serves the store; if all machines have number 0, the address decides."""
+    if "is_host" in config.rdzv_conf:
+        return str(config.rdzv_conf["is_host"]).lower() in ("true", "1")
+    is_first = config.node_rank == 0
+    return is_first and (config.rdzv_backend == "static" or config.num_nodes == 1 or _is_own(config.master_addr))
+
+
+def serve_store(config: LaunchConfig) -> TCPStore:
+    """Serve the store on this machine.
+
+    Raises:
+        OSError: If the port is in use, or the address that the other machines get leads elsewhere.
+    """
+    try:
+        store = _tcp_store("127.0.0.1", config.port, is_master=True)
+    except RuntimeError as error:
+        if errno.errorcode[errno.EADDRINUSE] in str(error):
+            raise OSError(
+                f"master_port={config.port} is in use on this machine; end the other run, or choose another port (0 "
+                "takes a free one where there is only one machine)"
+            ) from error
+        raise
+    if config.num_nodes > 1 and not answers(config.master_addr, store.port):
+        raise OSError(
+            f"master_addr={config.master_addr!r} does not lead to this machine, which has node_rank=0; give the "
+            "address by which the other machines reach it"
+        )
+    return store
+
+
+def connect_store(address: str, port: int) -> TCPStore:
+    """Connect to the store of another machine, with a time limit: another program on that port never answers.
+
+    Raises:
+        RuntimeError: If the connection fails.
+        TimeoutError: If what answers is no store.
+    """
+    future: Future[TCPStore] = Future()
+
+    def connect() -> None:
+        try:
+            future.set_result(_tcp_store(address, port, is_master=False))
+        except RuntimeError as error:
+            future.set_exception(error)
+
+    threading.Thread(target=connect, daemon=True).start()
+    if not concurrent.futures.wait([future], timeout=2 * _CONNECT_SECONDS).done:
+        raise TimeoutError(
+            f"what answers at {address}:{port} is not the launcher of machine 0; check master_addr and master_port"
+        )
+    return future.result()
+
+
+def answers(address: str, port: int) -> bool:
+    """Return whether something answers at an address; a request to a store itself might block for long."""
+    try:
+        socket.create_connection((address, port), timeout=_ATTEMPT_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def _tcp_store(address: str, port: int, is_master: bool) -> TCPStore:
+    timeout = timedelta(seconds=_CONNECT_SECONDS)
+    return TCPStore(address, port, is_master=is_master, wait_for_workers=False, timeout=timeout)
+
+
+def _is_own(address: str) -> bool:
+    """Return whether `address` belongs to this machine."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(target)
+    except OSError:
+        return False
+    return True
