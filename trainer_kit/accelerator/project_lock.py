@@ -23,7 +23,7 @@ class ProjectLock(RunLock):
     """
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, "project_dir", NAME)
+        super().__init__(folder, "project_dir", NAME, environment.membership())
         self._users: set[int] = set()
 
     def add_user(self, user: object) -> None:

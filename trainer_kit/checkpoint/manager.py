@@ -15,13 +15,7 @@ from typing import Any
 import torch
 
 from trainer_kit.callback import CallbackList
-from trainer_kit.checkpoint import (
-    CHECKPOINT_PREFIX,
-    Committed,
-    read_arguments,
-    read_state,
-    remove_stale_staging,
-)
+from trainer_kit.checkpoint import CHECKPOINT_PREFIX, Committed, read_arguments, read_state, remove_stale_staging
 from trainer_kit.checkpoint.async_saver import AsyncSaver, States
 from trainer_kit.checkpoint.base_weights import refer_to_base
 from trainer_kit.checkpoint.compatibility import (
@@ -46,6 +40,7 @@ from trainer_kit.checkpoint.format.trainer_state import (
     read_trainer,
 )
 from trainer_kit.checkpoint.integrity import check_resumable, fetch_verified
+from trainer_kit.config import environment
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import TrainLoader
 from trainer_kit.data.run_length import RunLength, make_plan
@@ -91,7 +86,7 @@ class CheckpointManager:
         self.data_state: dict[str, Any] | None = None
         self.shifts_labels: bool | None = None
         self.resumed_from: Path | None = None
-        self.lock = RunLock(self.folder)
+        self.lock = RunLock(self.folder, membership=environment.membership())
         self.saver = AsyncSaver(run, self._is_of_this_run, self.lock.confirm)
         self.metric: tuple[int, float] | None = None
         self._plan: RunLength | None = None

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainer_kit.config.environment import CPP_LOG_LEVEL
+from trainer_kit.config.environment import quiet_cpp_logs
 from trainer_kit.launch.config import LaunchConfig, default_path
 
 RUNNER = "trainer_kit.launch.script"
@@ -116,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Start the script and return 0, the exit code of the failed rank, or 143 or 130 after a signal."""
-    os.environ.setdefault(CPP_LOG_LEVEL, "ERROR")  # read when torch is imported, which comes next
+    quiet_cpp_logs()  # read when torch is imported, which comes next
     from trainer_kit.errors import ProcessesLeft, ProcessFailed
     from trainer_kit.launch.processes import PREFIX, Logs, planned, run_processes
 

@@ -378,6 +378,11 @@ def debug() -> bool:
     return any(os.environ.get(name, "").lower() in ("1", "true", "yes") for name in DEBUG)
 
 
+def quiet_cpp_logs() -> None:
+    """Let torch's C++ code log errors only, unless the user has chosen: a lost store gives dozens of lines."""
+    os.environ.setdefault(CPP_LOG_LEVEL, "ERROR")
+
+
 def is_elastic() -> bool:
     """Return whether the launcher goes on without machines that are lost, and takes in those that come."""
     return os.environ.get(ELASTIC) == "1"

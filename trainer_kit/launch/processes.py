@@ -96,33 +96,39 @@ def run_processes(
     say, logs = say or _say, logs or Logs()
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trainer_kit_")))
-        settings = {
-            **variables(config), environment.PROGRESS_FILE: str(scratch / "progress"), environment.MEMBERSHIP: ""
-        }  # fmt: skip
-        stack.enter_context(set_variables(settings))
+        settings = {environment.PROGRESS_FILE: str(scratch / "progress"), environment.MEMBERSHIP: ""}
+        stack.enter_context(set_variables(variables(config) | settings))
         stack.enter_context(_quiet_torch())
         signals = stack.enter_context(_signals())
         stack.enter_context(_in_own_words(signals))
         output = stack.enter_context(_output(scratch, logs, say))
         is_function = not isinstance(entrypoint, str)
-        kind = StaticRendezvous if config.rdzv_backend == "static" else ElasticRendezvous
-        rendezvous = kind(config, say, lambda: bool(signals), not is_function)
+        make_rendezvous = StaticRendezvous if config.rdzv_backend == "static" else ElasticRendezvous
+        rendezvous = make_rendezvous(config, say, lambda: bool(signals), not is_function)
         stack.callback(rendezvous.shutdown)
-        spec = WorkerSpec(
-            role="trainer_kit",
-            local_world_size=config.local_processes(),
-            entrypoint=entrypoint if isinstance(entrypoint, str) else Function(entrypoint, args),
-            # The agent replaces $-names in arguments; the user's must stay unchanged.
-            args=() if is_function else tuple(str(arg).replace("$", "$$") for arg in args),
-            rdzv_handler=rendezvous,
-            max_restarts=config.restart_limit.failures,
-            monitor_interval=config.monitor_interval,
-        )
-        machines = Machines(config, rendezvous)
-        agent = Agent(spec, config.restart_limit, output, start_method, machines, signals, say)
+        spec = _spec(config, entrypoint, args, rendezvous)
+        agent = Agent(spec, config.restart_limit, output, start_method, Machines(config, rendezvous), signals, say)
         agent.remedies = _remedies(config, remedy)
         _run(agent)
         return agent.values() if is_function else {worker.global_rank: None for worker in agent.workers}
+
+
+def _spec(
+    config: LaunchConfig,
+    entrypoint: str | Callable[..., Any],
+    args: Sequence[Any],
+    rendezvous: StaticRendezvous | ElasticRendezvous,
+) -> WorkerSpec:
+    return WorkerSpec(
+        role="trainer_kit",
+        local_world_size=config.local_processes(),
+        entrypoint=entrypoint if isinstance(entrypoint, str) else Function(entrypoint, args),
+        # The agent replaces $-names in arguments; the user's must stay unchanged.
+        args=tuple(str(arg).replace("$", "$$") for arg in args) if isinstance(entrypoint, str) else (),
+        rdzv_handler=rendezvous,
+        max_restarts=config.restart_limit.failures,
+        monitor_interval=config.monitor_interval,
+    )
 
 
 def variables(config: LaunchConfig) -> dict[str, str]:

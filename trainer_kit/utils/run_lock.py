@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import getpass
 import json
 import logging
 import os
 import socket
 import stat
-import sys
 import threading
 import time
 import uuid
@@ -26,8 +24,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from trainer_kit.config import environment
 from trainer_kit.errors import FolderInUseError
+from trainer_kit.utils.process_identity import is_stopped, start_time, system_id, user_name
 from trainer_kit.utils.units import format_duration
 
 logger = logging.getLogger("trainer_kit")
@@ -57,7 +55,7 @@ class Holder(NamedTuple):
         process: PID of the process.
         started: Start time of the process as the system reports it; None if unknown.
         since: Time of the lock, in seconds since 1970.
-        membership: Run and membership of an elastic run, see `environment.membership`; None for any other run.
+        membership: ID of an elastic run and number of its machines' membership; None for any other run.
     """
 
     token: str
@@ -81,9 +79,17 @@ class RunLock:
         folder: The folder, which must exist when the lock is acquired.
         argument: Name of the argument that the user gives the folder by, for errors.
         name: Name of the lock's file.
+        membership: See `Holder`.
     """
 
-    def __init__(self, folder: Path, argument: str = "output_dir", name: str = NAME) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        argument: str = "output_dir",
+        name: str = NAME,
+        membership: tuple[str, int] | None = None,
+    ) -> None:
+        self._membership = membership
         self.folder = folder
         self.argument = argument
         self.path = folder / name
@@ -122,7 +128,7 @@ class RunLock:
                 continue
             if watched is None or watched.first.token != seen.token:
                 watched = _Watched(seen, time.monotonic())
-            lives = watched.lives(seen)
+            lives = not self._replaces(seen.holder) and watched.lives(seen)
             if lives:
                 raise FolderInUseError(self._refusal(seen))
             if lives is None:
@@ -177,8 +183,8 @@ class RunLock:
         If several processes remove a dead lock at the same time, one of them may remove this lock: hence a second look.
         """
         token, process = uuid.uuid4().hex, os.getpid()
-        holder = Holder(token, _user(), socket.gethostname(), _system(), process, _started(process), time.time())
-        holder = holder._replace(membership=environment.membership())
+        where = socket.gethostname(), system_id(), process, start_time(process)
+        holder = Holder(token, user_name(), *where, time.time(), self._membership)
         _held[token] = process  # before other threads can see the lock
         try:
             _write_new(self.path, holder)
@@ -193,6 +199,11 @@ class RunLock:
             if self._holder is not holder:
                 del _held[token]
         return True
+
+    def _replaces(self, holder: Holder | None) -> bool:
+        """Return whether a holder belongs to an earlier membership: cut off, it notices before its next write."""
+        before, now = holder and holder.membership, self._membership
+        return before is not None and now is not None and before[0] == now[0] and before[1] < now[1]
 
     def _look(self) -> _Seen | None:
         try:
@@ -246,7 +257,7 @@ class RunLock:
         holder, remedy = seen.holder, f"wait for it, end it, or give another {self.argument}"
         if holder is not None and holder.process == os.getpid() and _is_here(holder):
             remedy = f"that is this process; wait for that training, or give another {self.argument}"
-        elif holder is not None and _is_here(holder) and _is_stopped(holder.process):
+        elif holder is not None and _is_here(holder) and is_stopped(holder.process):
             remedy = f"it is stopped: kill -CONT {holder.process} lets it go on, kill -KILL {holder.process} ends it"
         return f"{self.argument}={str(self.folder)!r} is in use: {seen.name} trains there; {remedy}"
 
@@ -295,13 +306,7 @@ class _Watched(NamedTuple):
         return min(3 * BEAT_SECONDS, DEAD_AFTER) if time.time() - self.first.written >= DEAD_AFTER else DEAD_AFTER
 
     def lives(self, seen: _Seen) -> bool | None:
-        """Return whether the holder of the lock, as seen now, lives; None while unknown.
-
-        A holder of an earlier membership of this run is as good as dead: its launcher ends it, and a process that was
-        cut off notices before its next write that the folder was taken.
-        """
-        if seen.holder is not None and _is_of_earlier_membership(seen.holder):
-            return False
+        """Return whether the holder of the lock, as seen now, lives; None while unknown."""
         alive = None if seen.holder is None else _is_alive(seen.holder)
         if alive is not None:
             return alive
@@ -320,7 +325,7 @@ def _is_alive(holder: Holder) -> bool | None:
         return None
     if holder.process == os.getpid():  # a process keeps its PID through exec
         return _is_own(holder.token)
-    started = _started(holder.process)
+    started = start_time(holder.process)
     if started is not None:
         return started == holder.started
     if not psutil.pid_exists(holder.process):
@@ -331,13 +336,8 @@ def _is_alive(holder: Holder) -> bool | None:
         return None
 
 
-def _is_of_earlier_membership(holder: Holder) -> bool:
-    before, now = holder.membership, environment.membership()
-    return before is not None and now is not None and before[0] == now[0] and before[1] < now[1]
-
-
 def _is_here(holder: Holder) -> bool:
-    return (holder.host, holder.system) == (socket.gethostname(), _system())
+    return (holder.host, holder.system) == (socket.gethostname(), system_id())
 
 
 def _look(path: Path) -> _Seen | None:
@@ -363,10 +363,9 @@ def _opened(path: Path, flags: int) -> int:
 def _parsed(content: bytes, written: float) -> _Seen:
     try:
         values = json.loads(content)
-        membership = values.get("membership")
-        required = {name: values[name] for name in Holder._fields if name != "membership"}
-        return _Seen(Holder(**required, membership=membership and tuple(membership)), content, written)
-    except (ValueError, KeyError, TypeError):
+        values["membership"] = values.get("membership") and tuple(values["membership"])
+        return _Seen(Holder(**{name: values[name] for name in Holder._fields}), content, written)
+    except (ValueError, KeyError, TypeError, AttributeError):
         return _Seen(None, content, written)
 
 
@@ -426,38 +425,3 @@ def _content(holder: Holder) -> bytes:
     """Return the lock's content, always of the same length for a holder, so that it can be overwritten in place."""
     values: dict[str, Any] = {**holder._asdict(), "beat": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     return json.dumps(values).encode() + b"\n"
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):  # a container's user may have no name
-        return str(os.getuid()) if hasattr(os, "getuid") else "unknown"
-
-
-def _system() -> str:
-    """Return boot ID and PID namespace, which distinguish systems and containers with the same host name."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return sys.platform
-
-
-def _started(process: int) -> str | None:
-    """Return the exact start time of a process, which identifies it if a PID is reused; None if it has ended."""
-    try:
-        if sys.platform == "linux":  # psutil's time changes with the system's clock
-            fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
-            return None if fields[0] in (b"Z", b"X") else fields[19].decode()
-        found = psutil.Process(process)
-        return None if found.status() == psutil.STATUS_ZOMBIE else repr(found.create_time())
-    except (OSError, psutil.Error):
-        return None
-
-
-def _is_stopped(process: int) -> bool:
-    try:
-        return bool(psutil.Process(process).status() == psutil.STATUS_STOPPED)
-    except psutil.Error:
-        return False

@@ -1,0 +1,107 @@
+"""Launchers that meet in order of arrival; machines are threads here, see tests/scenarios/test_elastic.py."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from kit.ranks import free_port
+from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
+
+from trainer_kit.launch.config import LaunchConfig
+from trainer_kit.launch.elastic_rendezvous import ElasticRendezvous
+
+
+class Run:
+    """Rendezvous of a run whose machines are threads of this process."""
+
+    def __init__(self) -> None:
+        self.port, self.said = free_port(), list[str]()
+        self.made: list[ElasticRendezvous] = []
+        self.stopped = threading.Event()
+
+    def machine(self, number: int, **fields: Any) -> ElasticRendezvous:
+        limits = {"num_nodes": 3, "min_nodes": 2, "last_call": 0.5, "start_timeout": 30.0}
+        config = LaunchConfig(
+            node_rank=number,
+            master_port=self.port,
+            cpu=True,
+            **{**limits, **fields, "rdzv_conf": {"is_host": number == 0}},
+        )
+        self.made.append(ElasticRendezvous(config, self.said.append, self.stopped.is_set, by_command=True))
+        return self.made[-1]
+
+
+@pytest.fixture
+def elastic() -> Iterator[Run]:
+    run = Run()
+    yield run
+    run.stopped.set()
+    for machine in reversed(run.made):
+        machine.shutdown()
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(call) for call in calls]
+        return [future.result(timeout=60) for future in futures]
+
+
+def test_machines_meet_and_meet_again(elastic: Run) -> None:
+    machines = [elastic.machine(number) for number in range(3)]
+    infos = together(*(machine.next_rendezvous for machine in machines))
+    assert sorted(info.rank for info in infos) == [0, 1, 2]
+    assert {info.world_size for info in infos} == {3}
+    assert {machine.starts for machine in machines} == {0}
+    assert len({machine.membership for machine in machines}) == 1
+    infos[0].store.set("key", "first")
+    again = together(*(machine.next_rendezvous for machine in machines))
+    assert [info.rank for info in again] == [info.rank for info in infos]
+    assert {machine.starts for machine in machines} == {1}
+    assert not again[1].store.check(["key"]), "each membership has keys of its own"
+    run, number = machines[0].membership.split("/")
+    assert (run, number) == (machines[2].membership.partition("/")[0], "2")
+
+
+def test_the_others_go_on_when_one_has_left(elastic: Run) -> None:
+    machines = [elastic.machine(number) for number in range(3)]
+    infos = together(*(machine.next_rendezvous for machine in machines))
+    machines[2].shutdown()
+    again = together(*(machine.next_rendezvous for machine in machines[:2]))
+    assert {info.world_size for info in again} == {2}
+    order = sorted(range(2), key=lambda number: infos[number].rank)
+    assert [again[number].rank for number in order] == [0, 1], "those that stay keep their order"
+    assert any("is gone: 2 of 3 machines go on" in line for line in elastic.said)
+
+
+def test_too_few_machines_are_counted(elastic: Run) -> None:
+    machine = elastic.machine(0, start_timeout=0.5)
+    with pytest.raises(TimeoutError, match=r"a machine \(1 of at least 2 came\) did not answer within 0.5 s"):
+        machine.next_rendezvous()
+
+
+def test_a_spare_hears_of_the_end(elastic: Run) -> None:
+    machines = [elastic.machine(number, num_nodes=2, min_nodes=1) for number in range(3)]
+    together(*(machine.next_rendezvous for machine in machines[:2]))
+    with ThreadPoolExecutor(2) as pool:
+        spare = pool.submit(machines[2].next_rendezvous)
+        while machines[2]._link is None:
+            time.sleep(0.01)
+        time.sleep(0.5)  # until the keeper knows it
+        machines[1].shutdown()
+        end = pool.submit(machines[0].shutdown)
+        with pytest.raises(RendezvousGracefulExitError):
+            spare.result(timeout=30)
+        machines[2].shutdown()
+        end.result(timeout=30)
+
+
+def test_a_signal_ends_the_wait(elastic: Run) -> None:
+    machine = elastic.machine(0)
+    threading.Timer(0.3, elastic.stopped.set).start()
+    with pytest.raises(InterruptedError):
+        machine.next_rendezvous()

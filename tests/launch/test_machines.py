@@ -1,0 +1,98 @@
+"""What launchers tell one another while their ranks train."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from trainer_kit.errors import ProcessFailed
+from trainer_kit.launch.config import LaunchConfig
+from trainer_kit.launch.machines import Machines
+from trainer_kit.launch.news import CHANGE, Change
+
+
+def channels(count: int = 2, is_lasting: bool = True, **fields: Any) -> list[Machines]:
+    """The channels of several machines, all of which serve the store here, so that none looks for a port."""
+    store = dist.HashStore()
+    made = []
+    for place in range(count):
+        config = LaunchConfig(num_nodes=count, rdzv_conf={"is_host": True}, rdzv_backend="c10d", **fields)
+        rendezvous: Any = SimpleNamespace(is_lasting=is_lasting, alive=lambda: 1)
+        made.append(Machines(config, rendezvous))
+        made[-1].join(store, place, count)
+    return made
+
+
+def test_the_first_failure_is_everybody_s() -> None:
+    first, second = channels()
+    assert second.news() is None
+    own = first.announce(ProcessFailed("rank 0 failed", 0, 3), goes_on=True)
+    assert (own.failure.rank, own.goes_on) == (0, True)
+    other = second.announce(ProcessFailed("rank 1 failed", 1, 4), goes_on=False)
+    assert (other.failure.rank, other.goes_on) == (0, True)
+    news = second.news(at_once=True)
+    assert news is not None
+    assert news.failure.message == "rank 0 failed"
+
+
+def test_one_looks_once_a_second() -> None:
+    first, second = channels()
+    assert second.news() is None
+    first.announce(ProcessFailed("rank 0 failed", 0, 3), goes_on=True)
+    assert second.news() is None
+    assert second.news(at_once=True) is not None
+
+
+def test_texts_are_gathered_by_place() -> None:
+    first, second = channels()
+    first._reach().set("trainer_kit/text-1", "second")
+    assert first.gather("first") == second.gather("second") == ["first", "second"]
+
+
+def test_a_lone_machine_asks_no_store() -> None:
+    machines = Machines(LaunchConfig(), SimpleNamespace(is_lasting=False))  # type: ignore[arg-type]
+    failure = ProcessFailed("rank 0 failed", 0, 3)
+    assert machines.announce(failure, goes_on=False).failure is failure
+    assert machines.news() is None
+    assert machines.change() is None
+
+
+def test_a_change_is_announced_to_all() -> None:
+    first, second = channels(3, min_nodes=2)[:2]
+    assert first.change() is None
+    change = Change("host-2 joins", is_joining=True)
+    second._reach().set(CHANGE, change.to_json())
+    assert first.change() == change
+    assert first.is_time_for_change()
+    assert not first.is_time_for_change()
+
+
+@pytest.mark.parametrize(
+    ("least", "serves", "is_announced"), [(2, False, True), (2, True, False), (None, False, False)]
+)
+def test_a_machine_leaves_alone_if_enough_stay(
+    monkeypatch: pytest.MonkeyPatch, least: int | None, serves: bool, is_announced: bool
+) -> None:
+    first, *_ = channels(3, min_nodes=least)
+    monkeypatch.setattr(first, "_keeps_store", serves)
+    monkeypatch.setattr("trainer_kit.launch.machines.answers", lambda *address: True)
+    first.announce_leaving("machine-b")
+    expected = Change("machine-b leaves: the run saves and goes on without it", is_joining=False)
+    assert first.change() == (expected if is_announced else None)
+
+
+def test_a_store_that_is_gone_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    (first,) = channels(2, min_nodes=1)[:1]
+
+    class Gone:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("connection reset")
+
+    monkeypatch.setattr(first, "_store", Gone())
+    failure = ProcessFailed("rank 0 failed", 0, 3)
+    assert first.announce(failure, goes_on=True).failure is failure
+    assert first.news(at_once=True) is None
+    assert first.change() is None

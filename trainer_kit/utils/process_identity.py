@@ -1,0 +1,47 @@
+"""Who and where a process is: its user, its system, and the start that tells it from a later process of its number."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import sys
+from pathlib import Path
+
+import psutil
+
+
+def user_name() -> str:
+    """Return the name of this process's user."""
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container's user may have no name
+        return str(os.getuid()) if hasattr(os, "getuid") else "unknown"
+
+
+def system_id() -> str:
+    """Return boot ID and PID namespace, which distinguish systems and containers with the same host name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return sys.platform
+
+
+def start_time(process: int) -> str | None:
+    """Return the exact start time of a process, which identifies it if a PID is reused; None if it has ended."""
+    try:
+        if sys.platform == "linux":  # psutil's time changes with the system's clock
+            fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
+            return None if fields[0] in (b"Z", b"X") else fields[19].decode()
+        found = psutil.Process(process)
+        return None if found.status() == psutil.STATUS_ZOMBIE else repr(found.create_time())
+    except (OSError, psutil.Error):
+        return None
+
+
+def is_stopped(process: int) -> bool:
+    """Return whether a process is stopped, as by Ctrl-Z."""
+    try:
+        return bool(psutil.Process(process).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
