@@ -7,7 +7,7 @@ Within a hook, callbacks are called by `priority`, then in the order of the list
 - 50: `Checkpointing`; from here on, `run.state.best_metric` and `best_step` include the current evaluation;
 - 100: callbacks that write records (`Progress`, `Console`, `TensorBoard`, `JsonLines`, `Profiler`) and those of
   transformers, so that they see the numbers that your callbacks add to a record or to an evaluation's metrics;
-- 110: `Throughput`, which counts the operations of a step without those of other callbacks;
+- 110: `Throughput`, which counts the operations of a step without those of other callbacks, and `SlowProcesses`;
 - 150: `EarlyStopping`, which uses the metrics that all others add, and logs after the record;
 - 200: `Report`, which reads the written records; 205: `Tracking`, which may upload its page; 210: `PushToHub`, which
   pushes what all others have written.
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .progress import Progress
     from .push_to_hub import PushToHub
     from .report import Report
+    from .slow_processes import SlowProcesses
     from .tensorboard import TensorBoard
     from .throughput import Throughput
     from .torch_modes import DetectAnomaly, Deterministic
@@ -67,6 +68,7 @@ __all__ = [
     "Progress",
     "PushToHub",
     "Report",
+    "SlowProcesses",
     "TensorBoard",
     "Throughput",
     "Tracking",
@@ -95,6 +97,7 @@ _MODULES = {
     "Progress": "progress",
     "PushToHub": "push_to_hub",
     "Report": "report",
+    "SlowProcesses": "slow_processes",
     "TensorBoard": "tensorboard",
     "Throughput": "throughput",
     "Tracking": "tracking",
@@ -117,10 +120,10 @@ def __dir__() -> list[str]:
 def default_callbacks(args: TrainingArguments, own: Sequence[Callback] = ()) -> list[Callback]:
     """Return new instances of the default callbacks of a run.
 
-    `Checkpointing`, `Preemption`, `Compilation`, `Memory` and `Throughput` are always included. `Progress` is included
-    on a terminal or in a notebook, else `Console`; with `args.disable_tqdm` it is `Console`, or neither if `log_level`
-    is "error" or "critical". `args.report_to` names the writers, `args.profile` the steps of a `Profiler`, and
-    `args.neftune_noise_alpha` is that of `Neftune`.
+    `Checkpointing`, `Preemption`, `Compilation`, `Memory`, `Throughput` and `SlowProcesses` are always included.
+    `Progress` is included on a terminal or in a notebook, else `Console`; with `args.disable_tqdm` it is `Console`, or
+    neither if `log_level` is "error" or "critical". `args.report_to` names the writers, `args.profile` the steps of a
+    `Profiler`, and `args.neftune_noise_alpha` is that of `Neftune`.
 
     Args:
         args: The arguments of the run.
@@ -130,9 +133,12 @@ def default_callbacks(args: TrainingArguments, own: Sequence[Callback] = ()) -> 
     from .compilation import Compilation
     from .memory import Memory
     from .preemption import Preemption
+    from .slow_processes import SlowProcesses
     from .throughput import Throughput
 
-    callbacks: list[Callback] = [Checkpointing(), Preemption(), Compilation(), Memory(), Throughput()]
+    callbacks: list[Callback] = [
+        Checkpointing(), Preemption(), Compilation(), Memory(), Throughput(), SlowProcesses()
+    ]  # fmt: skip
     if args.neftune_noise_alpha is not None:
         from .neftune import Neftune
 

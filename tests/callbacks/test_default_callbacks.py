@@ -27,7 +27,7 @@ def names(**arguments: Any) -> set[str]:
     return {type(callback).__name__ for callback in callbacks.default_callbacks(TrainingArguments(**arguments))}
 
 
-ALWAYS = {"Checkpointing", "Preemption", "Compilation", "Memory", "Throughput"}
+ALWAYS = {"Checkpointing", "Preemption", "Compilation", "Memory", "Throughput", "SlowProcesses"}
 WRITERS = {"TensorBoard", "JsonLines", "Report"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -11,6 +12,9 @@ from trainer_kit.config import environment
 from trainer_kit.strategies.collectives import Collectives
 
 logger = logging.getLogger("trainer_kit")
+
+REPLACE = "replace"
+"""File in the folder of the launcher's progress file by which a rank asks for a replacement of its machine."""
 
 
 class Session:
@@ -55,6 +59,13 @@ class Session:
                 os.replace(new, path)
             except OSError as error:
                 logger.warning("the launcher could not be told of the checkpoint of step %d: %s", step, error)
+
+    def ask_for_replacement(self) -> None:
+        """Ask this machine's launcher to let a waiting machine take its place; the launcher decides."""
+        path = environment.progress_file()
+        if path is not None:
+            with contextlib.suppress(OSError):  # the next comparison asks again
+                Path(path).with_name(REPLACE).touch()
 
     def fetch_checkpoint(self, directory: Path) -> Path:
         """Return the main process's folder, or a copy of it if this process cannot read it. Collective."""
