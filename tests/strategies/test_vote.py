@@ -46,6 +46,14 @@ def test_a_tree_has_one_root_and_leaves_machines_by_their_first_process(machines
     assert sorted(reached) == [*range(len(machines))]
 
 
+def test_a_tree_of_4096_processes_has_four_levels_below_its_root() -> None:
+    found = parents([rank // 8 for rank in range(4096)])
+    depths: dict[int | None, int] = {None: -1}
+    for rank in sorted(range(4096), key=lambda rank: (rank % 8 > 0, rank)):
+        depths[rank] = depths[found[rank]] + 1
+    assert max(depths.values()) == 4
+
+
 def numbers_of(rank: int, turn: int) -> list[int]:
     return [rank, turn, 2**40 + rank * turn, int(rank == 5)]
 
@@ -59,7 +67,7 @@ def in_threads(machines: list[int], make: Callable[[int, Callable[[str, Sequence
         read = []
         for turn in range(4):
             ballots.begin(numbers_of(rank, turn))
-            read.append([*ballots.read()])
+            read.append([*ballots.wait_for_sums()])
         ballots.close()
         return read
 
@@ -106,7 +114,7 @@ def vote_twice(threshold: int) -> tuple[str, list[Any]]:
         time.sleep(0.05 * (collectives.rank == turn))
         ballots.begin(numbers_of(collectives.rank, turn))
         read.append([*collectives.all_reduce_ints([1])])
-        read.append([*ballots.read()])
+        read.append([*ballots.wait_for_sums()])
     ballots.close()
     strategy.teardown()
     return type(ballots).__name__, read

@@ -109,6 +109,7 @@ class RankSync:
             window: See `sync`.
             step: Number of the step that the global batch is for.
         """
+        assert self._ballot is None, "the last vote was not read"
         asked = self.run.requests
         # asked.exit_code is never cleared: a signal handler may set it at any moment.
         leaves = asked.exit_code is not None and self.pending.exit_code is None
@@ -146,7 +147,7 @@ class RankSync:
     def _read(self) -> bool:
         run, pending, collectives = self.run, self.pending, self.run.strategy.collectives
         assert self._ballot is not None
-        (flags, window, here), sums = self._ballot, self._vote.read()
+        (flags, window, here), sums = self._ballot, self._vote.wait_for_sums()
         self._ballot = None
         self.votes_ahead = self._is_ahead and not sums[6]
         self.all_have_read = sums[7] == collectives.world_size

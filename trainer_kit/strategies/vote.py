@@ -46,7 +46,7 @@ class Vote:
         """Begin a vote with this process's integers, below 2**63. Collective."""
         self._given = numbers
 
-    def read(self) -> Sequence[int]:
+    def wait_for_sums(self) -> Sequence[int]:
         """Return each integer summed over all processes. Collective."""
         return self._all_reduce_ints(self._given)
 
@@ -77,7 +77,7 @@ class RingVote(Vote):
         self._recent.append([mine, *parts])
         self._work = self._group.allgather([parts], [mine])
 
-    def read(self) -> Sequence[int]:
+    def wait_for_sums(self) -> Sequence[int]:
         with self._watched():
             self._work.wait()
         self._work = None
@@ -120,7 +120,7 @@ class TreeVote(Vote):
         self._is_open = True
         self._asked.put(numbers)
 
-    def read(self) -> Sequence[int]:
+    def wait_for_sums(self) -> Sequence[int]:
         with self._watched():
             sums = self._sums.get()
             if isinstance(sums, BaseException):
