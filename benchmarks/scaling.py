@@ -3,7 +3,8 @@
 - Callbacks: calls and time of a step with 1, 10 and 100 callbacks that listen to nothing, or to the end of a step.
 - Samples: time to the first batch and peak memory for a dataset of 10^3 to 10^8 samples, from the beginning and in the
   middle of an epoch, each in a process of its own, against a shuffling DataLoader of torch.
-- Processes: time of the one exchange of a step between the hosts of 1, 2 and 4 processes on this machine.
+- Processes: time of the one exchange of a step between the hosts of 1, 2 and 4 processes on this machine, after a step
+  and begun within it.
 - Ranks: the same exchange for 8 to 4,096 ranks, simulated from the latency and the bandwidth of a network.
 
 `python benchmarks/scaling.py` writes its part of docs/en/explanation/performance.md, and takes about two minutes.
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import cProfile
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -40,13 +40,17 @@ from trainer_kit.data.collate import stack
 from trainer_kit.data.map_loader import LoaderConfig, TrainLoader
 from trainer_kit.data.sampling import Layout
 from trainer_kit.loop.training_loop import TrainingLoop
+from trainer_kit.strategies.vote import TREE_PROCESSES, parents
 
 COUNTS = (0, 1, 10, 100)
 LENGTHS = tuple(10**power for power in range(3, 9))
 PROCESSES = (1, 2, 4)
 RANKS = tuple(2**power for power in range(3, 13))
-NUMBERS = 13
-"""Integers that each rank contributes to the exchange of a step: 6 requests, 3 of the position, 4 counts."""
+MACHINE = 8
+"""Ranks on each of the simulated machines."""
+
+NUMBERS = 15
+"""Integers that a rank gives to a vote: 6 requests, whether any is scheduled, 4 of the position, 4 counts."""
 
 
 class Silent(Callback):
@@ -183,21 +187,34 @@ def _child(*arguments: str) -> str:
 
 
 class Exchange(Callback):
-    """Times the exchange of a step between the hosts of all ranks, before the first step."""
+    """Times the exchange of a step between the hosts of all ranks, before the first step.
+
+    It is timed alone, and as a vote that is read after the host has computed for some milliseconds.
+    """
 
     def on_train_begin(self, run: Run) -> None:
-        collectives, times = run.strategy.collectives, []
+        collectives = run.strategy.collectives
+        vote, matrix, alone, ahead = collectives.make_vote(runs_ahead=True), torch.ones(256, 256), [], []
         for _ in range(600):
             begin = time.perf_counter()
             collectives.all_reduce_ints([1] * NUMBERS)
-            times.append(time.perf_counter() - begin)
+            alone.append(time.perf_counter() - begin)
+            begin = time.perf_counter()
+            vote.begin([1] * NUMBERS)
+            begun = time.perf_counter()
+            for _ in range(4):
+                matrix @ matrix
+            computed = time.perf_counter()
+            vote.wait_for_sums()
+            ahead.append(time.perf_counter() - computed + begun - begin)
+        vote.close()
         if collectives.is_main:
-            print(json.dumps(statistics.median(times[100:])), flush=True)
+            print(json.dumps([statistics.median(times[100:]) for times in (alone, ahead)]), flush=True)
 
 
 def measure_processes(rounds: int) -> str:
     """Return the table of processes on this machine."""
-    found: dict[int, list[float]] = {count: [] for count in PROCESSES}
+    found: dict[int, list[list[float]]] = {count: [] for count in PROCESSES}
     launch = [sys.executable, "-W", "ignore", "-m", "trainer_kit", "launch", "--num-processes"]
     for _ in range(rounds):
         for count, times in found.items():
@@ -206,12 +223,15 @@ def measure_processes(rounds: int) -> str:
                     [*launch, str(count), __file__, "--exchange", folder], env=os.environ | {"OMP_NUM_THREADS": "1"},
                     capture_output=True, text=True, timeout=280,
                 )  # fmt: skip
-            printed = re.findall(r"\d[\d.e-]*$", done.stdout, re.MULTILINE)
+            printed = re.findall(r"\[\d[^\]]*\]$", done.stdout, re.MULTILINE)
             if done.returncode or not printed:
                 raise RuntimeError(done.stdout + done.stderr)
-            times.append(float(printed[0]) * 1e6)
-    rows = [[str(count), spread(times).text(0)] for count, times in found.items()]
-    return table(["processes on this machine", "exchange of a step, µs"], rows)
+            times.append([seconds * 1e6 for seconds in json.loads(printed[0])])
+    rows = [
+        [str(count), *(spread([*column]).text(0) for column in zip(*times, strict=True))]
+        for count, times in found.items()
+    ]
+    return table(["processes on this machine", "exchange after a step, µs", "begun within the step, µs"], rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,23 +242,21 @@ class Network:
         latency: Median seconds from a send to its receipt, the work of both hosts included.
         jitter: Standard deviation of the logarithm of the random factor.
         bandwidth: Bytes in a second.
+        work: Seconds for which a process handles one of several messages that come or go at the same time.
     """
 
-    latency: float = 30e-6
+    latency: float
     jitter: float = 0.3
     bandwidth: float = 1.25e9
+    work: float = 20e-6
 
     def delays(self, ranks: int, nbytes: float, random: np.random.Generator) -> np.ndarray:
         """Return the seconds of a message of each rank."""
         return self.latency * random.lognormal(0.0, self.jitter, ranks) + nbytes / self.bandwidth
 
 
-Simulated = tuple[float, int, int]
-"""Seconds until the last rank is done, messages that a rank sends, and their bytes."""
-
-
-def simulate_ring(ranks: int, nbytes: int, network: Network) -> Simulated:
-    """Simulate gloo's all-gather: in each of n - 1 rounds, a rank passes on what it received in the one before.
+def simulate_ring(ranks: int, nbytes: int, network: Network) -> float:
+    """Return the seconds of gloo's all-gather: in n - 1 rounds, a rank passes on what it received in the one before.
 
     gloo sends each part in two halves, which follow each other without a wait.
     """
@@ -246,40 +264,46 @@ def simulate_ring(ranks: int, nbytes: int, network: Network) -> Simulated:
     for _ in range(ranks - 1):
         arrived = np.roll(done + network.delays(ranks, nbytes, random), 1)
         done = np.maximum(done, arrived)
-    return float(done.max()), 2 * (ranks - 1), (ranks - 1) * nbytes
+    return float(done.max())
 
 
-def simulate_tree(ranks: int, nbytes: int, network: Network) -> Simulated:
-    """Simulate a sum by recursive doubling: in round k, a rank exchanges its sums with the rank that is 2^k away."""
-    random, done, rounds = np.random.default_rng(0), np.zeros(ranks), int(math.log2(ranks))
-    for number in range(rounds):
-        partners = np.arange(ranks) ^ (1 << number)
-        done = np.maximum(done, (done + network.delays(ranks, nbytes, random))[partners])
-    return float(done.max()), rounds, rounds * nbytes
+def simulate_tree(ranks: int, nbytes: int, network: Network) -> float:
+    """Return the seconds of `TreeVote`: sums go up to rank 0, and the total comes back."""
+    random = np.random.default_rng(0)
+    up, down = network.delays(ranks, nbytes, random), network.delays(ranks, nbytes, random)
+    children: list[list[int]] = [[] for _ in range(ranks)]
+    for rank, parent in enumerate(parents([rank // MACHINE for rank in range(ranks)])):
+        if parent is not None:
+            children[parent].append(rank)
+    downward = [0]
+    for rank in downward:
+        downward += children[rank]
+    done = np.zeros(ranks)
+    for rank in reversed(downward):
+        for arrival in sorted(done[child] + up[child] for child in children[rank]):
+            done[rank] = max(done[rank], arrival) + network.work
+    for rank in downward:
+        for place, child in enumerate(children[rank], start=1):
+            done[child] = done[rank] + place * network.work + down[child]
+    return float(done.max())
 
 
-def measure_ranks(network: Network, step: float) -> str:
-    """Return the table of simulated ranks, and the number of them from which the ring needs 1 % of a step."""
+def measure_ranks(networks: Sequence[Network]) -> str:
+    """Return the table of simulated ranks."""
     nbytes, rows = 8 * NUMBERS, []
     for ranks in RANKS:
-        ring, tree = simulate_ring(ranks, nbytes, network), simulate_tree(ranks, nbytes, network)
-        rows.append(
-            [f"{ranks:,}"]
-            + [
-                f"{seconds * 1e3:.2f} ms, {count:,} messages, {size / 1e3:.1f} kB"
-                for seconds, count, size in (ring, tree)
-            ]
-            + [f"{100 * ring[0] / step:.1f} %", f"{100 * tree[0] / step:.1f} %"]
-        )
-    ranks = next(ranks for ranks in itertools.count(2) if simulate_ring(ranks, nbytes, network)[0] > 0.01 * step)
-    head = ["ranks", "all-gather in a ring (gloo), sent by each rank", "sum by recursive doubling"]
-    what = f"of a step of {step * 1e3:.0f} ms"
+        seconds = [simulate(ranks, nbytes, each) for each in networks for simulate in (simulate_ring, simulate_tree)]
+        rows.append([f"{ranks:,}", *(f"{each * 1e3:.2f} ms" for each in seconds)])
+    first = networks[0]
+    latencies = [f"{each.latency * 1e6:.0f} µs" for each in networks]
+    head = [f"{kind}, latency {each}" for each in latencies for kind in ("ring (gloo's all-gather)", "tree")]
     return (
-        f"{table([*head, f'ring, {what}', f'doubling, {what}'], rows)}\n\n"
-        f"Inputs: latency of a message {network.latency * 1e6:.0f} µs (median; lognormal with sigma {network.jitter}), "
-        f"bandwidth {network.bandwidth * 8 / 1e9:.0f} Gbit/s, {nbytes} bytes from each rank. In short: the ring takes "
-        f"about (ranks - 1) latencies, doubling log2(ranks) latencies. From {ranks} ranks on, the ring takes more than "
-        f"1 % of such a step: there the exchange must become a tree, or go with the gradients on the device."
+        f"{table(['ranks', *head], rows)}\n\n"
+        f"Inputs: the latency of a message (median; lognormal with sigma {first.jitter}), bandwidth "
+        f"{first.bandwidth * 8 / 1e9:.0f} Gbit/s, {nbytes} bytes from each rank, {MACHINE} ranks on a machine, "
+        f"{first.work * 1e6:.0f} µs for each message of several at the same process. In short: the ring takes about "
+        "(ranks - 1) latencies, the tree two for each of its levels. Fewer than "
+        f"{TREE_PROCESSES} processes use the ring, all others the tree."
     )
 
 
@@ -291,11 +315,10 @@ def main() -> None:
         "--steps", type=int, default=600, help="with callbacks, of each training (default: %(default)s)"
     )
     parser.add_argument("--largest", type=int, default=LENGTHS[-1], help="samples of the largest dataset")
-    parser.add_argument("--latency", type=float, default=30, help="of a message, in µs (default: %(default)s)")
-    parser.add_argument("--bandwidth", type=float, default=10, help="of the network, in Gbit/s (default: %(default)s)")
     parser.add_argument(
-        "--step", type=float, default=100, help="step of the simulated ranks, in ms (default: %(default)s)"
+        "--latency", type=float, nargs="+", default=[50, 168], help="of a message, in µs (default: %(default)s)"
     )
+    parser.add_argument("--bandwidth", type=float, default=10, help="of the network, in Gbit/s (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="only print")
     parser.add_argument("--first-batch", choices=["first", "middle", "DataLoader"], help=argparse.SUPPRESS)
     parser.add_argument("--length", type=int, help=argparse.SUPPRESS)
@@ -308,12 +331,12 @@ def main() -> None:
     if options.exchange:
         _train_in(options.exchange, Numbers(64), 1, [Exchange()])
         return
-    network = Network(latency=options.latency * 1e-6, bandwidth=options.bandwidth * 1e9 / 8)
+    networks = [Network(latency=each * 1e-6, bandwidth=options.bandwidth * 1e9 / 8) for each in options.latency]
     lengths = [length for length in LENGTHS if length <= options.largest]
     parts = [
         "### Callbacks", measure_callbacks(options.steps, options.rounds),
         "### Samples", measure_samples(lengths, min(3, options.rounds)),
-        "### Processes", measure_processes(min(3, options.rounds)), measure_ranks(network, options.step * 1e-3),
+        "### Processes", measure_processes(min(3, options.rounds)), measure_ranks(networks),
     ]  # fmt: skip
     text = "\n\n".join([f"Machine: {machine(['torch', 'trainer_kit'], 1)}", *parts])
     print(text)

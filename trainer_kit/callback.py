@@ -36,7 +36,8 @@ class Callback:
     priority: int = 0
     is_reporter: bool = False
     """Whether the callback only reports. An error in its hooks is then a warning, once per training, and training
-    continues. Such hooks must not use collectives."""
+    continues. Such hooks must not use collectives, and make no requests: on several processes those of a step's last
+    hooks might be served one step later."""
 
     def on_init_end(self, run: Run) -> None:
         """Called when the Trainer is made; the model is still on its original device."""
@@ -135,6 +136,9 @@ JUDGED = 50
 _WITH_NUMBERS = ("on_log", "on_evaluate_end", "on_evaluate", "on_predict", "on_train_end")
 """Hooks whose callbacks may add numbers to their argument."""
 
+_LATE = ("on_pre_optimizer_step", "on_optimizer_step", "on_step_end")
+"""Hooks of a step that come after the forward pass of its last micro-batch has begun."""
+
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 _CALLED = (*HOOKS, "metrics", "summary")
@@ -171,6 +175,16 @@ class CallbackList:
         """Whether a callback that does not ship with trainer_kit may add metrics to an evaluation."""
         heard = [each for hook in ("on_evaluate_end", "on_evaluate", "metrics") for each, _, _ in self._listeners[hook]]
         return any(not type(each).__module__.startswith("trainer_kit.") for each in heard)
+
+    @property
+    def may_request_late(self) -> bool:
+        """Whether a callback may make requests after a step's forward pass has begun, that of the last micro-batch.
+
+        Those of trainer_kit do so alike on all processes or by the clock, and reporters make none.
+        """
+        listening = [(each, hook) for hook in _LATE for each, _, _ in self._listeners[hook] if not each.is_reporter]
+        own = "trainer_kit.callbacks."
+        return any(not type(each).__module__.startswith(own) or hook in vars(each) for each, hook in listening)
 
     def call_evaluation(self, run: Run, metrics: dict[str, Any], judge: Callable[[], None]) -> None:
         """Call `on_evaluate`; call `judge` after the callbacks with a priority below `JUDGED`."""

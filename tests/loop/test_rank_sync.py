@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kit import voting
 from kit.branches import Branches, own_rank, points, quiet
-from kit.ranks import RankFailed, try_on_ranks
+from kit.ranks import RankFailed, on_ranks, try_on_ranks
 from kit.split_training import PLAN, Tower
 
 from trainer_kit import Trainer
@@ -105,3 +107,65 @@ def test_what_differs_between_ranks_is_named(what: str, named: str, tmp_path: Pa
     for result in try_on_ranks(2, different, str(tmp_path), what):
         assert isinstance(result, RankFailed)
         assert named in str(result.error)
+
+
+SERVED_AT = {
+    ("on_step_begin", "save"): [("save", 6)],
+    ("on_step_begin", "log"): [("log", 6)],
+    ("on_step_begin", "evaluate"): [("evaluate", 6)],
+    ("on_step_begin", "stop"): [],
+    ("on_substep_end", "save"): [("save", 6)],
+    ("on_pre_optimizer_step", "save"): [("save", 6)],
+    ("on_optimizer_step", "evaluate"): [("evaluate", 6)],
+    ("on_step_end", "save"): [("save", 5)],
+    ("on_step_end", "stop"): [],
+    ("on_epoch_end", "evaluate"): [("evaluate", 12)],
+    ("on_epoch_begin", "save"): [("save", 13)],
+}
+LAST = {("on_step_begin", "stop"): 6, ("on_step_end", "stop"): 5}
+LATE = ("on_pre_optimizer_step", "on_optimizer_step", "on_step_end")
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_request_of_one_rank_is_served_after_the_step_of_one_process(tmp_path: Path) -> None:
+    cases = [*SERVED_AT]
+    ranks = on_ranks(2, voting.ask_everywhere, str(tmp_path / "two"), cases)
+    one = on_ranks(1, voting.ask_everywhere, str(tmp_path / "one"), cases)[0]
+    for case, first, second, alone in zip(cases, *ranks, one, strict=True):
+        assert first.served == second.served == alone.served == SERVED_AT[case], case
+        assert first.last == second.last == alone.last == LAST.get(case, 17), case
+        assert first.weights == second.weights == pytest.approx(alone.weights, rel=1e-12), case
+        assert (first.ahead > 0) == (case[0] not in LATE), case
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("task", [voting.stop_early, voting.change_cadence, voting.read_ragged, voting.roll_back])
+def test_two_ranks_do_after_each_step_what_one_process_does(task: Callable[[str], Any], tmp_path: Path) -> None:
+    first, second = on_ranks(2, task, str(tmp_path / "two"))
+    alone = on_ranks(1, task, str(tmp_path / "one"))[0]
+    assert first.served == second.served == alone.served
+    assert first.last == second.last == alone.last
+    assert first.weights == second.weights == pytest.approx(alone.weights, rel=1e-12)
+    assert first.ahead == second.ahead > 0
+    assert alone.ahead == 0
+
+
+@pytest.mark.distributed
+def test_a_callback_of_one_rank_makes_all_vote_after_the_step(tmp_path: Path) -> None:
+    for result in on_ranks(2, voting.listen_on_one_rank, str(tmp_path)):
+        assert (result.served, result.ahead) == ([("save", 3)], 0)
+
+
+@pytest.mark.distributed
+def test_a_signal_late_in_a_step_ends_the_run_at_most_one_step_later(tmp_path: Path) -> None:
+    first, second = on_ranks(2, voting.leave, str(tmp_path))
+    assert first == second == (143, 5, ["checkpoint-5"])
+
+
+@pytest.mark.distributed
+def test_data_that_cannot_be_read_ends_the_run_when_its_step_begins(tmp_path: Path) -> None:
+    (other, taken), (own, also_taken) = on_ranks(2, voting.read_broken, str(tmp_path))
+    assert "another process of this run could not read its data" in other
+    assert "the file is gone" in own
+    assert (taken, also_taken) == (5, 5)  # of 4 samples each; sample 22 is in the sixth

@@ -55,6 +55,8 @@ class SlowToRead(task.Noisy):
 class Journal(Callback):
     """Writes down what this process does and when: one object a line in `folder`/rank-N.jsonl."""
 
+    is_reporter = True  # so that the next step's vote begins within the step
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
@@ -137,6 +139,8 @@ class Trouble(Callback):
 class Pause(Callback):
     """Makes steps longer."""
 
+    is_reporter = True
+
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
@@ -171,7 +175,9 @@ def train(words: list[str], *callbacks: Callback, **changes: Any) -> dict[str, A
     torch.set_num_threads(1)
     given.journal.mkdir(parents=True, exist_ok=True)
     journal = Journal(given.journal)
-    listeners: list[Callback] = [journal, task.StopAt(given.until), *callbacks]
+    listeners: list[Callback] = [journal, *callbacks]
+    if given.until >= 0:
+        listeners.append(task.StopAt(given.until))
     if given.trouble:
         how, rank, step = given.trouble
         waits = not given.slow_write

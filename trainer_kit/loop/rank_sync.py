@@ -7,26 +7,46 @@ import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
 
+from trainer_kit.config.event_schedule import EventSchedule
 from trainer_kit.data.map_loader import GlobalBatch
 from trainer_kit.data.source import data_length
 from trainer_kit.run import Run
 from trainer_kit.state import Requests
+from trainer_kit.strategies.vote import Vote
 
 _FLAGS = ("log", "evaluate", "save", "stop", "written")
 _TOLD_TO_LEAVE = 143  # exit code on hosts that do not know which signal another host received
 _PACKAGES = ("trainer_kit", "torch", "transformers", "numpy")
 
 
+class _Ballot(NamedTuple):
+    """What this rank gave to a vote that is not read yet.
+
+    Attributes:
+        flags: Its requests; the last one says whether it leaves the run.
+        window: Its next global batch; None if it has none.
+        here: Whether it has one, where that ends, and what this rank has read.
+    """
+
+    flags: list[bool]
+    window: GlobalBatch | None
+    here: tuple[int, int, int, int]
+
+
 class RankSync:
     """Share each rank's requests with all ranks.
 
     A callback or a signal makes a request on one rank, at any moment. `run.requests` holds this rank's requests since
-    the last reduction. `pending` holds the requests that all ranks know and have not served yet.
+    the last vote. `pending` holds the requests that all ranks know and have not served yet.
+
+    A vote takes place after each step, or begins within the step and is read after it. The latter costs no time, but
+    misses requests made later in the step. Therefore the vote takes place after a step if anything is scheduled
+    there, or if any rank has a callback that may make requests late in a step.
 
     Args:
         run: The run; its strategy is set up.
@@ -34,7 +54,8 @@ class RankSync:
     Attributes:
         pending: The requests to serve after this step, the same on all ranks.
         disagreement: Error message if the ranks have not all read the same global batch; None if they have.
-        all_have_read: Whether every rank passed a global batch to the last `sync`.
+        all_have_read: Whether every rank passed a global batch to the last vote.
+        votes_ahead: Whether the vote of the next step begins within it, the same on all ranks.
     """
 
     def __init__(self, run: Run) -> None:
@@ -42,9 +63,35 @@ class RankSync:
         self.pending = Requests()
         self.disagreement: str | None = None
         self.all_have_read = True
+        self.votes_ahead = False
+        self._vote = Vote(run.strategy.collectives.all_reduce_ints)
+        self._is_ahead = False  # whether votes may begin within a step
+        self._schedule = EventSchedule(run.args)
+        self._ballot: _Ballot | None = None
+
+    def open(self, may_request_late: bool) -> None:
+        """Agree whether votes may begin within a step. Collective.
+
+        Args:
+            may_request_late: Whether a callback of this rank may make requests late in a step.
+        """
+        run, collectives = self.run, self.run.strategy.collectives
+        # A step that does not fit into memory is repeated, with other micro-batches.
+        waits = may_request_late or run.args.auto_find_batch_size
+        is_ahead = not collectives.all_reduce_ints([waits])[0]
+        self._vote = collectives.make_vote(is_ahead)
+        self._is_ahead = is_ahead and self._vote.runs_ahead
+
+    def close(self) -> None:
+        """Release the connections of votes; the requests of one that was not read are made again."""
+        if self._ballot is not None:
+            self._restore(self._ballot.flags)
+        self._vote.close()
+        self._vote, self._is_ahead = Vote(self.run.strategy.collectives.all_reduce_ints), False
+        self._ballot, self.votes_ahead = None, False
 
     def sync(self, window: GlobalBatch | None = None) -> bool:
-        """Share the requests of all ranks, and sum the counts of the next global batch, in one reduction. Collective.
+        """Share the requests of all ranks, and sum the counts of the next global batch, in one vote. Collective.
 
         Args:
             window: The global batch of the next step; None if this rank has none. Its counts are set to the sums.
@@ -52,10 +99,20 @@ class RankSync:
         Returns:
             Whether any request is pending.
         """
-        run, pending = self.run, self.pending
-        asked = run.requests
+        self.begin(window, self.run.state.step + 1)
+        return self._read()
+
+    def begin(self, window: GlobalBatch | None, step: int) -> None:
+        """Begin a vote within a step, which `read` ends. Collective.
+
+        Args:
+            window: See `sync`.
+            step: Number of the step that the global batch is for.
+        """
+        assert self._ballot is None, "the last vote was not read"
+        asked = self.run.requests
         # asked.exit_code is never cleared: a signal handler may set it at any moment.
-        leaves = asked.exit_code is not None and pending.exit_code is None
+        leaves = asked.exit_code is not None and self.pending.exit_code is None
         flags = [asked.log, asked.evaluate, asked.save, asked.stop, asked.written, leaves]
         for name, flag in zip(_FLAGS, flags, strict=False):
             if flag:
@@ -63,25 +120,63 @@ class RankSync:
         here = (0, 0, 0, 0)
         if window is not None:
             here = (1, window.stop, int(window.closes_epoch), window.fingerprint)
-        collectives = run.strategy.collectives
-        sums = collectives.all_reduce_ints([*flags, *here, *(window.numbers() if window is not None else (0, 0, 0, 0))])
-        self.all_have_read = sums[6] == collectives.world_size
+        self._ballot = _Ballot(flags, window, here)
+        is_due = self._is_ahead and self._is_scheduled_after(step)
+        self._vote.begin([*flags, is_due, *here, *(window.numbers() if window is not None else (0, 0, 0, 0))])
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a vote was begun and is not read yet."""
+        return self._ballot is not None
+
+    def read(self) -> bool:
+        """Read the vote that was begun within the step. Collective.
+
+        Returns:
+            Whether any request is pending.
+        """
+        if not self._read():
+            return False
+        pending = self.pending
+        if pending.log or pending.evaluate or pending.save or pending.stop:
+            all_have_read = self.all_have_read
+            self.sync()  # requests made since then are served with these
+            self.all_have_read = all_have_read
+        return True
+
+    def _read(self) -> bool:
+        run, pending, collectives = self.run, self.pending, self.run.strategy.collectives
+        assert self._ballot is not None
+        (flags, window, here), sums = self._ballot, self._vote.wait_for_sums()
+        self._ballot = None
+        self.votes_ahead = self._is_ahead and not sums[6]
+        self.all_have_read = sums[7] == collectives.world_size
         if window is not None:
-            self.disagreement = _disagreement(here, sums[6:10], collectives.world_size)
+            self.disagreement = _disagreement(here, sums[7:11], collectives.world_size)
         if collectives.world_size > 1:
-            self._set_counts(window, sums[10:])
+            self._set_counts(window, sums[11:])
         if not any(sums[:6]):
             return pending.log or pending.evaluate or pending.save or pending.stop or pending.written
         for name, asking in zip(_FLAGS, sums, strict=False):
             if asking:
                 setattr(pending, name, True)
         if sums[5]:
-            codes = collectives.gather_object(asked.exit_code if leaves else None)
+            codes = collectives.gather_object(run.requests.exit_code if flags[5] else None)
             pending.exit_code = next((code for code in codes if code is not None), _TOLD_TO_LEAVE)
             run.requests.exit_code = pending.exit_code
             pending.stop = True
             pending.save = pending.save or run.args.save_strategy != "no"
         return True
+
+    def _restore(self, flags: Sequence[bool]) -> None:
+        for name, flag in zip(_FLAGS, flags, strict=False):
+            if flag:
+                setattr(self.run.requests, name, True)
+
+    def _is_scheduled_after(self, step: int) -> bool:
+        """Return whether the arguments schedule anything after a step."""
+        total = self.run.total_steps
+        return any(self._schedule.is_due_after_step(event, step, total) for event in ("log", "evaluate", "save"))
 
     def _set_counts(self, window: GlobalBatch | None, sums: Sequence[int]) -> None:
         """Set the counts of a global batch to those of all readers, from the sums over all ranks. Collective."""

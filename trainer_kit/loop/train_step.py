@@ -86,18 +86,16 @@ class TrainStep:
     def prefetch(self) -> bool:
         """Prefetch the next step's first micro-batch, sum its counts over all ranks, and share their requests.
 
-        An error of the dataset is raised when that step begins, so that the state before it can still be saved.
+        If the step that ends has begun this already, wait for the sums. An error of the dataset is raised when the
+        next step begins, so that the state before it can still be saved.
 
         Returns:
             Whether any request is pending.
         """
-        try:
-            self._ahead = self._fetch()
-        except Exception as error:
-            self._ahead = error
-        is_due = self._sync.sync(self._ahead.global_batch if isinstance(self._ahead, MicroBatch) else None)
-        if self._sync.disagreement is not None and not isinstance(self._ahead, Exception):
-            self._ahead = DataError(self._sync.disagreement)
+        sync = self._sync
+        is_due = sync.read() if sync.has_begun else sync.sync(self._fetch_first())
+        if sync.disagreement is not None and not isinstance(self._ahead, Exception):
+            self._ahead = DataError(sync.disagreement)
         return is_due
 
     def run(self) -> GlobalBatch:
@@ -110,6 +108,8 @@ class TrainStep:
         call("on_step_begin", run)
         strategy.device_info.mark_step()  # separates the computations of callbacks and evaluations
         while True:
+            if micro_batch.is_last and self._sync.votes_ahead:
+                self._begin_vote(micro_batch.global_batch)
             self.forward_backward(micro_batch)
             if micro_batch.is_last:
                 break
@@ -177,6 +177,22 @@ class TrainStep:
             raise micro_batch
         self.micro_batch, self.is_fetching = micro_batch or self._fetch(), False
         return self.micro_batch
+
+    def _begin_vote(self, global_batch: GlobalBatch) -> None:
+        """Prefetch the next step's first micro-batch, and begin the vote on it, which `prefetch` reads."""
+        step, run = self._run.state.step + 1, self._run
+        # An epoch's first batch is fetched after on_epoch_begin, which may change the dataset.
+        if not global_batch.closes_epoch and step < run.total_steps:
+            self._sync.begin(self._fetch_first(), step + 1)
+
+    def _fetch_first(self) -> GlobalBatch | None:
+        """Fetch the first micro-batch of the next step; return its global batch, None if the dataset raised."""
+        try:
+            self._ahead = self._fetch()
+        except Exception as error:
+            self._ahead = error
+            return None
+        return self._ahead.global_batch
 
     def _fetch(self) -> MicroBatch:
         ledger = self._run.ledger

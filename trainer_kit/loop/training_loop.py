@@ -86,7 +86,8 @@ class TrainingLoop:
         return self._sync.pending.exit_code
 
     def begin(self) -> None:
-        """Call `on_train_begin` and start the clock."""
+        """Agree on the votes, call `on_train_begin`, and start the clock."""
+        self._sync.open(self.events.may_request_late)
         self.events.call("on_train_begin", self.run)
         self._first_step, self._first_sample = self.run.state.step, self.run.state.samples
         self._begin = time.perf_counter()
@@ -157,8 +158,9 @@ class TrainingLoop:
         self.crash_dump.write(error, saver.newest, self._step.micro_batch, self._step.is_fetching)
 
     def close(self) -> None:
-        """Release the prefetched batches, the loader's workers, and copies on the device."""
+        """Release the prefetched batches, the loader's workers, copies on the device, and connections."""
         self._step.close()
+        self._sync.close()
         self.run.requests.exit_code = None
 
     def leave(self) -> NoReturn:

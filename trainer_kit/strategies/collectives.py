@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from trainer_kit.strategies.vote import Vote
+
 T = TypeVar("T")
 
 
@@ -76,6 +78,14 @@ class Collectives:
     def all_reduce_ints(self, numbers: Sequence[int]) -> Sequence[int]:
         """Return each of the host's integers, below 2**63, summed over all processes."""
         return numbers
+
+    def make_vote(self, runs_ahead: bool) -> Vote:
+        """Return votes of all processes, to be closed by the caller. Collective.
+
+        Args:
+            runs_ahead: Whether a vote should go on while its caller computes, if it can.
+        """
+        return Vote(self.all_reduce_ints)
 
     def read_scalars(self, scalars: Sequence[torch.Tensor], summed: bool = False) -> list[float]:
         """Return the values of scalar tensors on the device; waits for the device once.

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from trainer_kit.strategies import vote
 from trainer_kit.strategies.collectives import Collectives
 from trainer_kit.strategies.process_group import ProcessGroup
+from trainer_kit.strategies.vote import RingVote, Vote
 
 T = TypeVar("T")
 # Kept, so that no thread of the group frees the last ones while the process ends: see `ddp.shut_down`.
@@ -58,6 +60,21 @@ class ProcessCollectives(Collectives):
         parts = self._all_gather(tensor)
         _recent_numbers.append([tensor, *parts])
         return [sum(column) for column in zip(*(part.tolist() for part in parts), strict=True)]
+
+    def make_vote(self, runs_ahead: bool) -> Vote:
+        place = self.group.place
+        is_tree = place.world_size >= vote.TREE_PROCESSES
+        if self.is_alone or not (is_tree or runs_ahead):
+            return Vote(self.all_reduce_ints)
+        name, store = self.broadcast(vote.next_name()), dist.distributed_c10d._get_default_store()
+
+        def join(of: str, ranks: Sequence[int]) -> Any:
+            with self.group.watched():
+                return vote.join_group(store, f"{name}/{of}", place.rank, ranks, self.group.timeout)
+
+        if is_tree:
+            return vote.make_tree_vote(place.rank, self._gathered(place.node), join, self.group.watched)
+        return RingVote(join("all", range(place.world_size)), self.group.watched)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.is_alone:

@@ -10,6 +10,7 @@ import torch
 
 from trainer_kit.strategies.process_collectives import ProcessCollectives
 from trainer_kit.strategies.process_group import ProcessGroup
+from trainer_kit.strategies.vote import Vote
 from trainer_kit.strategies.xla.mesh import Division
 from trainer_kit.utils.pytree import map_tensors
 
@@ -41,6 +42,9 @@ class XLACollectives(ProcessCollectives):
     def all_reduce_ints(self, numbers: Sequence[int]) -> Sequence[int]:
         # Counts agree on all hosts; a request may come from one host.
         return numbers if self.is_alone else [max(column) for column in zip(*self._gathered([*numbers]), strict=True)]
+
+    def make_vote(self, runs_ahead: bool) -> Vote:
+        return Vote(self.all_reduce_ints)  # the hosts run in lockstep
 
     def read_scalars(self, scalars: Sequence[torch.Tensor], summed: bool = False) -> list[float]:
         # Not stacked, which would compile one more graph for each number of scalars.
