@@ -73,6 +73,7 @@ class CheckpointManager:
         data_state: State of an iterable dataset, None between epochs, or of a sampler; None for other datasets.
         shifts_labels: Whether the model shifts labels, as `LossProbe` found; None if unknown.
         resumed_from: The checkpoint that this start resumes from; None for a new training.
+        source: `resumed_from`, or a copy that this process can read.
         saver: Writer of the checkpoints.
         lock: Lock of the output folder, held on the main process.
         metric: Step and value of `metric_for_best_model` in the last evaluation; None before the first.
@@ -92,7 +93,7 @@ class CheckpointManager:
         self._plan: RunLength | None = None
         self._made: list[Path] = []  # folders that this start created
         self._starts_again = False  # whether the caller requested a resume
-        self._source: Path | None = None  # resumed_from, or a copy that this process can read
+        self.source: Path | None = None
         self._earlier: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None  # the plan and arguments in it
 
     @property
@@ -146,11 +147,11 @@ class CheckpointManager:
             )
         if self.resumed_from is None:
             return
-        self._source = fetch_verified(run.strategy, self.resumed_from)
-        trainer = read_trainer(self._source)
+        self.source = fetch_verified(run.strategy, self.resumed_from)
+        trainer = read_trainer(self.source)
         assert trainer is not None
-        self.data_state = read_data_state(self._source)
-        self._earlier = (trainer["plan"], read_arguments(self._source))
+        self.data_state = read_data_state(self.source)
+        self._earlier = (trainer["plan"], read_arguments(self.source))
         check_same_run(run, trainer, self.data_state, self.resumed_from)
         check_same_order(run, trainer, self.resumed_from)
         run.state.load_state_dict(trainer["counters"])
@@ -181,7 +182,7 @@ class CheckpointManager:
             ValueError: If the checkpoint has another model, optimizer or schedule, the folder cannot be written, or
                 the optimizer's state cannot be saved and loaded.
         """
-        run, directory = self.run, self._source
+        run, directory = self.run, self.source
         if run.args.save_strategy != "no":
             assert run.optimizer is not None
             check_optimizer_state(run.optimizer)
@@ -196,7 +197,7 @@ class CheckpointManager:
             report_changes(run, self.plan, self._earlier)
         run.strategy.collectives.on_main(self._take_folder)
         self.saver.base = refer_to_base(run)
-        self.saver.writers = run.strategy.session.find_writers(self.folder)
+        self.saver.writers.ranks = run.strategy.session.find_writers(self.folder)
         run.strategy.session.release_checkpoint_copies()
 
     def _logged_after(self, moment: float) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from trainer_kit.checkpoint.initial_weights import InitialWeights
 from trainer_kit.checkpoint.manager import CheckpointManager, check_stateful, check_storable
 from trainer_kit.config.compile_options import CompileOptions
 from trainer_kit.data.build import make_train_loader
@@ -30,6 +31,7 @@ def set_up_training(
     evaluation: EvaluationLoop,
     reading: LoaderConfig,
     checkpoints: CheckpointManager,
+    initial: InitialWeights,
     optimizer: torch.optim.Optimizer | None,
     lr_scheduler: Any,
     resume: bool | str | Path | None,
@@ -40,6 +42,7 @@ def set_up_training(
         evaluation: The evaluation loop of the run, whose strategy, model and loss are prepared.
         reading: How the training samples are read.
         checkpoints: The checkpoint manager of the training.
+        initial: The weights to begin with, which are loaded already unless they are late.
         optimizer: The user's own optimizer; None: as the arguments say.
         lr_scheduler: The user's own scheduler, or a function that makes it; None: as the arguments say.
         resume: The checkpoint to resume from, see `Trainer.train`.
@@ -64,6 +67,8 @@ def set_up_training(
     resume = run.strategy.collectives.broadcast(resume)
     checkpoints.lock_folder()
     checkpoints.find(resume)
+    if initial.is_late and not (checkpoints.source is not None and initial.are_in(checkpoints.source)):
+        initial.load()
     finder = None
     if args.auto_find_batch_size:
         finder = BatchSizeFinder(run, loader)
@@ -73,6 +78,7 @@ def set_up_training(
     check_stateful(run)
     check_storable(run)
     checkpoints.restore()
+    initial.complete()
     set_training(run.optimizer, True)
     loss.shifts = checkpoints.shifts_labels
     if run.total_steps <= run.state.step:

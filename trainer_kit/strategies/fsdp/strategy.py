@@ -22,6 +22,7 @@ from trainer_kit.strategies.ddp import DDP
 from trainer_kit.strategies.ddp_module import model_facts
 from trainer_kit.strategies.fsdp.even_passes import EvenPasses
 from trainer_kit.strategies.fsdp.joint_passes import JointPasses
+from trainer_kit.strategies.fsdp.making import make_on_meta
 from trainer_kit.strategies.fsdp.optimizers import shard_optimizer
 from trainer_kit.strategies.fsdp.placement import fill
 from trainer_kit.strategies.fsdp.same_gradients import SameGradients
@@ -34,6 +35,7 @@ from trainer_kit.strategies.fsdp.units import check_units, describe_single_unit,
 from trainer_kit.strategies.multinode import MultiNode
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.utils.packed_layers import keep_unpacked
+from trainer_kit.utils.units import join_names
 from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.wrappers import without_wrappers
 
@@ -103,6 +105,7 @@ class FSDP(MultiNode):
         self._sharded: Any = WeakIdKeyDictionary()  # sharded parameters by those before `prepare`
         self._passes = EvenPasses(self.collectives, self.autocast)
         self._joint = JointPasses(self.group)
+        self._needs_values: str | None = None  # why a model was not made on the device "meta"
         self._same = SamePasses(self.collectives)
         self._same_gradients: SameGradients | None = None  # these two with the axis "tensor"
         self._same_outputs: SameOutputs | None = None
@@ -135,12 +138,15 @@ class FSDP(MultiNode):
 
     # Model and optimizer
 
-    def make_model(self, model_init: Callable[[], torch.nn.Module], has_weights: bool = False) -> torch.nn.Module:
-        """Return a new model: with values on the main process unless it has weights to load, elsewhere on "meta"."""
-        if self.group.is_alone or (self.is_main and not has_weights):
+    def make_model(self, model_init: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+        """Return a new model on the device "meta", or with values if `model_init` needs those of its parameters."""
+        if self.group.is_alone:
             return model_init()
-        with torch.device("meta"):
-            return model_init()
+        try:
+            return make_on_meta(model_init)
+        except Exception as error:
+            self._needs_values = f"{type(error).__name__}: {error}"
+        return model_init()
 
     def complete_model(
         self, model: torch.nn.Module, loaded: Collection[str], model_init: Callable[[], torch.nn.Module] | None
@@ -166,6 +172,7 @@ class FSDP(MultiNode):
         check_units(model, units)
         places = self._places(model)
         self.collectives.check_same_on_all_ranks(model_facts(model))
+        self._warn_of_whole_models()
         if not units and self.is_main:
             warn(describe_single_unit(model))
         device = torch.device("cpu") if self.offload else self.device
@@ -184,6 +191,16 @@ class FSDP(MultiNode):
             unit.module.register_forward_pre_hook(self._record(unit.name), prepend=True)
         self._replicas.append(sharded)
         return model
+
+    def _warn_of_whole_models(self) -> None:
+        reason, self._needs_values = self._needs_values, None
+        reasons = self.collectives.gather_object(reason)
+        if self.is_main and (failed := [rank for rank, each in enumerate(reasons) if each is not None]):
+            who = join_names(map(self.collectives.describe_rank, failed))
+            warn(
+                f"model_init() failed on the device 'meta' ({reasons[failed[0]]}), so that {who} made the whole model "
+                "in host memory; let it not read values of parameters"
+            )
 
     def _places(self, model: torch.nn.Module) -> list[Place]:
         if self.tensor_parallel is None or "tensor" not in self.mesh:
