@@ -164,7 +164,6 @@ class Trainer:
         _show_log(args.log_level if strategy.is_main else "error")
         if (model is None) == (model_init is None):
             raise ValueError("give either model or model_init")
-        folder = None if weights is None else _checked_folder(weights, strategy)
         model_init = model_init and _seeded(model_init, args.seed)
         model = strategy.make_model(model_init) if model_init is not None else model
         if not isinstance(model, torch.nn.Module):
@@ -188,7 +187,7 @@ class Trainer:
             processing_class=processing_class,
             train_sampler=train_sampler,
         )
-        self._initial = InitialWeights(self.run, folder, model_init)
+        self._initial = InitialWeights(self.run, weights and _checked_folder(weights, strategy), model_init)
         self.collate, self.eval_collate = make_collators(self.run, data_collator, eval_data_collator, compute_loss)
         self._probe: LossProbe | None = None  # None until the model is prepared
         self._loop: TrainingLoop | None = None  # of the latest call of train

@@ -8,6 +8,7 @@ import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ from trainer_kit.checkpoint.format.discovery import is_of_run, recover_replaced
 from trainer_kit.checkpoint.format.disk import make_run_folder, remove_folder
 from trainer_kit.checkpoint.format.export import refuse_pickles
 from trainer_kit.checkpoint.format.loading import load_weights
-from trainer_kit.checkpoint.format.manifest import Manifest
 from trainer_kit.checkpoint.integrity import fetch_verified
+from trainer_kit.checkpoint.shared_checks import CheckFiles, find_on_main
 from trainer_kit.checkpoint.writers import Writers
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.optimizer_state import check_optimizer_state
@@ -128,6 +129,7 @@ class Checkpointing(ModelSaving):
             directory = self._write_together(target, given is None, models, states)
         else:
             directory = self._write_with_hooks(target, given is None, models, states)
+        self.strategy.collectives.on_main(lambda: self._prune(directory, given is None))
         if given is None:
             project.iteration = int(directory.name.removeprefix(PREFIX)) + 1
         self.strategy.session.report_saved_step(self.flow.steps)
@@ -145,7 +147,7 @@ class Checkpointing(ModelSaving):
                 difference.
         """
         given, prepared = _absolute(input_dir), self._prepared
-        directory = self.strategy.collectives.on_main(lambda: self._found(given))
+        directory = find_on_main(self.strategy, lambda check: self._found(given, check))
         source = fetch_verified(self.strategy, directory)
         state = read_state(source, "accelerator")
         if state is None:
@@ -161,9 +163,7 @@ class Checkpointing(ModelSaving):
             loader.load_state_dict(saved)
         self._run_id, self.flow.steps, self.flow.batches = state["run_id"], state["steps"], state["batches"]
         self._check_schedules(state.get("schedule_steps", []))
-        # Earlier versions kept the sum of gradients that were not averaged yet.
-        factor = 1 if state.get("gradients_are_sums") else Manifest.read(source).world_size
-        self._restore_gradients(read_state(source, "gradients") or {}, factor)
+        self._restore_gradients(read_state(source, "gradients") or {})
         if (generators := read_state(source, f"rng-{self.strategy.rank:05d}")) is None:
             logger.warning("%s was made by fewer processes: this one's generators stay as they are", directory)
         else:
@@ -240,7 +240,6 @@ class Checkpointing(ModelSaving):
                 "run_id": self._run_id,
                 "steps": self.flow.steps,
                 "batches": self.flow.batches,
-                "gradients_are_sums": True,
                 "schedule_steps": [each.rule.repeats for each in prepared.schedulers],
             },
             "loaders": [loader.state_dict() for loader in prepared.loaders],
@@ -314,12 +313,19 @@ class Checkpointing(ModelSaving):
             for hook in self._save_hooks.values():
                 hook([*self._prepared.models], models, str(written))
             self.wait_for_everyone()  # their files are part of the checkpoint
-            return self.strategy.collectives.on_main(
-                lambda: self._commit(target, is_numbered, kept_by_hooks("model", before, models), states, written)
+            directory = self.strategy.collectives.on_main(
+                lambda: write_checkpoint(
+                    target.parent,
+                    self._snapshot(kept_by_hooks("model", before, models), states),
+                    name=target.name,
+                    to_host=self.strategy.device_info.to_host,
+                    confirm=lambda: self._confirm(target, is_numbered, written),
+                )
             )
         finally:
             if self.is_main_process:
                 remove_folder(written.parent)
+        return directory
 
     def _write_together(self, target: Path, is_numbered: bool, models: list[Any], states: dict[str, Any]) -> Path:
         """Write the checkpoint on all processes that see its folder. Collective."""
@@ -331,23 +337,7 @@ class Checkpointing(ModelSaving):
             snapshot.set_exception(error)
         self.strategy.collectives.on_main(lambda: make_run_folder(target.parent))
         writers.ranks = self.strategy.session.find_writers(target.parent)
-        directory = writers.write_now(target, snapshot, lambda: self._confirm(target, is_numbered, None))
-        self.strategy.collectives.on_main(lambda: self._prune(directory, is_numbered))
-        return directory
-
-    def _commit(
-        self, target: Path, is_numbered: bool, models: dict[str, Any], states: dict[str, Any], written: Path | None
-    ) -> Path:
-        """Write the checkpoint with the files that hooks have written, and prune old ones; on the main process only."""
-        directory = write_checkpoint(
-            target.parent,
-            self._snapshot(models, states),
-            name=target.name,
-            to_host=self.strategy.device_info.to_host,
-            confirm=lambda: self._confirm(target, is_numbered, written),
-        )
-        self._prune(directory, is_numbered)
-        return directory
+        return writers.write_now(target, snapshot, lambda: self._confirm(target, is_numbered, None))
 
     def _confirm(self, target: Path, is_numbered: bool, written: Path | None) -> None:
         """Add files of hooks and of the user to a checkpoint that is about to be committed."""
@@ -377,11 +367,11 @@ class Checkpointing(ModelSaving):
             committed = [Committed(path.name, _number(path)) for path in own]
             prune(directory.parent, committed, Retention(self.project_configuration.total_limit))
 
-    def _found(self, input_dir: Path | None) -> Path:
+    def _found(self, input_dir: Path | None, check_files: CheckFiles) -> Path:
         """Return the checkpoint to load, verified; on the main process only."""
         folder = self._folder(input_dir, "load_state()")
         if input_dir is None:
-            found = newest_valid(folder, logger.warning, PREFIX, check=check_state)
+            found = newest_valid(folder, logger.warning, PREFIX, check=partial(check_state, check_files=check_files))
             if found is None:
                 raise ValueError(f"load_state() found no valid checkpoint in {folder}; save_state() writes them there")
             return found
@@ -391,7 +381,7 @@ class Checkpointing(ModelSaving):
                 f"load_state({str(input_dir)!r}) names no folder; give one that save_state() returned, or none for the "
                 "project's newest"
             )
-        check_state(input_dir)
+        check_state(input_dir, check_files)
         return input_dir
 
     def _restore_objects(self, source: Path, directory: Path, models: list[torch.nn.Module]) -> None:
@@ -437,11 +427,9 @@ class Checkpointing(ModelSaving):
                 )
                 return
 
-    def _restore_gradients(self, gradients: dict[str, torch.Tensor], factor: int) -> None:
+    def _restore_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
         for name, parameter in self._trained():
             parameter.grad = None
-            if factor > 1 and name in gradients:
-                gradients[name].div_(factor)
             if name in gradients and self.strategy.sharding.is_active:
                 parameter.grad = self.strategy.sharding.place_like(gradients[name], parameter)
             elif name in gradients and self.strategy.is_main:  # the next backward pass sums them over all processes

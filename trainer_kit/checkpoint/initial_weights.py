@@ -47,9 +47,14 @@ class InitialWeights:
         loaded = set[str]() if directory is None else self._load(directory)
         self._run.strategy.complete_model(self._run.model, loaded, self._model_init)
 
-    def are_in(self, checkpoint: Path) -> bool:
-        """Return whether a checkpoint holds all weights of the model, so that none are needed before it is loaded."""
-        return BaseReference.read(checkpoint) is None
+    def load_late(self, checkpoint: Path | None) -> None:
+        """Load what is late, unless a checkpoint follows that holds all weights. Collective.
+
+        Args:
+            checkpoint: The checkpoint that a training resumes from; None for a new training.
+        """
+        if self.is_late and (checkpoint is None or BaseReference.read(checkpoint) is not None):
+            self.load()
 
     def complete(self) -> None:
         """Give values to all tensors that have none after a checkpoint is loaded. Collective.

@@ -9,6 +9,7 @@ import math
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from trainer_kit.checkpoint.format.trainer_state import (
     read_trainer,
 )
 from trainer_kit.checkpoint.integrity import check_resumable, fetch_verified
+from trainer_kit.checkpoint.shared_checks import CheckFiles, find_on_main
 from trainer_kit.config import environment
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import TrainLoader
@@ -142,8 +144,9 @@ class CheckpointManager:
         run = self.run
         self._starts_again = bool(request)
         if request:
-            self.resumed_from = run.strategy.collectives.on_main(
-                lambda: find_checkpoint(self.folder, request, repair=self.lock.is_held, check=self._check)
+            repair = self.lock.is_held
+            self.resumed_from = find_on_main(
+                run.strategy, lambda check: find_checkpoint(self.folder, request, repair, partial(self._check, check))
             )
         if self.resumed_from is None:
             return
@@ -242,7 +245,7 @@ class CheckpointManager:
             Folder of the checkpoint; None if there is no valid one.
         """
         run = self.run
-        directory = run.strategy.collectives.on_main(self._newest_valid)
+        directory = find_on_main(run.strategy, self._newest_valid)
         if directory is None:
             return None
         source = fetch_verified(run.strategy, directory)
@@ -294,13 +297,13 @@ class CheckpointManager:
         states = self._states_with(self._optimizer_state(), evaluation_is_due)
         self.saver.begin(model_state, states, metric, protect)
 
-    def _newest_valid(self) -> Path | None:
+    def _newest_valid(self, check_files: CheckFiles) -> Path | None:
         there = [self.folder / each.name for each in reversed(self.saver.committed)]
         there += [self.resumed_from] if self.resumed_from is not None else []
-        return first_valid(there, logger.warning, self._check)
+        return first_valid(there, logger.warning, partial(self._check, check_files))
 
-    def _check(self, directory: Path) -> None:
-        check_resumable(self.run, directory)
+    def _check(self, check_files: CheckFiles, directory: Path) -> None:
+        check_resumable(self.run, directory, check_files)
         self.events.check_state_dict(read_outline(directory, "callbacks") or {}, directory)
 
     def record_metric(self, metric: float) -> None:

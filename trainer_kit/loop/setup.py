@@ -64,11 +64,9 @@ def set_up_training(
     run.optimizer = run.strategy.prepare_optimizer(optimizer or make_optimizer(run.model, args))
     check_optimizer(run.optimizer, run.model)
     loader = make_train_loader(run, reading)
-    resume = run.strategy.collectives.broadcast(resume)
     checkpoints.lock_folder()
-    checkpoints.find(resume)
-    if initial.is_late and not (checkpoints.source is not None and initial.are_in(checkpoints.source)):
-        initial.load()
+    checkpoints.find(run.strategy.collectives.broadcast(resume))
+    initial.load_late(checkpoints.source)
     finder = None
     if args.auto_find_batch_size:
         finder = BatchSizeFinder(run, loader)
@@ -88,5 +86,5 @@ def set_up_training(
     sync = RankSync(run)
     parts = run, events, evaluation.probe, loader, checkpoints, sync
     step = TrainStep(*parts) if finder is None else RetryingTrainStep(*parts, finder)
-    crash_dump = CrashDump(run, loss, loader)
-    return TrainingLoop(evaluation, loader, step, checkpoints, sync, crash_dump, lr_scheduler is not None)
+    has_own = lr_scheduler is not None
+    return TrainingLoop(evaluation, loader, step, checkpoints, sync, CrashDump(run, loss, loader), has_own)
