@@ -187,7 +187,7 @@ class Trainer:
             processing_class=processing_class,
             train_sampler=train_sampler,
         )
-        self._initial = InitialWeights(self.run, weights and _checked_folder(weights, strategy), model_init)
+        self._initial = InitialWeights(self.run, _checked_folder(weights, strategy), model_init)
         self.collate, self.eval_collate = make_collators(self.run, data_collator, eval_data_collator, compute_loss)
         self._probe: LossProbe | None = None  # None until the model is prepared
         self._loop: TrainingLoop | None = None  # of the latest call of train
@@ -418,7 +418,9 @@ def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None) ->
         raise ValueError("lr_scheduler belongs to another optimizer; give that one as optimizer=, or a function")
 
 
-def _checked_folder(weights: str | Path, strategy: Strategy) -> Path:
+def _checked_folder(weights: str | Path | None, strategy: Strategy) -> Path | None:
+    if weights is None:
+        return None
     if strategy.is_main and not Path(weights).is_dir():  # other machines may not see it
         raise ValueError(f"weights={str(weights)!r} is no folder; give one that save_model() or a checkpoint wrote")
     return Path(weights)

@@ -56,7 +56,8 @@ def test_processes_check_a_share_each_until_a_checkpoint_is_valid(tmp_path: Path
     assert [len(each["said"]) for each in several] == [2, 0, 0]
     assert "model-0000" in several[0]["said"][0]
     of_valid = [[name for name in each["checked"] if name.startswith("checkpoint-1/")] for each in several]
-    assert sorted(itertools.chain.from_iterable(of_valid)) == sorted(
+    files = [f"checkpoint-1/{name}" for name in Manifest.read(folders[2]).files]
+    assert sorted(itertools.chain.from_iterable(of_valid)) == sorted(files)
         f"checkpoint-1/{name}" for name in Manifest.read(folders[2]).files
     )
     assert all(of_valid)

@@ -67,9 +67,8 @@ def set_up_training(
     checkpoints.lock_folder()
     checkpoints.find(run.strategy.collectives.broadcast(resume))
     initial.load_late(checkpoints.source)
-    finder = None
-    if args.auto_find_batch_size:
-        finder = BatchSizeFinder(run, loader)
+    finder = BatchSizeFinder(run, loader) if args.auto_find_batch_size else None
+    if finder is not None:
         finder.begin(loss.compute_loss, optimizer)
     checkpoints.lay_out(loader)
     run.lr_scheduler = make_run_scheduler(run, checkpoints.plan, lr_scheduler)
