@@ -58,8 +58,6 @@ def test_processes_check_a_share_each_until_a_checkpoint_is_valid(tmp_path: Path
     of_valid = [[name for name in each["checked"] if name.startswith("checkpoint-1/")] for each in several]
     files = [f"checkpoint-1/{name}" for name in Manifest.read(folders[2]).files]
     assert sorted(itertools.chain.from_iterable(of_valid)) == sorted(files)
-        f"checkpoint-1/{name}" for name in Manifest.read(folders[2]).files
-    )
     assert all(of_valid)
     assert on_ranks(3, find, folders[2:], blind=True)[1]["checked"] == []
 
