@@ -48,7 +48,8 @@ class ProcessSession(Session):
         return [rank for rank in range(self.collectives.world_size) if rank == 0 or can_write[rank]]
 
     def find_readers(self, directory: Path) -> list[int]:
-        can_read = self.collectives.gather_object(os.access(directory, os.R_OK))
+        folder = self.collectives.broadcast(directory.absolute())
+        can_read = self.collectives.gather_object(os.access(folder, os.R_OK))
         return [rank for rank in range(self.collectives.world_size) if rank == 0 or can_read[rank]]
 
     def send_to_main(self, key: str, text: str) -> None:
