@@ -13,7 +13,7 @@ import torch
 from trainer_kit.callback import Callback, CallbackList, checked_callbacks
 from trainer_kit.callbacks import default_callbacks
 from trainer_kit.checkpoint.format.export import refuse_pickles, save_model_folder
-from trainer_kit.checkpoint.initial_weights import load_initial_weights
+from trainer_kit.checkpoint.initial_weights import InitialWeights
 from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.config.event_schedule import evaluation_setting
@@ -164,9 +164,8 @@ class Trainer:
         _show_log(args.log_level if strategy.is_main else "error")
         if (model is None) == (model_init is None):
             raise ValueError("give either model or model_init")
-        self._weights = None if weights is None else _checked_folder(weights, strategy)  # None once they are loaded
-        self._model_init = model_init and _seeded(model_init, args.seed)
-        model = strategy.make_model(self._model_init, has_weights=weights is not None) if self._model_init else model
+        model_init = model_init and _seeded(model_init, args.seed)
+        model = strategy.make_model(model_init) if model_init is not None else model
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
         check_lightning_module(model, compute_loss is not None, optimizer is not None)
@@ -188,6 +187,7 @@ class Trainer:
             processing_class=processing_class,
             train_sampler=train_sampler,
         )
+        self._initial = InitialWeights(self.run, _checked_folder(weights, strategy), model_init)
         self.collate, self.eval_collate = make_collators(self.run, data_collator, eval_data_collator, compute_loss)
         self._probe: LossProbe | None = None  # None until the model is prepared
         self._loop: TrainingLoop | None = None  # of the latest call of train
@@ -249,26 +249,26 @@ class Trainer:
         checkpoints = CheckpointManager(run, self.events)
         at_end.callback(checkpoints.release_folder)
         run.strategy.defer_gradient_sync(self.args.auto_find_batch_size)
-        self._prepare()
+        self._prepare(to_train=True)
         at_end.callback(restore_modules, run.model)
         if resume is None and self._loop is None:
             resume = run.strategy.session.restarts > 0
         reading = make_reading(self.args, run.strategy, self.collate)
         self._loop = set_up_training(
-            self._evaluation(), reading, checkpoints, self.optimizer, self.lr_scheduler, resume
+            self._evaluation(), reading, checkpoints, self._initial, self.optimizer, self.lr_scheduler, resume
         )
         at_end.callback(self._loop.close)
         return self._loop
 
-    def _prepare(self) -> LossProbe:
-        """Set up the strategy, and prepare the model and its loss."""
+    def _prepare(self, to_train: bool = False) -> LossProbe:
+        """Set up the strategy, and prepare the model and its loss; to train, a checkpoint may come first."""
         run = self.run
         run.strategy.setup()
         run.ledger.keep_time_by(run.strategy.device_info.clock())
         check_same_start(run)
         loss = Loss.by_arguments(run.strategy.prepare(run.model), run.model, self.compute_loss, run.args)
-        load_initial_weights(run, self._weights, self._model_init)
-        self._weights = None
+        if not (to_train and self._initial.is_late):
+            self._initial.load()
         self._probe = LossProbe(loss, run.strategy)
         return self._probe
 
@@ -396,7 +396,9 @@ class Trainer:
         """
         refuse_pickles(safe_serialization)
         run = self.run
-        if self._probe is None:
+        if self._probe is None and self._initial.is_late:
+            self._prepare()
+        elif self._probe is None:
             run.strategy.setup()
         model = run.model if self._probe is None else self._probe.loss.model
         state = run.strategy.sharding.collect_on_main(run.strategy.model_state(model))
@@ -416,7 +418,9 @@ def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None) ->
         raise ValueError("lr_scheduler belongs to another optimizer; give that one as optimizer=, or a function")
 
 
-def _checked_folder(weights: str | Path, strategy: Strategy) -> Path:
+def _checked_folder(weights: str | Path | None, strategy: Strategy) -> Path | None:
+    if weights is None:
+        return None
     if strategy.is_main and not Path(weights).is_dir():  # other machines may not see it
         raise ValueError(f"weights={str(weights)!r} is no folder; give one that save_model() or a checkpoint wrote")
     return Path(weights)

@@ -317,7 +317,7 @@ def writers_where_one_does_not_see_the_folder(folder: str) -> list[int]:
 
     def seen(self: CheckpointManager) -> None:
         restore(self)
-        found.extend(self.saver.writers)
+        found.extend(self.saver.writers.ranks)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointManager, "restore", seen)

@@ -65,7 +65,7 @@ class Member:
 
     def is_ready(self) -> None:
         end = time.monotonic() + 60
-        while not self.heartbeat._roster._beats() and time.monotonic() < end:
+        while not self.heartbeat.peers._beats() and time.monotonic() < end:
             time.sleep(0.01)
         (self.folder / f"ready-{self.rank}").touch()
 

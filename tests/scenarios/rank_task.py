@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kit.token_training import whole
 from scenarios import task
 
 from trainer_kit import Callback, Run
+from trainer_kit.checkpoint.format import ownership
 from trainer_kit.checkpoint.save import Save
+from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.ddp import DDP
+from trainer_kit.strategies.fsdp.strategy import FSDP
 
 
 class Exact(torch.nn.Module):
@@ -166,6 +170,7 @@ def options(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--by-itself", action="store_true", help="resume only where the launcher has started it anew")
     parser.add_argument("--heartbeat", type=float, help="seconds, instead of the default")
     parser.add_argument("--ddp-timeout", type=float, help="seconds, instead of the default")
+    parser.add_argument("--fsdp", action="store_true", help="shard the model, in parts that all ranks write")
     return parser.parse_args(words)
 
 
@@ -195,19 +200,23 @@ def train(words: list[str], *callbacks: Callback, **changes: Any) -> dict[str, A
     limits = {"heartbeat_timeout": given.heartbeat, "ddp_timeout": given.ddp_timeout}
     limits = {name: seconds for name, seconds in limits.items() if seconds is not None}
     exact = given.model == "exact"
+    strategy: Strategy | None = DDP(device="cpu", **limits) if limits else None
+    if given.fsdp:
+        ownership.PART_BYTES = 256
+        strategy = FSDP(device="cpu", units=["head"], **limits)
     trainer = task.make_trainer(
         given.output_dir,
         *listeners,
         dataset=Numbered() if exact else None,
         model=Exact() if exact else None,
-        strategy=DDP(device="cpu", **limits) if limits else None,
+        strategy=strategy,
         **(arguments | ({"eval_strategy": "no"} if exact else {}) | changes),
     )
     run = trainer.run
     run.stateful["saving"] = Saving(run, journal, given.pause * 5)
     run.eval_dataset = SlowToRead(10, given.pause)
     output = trainer.train(resume_from_checkpoint=None if given.by_itself else True)
-    parameters = torch.nn.utils.parameters_to_vector(run.model.parameters()).tolist()
+    parameters = torch.nn.utils.parameters_to_vector(map(whole, run.model.parameters())).tolist()
     result = {
         "digest": task.digest(trainer), "loss": output.training_loss, "parameters": parameters,
         "skipped_steps": run.state.skipped_steps,

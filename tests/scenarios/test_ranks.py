@@ -384,6 +384,31 @@ def test_a_rank_that_fails_ends_all_and_is_named(
     assert place.ending() == straight
 
 
+def test_a_sharded_model_survives_a_rank_that_dies_freezes_or_is_told_to_end(place: Place, tmp_path: Path) -> None:
+    """One training that meets all three, and one that is not disturbed."""
+    options = ("--fsdp", "--epochs", 8, *PATIENCE)
+    for how, code, sentence, last in (
+        ("kill", 137, r"rank 1 on \S+ was killed by SIGKILL", FAILS_AT - 2),
+        ("stop", 1, r"LostProcessError: rank 1 \(.*\) has not answered .* \(it is stopped\)", FAILS_AT + 3),
+    ):
+        left, err = place.launch(2, *options, "--trouble", how, 1, last + 2).finish()
+        assert left == code, err
+        assert re.search(sentence, err), err
+        assert max(place.checkpoints()) == last
+    job = place.launch(2, *options, "--pause", PAUSE)
+    job.wait_until(lambda: max(place.steps(1, "step"), default=0) >= FAILS_AT + 6, "a later step")
+    os.kill(place.events(1, "begin")[0]["pid"], signal.SIGTERM)
+    left, err = job.finish()
+    assert left == 143, err
+    assert place.steps(0, "begin") == place.steps(1, "begin") == [FAILS_AT + 3]
+    assert max(place.checkpoints()) == place.steps(0, "step")[-1] == place.steps(1, "step")[-1]
+    place.run(2, *options)
+    (tmp_path / "straight").mkdir()
+    straight = Place(tmp_path / "straight")
+    straight.run(2, *options)
+    assert place.ending() == straight.ending()
+
+
 def test_a_process_that_waits_for_a_lost_one_finishes_its_checkpoint_first(place: Place) -> None:
     options = ("--epochs", EPOCHS, "--trouble", "stop", 1, SAVE_STEPS + 2, "--slow-write", 15, *PATIENCE)
     code, err = place.launch(2, *options).finish()

@@ -127,7 +127,10 @@ def seen_by_all(folder: Path, can_mark: bool) -> tuple[str, bool, list[str], lis
         whole = contents(path) == {name: content(name) for name in FILES}
         strategy.session.release_checkpoint_copies()
         strategy.barrier()  # `find_writers` marks the folder for a moment
-        return str(path), whole, records, strategy.session.find_writers(folder / "shared")
+        writers = strategy.session.find_writers(folder / "shared")
+        strategy.barrier()
+        assert strategy.session.find_readers(folder / "shared") == writers
+        return str(path), whole, records, writers
 
 
 @pytest.mark.distributed

@@ -74,11 +74,13 @@ def find_writers(folder: str) -> list[int]:
         access = os.access
         patch.setattr(os, "access", lambda path, mode: strategy.rank != 1 and access(path, mode))
         patch.chdir(folder if strategy.rank == 0 else "/")
-        return strategy.session.find_writers(Path("run"))
+        writers = strategy.session.find_writers(Path("run"))
+        assert strategy.session.find_readers(Path("run")) == writers
+        return writers
 
 
 @pytest.mark.distributed
-def test_the_processes_that_can_write_to_the_main_ones_folder_are_writers(tmp_path: Path) -> None:
+def test_the_processes_that_can_use_the_main_ones_folder_are_writers_and_readers(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     assert on_ranks(3, find_writers, str(tmp_path)) == [[0, 2]] * 3
 

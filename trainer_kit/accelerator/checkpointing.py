@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from trainer_kit.accelerator.loader import PreparedLoader
 from trainer_kit.accelerator.model_saving import ModelSaving
+from trainer_kit.accelerator.prepared import Prepared
 from trainer_kit.accelerator.project_lock import ProjectLock, lock_project
 from trainer_kit.accelerator.utils.dataclasses import GradientAccumulationPlugin, ProjectConfiguration
 from trainer_kit.accelerator.validation import (
-    KINDS,
     check_counts,
     check_replaceable,
     check_state,
@@ -30,10 +30,11 @@ from trainer_kit.accelerator.validation import (
     numbered,
     open_hook_folder,
 )
-from trainer_kit.accelerator.wrappers import PreparedOptimizer, PreparedScheduler
+from trainer_kit.accelerator.wrappers import PreparedOptimizer
 from trainer_kit.checkpoint import (
     Committed,
     Retention,
+    Snapshot,
     find_checkpoints,
     newest_valid,
     pretrained_files,
@@ -46,10 +47,12 @@ from trainer_kit.checkpoint import (
 from trainer_kit.checkpoint.compatibility import read_optimizer_state
 from trainer_kit.checkpoint.format.commit import staging_folder
 from trainer_kit.checkpoint.format.discovery import is_of_run, recover_replaced
-from trainer_kit.checkpoint.format.disk import remove_folder
+from trainer_kit.checkpoint.format.disk import make_run_folder, remove_folder
 from trainer_kit.checkpoint.format.export import refuse_pickles
 from trainer_kit.checkpoint.format.loading import load_weights
 from trainer_kit.checkpoint.integrity import fetch_verified
+from trainer_kit.checkpoint.shared_checks import CheckFiles, find_on_main
+from trainer_kit.checkpoint.writers import Writers
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.optimizer_state import check_optimizer_state
 from trainer_kit.utils.rng import generator_states, set_generator_states
@@ -57,26 +60,6 @@ from trainer_kit.utils.rng import generator_states, set_generator_states
 logger = logging.getLogger("trainer_kit")
 
 PREFIX = "checkpoint_"
-
-
-@dataclasses.dataclass
-class Prepared:
-    """All objects that an Accelerator has prepared, in order, and those registered for checkpointing."""
-
-    models: list[torch.nn.Module] = dataclasses.field(default_factory=list)
-    optimizers: list[PreparedOptimizer] = dataclasses.field(default_factory=list)
-    schedulers: list[PreparedScheduler] = dataclasses.field(default_factory=list)
-    loaders: list[PreparedLoader] = dataclasses.field(default_factory=list)
-    registered: list[Any] = dataclasses.field(default_factory=list)
-
-    def counts(self) -> dict[str, int]:
-        """Return the number of objects of each kind."""
-        return {kind: len(getattr(self, kind)) for kind in KINDS}
-
-    def clear(self) -> None:
-        """Drop all references."""
-        for field in dataclasses.fields(self):
-            getattr(self, field.name).clear()
 
 
 class Checkpointing(ModelSaving):
@@ -117,6 +100,9 @@ class Checkpointing(ModelSaving):
         is equal up to rounding where several processes save within an optimizer step, since the checkpoint keeps the
         sum of their gradients.
 
+        All processes that see the folder write a share. If there are hooks, the main process calls them with the whole
+        states, and writes alone.
+
         Args:
             output_dir: Folder of the checkpoint. A checkpoint in it is replaced, other files stay. None for
                 `project_dir/checkpoints/checkpoint_N` with ascending numbers, of which `total_limit` are kept.
@@ -138,22 +124,12 @@ class Checkpointing(ModelSaving):
         self.flow.dispatch()  # computes all tensors in one graph, not one by one as they are read
         self.strategy.collectives.on_main(self._check_optimizers)
         target = self.strategy.collectives.on_main(lambda: self._target(folder, given))
-        models, states = self.strategy.sharding.collect_on_main(
-            ([self.strategy.model_state(model) for model in self._prepared.models], self._states())
-        )
-        before, written = [*models], None
-        try:
-            if self._save_hooks:
-                written = self.strategy.collectives.on_main(lambda: open_hook_folder(target))
-                for hook in self._save_hooks.values():
-                    hook([*self._prepared.models], models, str(written))
-                self.wait_for_everyone()  # their files are part of the checkpoint
-            directory = self.strategy.collectives.on_main(
-                lambda: self._commit(target, given is None, kept_by_hooks("model", before, models), states, written)
-            )
-        finally:
-            if written is not None and self.is_main_process:
-                remove_folder(written.parent)
+        models, states = [self.strategy.model_state(model) for model in self._prepared.models], self._states()
+        if not self._save_hooks:
+            directory = self._write_together(target, given is None, models, states)
+        else:
+            directory = self._write_with_hooks(target, given is None, models, states)
+        self.strategy.collectives.on_main(lambda: self._prune(directory, given is None))
         if given is None:
             project.iteration = int(directory.name.removeprefix(PREFIX)) + 1
         self.strategy.session.report_saved_step(self.flow.steps)
@@ -171,7 +147,7 @@ class Checkpointing(ModelSaving):
                 difference.
         """
         given, prepared = _absolute(input_dir), self._prepared
-        directory = self.strategy.collectives.on_main(lambda: self._found(given))
+        directory = find_on_main(self.strategy, lambda check: self._found(given, check))
         source = fetch_verified(self.strategy, directory)
         state = read_state(source, "accelerator")
         if state is None:
@@ -289,9 +265,16 @@ class Checkpointing(ModelSaving):
         for (name, parameter), holders in zip(named, held, strict=True):
             if holders:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                is_sum = self.strategy.sharding.is_active  # the backward pass has summed it already
-                summed[name] = gradient if is_sum else self.strategy.collectives.all_reduce(gradient.to_dense())
+                if not self.strategy.sharding.is_active:  # else the backward pass has summed it already
+                    gradient = self.strategy.collectives.all_reduce(gradient.to_dense())
+                    gradient = gradient.div_(self._local_scale) if self._local_scale > 1 else gradient
+                summed[name] = gradient
         return summed
+
+    @property
+    def _local_scale(self) -> int:
+        """Factor of gradients that are not summed over the processes yet, see `Strategy.backward`."""
+        return 1 if self.strategy.sharding.is_active else self.strategy.world_size
 
     def _trained(self) -> list[tuple[str, torch.Tensor]]:
         return [
@@ -321,42 +304,74 @@ class Checkpointing(ModelSaving):
             check_replaceable(given)
         return given
 
-    def _commit(
-        self, target: Path, is_numbered: bool, models: dict[str, Any], states: dict[str, Any], written: Path | None
-    ) -> Path:
-        """Write the checkpoint with the files that hooks have written, and prune old ones; on the main process only."""
+    def _write_with_hooks(self, target: Path, is_numbered: bool, models: list[Any], states: dict[str, Any]) -> Path:
+        """Call the hooks with the whole states, and write the checkpoint on the main process. Collective."""
+        models, states = self.strategy.sharding.collect_on_main((models, states))
+        before = [*models]
+        written = self.strategy.collectives.on_main(lambda: open_hook_folder(target))
+        try:
+            for hook in self._save_hooks.values():
+                hook([*self._prepared.models], models, str(written))
+            self.wait_for_everyone()  # their files are part of the checkpoint
+            directory = self.strategy.collectives.on_main(
+                lambda: write_checkpoint(
+                    target.parent,
+                    self._snapshot(kept_by_hooks("model", before, models), states),
+                    name=target.name,
+                    to_host=self.strategy.device_info.to_host,
+                    confirm=lambda: self._confirm(target, is_numbered, written),
+                )
+            )
+        finally:
+            if self.is_main_process:
+                remove_folder(written.parent)
+        return directory
 
-        def confirm() -> None:
-            if is_numbered and self._lock is not None:
-                self._lock.confirm()
-            if written is not None:
-                link_files(written, staging_folder(target), is_flushed=False)
-            keep_other_files(target, staging_folder(target))
+    def _write_together(self, target: Path, is_numbered: bool, models: list[Any], states: dict[str, Any]) -> Path:
+        """Write the checkpoint on all processes that see its folder. Collective."""
+        shared = ["gradients", *(name for name, _ in numbered("optimizer", self._prepared.optimizers))]
+        writers, snapshot = Writers(self.strategy, shared, "5GB"), Future[Snapshot]()
+        try:
+            snapshot.set_result(self._snapshot(dict(numbered("model", models)), states))
+        except Exception as error:  # the others wait for this process
+            snapshot.set_exception(error)
+        self.strategy.collectives.on_main(lambda: make_run_folder(target.parent))
+        writers.ranks = self.strategy.session.find_writers(target.parent)
+        return writers.write_now(target, snapshot, lambda: self._confirm(target, is_numbered, None))
 
-        files = pretrained_files(self.strategy.unwrap(self._prepared.models[0]), None) if "model" in models else {}
-        snapshot = take_snapshot(
+    def _confirm(self, target: Path, is_numbered: bool, written: Path | None) -> None:
+        """Add files of hooks and of the user to a checkpoint that is about to be committed."""
+        if is_numbered and self._lock is not None:
+            self._lock.confirm()
+        if written is not None:
+            link_files(written, staging_folder(target), is_flushed=False)
+        keep_other_files(target, staging_folder(target))
+
+    def _snapshot(self, models: dict[str, Any], states: dict[str, Any]) -> Snapshot:
+        has_model = "model" in models and self.is_main_process
+        return take_snapshot(
             self.flow.steps,
             models.pop("model", None),
             states,
             arguments=self._settings,
             world_size=self.strategy.world_size,
-            files=files,
+            files=pretrained_files(self.strategy.unwrap(self._prepared.models[0]), None) if has_model else {},
             more_models=models,
         )
-        to_host = self.strategy.device_info.to_host
-        directory = write_checkpoint(target.parent, snapshot, name=target.name, to_host=to_host, confirm=confirm)
+
+    def _prune(self, directory: Path, is_numbered: bool) -> None:
+        """Remove old checkpoints of this run; on the main process only."""
         if is_numbered and self.project_configuration.total_limit is not None:
-            there = find_checkpoints(target.parent, PREFIX)
+            there = find_checkpoints(directory.parent, PREFIX)
             own = [path for path in there if path == directory or is_of_run(path, "accelerator", self._run_id)]
             committed = [Committed(path.name, _number(path)) for path in own]
-            prune(target.parent, committed, Retention(self.project_configuration.total_limit))
-        return directory
+            prune(directory.parent, committed, Retention(self.project_configuration.total_limit))
 
-    def _found(self, input_dir: Path | None) -> Path:
+    def _found(self, input_dir: Path | None, check_files: CheckFiles) -> Path:
         """Return the checkpoint to load, verified; on the main process only."""
         folder = self._folder(input_dir, "load_state()")
         if input_dir is None:
-            found = newest_valid(folder, logger.warning, PREFIX, check=check_state)
+            found = newest_valid(folder, logger.warning, PREFIX, check=partial(check_state, check_files=check_files))
             if found is None:
                 raise ValueError(f"load_state() found no valid checkpoint in {folder}; save_state() writes them there")
             return found
@@ -366,7 +381,7 @@ class Checkpointing(ModelSaving):
                 f"load_state({str(input_dir)!r}) names no folder; give one that save_state() returned, or none for the "
                 "project's newest"
             )
-        check_state(input_dir)
+        check_state(input_dir, check_files)
         return input_dir
 
     def _restore_objects(self, source: Path, directory: Path, models: list[torch.nn.Module]) -> None:
@@ -418,7 +433,7 @@ class Checkpointing(ModelSaving):
             if name in gradients and self.strategy.sharding.is_active:
                 parameter.grad = self.strategy.sharding.place_like(gradients[name], parameter)
             elif name in gradients and self.strategy.is_main:  # the next backward pass sums them over all processes
-                parameter.grad = torch.empty_like(parameter).copy_(gradients[name])
+                parameter.grad = torch.empty_like(parameter).copy_(gradients[name]).mul_(self._local_scale)
 
 
 def _registered_hook(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:

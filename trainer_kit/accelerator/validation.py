@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer_kit.checkpoint import CheckpointError, read_state, verify
+from trainer_kit.checkpoint import CheckpointError, read_state
 from trainer_kit.checkpoint.format.commit import staging_folder
+from trainer_kit.checkpoint.format.discovery import verify_files
 from trainer_kit.checkpoint.format.disk import flush_file, fsync_directory, make_run_folder, remove_folder
 from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME, STATE_FOLDER, Manifest
 from trainer_kit.checkpoint.format.trainer_state import BOOL, COUNT, OBJECT, TEXT, WHOLE, CheckedFile, or_none
@@ -26,13 +27,17 @@ def is_stateful(thing: Any) -> bool:
     return not isinstance(thing, type) and hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
-def check_state(directory: Path) -> None:
+def check_state(directory: Path, check_files: Callable[[Path], object] = verify_files) -> None:
     """Verify a checkpoint and the saved state of the loop; leave a checkpoint of another program to `load_state`.
+
+    Args:
+        directory: Folder of the checkpoint.
+        check_files: Raises `CheckpointError` for a damaged file.
 
     Raises:
         CheckpointError: If a file is damaged, or a value is invalid for a loop.
     """
-    verify(directory)
+    check_files(directory)
     if (state := read_state(directory, "accelerator")) is None:
         return
     file = CheckedFile(directory / STATE_FOLDER / "accelerator.json")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import logging
 import shutil
@@ -25,7 +24,7 @@ from trainer_kit.checkpoint import (
     take_snapshot,
 )
 from trainer_kit.checkpoint.base_weights import BaseWeights
-from trainer_kit.checkpoint.contribution import Contribution, align_with_main
+from trainer_kit.checkpoint.contribution import Contribution
 from trainer_kit.checkpoint.format.commit import open_staging
 from trainer_kit.checkpoint.format.export import model_files
 from trainer_kit.checkpoint.format.json_files import is_too_large
@@ -33,6 +32,7 @@ from trainer_kit.checkpoint.format.ownership import Division
 from trainer_kit.checkpoint.format.snapshot import Copy
 from trainer_kit.checkpoint.save import Outcome, Save
 from trainer_kit.checkpoint.staging import HostStaging
+from trainer_kit.checkpoint.writers import Writers
 from trainer_kit.config.event_schedule import steps_between
 from trainer_kit.errors import SaveError
 from trainer_kit.run import Run
@@ -53,8 +53,7 @@ _LOSS_SECONDS = 5.0
 class AsyncSaver:
     """Takes snapshots of a run and writes them in a thread, while training continues.
 
-    Processes that see the folder write together if they compute the same `Division` of the tensors. The main process
-    writes everything else, waits in its thread for the other parts, and commits the checkpoint.
+    Several processes may write together, see `Writers`. The main one waits in its thread for the other parts.
 
     Args:
         run: The run.
@@ -67,7 +66,7 @@ class AsyncSaver:
         failed: Result of the last save if it failed, else None.
         failures: Number of failed saves since this start.
         copies: Copies of the run's tensors in host memory.
-        writers: Ranks that write checkpoints, the main one first; from `Session.find_writers`.
+        writers: The processes that write the checkpoints.
         base: Frozen weights to which the checkpoints refer; None: they hold all weights.
     """
 
@@ -86,7 +85,7 @@ class AsyncSaver:
         self._reserving: Future[None] | None = None
         self._drain_lock = threading.Lock()  # the heartbeat's thread drains too, before it ends this process
         self.copies = HostStaging(run)
-        self.writers = [0]
+        self.writers = Writers(run.strategy, SHARED, run.args.max_shard_size)
         self.base: BaseWeights | None = None
 
     @property
@@ -126,16 +125,16 @@ class AsyncSaver:
         committed = self._with(Committed(f"{CHECKPOINT_PREFIX}{self.run.state.step}", 0, metric))
         snapshot = self._try_snapshot(model_state, lambda: states(committed))
         try:
-            taken, division = self._agree(snapshot)
+            taken, division = self.writers.agree(snapshot)
         except OSError as error:
             self._fail(str(error))
             return
         save = strategy.collectives.on_main(lambda: self._open(snapshot))
         self.is_busy = True
-        if save is None or not self._contributes(division):
+        if save is None or not self.writers.contributes(division):
             return
         assert taken is not None, "the processes have agreed"
-        contribution = self._contribute(self._share(taken, division))
+        contribution = self.writers.all_give(lambda: self._taken(taken, division), self.copies.complete)
         if strategy.is_main:
             self._submit(lambda: self._write(contribution, save, division, committed, protect))
         else:
@@ -177,84 +176,14 @@ class AsyncSaver:
             taken.set_exception(error)
         return taken
 
-    def _agree(self, snapshot: Future[Snapshot]) -> tuple[Snapshot | None, Division | None]:
-        """Return the snapshot to write and how the processes write it together. Collective.
-
-        The snapshot is None if this process has none, the division if the main process writes alone. If a process
-        cannot take part, the main process writes alone from then on, which is logged.
-
-        Raises:
-            OSError: If a process cannot take part in writing a sharded state; raised on all processes.
-        """
-        strategy, collectives = self.run.strategy, self.run.strategy.collectives
-        error, division, pinned = snapshot.exception(), None, set[str]()
-        taken = snapshot.result() if error is None else None
-        if len(self.writers) == 1 and not strategy.sharding.is_active:
-            return taken, None
-        if strategy.sharding.is_active:
-            taken, pinned = align_with_main(taken, SHARED, strategy)
-        if taken is not None:
-            division = taken.divide(
-                {*SHARED, *pinned},
-                len(self.writers),
-                self.run.args.max_shard_size,
-                lambda name, tensor: name in pinned and not strategy.sharding.is_sharded(tensor),
-            )
-        answers = collectives.gather_object((division and division.digest, f"{type(error).__name__}: {error}"))
-        digests = [digest for digest, _ in answers]
-        apart = [rank for rank, digest in enumerate(digests) if digest is None or digest != digests[0]]
-        if not apart:
-            return taken, division
-        if apart[0] > 0:  # else the main process raises its error
-            rank, (digest, problem) = collectives.describe_rank(apart[0]), answers[apart[0]]
-            why = "has other tensors in its model or optimizer" if digest else f"cannot give its state ({problem})"
-            if strategy.sharding.is_active:
-                raise OSError(f"{rank} {why}")
-            self.writers = [0]
-            if collectives.is_main:
-                logger.warning("the main process writes all checkpoints alone, since %s %s", rank, why)
-        return taken, None
-
-    def _contributors(self, division: Division | None) -> list[int]:
-        """Return the ranks that write a part or have parts of what others write, the main one first."""
-        if self.run.strategy.sharding.is_active:
-            return [*range(self.run.strategy.world_size)]
-        return self.writers[: division.writers if division is not None else 1]
-
-    def _contributes(self, division: Division | None) -> bool:
-        # Each host of XLA has rank 0.
-        return self.run.strategy.is_main or self.run.strategy.rank in self._contributors(division)[1:]
-
-    def _share(self, snapshot: Snapshot, division: Division | None) -> Snapshot:
-        """Return the share of this process, which is empty if it writes no part."""
-        rank = self.run.strategy.rank
-        writer = self.writers.index(rank) if rank in self.writers else len(self.writers)
-        return dataclasses.replace(snapshot, division=division, writer=writer)
-
-    def _contribute(self, share: Snapshot) -> Future[Contribution]:
-        """Return what this process gives to a save, or why it cannot. Collective if sharding is active."""
-        contribution: Future[Contribution] = Future()
-        try:
-            if self._reserving is not None:
-                self._reserving.result()
-            taken = self._contribution(share, self.copies.take)
-            contribution.set_result(taken.prepared(self.run.strategy.device_info.to_host))
-        except Exception as error:
-            contribution.set_exception(error)
-        if not self.run.strategy.sharding.is_active:
-            return contribution
-        collectives = self.run.strategy.collectives
-        failed = collectives.gather_object(contribution.exception() is not None)
-        if any(failed) and contribution.exception() is None:  # that process sends no parts, so that none does
-            self.copies.complete()
-            who = collectives.describe_rank(failed.index(True))
-            contribution = Future()
-            contribution.set_exception(OSError(errno.ENOMEM, f"{who} has no copy of its part of the state"))
-        return contribution
-
-    def _contribution(self, share: Snapshot, copy: Copy) -> Contribution:
-        contribution = Contribution.of(share, self.writers, self.run.strategy.sharding)
+    def _contribution(self, snapshot: Snapshot, division: Division | None, copy: Copy) -> Contribution:
+        contribution = self.writers.contribution(snapshot, division)
         return contribution.copied(copy, self.copies.complete) if self.run.args.async_save else contribution
+
+    def _taken(self, snapshot: Snapshot, division: Division | None) -> Contribution:
+        if self._reserving is not None:
+            self._reserving.result()
+        return self._contribution(snapshot, division, self.copies.take)
 
     def _submit(self, write: Callable[[], Outcome | None]) -> None:
         """Write in the thread; with `async_save=False`, write now."""
@@ -358,12 +287,12 @@ class AsyncSaver:
         strategy = self.run.strategy
         snapshot = self._try_snapshot(model_state, lambda: states([]))
         try:
-            taken, division = self._agree(snapshot)
+            taken, division = self.writers.agree(snapshot)
         except OSError:
             return  # the first save reports it
         strategy.collectives.on_main(lambda: self._check_space(snapshot))
-        if self.run.args.async_save and self._contributes(division) and taken is not None:
-            self._contribution(self._share(taken, division), self._reserve)
+        if self.run.args.async_save and self.writers.contributes(division) and taken is not None:
+            self._contribution(taken, division, self._reserve)
 
     def _check_space(self, taken: Future[Snapshot]) -> None:
         try:
@@ -405,7 +334,7 @@ class AsyncSaver:
         committed: list[Committed],
         protect: Collection[str],
     ) -> Outcome:
-        args, others = self.run.args, self._contributors(division)[1:]
+        args, others = self.run.args, self.writers.contributors(division)[1:]
         limits = Retention(
             args.save_total_limit, args.save_best_limit, args.save_keep_every, bool(args.greater_is_better)
         )

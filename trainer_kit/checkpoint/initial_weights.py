@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from trainer_kit.checkpoint.format.base_reference import BaseReference
 from trainer_kit.checkpoint.format.loading import load_weights
 from trainer_kit.run import Run
 from trainer_kit.utils.units import join_names
@@ -14,24 +15,60 @@ from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.wrappers import model_class, without_wrappers
 
 
-def load_initial_weights(run: Run, directory: Path | None, model_init: Callable[[], torch.nn.Module] | None) -> None:
-    """Load weights into the prepared model of a run, and give values to all tensors that have none. Collective.
-
-    Each process reads its own part. Tensors that the folder lacks, such as a new head, stay as `model_init` made them,
-    with a warning that names them; tensors that the model lacks are ignored.
+class InitialWeights:
+    """The values with which the model of a run begins, and those that no checkpoint holds.
 
     Args:
-        run: The run; its strategy and model are prepared.
+        run: The run.
         directory: A checkpoint, or a folder that `save_model` or `save_pretrained` wrote; None: nothing is loaded.
         model_init: Makes the model, with the same values on each call; None if there is no such function.
 
-    Raises:
-        CheckpointError: If files are missing or damaged.
-        ValueError: If a tensor has another shape there, the folder holds none of the model's tensors, or a tensor has
-            no value.
+    Attributes:
+        is_late: Whether the model may have no values before `load`, so that a resume does without: the main process
+            would make the whole model for values that the checkpoint replaces.
     """
-    strategy, loaded = run.strategy, set[str]()
-    if directory is not None:
+
+    def __init__(self, run: Run, directory: Path | None, model_init: Callable[[], torch.nn.Module] | None) -> None:
+        self._run, self._directory, self._model_init = run, directory, model_init
+        self.is_late = model_init is not None and run.strategy.sharding.is_active
+
+    def load(self) -> None:
+        """Load the folder into the prepared model, and give values to all tensors that have none. Collective.
+
+        Each process reads its own part. Tensors that the folder lacks, such as a new head, stay as `model_init` made
+        them, with a warning that names them; tensors that the model lacks are ignored. Later calls do nothing.
+
+        Raises:
+            CheckpointError: If files are missing or damaged.
+            ValueError: If a tensor has another shape there, the folder holds none of the model's tensors, or a tensor
+                has no value.
+        """
+        directory, self._directory = self._directory, None
+        loaded = set[str]() if directory is None else self._load(directory)
+        self._run.strategy.complete_model(self._run.model, loaded, self._model_init)
+
+    def load_late(self, checkpoint: Path | None) -> None:
+        """Load what is late, unless a checkpoint follows that holds all weights. Collective.
+
+        Args:
+            checkpoint: The checkpoint that a training resumes from; None for a new training.
+        """
+        if self.is_late and (checkpoint is None or BaseReference.read(checkpoint) is not None):
+            self.load()
+
+    def complete(self) -> None:
+        """Give values to all tensors that have none after a checkpoint is loaded. Collective.
+
+        Raises:
+            ValueError: If a tensor has no value.
+        """
+        self._directory = None
+        names = without_wrappers(self._run.model).state_dict().keys()
+        self._run.strategy.complete_model(self._run.model, names, self._model_init)
+
+    def _load(self, directory: Path) -> set[str]:
+        """Return the names of the tensors that the folder holds."""
+        run, strategy = self._run, self._run.strategy
         names = without_wrappers(run.model).state_dict().keys()
         missing = load_weights(
             run.model,
@@ -43,7 +80,7 @@ def load_initial_weights(run: Run, directory: Path | None, model_init: Callable[
             whole_tensors=strategy.sharding.whole_tensors,
         )
         strategy.session.release_checkpoint_copies()
-        loaded = names - {*missing}
+        loaded = {*names} - {*missing}
         lacks = f"weights={str(directory)!r} lacks {join_names(map(repr, missing))}"
         if not loaded:
             raise ValueError(
@@ -51,4 +88,4 @@ def load_initial_weights(run: Run, directory: Path | None, model_init: Callable[
             )
         if missing and strategy.is_main:
             warn(f"{lacks}: they begin as the model was made")
-    strategy.complete_model(run.model, loaded, model_init)
+        return loaded

@@ -7,14 +7,14 @@ the user's own classes are not checked. If such a state does not fit, loading ra
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer_kit.checkpoint.format.discovery import read_arguments, read_outline
+from trainer_kit.checkpoint.format.discovery import read_arguments, read_outline, verify_files
 from trainer_kit.checkpoint.format.manifest import STATE_FOLDER, Manifest
 from trainer_kit.checkpoint.format.trainer_state import (
     COUNT,
@@ -62,7 +62,7 @@ def fetch_verified(strategy: Strategy, directory: Path) -> Path:
     return source
 
 
-def check_resumable(run: Run, directory: Path) -> None:
+def check_resumable(run: Run, directory: Path, check_files: Callable[[Path], object] = verify_files) -> None:
     """Verify a checkpoint, and check that its states are possible for this run; no tensor is loaded.
 
     `check_same_run` compares dataset and seed.
@@ -70,11 +70,12 @@ def check_resumable(run: Run, directory: Path) -> None:
     Args:
         run: The run, with its optimizer.
         directory: Folder of the checkpoint.
+        check_files: See `verify_training`.
 
     Raises:
         CheckpointError: If the checkpoint is damaged; the message names the file and the invalid value.
     """
-    trainer = verify_training(directory)
+    trainer = verify_training(directory, check_files)
     read_ledger(directory)
     data = read_data_state(directory)
     source = data_source("train_dataset", run.train_dataset, run.train_sampler)

@@ -9,6 +9,7 @@ import math
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from trainer_kit.checkpoint.format.trainer_state import (
     read_trainer,
 )
 from trainer_kit.checkpoint.integrity import check_resumable, fetch_verified
+from trainer_kit.checkpoint.shared_checks import CheckFiles, find_on_main
 from trainer_kit.config import environment
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import TrainLoader
@@ -73,6 +75,7 @@ class CheckpointManager:
         data_state: State of an iterable dataset, None between epochs, or of a sampler; None for other datasets.
         shifts_labels: Whether the model shifts labels, as `LossProbe` found; None if unknown.
         resumed_from: The checkpoint that this start resumes from; None for a new training.
+        source: `resumed_from`, or a copy that this process can read.
         saver: Writer of the checkpoints.
         lock: Lock of the output folder, held on the main process.
         metric: Step and value of `metric_for_best_model` in the last evaluation; None before the first.
@@ -92,7 +95,7 @@ class CheckpointManager:
         self._plan: RunLength | None = None
         self._made: list[Path] = []  # folders that this start created
         self._starts_again = False  # whether the caller requested a resume
-        self._source: Path | None = None  # resumed_from, or a copy that this process can read
+        self.source: Path | None = None
         self._earlier: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None  # the plan and arguments in it
 
     @property
@@ -141,16 +144,17 @@ class CheckpointManager:
         run = self.run
         self._starts_again = bool(request)
         if request:
-            self.resumed_from = run.strategy.collectives.on_main(
-                lambda: find_checkpoint(self.folder, request, repair=self.lock.is_held, check=self._check)
+            repair = self.lock.is_held
+            self.resumed_from = find_on_main(
+                run.strategy, lambda check: find_checkpoint(self.folder, request, repair, partial(self._check, check))
             )
         if self.resumed_from is None:
             return
-        self._source = fetch_verified(run.strategy, self.resumed_from)
-        trainer = read_trainer(self._source)
+        self.source = fetch_verified(run.strategy, self.resumed_from)
+        trainer = read_trainer(self.source)
         assert trainer is not None
-        self.data_state = read_data_state(self._source)
-        self._earlier = (trainer["plan"], read_arguments(self._source))
+        self.data_state = read_data_state(self.source)
+        self._earlier = (trainer["plan"], read_arguments(self.source))
         check_same_run(run, trainer, self.data_state, self.resumed_from)
         check_same_order(run, trainer, self.resumed_from)
         run.state.load_state_dict(trainer["counters"])
@@ -181,7 +185,7 @@ class CheckpointManager:
             ValueError: If the checkpoint has another model, optimizer or schedule, the folder cannot be written, or
                 the optimizer's state cannot be saved and loaded.
         """
-        run, directory = self.run, self._source
+        run, directory = self.run, self.source
         if run.args.save_strategy != "no":
             assert run.optimizer is not None
             check_optimizer_state(run.optimizer)
@@ -196,7 +200,7 @@ class CheckpointManager:
             report_changes(run, self.plan, self._earlier)
         run.strategy.collectives.on_main(self._take_folder)
         self.saver.base = refer_to_base(run)
-        self.saver.writers = run.strategy.session.find_writers(self.folder)
+        self.saver.writers.ranks = run.strategy.session.find_writers(self.folder)
         run.strategy.session.release_checkpoint_copies()
 
     def _logged_after(self, moment: float) -> float:
@@ -241,7 +245,7 @@ class CheckpointManager:
             Folder of the checkpoint; None if there is no valid one.
         """
         run = self.run
-        directory = run.strategy.collectives.on_main(self._newest_valid)
+        directory = find_on_main(run.strategy, self._newest_valid)
         if directory is None:
             return None
         source = fetch_verified(run.strategy, directory)
@@ -293,13 +297,13 @@ class CheckpointManager:
         states = self._states_with(self._optimizer_state(), evaluation_is_due)
         self.saver.begin(model_state, states, metric, protect)
 
-    def _newest_valid(self) -> Path | None:
+    def _newest_valid(self, check_files: CheckFiles) -> Path | None:
         there = [self.folder / each.name for each in reversed(self.saver.committed)]
         there += [self.resumed_from] if self.resumed_from is not None else []
-        return first_valid(there, logger.warning, self._check)
+        return first_valid(there, logger.warning, partial(self._check, check_files))
 
-    def _check(self, directory: Path) -> None:
-        check_resumable(self.run, directory)
+    def _check(self, check_files: CheckFiles, directory: Path) -> None:
+        check_resumable(self.run, directory, check_files)
         self.events.check_state_dict(read_outline(directory, "callbacks") or {}, directory)
 
     def record_metric(self, metric: float) -> None:

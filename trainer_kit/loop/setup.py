@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from trainer_kit.checkpoint.initial_weights import InitialWeights
 from trainer_kit.checkpoint.manager import CheckpointManager, check_stateful, check_storable
 from trainer_kit.config.compile_options import CompileOptions
 from trainer_kit.data.build import make_train_loader
@@ -30,6 +31,7 @@ def set_up_training(
     evaluation: EvaluationLoop,
     reading: LoaderConfig,
     checkpoints: CheckpointManager,
+    initial: InitialWeights,
     optimizer: torch.optim.Optimizer | None,
     lr_scheduler: Any,
     resume: bool | str | Path | None,
@@ -40,6 +42,7 @@ def set_up_training(
         evaluation: The evaluation loop of the run, whose strategy, model and loss are prepared.
         reading: How the training samples are read.
         checkpoints: The checkpoint manager of the training.
+        initial: The weights to begin with, which are loaded already unless they are late.
         optimizer: The user's own optimizer; None: as the arguments say.
         lr_scheduler: The user's own scheduler, or a function that makes it; None: as the arguments say.
         resume: The checkpoint to resume from, see `Trainer.train`.
@@ -61,18 +64,18 @@ def set_up_training(
     run.optimizer = run.strategy.prepare_optimizer(optimizer or make_optimizer(run.model, args))
     check_optimizer(run.optimizer, run.model)
     loader = make_train_loader(run, reading)
-    resume = run.strategy.collectives.broadcast(resume)
     checkpoints.lock_folder()
-    checkpoints.find(resume)
-    finder = None
-    if args.auto_find_batch_size:
-        finder = BatchSizeFinder(run, loader)
+    checkpoints.find(run.strategy.collectives.broadcast(resume))
+    initial.load_late(checkpoints.source)
+    finder = BatchSizeFinder(run, loader) if args.auto_find_batch_size else None
+    if finder is not None:
         finder.begin(loss.compute_loss, optimizer)
     checkpoints.lay_out(loader)
     run.lr_scheduler = make_run_scheduler(run, checkpoints.plan, lr_scheduler)
     check_stateful(run)
     check_storable(run)
     checkpoints.restore()
+    initial.complete()
     set_training(run.optimizer, True)
     loss.shifts = checkpoints.shifts_labels
     if run.total_steps <= run.state.step:
@@ -82,5 +85,5 @@ def set_up_training(
     sync = RankSync(run)
     parts = run, events, evaluation.probe, loader, checkpoints, sync
     step = TrainStep(*parts) if finder is None else RetryingTrainStep(*parts, finder)
-    crash_dump = CrashDump(run, loss, loader)
-    return TrainingLoop(evaluation, loader, step, checkpoints, sync, crash_dump, lr_scheduler is not None)
+    has_own = lr_scheduler is not None
+    return TrainingLoop(evaluation, loader, step, checkpoints, sync, CrashDump(run, loss, loader), has_own)

@@ -126,13 +126,8 @@ class Strategy:
 
     # Model, optimizer and data
 
-    def make_model(self, model_init: Callable[[], torch.nn.Module], has_weights: bool = False) -> torch.nn.Module:
-        """Return a new model, whose values may be missing until `complete_model`; called before `setup`.
-
-        Args:
-            model_init: Makes the model.
-            has_weights: Whether weights are loaded before `complete_model`.
-        """
+    def make_model(self, model_init: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+        """Return a new model, whose values may be missing until `complete_model`; called before `setup`."""
         return model_init()
 
     def complete_model(
@@ -157,7 +152,10 @@ class Strategy:
         """
         empty = next((name for name, value in model.state_dict().items() if getattr(value, "is_meta", False)), None)
         if empty is not None:
-            raise ValueError(f"{empty} is on the meta device, without a value; make or load the model on a real device")
+            raise ValueError(
+                f"{empty} is on the meta device, without a value; make or load the model on a real device, or give "
+                "model_init= and strategy='fsdp'"
+            )
         keep_unpacked(model)
         model = model.to(self.device)
         if self.precision is not None:

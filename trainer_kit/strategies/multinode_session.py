@@ -10,7 +10,7 @@ import tempfile
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,16 @@ class MultiNodeSession(ProcessSession):
             )  # fmt: skip
         elif self.collectives.is_main and self.group.place.has_several_machines:
             logger.info("%s is shared by all machines", directory)
-        apart = {rank for ranks in self.machines.values() if ranks[0] in blind for rank in ranks}
+        apart = self._ranks_beside(blind)
         return [rank for rank in super().find_writers(directory) if rank not in apart]
+
+    def find_readers(self, directory: Path) -> list[int]:
+        apart = self._ranks_beside(self._ranks_without(directory))
+        return [rank for rank in super().find_readers(directory) if rank not in apart]
+
+    def _ranks_beside(self, first: Collection[int]) -> set[int]:
+        """Return all ranks of the machines that have these first ranks."""
+        return {rank for ranks in self.machines.values() if ranks[0] in first for rank in ranks}
 
     def fetch_checkpoint(self, directory: Path) -> Path:
         """Return `directory`, or a copy in TMPDIR if this machine cannot read it; see `Session`. Collective.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import multiprocessing.util
@@ -21,6 +22,7 @@ from trainer_kit.config import environment
 from trainer_kit.config.environment import Place
 from trainer_kit.errors import LostProcessError
 from trainer_kit.strategies.watchdog.heartbeat import Heartbeat
+from trainer_kit.strategies.watchdog.meeting import Meeting
 from trainer_kit.utils.units import format_duration, pluralize
 
 logger = logging.getLogger("trainer_kit")
@@ -49,9 +51,17 @@ class Membership:
 
     current: Membership | None = None
 
-    def __init__(self, heartbeat: Heartbeat, owns_group: bool) -> None:
+    def __init__(self, heartbeat: Heartbeat, owns_group: bool, place: Place) -> None:
         self.heartbeat = heartbeat
         self.owns_group = owns_group
+        self._place = place
+
+    @functools.cached_property
+    def meeting(self) -> Meeting:
+        """Where the processes wait for one another before a collective that some may have begun alone."""
+        # A separate connection: the heartbeat's thread must not wait for this one's calls.
+        store = PrefixStore(f"meeting/{self._place.restarts}", _connect(self._place, serves=False))
+        return Meeting(store, self.heartbeat)
 
     @classmethod
     def join(
@@ -93,7 +103,7 @@ class Membership:
         heartbeat = Heartbeat(
             watch, place.rank, place.world_size, patience=patience, slow=slow, explains_for=explains_for
         )
-        cls.current = cls(heartbeat, owns_group)
+        cls.current = cls(heartbeat, owns_group, place)
         cls.current.heartbeat.start()
         return cls.current
 
@@ -168,6 +178,11 @@ class ProcessGroup:
             return False
         self._membership = Membership.join(self.place, device, self.timeout, self.patience, location)
         return True
+
+    def meet(self, what: str, remedy: str) -> None:
+        """Wait until all processes are at this call, see `Meeting.join`."""
+        if self._membership is not None:
+            self._membership.meeting.join(what, remedy)
 
     def end_training(self, error: BaseException | None) -> None:
         """End a training; `error` is the error that ended it, None if it ended normally."""

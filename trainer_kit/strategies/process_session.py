@@ -47,6 +47,11 @@ class ProcessSession(Session):
         can_write = self.collectives.gather_object(os.access(folder, os.W_OK))
         return [rank for rank in range(self.collectives.world_size) if rank == 0 or can_write[rank]]
 
+    def find_readers(self, directory: Path) -> list[int]:
+        folder = self.collectives.broadcast(directory.absolute())
+        can_read = self.collectives.gather_object(os.access(folder, os.R_OK))
+        return [rank for rank in range(self.collectives.world_size) if rank == 0 or can_read[rank]]
+
     def send_to_main(self, key: str, text: str) -> None:
         assert self.group.heartbeat is not None, "setup() comes first"
         if not self.group.heartbeat.send(key, text):

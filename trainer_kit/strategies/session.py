@@ -82,6 +82,10 @@ class Session:
         """
         return [0]
 
+    def find_readers(self, directory: Path) -> list[int]:
+        """Return the ranks that can read a folder of the main process, the main one first. Collective."""
+        return [0]
+
     def send_to_main(self, key: str, text: str) -> None:
         """Send a short message to the main process. Not collective; any thread may call it.
 

@@ -1,4 +1,4 @@
-"""FSDP on transformers' architectures: the weights of one process after some steps."""
+"""FSDP on transformers' architectures: the gradients and weights of one process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from kit.architectures import ARCHITECTURES, VOCABULARY
 from kit.ranks import on_ranks
 from kit.token_training import whole
+from torch import nn
 
-from trainer_kit import Trainer, TrainingArguments
+from trainer_kit import Callback, Run, Trainer, TrainingArguments
 from trainer_kit.callbacks import Freezing
 
 
@@ -24,7 +25,7 @@ def texts(name: str) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def train(folder: str, name: str, batch_size: int, options: dict[str, Any], frozen: tuple[str, ...] = ()) -> Any:
+def make(name: str) -> nn.Module:
     torch.manual_seed(0)
     model = ARCHITECTURES[name]()
     for module in model.modules():  # a dropout's seed depends on the layout
@@ -32,24 +33,48 @@ def train(folder: str, name: str, batch_size: int, options: dict[str, Any], froz
             module.p = 0.0
         elif isinstance(getattr(module, "dropout", None), float):
             module.dropout = 0.0
+    return model
+
+
+class Gradients(Callback):
+    """The gradients of each step by name, before they are clipped."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, run: Run) -> None:
+        named = run.model.named_parameters()
+        self.seen.append({name: whole(each.grad).clone() for name, each in named if each.grad is not None})
+
+
+def train(folder: str, name: str, batch_size: int, options: dict[str, Any], frozen: tuple[str, ...] = ()) -> Any:
+    model, gradients = make(name), Gradients()
     args = TrainingArguments(
         output_dir=folder, use_cpu=True, report_to="none", disable_tqdm=True, log_level="error", save_strategy="no",
         num_train_epochs=1, per_device_train_batch_size=batch_size, gradient_accumulation_steps=2, optim="sgd",
-        learning_rate=0.1, max_grad_norm=0.5, **options,
+        learning_rate=0.1, **options,
     )  # fmt: skip
-    trainer = Trainer(model, args, texts(name), texts(name)[:3], callbacks=[Freezing(frozen)] if frozen else [])
+    callbacks = [gradients, *([Freezing(frozen)] if frozen else [])]
+    trainer = Trainer(model, args, texts(name), texts(name)[:3], callbacks=callbacks)
     trainer.train()
     weights = {key: whole(each).detach().clone() for key, each in trainer.run.model.state_dict().items()}
-    return weights, trainer.evaluate()["eval_loss"], type(trainer.run.model).__name__
+    return weights, gradients.seen, trainer.evaluate()["eval_loss"], type(trainer.run.model).__name__
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_weights_are_those_of_one_process(tmp_path: Path, name: str) -> None:
-    expected, loss, _ = train(str(tmp_path), name, 2, {})
-    for weights, eval_loss, kind in on_ranks(2, train, str(tmp_path), name, 1, {"strategy": "fsdp"}):
+def test_gradients_and_weights_are_those_of_one_process(tmp_path: Path, name: str) -> None:
+    """A factor of any parameter's gradient would show; some gradients are 0 but for rounding."""
+    expected, theirs, loss, _ = train(str(tmp_path), name, 2, {})
+    for weights, ours, eval_loss, kind in on_ranks(2, train, str(tmp_path), name, 1, {"strategy": "fsdp"}):
         assert kind.startswith("FSDP")
         assert eval_loss == pytest.approx(loss, abs=1e-6)
+        for mine, other in zip(ours, theirs, strict=True):
+            largest = max(float(each.abs().max()) for each in other.values())
+            assert mine.keys() == other.keys()
+            for key, gradient in other.items():
+                most = 1e-6 * max(float(gradient.abs().max()), largest / 100)
+                torch.testing.assert_close(mine[key], gradient, rtol=0, atol=most, msg=key)
         for key, weight in expected.items():
             torch.testing.assert_close(weights[key], weight, rtol=0, atol=1e-6, msg=key)
 
@@ -59,8 +84,8 @@ def test_weights_are_those_of_one_process(tmp_path: Path, name: str) -> None:
 def test_recomputed_activations_and_frozen_layers(tmp_path: Path, name: str) -> None:
     frozen = ("transformer.h.0.*",) if name == "gpt2" else ("model.layers.0.*",)
     options = {"gradient_checkpointing": True}
-    expected, _, _ = train(str(tmp_path), name, 2, options, frozen)
-    for weights, _, _ in on_ranks(2, train, str(tmp_path), name, 1, options | {"strategy": "fsdp"}, frozen):
+    expected, *_ = train(str(tmp_path), name, 2, options, frozen)
+    for weights, *_ in on_ranks(2, train, str(tmp_path), name, 1, options | {"strategy": "fsdp"}, frozen):
         for key, weight in expected.items():
             torch.testing.assert_close(weights[key], weight, rtol=0, atol=1e-6, msg=key)
 

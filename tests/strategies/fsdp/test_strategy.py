@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from kit.ranks import RankFailed, on_ranks, try_on_ranks
 from kit.token_training import train_tokens, whole
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from trainer_kit import Trainer, TrainingArguments
@@ -134,10 +138,10 @@ class Meta(nn.Module):
         return {"loss": (self.blocks(x) * self.scale).square().mean()}
 
 
-def made_by_init(folder: str) -> dict[str, torch.Tensor]:
+def made_by_init(folder: str, init: Callable[[], nn.Module] = Meta) -> dict[str, torch.Tensor]:
     args = TrainingArguments(output_dir=folder, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
                              log_level="error", max_steps=1, learning_rate=0.0)  # fmt: skip
-    trainer = Trainer(args=args, train_dataset=[{"x": torch.ones(3)}] * 4, model_init=Meta, strategy=FSDP(device="cpu"))
+    trainer = Trainer(args=args, train_dataset=[{"x": torch.ones(3)}] * 4, model_init=init, strategy=FSDP(device="cpu"))
     trainer.train()
     return {name: whole(each).detach().clone() for name, each in [
         *trainer.run.model.named_parameters(), *trainer.run.model.named_buffers()
@@ -233,3 +237,40 @@ def test_one_process_is_said_to_shard_nothing(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level("INFO", logger="trainer_kit"):
         strategy.prepare(torch.nn.Linear(1, 1))
     assert "FSDP has one process: nothing is sharded; for more," in caplog.text
+
+
+def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(FSDPModule, "set_force_sum_reduction_for_comms")
+    with pytest.raises(ImportError, match=r"^FSDP needs torch 2\.9 or newer, but this is .*; update it, or use DDP$"):
+        FSDP(device="cpu").setup()
+
+
+class Dropped(Meta):
+    """Reads values where it is made: of numbers, which the device "meta" lacks, or of its own weights."""
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        numbers = torch.linspace(0, 1, 3) if reads == "numbers" else self.blocks[0].weight[0]
+        self.rates = [number.item() for number in numbers]
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return super().forward(x * self.rates[1])
+
+
+def made_of_values(folder: str, reads: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        tensors = made_by_init(folder, functools.partial(Dropped, reads))
+    return tensors, [str(each.message) for each in seen if "model_init" in str(each.message)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("reads", ["numbers", "weights"])
+def test_a_model_init_that_reads_values(tmp_path: Path, reads: str) -> None:
+    alone, _ = made_of_values(str(tmp_path), reads)
+    (first, said), (second, _) = on_ranks(2, made_of_values, str(tmp_path), reads)
+    for each in (first, second):
+        assert all(torch.equal(each[name], alone[name]) for name in alone)
+    assert len(said) == (reads == "weights")
+    if said:
+        assert "so that rank 0 and rank 1 made the whole model in host memory" in said[0]

@@ -22,6 +22,9 @@ from trainer_kit.accelerator import (
     FullyShardedDataParallelPlugin,
     set_seed,
 )
+from trainer_kit.checkpoint import contribution
+from trainer_kit.checkpoint.format import ownership
+from trainer_kit.checkpoint.format.commit import write_part
 
 PLUGIN = {"transformer_cls_names_to_wrap": ["Block"]}
 
@@ -113,18 +116,21 @@ def test_the_launcher_shards_a_loop() -> None:
     assert on_ranks(2, launched) == [True, True]
 
 
-def saved(folder: str) -> dict[str, Any]:
+def saved(folder: str, sharded: dict[str, Any] | None = PLUGIN) -> dict[str, Any]:
     """Saves in the middle of the second step, and goes on."""
-    loop = Loop(PLUGIN, folder=folder)
+    ownership.PART_BYTES, written = 500, list[str]()  # a small state has several writers
+    loop = Loop(sharded, folder=folder)
     batches = loop.batches()
     for _ in range(3):
         next(batches)
-    loop.accelerator.save_state()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contribution, "write_part", lambda *given: written.extend(files := write_part(*given)) or files)
+        loop.accelerator.save_state()
     for _ in batches:
         pass
     loop.accelerator.save_model(loop.model, Path(folder) / "model")
     state = loop.accelerator.get_state_dict(loop.model)
-    return {**loop.found(), "state": state}
+    return {**loop.found(), "state": state, "written": written}
 
 
 def resumed(sharded: dict[str, Any] | None, folder: str) -> dict[str, Any]:
@@ -136,16 +142,25 @@ def resumed(sharded: dict[str, Any] | None, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.distributed
-def test_a_state_is_loaded_by_other_layouts(tmp_path: Path) -> None:
-    first, second = on_ranks(2, saved, str(tmp_path))
-    assert second["state"] == {}
+@pytest.mark.parametrize("before", [PLUGIN, None], ids=["fsdp", "ddp"])
+def test_a_state_is_written_by_all_processes_and_loaded_by_other_layouts(tmp_path: Path, before: Any) -> None:
+    first, second = on_ranks(2, saved, str(tmp_path), before)
+    assert {Path(name).name for name in second["written"]} == {
+        f"{stem}-00002-of-00002.safetensors" for stem in ("model", "optimizer", "gradients")
+    }  # fmt: skip
+    assert not {*first["written"]} & {*second["written"]}
+    if before is not None:
+        assert second["state"] == {}
     assert all(torch.equal(first["state"][name], weight) for name, weight in first["weights"].items())
     fresh = Blocks()
     load_checkpoint_in_model(fresh, tmp_path / "model")
     assert all(torch.equal(weight, first["weights"][name]) for name, weight in fresh.state_dict().items())
     for each in on_ranks(2, resumed, PLUGIN, str(tmp_path)):
-        assert all(torch.equal(each["weights"][name], weight) for name, weight in first["weights"].items())
-        assert each["norms"] == first["norms"][1:]
+        assert before is None or all(
+            torch.equal(each["weights"][name], weight) for name, weight in first["weights"].items()
+        )
+        same({**each, "norms": []}, {**first, "norms": []})
+        assert each["norms"] == pytest.approx(first["norms"][1:], abs=1e-11)
     alone = resumed(None, str(tmp_path))
     same({**first, "norms": first["norms"][1:]}, alone)
 

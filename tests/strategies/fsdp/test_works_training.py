@@ -15,8 +15,11 @@ from kit.ranks import RankFailed, on_ranks, try_on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer_kit import Trainer, load_checkpoint_in_model
+from trainer_kit import FSDP, Trainer, load_checkpoint_in_model
+from trainer_kit.checkpoint import verify
+from trainer_kit.checkpoint.format import ownership
 from trainer_kit.errors import DataError, NonFiniteError
+from trainer_kit.strategies.multinode_session import MultiNodeSession
 
 
 def train_nonfinite(folder: str, strategy: str, nonfinite: str, fused: bool) -> dict[str, Any]:
@@ -159,3 +162,52 @@ def test_adapters_in_float32_train_within_frozen_weights_in_bfloat16(tmp_path: P
     saved = Adapters()
     load_checkpoint_in_model(saved, max((tmp_path / "fsdp").glob("checkpoint-*")))
     assert all(torch.equal(value, ours[0][name]) for name, value in saved.state_dict().items())
+
+
+def train_apart(folder: str, apart: bool, steps: int) -> dict[str, Any]:
+    """With `apart`, each rank is a machine, of which only the first sees the folder; resumes where it can."""
+    ownership.PART_BYTES = 200
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:
+        if apart:
+            for name, value in {"GROUP_RANK": os.environ["RANK"], "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+                patch.setenv(name, value)
+            patch.setattr(MultiNodeSession, "_ranks_without", lambda self, directory: [1])
+        args = arguments(folder, "auto", save_strategy="steps", save_steps=1, max_steps=steps)
+        trainer = Trainer(Blocks(), args, rows(13), strategy=FSDP(device="cpu"))
+        trainer.train(resume_from_checkpoint=True)
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    assert trainer._loop is not None
+    source = trainer._loop.checkpoints.source
+    return {
+        "weights": whole_weights(trainer.run.model), "writers": trainer._loop.checkpoints.saver.writers.ranks,
+        "is_copy": source is not None and not source.is_relative_to(folder),
+    }  # fmt: skip
+
+
+@pytest.mark.distributed
+def test_a_folder_that_only_one_machine_sees(tmp_path: Path) -> None:
+    """The main process writes what the others have of the state, and sends them the checkpoint of a resume."""
+    first, second = on_ranks(2, train_apart, str(tmp_path / "apart"), True, 2)
+    assert first["writers"] == second["writers"] == [0]
+    verify(tmp_path / "apart/checkpoint-2")
+    resumed = on_ranks(2, train_apart, str(tmp_path / "apart"), True, 4)
+    assert [each["is_copy"] for each in resumed] == [False, True]
+    straight, _ = on_ranks(2, train_apart, str(tmp_path / "shared"), False, 4)
+    assert straight["writers"] == [0, 1]
+    for each in resumed:
+        assert all(torch.equal(each["weights"][name], weight) for name, weight in straight["weights"].items())
+
+
+def resume_other(folder: str, classes: int) -> str:
+    args = arguments(folder, "fsdp", save_strategy="steps", save_steps=1, max_steps=classes)
+    Trainer(Blocks(classes=classes), args, rows(13)).train(resume_from_checkpoint=True)
+    return "trained"
+
+
+@pytest.mark.distributed
+def test_the_checkpoint_of_another_model_is_refused_by_whole_shapes(tmp_path: Path) -> None:
+    on_ranks(2, resume_other, str(tmp_path), 5)
+    for each in try_on_ranks(2, resume_other, str(tmp_path), 6):
+        assert isinstance(each, RankFailed)
+        assert "of other shape: 'head.weight' is of shape [5, 6] there and [6, 6] in the model" in str(each.error)

@@ -77,10 +77,10 @@ class Snapshot:
         max_shard_size: int | str,
         is_pinned: Callable[[str, torch.Tensor], bool] = lambda name, tensor: False,
     ) -> Division:
-        """Return how several processes can write the model and some states together.
+        """Return how several processes can write the models and some states together.
 
         Args:
-            shared: Names of the states that all processes have, in addition to the model.
+            shared: Names of the states that all processes have, in addition to the models.
             writers: Number of the processes.
             max_shard_size: See `write_checkpoint`.
             is_pinned: Returns whether writer 0 must write a tensor of a state, which has this name.
@@ -88,7 +88,7 @@ class Snapshot:
         Raises:
             ValueError: If `max_shard_size` is invalid.
         """
-        together = {"model", *self.adapters, *(f"{STATE_FOLDER}/{name}" for name in shared)}
+        together = {"model", *self.more_models, *self.adapters, *(f"{STATE_FOLDER}/{name}" for name in shared)}
         return divide(
             {stem: tensors for stem, tensors in self.groups.items() if stem in together},
             writers,

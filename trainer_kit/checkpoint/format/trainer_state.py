@@ -109,8 +109,12 @@ _WORKER: Mapping[str, Rule] = {
 _MARK: Mapping[str, Rule] = {"batches": COUNT, "dataset": (lambda value: True, "a state")}
 
 
-def verify_training(directory: Path) -> dict[str, Any]:
+def verify_training(directory: Path, check_files: Callable[[Path], object] = verify_files) -> dict[str, Any]:
     """Verify all files of a checkpoint, and validate its trainer state and arguments.
+
+    Args:
+        directory: Folder of the checkpoint.
+        check_files: Raises `CheckpointError` for a damaged file.
 
     Returns:
         The trainer state, as `read_trainer` returns it.
@@ -118,7 +122,7 @@ def verify_training(directory: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: If the checkpoint is damaged or holds no training run; the message names the file.
     """
-    verify_files(directory)
+    check_files(directory)
     if (trainer := read_trainer(directory)) is None:
         raise CheckpointError(
             f"{directory} holds no state of a training run; load its weights with load_checkpoint_in_model"

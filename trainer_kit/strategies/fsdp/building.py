@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from trainer_kit.strategies.fsdp.making import is_same
 from trainer_kit.utils.rng import generators_kept, seed_generators
 from trainer_kit.utils.transformers_models import is_transformers_model
 from trainer_kit.utils.units import join_names
@@ -125,7 +126,7 @@ class _Outline:
             left = [name for name in names if name not in values]
             # What the code does not write keeps what it had before: 0 in one run, 1 in the other.
             runs = [self._run(call, path, left, fill) for fill in (0, 1)] if left else []
-            values |= {name: runs[0][name] for name in left if _are_same(runs[0][name], runs[1][name])}
+            values |= {name: runs[0][name] for name in left if is_same(runs[0][name], runs[1][name])}
         return {name: value for name, value in values.items() if value.shape == _tensor(self.module, name).shape}
 
     def _run(self, call: Callable[[str], None], path: str, names: list[str], fill: int) -> dict[str, torch.Tensor]:
@@ -164,10 +165,3 @@ class _Outline:
 def _empty_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
-
-
-def _are_same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return whether two tensors have values, the same bit for bit."""
-    if left.is_meta or right.is_meta or left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (left, right)))

@@ -17,10 +17,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from trainer_kit.strategies.collectives import Collectives
 from trainer_kit.strategies.ddp_module import SharedBuffers
 from trainer_kit.strategies.fsdp.building import check_complete, refill_buffers
+from trainer_kit.strategies.fsdp.making import fixed_buffers
 from trainer_kit.strategies.fsdp.placement import fill_from_main
 from trainer_kit.strategies.fsdp.tensor_parallel import Place, SplitModules, on_whole_mesh
 from trainer_kit.strategies.fsdp.units import Unit
 from trainer_kit.utils.pytree import map_tensors, tensors
+from trainer_kit.utils.rng import generators_kept
 from trainer_kit.utils.tied_parameters import names_by_parameter, tie_again
 from trainer_kit.utils.units import join_names
 
@@ -92,12 +94,13 @@ class ShardedModel:
         here = _tensors(self.module)
         missing = [name for name in here if name in self._undefined and name not in loaded]
         self._undefined = set()
+        if missing and model_init is not None:
+            values: dict[str, torch.Tensor] = {}
+            given = self._collectives.on_main(lambda: _take_initial_values(missing, here, model_init, values))
+            fill_from_main({name: here[name] for name in given}, values)
+            missing = [name for name in missing if name not in given]
         filled = refill_buffers(self.module, [name for name in missing if not isinstance(here[name], Parameter)])
-        missing = [name for name in missing if name not in filled]
-        if missing:
-            values = _initial_values(missing, model_init) if self._collectives.is_main else {}
-            self._collectives.on_main(lambda: _check_values(missing, values))
-            fill_from_main({name: here[name] for name in missing}, values)
+        _check_filled([name for name in missing if name not in filled])
         check_complete(self.module)
 
     def buffers_to_share(self) -> list[torch.Tensor]:
@@ -166,15 +169,26 @@ def _hooks_of_others(hooks: Mapping[int, Any], owner: Any) -> OrderedDict[int, A
     return OrderedDict((number, hook) for number, hook in hooks.items() if getattr(hook, "__self__", None) is not owner)
 
 
-def _initial_values(names: Sequence[str], model_init: Callable[[], torch.nn.Module] | None) -> dict[str, torch.Tensor]:
-    made = {} if model_init is None else _tensors(model_init())
-    return {name: made[name].detach() for name in names if name in made and not made[name].is_meta}
+def _take_initial_values(
+    missing: Sequence[str],
+    here: Mapping[str, torch.Tensor],
+    model_init: Callable[[], torch.nn.Module],
+    values: dict[str, torch.Tensor],
+) -> list[str]:
+    """Add the values that `model_init` gives to tensors, and return their names; make the whole model if need be."""
+    if not any(isinstance(here[name], Parameter) for name in missing):
+        values |= fixed_buffers(model_init, missing)
+    if len(values) < len(missing):
+        with generators_kept(torch.device("cpu")):
+            made = _tensors(model_init())
+        values |= {name: made[name].detach() for name in missing if name in made and not made[name].is_meta}
+    return [*values]
 
 
-def _check_values(names: Sequence[str], values: Mapping[str, torch.Tensor]) -> None:
-    if absent := [repr(name) for name in names if name not in values]:
+def _check_filled(missing: Sequence[str]) -> None:
+    if missing:
         raise ValueError(
-            f"no value for {join_names(absent)}: the model is on the device 'meta', "
+            f"no value for {join_names(map(repr, missing))}: the model is on the device 'meta', "
             "and no weights hold it; give the Trainer weights= that do, or model_init="
         )
 

@@ -21,6 +21,9 @@ from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.ddp import DDP
 from trainer_kit.strategies.ddp_module import model_facts
 from trainer_kit.strategies.fsdp.even_passes import EvenPasses
+from trainer_kit.strategies.fsdp.joint_passes import JointPasses
+from trainer_kit.strategies.fsdp.making import make_on_meta
+from trainer_kit.strategies.fsdp.optimizers import shard_optimizer
 from trainer_kit.strategies.fsdp.placement import fill
 from trainer_kit.strategies.fsdp.same_gradients import SameGradients
 from trainer_kit.strategies.fsdp.same_outputs import SameOutputs
@@ -32,24 +35,13 @@ from trainer_kit.strategies.fsdp.units import check_units, describe_single_unit,
 from trainer_kit.strategies.multinode import MultiNode
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.utils.packed_layers import keep_unpacked
+from trainer_kit.utils.units import join_names
 from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.wrappers import without_wrappers
 
 logger = logging.getLogger(__name__)
 
 _AXES = ("replicate", "shard", "tensor")
-
-_REFUSED_OPTIMIZERS = {
-    "Adafactor": "computes with whole matrices",
-    "UnscaledAdafactor": "computes with whole matrices",
-    "AdamWScheduleFree": "switches whole weights between training and evaluation",
-    "SGDScheduleFree": "switches whole weights between training and evaluation",
-    "Muon": "computes with whole matrices",
-    "AdamW8bit": "keeps blocks of states that span the parts of a matrix",
-    "LBFGS": "joins all parameters in one vector",
-    "SparseAdam": "needs sparse gradients",
-}
-"""Optimizers that fail or step wrongly on sharded parameters, and why."""
 
 
 class FSDP(MultiNode):
@@ -112,6 +104,8 @@ class FSDP(MultiNode):
         self._device_mesh: DeviceMesh | None = None
         self._sharded: Any = WeakIdKeyDictionary()  # sharded parameters by those before `prepare`
         self._passes = EvenPasses(self.collectives, self.autocast)
+        self._joint = JointPasses(self.group)
+        self._needs_values: str | None = None  # why a model was not made on the device "meta"
         self._same = SamePasses(self.collectives)
         self._same_gradients: SameGradients | None = None  # these two with the axis "tensor"
         self._same_outputs: SameOutputs | None = None
@@ -144,12 +138,15 @@ class FSDP(MultiNode):
 
     # Model and optimizer
 
-    def make_model(self, model_init: Callable[[], torch.nn.Module], has_weights: bool = False) -> torch.nn.Module:
-        """Return a new model: with values on the main process unless it has weights to load, elsewhere on "meta"."""
-        if self.group.is_alone or (self.is_main and not has_weights):
+    def make_model(self, model_init: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+        """Return a new model on the device "meta", or with values if `model_init` needs those of its parameters."""
+        if self.group.is_alone:
             return model_init()
-        with torch.device("meta"):
-            return model_init()
+        try:
+            return make_on_meta(model_init)
+        except Exception as error:
+            self._needs_values = f"{type(error).__name__}: {error}"
+        return model_init()
 
     def complete_model(
         self, model: torch.nn.Module, loaded: Collection[str], model_init: Callable[[], torch.nn.Module] | None
@@ -175,6 +172,7 @@ class FSDP(MultiNode):
         check_units(model, units)
         places = self._places(model)
         self.collectives.check_same_on_all_ranks(model_facts(model))
+        self._warn_of_whole_models()
         if not units and self.is_main:
             warn(describe_single_unit(model))
         device = torch.device("cpu") if self.offload else self.device
@@ -185,12 +183,24 @@ class FSDP(MultiNode):
                 model, places, sharded.without_hooks, self._passes.uncounted, self.collectives
             )
             self._same_gradients = SameGradients(self.collectives, self._device_mesh["tensor"].get_group())
-        sharded.gather_in_generate(self.autocast)
+        sharded.gather_in_generate(self._generating)
         self._passes.watch(model)
+        if not self.shapes.by_hand:  # else all passes are outside of the Trainer's
+            self._joint.watch(model)
         for unit in units:
             unit.module.register_forward_pre_hook(self._record(unit.name), prepend=True)
         self._replicas.append(sharded)
         return model
+
+    def _warn_of_whole_models(self) -> None:
+        reason, self._needs_values = self._needs_values, None
+        reasons = self.collectives.gather_object(reason)
+        if self.is_main and (failed := [rank for rank, each in enumerate(reasons) if each is not None]):
+            who = join_names(map(self.collectives.describe_rank, failed))
+            warn(
+                f"model_init() failed on the device 'meta' ({reasons[failed[0]]}), so that {who} made the whole model "
+                "in host memory; let it not read values of parameters"
+            )
 
     def _places(self, model: torch.nn.Module) -> list[Place]:
         if self.tensor_parallel is None or "tensor" not in self.mesh:
@@ -228,20 +238,11 @@ class FSDP(MultiNode):
         """Give an optimizer that was made before `prepare` the sharded parameters.
 
         Raises:
-            ValueError: If the optimizer has a state already, or cannot step on sharded parameters.
+            ValueError: If the optimizer has taken steps already, or cannot step on sharded parameters.
         """
         if self.group.is_alone:
             return super().prepare_optimizer(optimizer)
-        name = type(optimizer).__name__
-        if name in _REFUSED_OPTIMIZERS:
-            raise ValueError(f"{name} {_REFUSED_OPTIMIZERS[name]}, which FSDP shards; use AdamW, Adam or SGD")
-        if any(parameter in self._sharded for parameter in optimizer.state):
-            raise ValueError(
-                f"{name} has a state of the parameters before they were sharded; make it without taking steps, or "
-                "after prepare()"
-            )
-        for group in optimizer.param_groups:
-            group["params"] = self.prepared_parameters(group["params"])
+        shard_optimizer(optimizer, self._sharded)
         return super().prepare_optimizer(optimizer)
 
     def prepared_parameters(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -250,9 +251,15 @@ class FSDP(MultiNode):
     # A step
 
     @contextlib.contextmanager
+    def _generating(self) -> Iterator[None]:
+        self._joint.meet()
+        with self.autocast():
+            yield
+
+    @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
         explained = contextlib.nullcontext() if self._same_outputs is None else self._same_outputs.explained()
-        with self.group.watched(), explained, super().autocast():
+        with self.group.watched(), explained, self._joint.expected(), super().autocast():
             try:
                 yield
             except RuntimeError as error:
@@ -268,7 +275,7 @@ class FSDP(MultiNode):
         if not self.sharding.is_active:
             yield
             return
-        with self._passes.evened():
+        with self._passes.evened(), self._joint.expected():
             yield
         self._same.check()
 
@@ -280,6 +287,7 @@ class FSDP(MultiNode):
                     stack.enter_context(each.without_hooks())
             if self._same_outputs is not None:
                 stack.enter_context(self._same_outputs.paused())
+            stack.enter_context(self._joint.expected())
             self._same.is_recording = False
             try:
                 yield

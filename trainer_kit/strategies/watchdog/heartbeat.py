@@ -57,6 +57,9 @@ class Heartbeat:
         last_duty: Called before the watching thread ends this process, and before others learn of it; None: nothing.
         leaving: Whether any process has announced that it leaves the run.
         error: The error by which this process ends, as reported to the others; empty without one.
+        round: Number of trainings that have ended.
+        peers: State of the other processes.
+        urgent: Whether this process reads the beats of all others, many times a second.
     """
 
     def __init__(
@@ -77,9 +80,10 @@ class Heartbeat:
         self.calls = self.steps = 0
         self.last_duty: Callable[[], object] | None = None
         self.leaving = False
-        self._round = 0  # a process may train several times
+        self.round = 0
+        self.urgent = False
         self._store = store
-        self._roster = PeerTable(rank, patience)
+        self.peers = PeerTable(rank, patience)
         self._threads: list[threading.Thread] = []
         self._process = self._watched = 0  # PID, and ident of the watched thread
         self._wishes: queue.SimpleQueue[None] = queue.SimpleQueue()  # safe in signal handlers, unlike an Event
@@ -87,7 +91,7 @@ class Heartbeat:
         self._done = threading.Event()
         # Content of the beats.
         self._beats = self._exchanged = 0
-        self._announces = self._left = self._follows = self._heard = self._urgent = self._hung_up = False
+        self._announces = self._left = self._follows = self._heard = self._hung_up = False
         self.error = ""
         # Activity of this process.
         self._where = StackLocation()
@@ -107,7 +111,7 @@ class Heartbeat:
     def start(self) -> None:
         """Start the threads, which watch the run, and the calling thread as this process's main thread."""
         self._process, self._watched = os.getpid(), threading.get_ident()
-        self._moved = self._looked = self._roster.answered = self._roster.grace_until = time.monotonic()
+        self._moved = self._looked = self.peers.answered = self.peers.grace_until = time.monotonic()
         self._wishes.put(None)
         for target in (self._talk, self._watch):
             self._threads.append(threading.Thread(target=target, name="trainer_kit heartbeat", daemon=True))
@@ -136,7 +140,7 @@ class Heartbeat:
 
     def next_round(self) -> None:
         """Begin the next training, which earlier announcements do not concern; all processes call it equally often."""
-        self._round += 1
+        self.round += 1
         self.leaving = self._announces = False
 
     def take_back_failure(self) -> None:
@@ -165,21 +169,21 @@ class Heartbeat:
         if not self._runs_here():
             return str(error)
         self._failed_in = self._where = locate(sys._getframe(), error, hidden=__file__)
-        self._urgent = True
+        self.urgent = True
         limit = self._explains_for
         try:
             self._publish()
-            _wait_until(lambda: bool(self._roster.root_causes()), limit)
+            _wait_until(lambda: bool(self.peers.root_causes()), limit)
             self._publish()  # an ended process may have reported why in the meantime
-            problems = self._roster.root_causes() or self._roster.problems()
+            problems = self.peers.root_causes() or self.peers.problems()
             if not problems and self._store_silence() >= max(limit, self.interval):
                 problems = [self._store_problem()]
             if not problems and self._names_suspects:
-                problems = self._roster.suspects(2 * self.interval)
+                problems = self.peers.suspects(2 * self.interval)
             return self._sentence(problems, error)
         finally:
             self._failed_in = None
-            self._urgent = False
+            self.urgent = False
 
     def send(self, key: str, text: str) -> bool:
         """Send a message to the process that receives `key`; any thread may call it.
@@ -218,7 +222,7 @@ class Heartbeat:
 
     def _wait_for_wish(self) -> None:
         """Wait until an exchange is due or requested; meanwhile look for the messages that threads wait for."""
-        due = time.monotonic() + (min(self.interval, _URGENT_SECONDS) if self._urgent else self._pause())
+        due = time.monotonic() + (min(self.interval, _URGENT_SECONDS) if self.urgent else self._pause())
         while (seconds := due - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 self._wishes.get(timeout=min(seconds, _MAIL_SECONDS) if self._mail.is_waiting else seconds)
@@ -235,16 +239,16 @@ class Heartbeat:
             self._hung_up = not isinstance(error, dist.DistStoreError)  # torch prints a trace for each attempt
 
     def _serve_mail(self) -> None:
-        self._mail.serve(self._store, self._roster.is_missing)
+        self._mail.serve(self._store, self.peers.is_missing)
 
     def _exchange(self) -> None:
-        store, roster = self._store, self._roster
+        store, roster = self._store, self.peers
         self._serve_mail()  # before the beat, which may say that this process leaves
         store.set(_key(self.rank), json.dumps(self._beat()))
         if self._announces:
-            store.set("leaving", str(self._round))
+            store.set("leaving", str(self.round))
             self._announces = False
-        ranks = range(self.world_size if self.rank == 0 or self._urgent else 1)
+        ranks = range(self.world_size if self.rank == 0 or self.urgent else 1)
         keys = ["leaving", "board", *map(_key, ranks)]
         for key in keys:
             if key not in self._created:
@@ -254,7 +258,7 @@ class Heartbeat:
         if time.monotonic() - roster.answered > 2 * self.interval:
             roster.grace_until = time.monotonic()  # this process or the store was stopped
         roster.take_in(dict(zip(ranks, beats, strict=True)), board)
-        self.leaving = self.leaving or leaving.decode() == str(self._round)
+        self.leaving = self.leaving or leaving.decode() == str(self.round)
         if self.rank == 0:
             if self._board != (board_now := roster.board()):
                 store.set("board", board_now)
@@ -270,7 +274,7 @@ class Heartbeat:
 
     def _beat(self) -> Beat:
         # Idle until the last look, which detects whether this process was stopped: that is no idleness.
-        where, idle = self._where, max(0.0, self._looked - max(self._moved, self._roster.grace_until))
+        where, idle = self._where, max(0.0, self._looked - max(self._moved, self.peers.grace_until))
         return Beat(
             self._beats, *machine(), self._process, where.place, where.waits, idle, self._left, self.error,
             self._follows, self._heard,
@@ -286,12 +290,12 @@ class Heartbeat:
 
     def _warn_of_slow(self) -> None:
         """Warn of a process without progress that others wait for, and again after twice the time."""
-        stood, waiting = self._roster.standing(self.slow)
+        stood, waiting = self.peers.standing(self.slow)
         self._warn_after = {rank: seconds for rank, seconds in self._warn_after.items() if rank in stood}
         for rank, seconds in stood.items():
             if waiting and rank not in waiting and seconds >= self._warn_after.get(rank, self.slow):
                 self._warn_after[rank] = 2 * seconds
-                logger.warning("%s, while %s", self._roster.account(rank), self._roster.account(waiting[0]))
+                logger.warning("%s, while %s", self.peers.account(rank), self.peers.account(waiting[0]))
 
     # The thread that watches
 
@@ -305,7 +309,7 @@ class Heartbeat:
     def _look(self) -> None:
         now = time.monotonic()
         if now - self._looked > 2 * self.interval:
-            self._roster.grace_until = now  # this process was stopped, maybe with all others
+            self.peers.grace_until = now  # this process was stopped, maybe with all others
         self._looked = now
         self._where = self._failed_in or locate(sys._current_frames().get(self._watched), hidden=__file__)
         if (self.calls, self._where.waits) != self._progress:
@@ -313,9 +317,9 @@ class Heartbeat:
 
     def _finding(self) -> str | None:
         """Return the sentence with which this process ends if it waits for a missing process; None if it does not."""
-        now, problems = time.monotonic(), self._roster.problems()
+        now, problems = time.monotonic(), self.peers.problems()
         self._known = {problem[:2]: self._known.get(problem[:2], now) for problem in problems}
-        stood = now - max(self._moved, self._roster.grace_until)
+        stood = now - max(self._moved, self.peers.grace_until)
         if self._where.waits and not self._heard and min(stood, self._store_silence()) >= self.patience:
             return self._sentence([self._store_problem()])
         # Connections of a failed process break soon, which raises an exception here: better than to exit.
@@ -358,7 +362,7 @@ class Heartbeat:
 
     def _pause(self) -> float:
         """Return the seconds until the next beat and look: at most one while another process is silent."""
-        return min(self.interval, _SUSPICIOUS_SECONDS) if self._roster.silent() else self.interval
+        return min(self.interval, _SUSPICIOUS_SECONDS) if self.peers.silent() else self.interval
 
     def _runs_here(self) -> bool:
         """Return whether the threads run in this process; a forked child has none."""
@@ -373,12 +377,12 @@ class Heartbeat:
     def _let_others_hear(self) -> None:
         """Wait until all others know that rank 0 leaves, if this is rank 0 and it serves the store."""
         if self.rank == 0 and not _agent_serves():
-            self._urgent = True
+            self.urgent = True
             self._wishes.put(None)
-            _wait_until(self._roster.all_have_heard, 2 * self.interval)
+            _wait_until(self.peers.all_have_heard, 2 * self.interval)
 
     def _store_silence(self) -> float:
-        return time.monotonic() - max(self._roster.answered, self._roster.grace_until)
+        return time.monotonic() - max(self.peers.answered, self.peers.grace_until)
 
     def _has_lost_store(self) -> bool:
         return self._hung_up or not self._runs_here() or self._store_silence() >= self.patience
@@ -388,8 +392,8 @@ class Heartbeat:
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         where = f"{store.host}:{store.port}" if hasattr(store, "host") and hasattr(store, "port") else "of this run"
-        seconds = time.monotonic() - self._roster.answered
-        server = "" if _agent_serves() else f"; it is served by {self._roster.first()}"
+        seconds = time.monotonic() - self.peers.answered
+        server = "" if _agent_serves() else f"; it is served by {self.peers.first()}"
         return Problem(
             0, "lost", f"the rendezvous store at {where} has not answered for {format_duration(seconds)}{server}"
         )

@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import psutil
@@ -178,6 +178,11 @@ class PeerTable:
         stood = {rank: self._stood(rank) for rank in self._beats() if rank not in ended}
         stood = {rank: time for rank, time in stood.items() if time >= seconds}
         return stood, [rank for rank in stood if self._may_wait(rank)]
+
+    def all_wait(self, ranks: Sequence[int], seconds: float) -> bool:
+        """Return whether all of these processes have waited for others for `seconds`, without progress."""
+        _, waiting = self.standing(seconds)
+        return {*ranks} <= {*waiting}
 
     def account(self, rank: int) -> str:
         """Describe where a process is, and for how long."""

@@ -1,0 +1,56 @@
+"""torch's optimizers on sharded parameters: the steps of one process, or a refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kit.block_training import Blocks, arguments, rows, whole_weights
+from kit.ranks import on_ranks
+
+from trainer_kit import Trainer
+from trainer_kit.strategies.fsdp.optimizers import shard_optimizer
+from trainer_kit.utils.pytree import tensors
+
+REFUSED = ("Adafactor", "LBFGS", "Muon", "Rprop", "SparseAdam")
+KINDS = {name for name in dir(torch.optim) if isinstance(getattr(torch.optim, name), type)} - {"Optimizer", *REFUSED}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9, "nesterov": True}, "Adagrad": {"initial_accumulator_value": 0.1},
+    "RMSprop": {"centered": True, "momentum": 0.5}, "AdamW": {"amsgrad": True}, "Adam": {"foreach": False},
+    "ASGD": {"t0": 2.0},
+}  # fmt: skip
+
+
+def steps_of(name: str, strategy: str, batch_size: int, folder: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Blocks()
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, weight_decay=0.01, **OPTIONS.get(name, {}))
+    args = arguments(folder, strategy, per_device_train_batch_size=batch_size, max_steps=2)
+    Trainer(model, args, rows(13), optimizer=optimizer).train()
+    assert {each.shape for each in tensors([*optimizer.state.values()])} <= {
+        torch.Size(()), *(each.shape for each in model.parameters())
+    }  # fmt: skip
+    return whole_weights(model)
+
+
+def steps(strategy: str, batch_size: int, folder: str) -> dict[str, dict[str, torch.Tensor]]:
+    return {name: steps_of(name, strategy, batch_size, folder) for name in sorted(KINDS)}
+
+
+@pytest.mark.distributed
+def test_optimizers_of_torch_step_as_on_one_process(tmp_path: Any) -> None:
+    """Each is made before the parameters are sharded."""
+    assert {"Adagrad", "AdamW", "NAdam", "RAdam"} < KINDS
+    alone, fresh = steps("single", 4, str(tmp_path)), Blocks().state_dict()
+    for each in on_ranks(2, steps, "fsdp", 2, str(tmp_path)):
+        for name, weights in alone.items():
+            torch.testing.assert_close(each[name], weights, rtol=0, atol=1e-12, msg=name)
+            assert not torch.equal(weights["head.weight"], fresh["head.weight"])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_optimizers_that_need_whole_parameters_are_refused(name: str) -> None:
+    optimizer = getattr(torch.optim, name)([torch.nn.Parameter(torch.ones(2, 2))])
+    with pytest.raises(ValueError, match=f"^{name} .*, which FSDP shards; use AdamW, Adam or SGD"):
+        shard_optimizer(optimizer, {})

@@ -1,0 +1,88 @@
+"""Models made without the memory for their weights: by `model_init`, on the device "meta"."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from trainer_kit.utils.rng import generators_kept
+
+ModelInit = Callable[[], nn.Module]
+
+
+def make_on_meta(model_init: ModelInit) -> nn.Module:
+    """Return a model whose tensors are on the device "meta".
+
+    Raises:
+        Exception: If `model_init` fails there, since it reads values of parameters.
+    """
+    try:
+        with torch.device("meta"):
+            return model_init()
+    except Exception:  # it reads the values of other tensors
+        with parameters_on_meta():
+            model = model_init()
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = moved.setdefault(buffer, buffer.to("meta"))
+    return model
+
+
+def fixed_buffers(model_init: ModelInit, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Return the values that `model_init` gives to buffers, without the memory for parameters.
+
+    Buffers that depend on parameters or on random numbers are missing.
+
+    Args:
+        model_init: Makes the model.
+        names: Names of the buffers.
+    """
+    runs = list[dict[str, torch.Tensor]]()
+    for draws in (0, 1):
+        try:
+            with parameters_on_meta(draws):
+                runs.append(dict(model_init().named_buffers()))
+        except Exception:  # it reads the values of parameters
+            return {}
+    first, second = runs
+    return {name: first[name] for name in names if name in first and is_same(first[name], second.get(name))}
+
+
+def is_same(left: torch.Tensor, right: torch.Tensor | None) -> bool:
+    """Return whether two tensors have values, the same bit for bit."""
+    if right is None or left.is_meta or right.is_meta or left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (left, right)))
+
+
+@contextlib.contextmanager
+def parameters_on_meta(draws: int = 0) -> Iterator[None]:
+    """Move each parameter to the device "meta" where a module registers it; other tensors have values.
+
+    Args:
+        draws: Random numbers to draw before each, so that those drawn later are others.
+    """
+    moved: Any = WeakIdKeyDictionary()  # a tied parameter is registered several times
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or parameter.is_meta:
+            return None
+        torch.rand(draws)
+        if parameter not in moved:
+            moved[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        return moved[parameter]
+
+    handle = register_module_parameter_registration_hook(move)
+    try:
+        with generators_kept(torch.device("cpu")):
+            yield
+    finally:
+        handle.remove()
