@@ -2,8 +2,9 @@
 
 Words are compared without marks: an Arabic word is found with and without its diacritics.
 
-Guides come before the reference for words that both have. The search compares two results by the field that has the words (title, path,
-text), then by how early the words come in it, then by the place in the index. So paths and titles decide.
+Guides come before the reference for words that both have. The search compares two results by the field that has the
+words (title, path, text), then by how early the words come in it, then by the place in the index. So paths and titles
+decide.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from trainer_kit.accelerator.state import PartialState
 from trainer_kit.config import environment
 
-
 if TYPE_CHECKING:
     _LoggerAdapter = logging.LoggerAdapter[logging.Logger]
 else:
