@@ -178,6 +178,10 @@ def test_archives_hold_the_whole_package_once(checkout: Path, tmp_path: Path) ->
         assert wheel.name.startswith(f"trainer_kit-{trainer_kit.__version__}-")
         with zipfile.ZipFile(wheel) as archive:
             assert modules_in(archive.namelist()) == expected
+            (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+            shown_by_an_index = archive.read(metadata).decode().partition("\n\n")[2]
+            assert "The loss is exact" in shown_by_an_index or not (source / "README.md").exists()
+            assert "](docs/" not in shown_by_an_index
             archive.extractall(tmp_path / f"installed {number}")
         script = "import trainer_kit.callbacks as c; print(c.__file__); c.Memory; import trainer_kit.cli.main"
         shown = python(script, cwd=tmp_path, path=tmp_path / f"installed {number}")

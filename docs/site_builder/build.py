@@ -109,6 +109,7 @@ def build(folder: Path) -> list[str]:
         subprocess.run(command, check=True, timeout=600)
         (folder / "site" / language / "404.html").unlink()  # servers look for it in their root only
         search.rank(folder / "site" / language)
+        search.ignore_marks(folder / "site" / language)
         for page in (folder / "site" / language).rglob("*.html"):
             page.write_text(with_whole_words(page.read_text(encoding="utf-8")), encoding="utf-8")
     (folder / "site" / "index.html").write_text(_FRONT, encoding="utf-8")

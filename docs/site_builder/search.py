@@ -1,7 +1,10 @@
-"""The order of search results: guides come before the reference for words that both have.
+"""What the search finds, and in which order; the generator has no setting for either.
 
-The generator has no setting for it. Its search compares two results by the field that has the words (title, path,
-text), then by how early the words come in it, then by the place in the index. So paths and titles decide.
+Words are compared without marks: an Arabic word is found with and without its diacritics.
+
+Guides come before the reference for words that both have. The search compares two results by the field that has the
+words (title, path, text), then by how early the words come in it, then by the place in the index. So paths and titles
+decide.
 """
 
 from __future__ import annotations
@@ -11,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 _GUIDES = ("tutorials", "how-to")
+_COMPARED, _WITHOUT_MARKS = '.normalize("NFKD")', '.normalize("NFKD").replace(/[\\p{M}\\u0640]/gu,"")'
+"""How the search's script spells the words that it compares: decomposed, then without diacritics and kashida."""
+
 _ASSIGNED = "var __index = "
 """What the index begins with in the file that pages use without a server."""
 
@@ -29,6 +35,20 @@ def rank(site: Path) -> None:
     if not script.read_text(encoding="utf-8").startswith(_ASSIGNED):
         raise ValueError(f"{script} does not begin with '{_ASSIGNED}'; adapt search.py to this generator")
     script.write_text(f"{_ASSIGNED}{text}", encoding="utf-8")
+
+
+def ignore_marks(site: Path) -> None:
+    """Make the search of a language's site compare words without their marks, in the index and in what is typed.
+
+    Raises:
+        ValueError: If the generator's script compares words in another way.
+    """
+    folder = site / "assets" / "javascripts" / "workers"
+    scripts = {path: path.read_text(encoding="utf-8") for path in folder.glob("search.*.js")}
+    if sum(text.count(_COMPARED) for text in scripts.values()) != 1:
+        raise ValueError(f"the search in {folder} does not have '{_COMPARED}' once; adapt search.py to this generator")
+    for path, text in scripts.items():
+        path.write_text(text.replace(_COMPARED, _WITHOUT_MARKS), encoding="utf-8")
 
 
 def ranked(items: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """A ComposerClassifier that reads digits.
 
 Run it with `composer examples/coming_from/composer_before.py`.

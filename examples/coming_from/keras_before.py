@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """A keras model that reads digits, on the backend torch.
 
 Run it with `KERAS_BACKEND=torch python examples/coming_from/keras_before.py`.

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """A LightningModule that reads digits.
 
 Run it with `python examples/coming_from/lightning_before.py`.

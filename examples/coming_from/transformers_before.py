@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """A small Llama learns to count, with transformers' Trainer.
 
 Run it with `python examples/coming_from/transformers_before.py`.

@@ -52,21 +52,35 @@ class Page:
 
     def open(self, path: Path, width: int = 1280, dark: bool = False) -> None:
         """Opens a file on a screen of that width."""
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         screen = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **screen)
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.emulate(dark)
         self.call("Page.navigate", url=path.resolve().as_uri())
-        deadline = time.monotonic() + _TIMEOUT
-        while self.evaluate("document.readyState") != "complete" or self.evaluate("location.href") == "about:blank":
-            assert time.monotonic() < deadline, "the page does not load"
-            time.sleep(0.02)
+        self.wait_for("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def evaluate(self, expression: str) -> Any:
         """The value of an expression in the page's JavaScript."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
+
+    def wait_for(self, condition: str) -> None:
+        """Waits until an expression in the page's JavaScript is true."""
+        deadline = time.monotonic() + _TIMEOUT
+        while not self.evaluate(condition):
+            assert time.monotonic() < deadline, condition
+            time.sleep(0.05)
+
+    def type(self, text: str) -> None:
+        """Types a text key by key."""
+        for letter in text:
+            self.call("Input.dispatchKeyEvent", type="keyDown", key=letter, text=letter)
+            self.call("Input.dispatchKeyEvent", type="keyUp", key=letter)
+
+    def emulate(self, dark: bool) -> None:
+        """Sets the colour scheme of the system."""
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def press(self, key: str) -> None:
         """Presses a key."""

@@ -5,13 +5,18 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer_kit.accelerator.state import PartialState
 from trainer_kit.config import environment
 
+if TYPE_CHECKING:
+    _LoggerAdapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _LoggerAdapter = logging.LoggerAdapter  # takes no type arguments before Python 3.11
 
-class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
+
+class MultiProcessAdapter(_LoggerAdapter):
     """A logger whose calls take `main_process_only` (True unless given) and `in_order`."""
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:

@@ -1,12 +1,10 @@
-"""The navigation holds each page; the built site works from files, in both languages, in a browser."""
+"""The navigation holds each page."""
 
 from __future__ import annotations
 
-import time
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import pytest
-from kit.browser import COMMAND, browser
 from site_builder.build import navigation
 
 SECTIONS = [
@@ -46,72 +44,3 @@ def test_a_page_that_is_missing_or_not_listed_is_refused() -> None:
         navigation(SECTIONS, "en", paths("index.md", "how-to/train.md"))
     with pytest.raises(ValueError, match=r"nav.yaml lacks other.md of docs/ar"):
         navigation(SECTIONS, "ar", paths("index.md", "other.md"))
-
-
-needs_browser = pytest.mark.skipif(COMMAND is None, reason="needs a browser")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.browser
-@needs_browser
-@pytest.mark.parametrize("width", [390, 1280])
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("en/index.html", "en/reference/arguments.html"),
-        *("ar/index.html", "ar/how-to/tpu.html", "ar/tutorials/first-training.html"),
-    ],
-)
-def test_a_page_fits_and_writes_no_error(name: str, dark: bool, width: int, site: Path) -> None:
-    with browser() as page:
-        page.open(site / name, width, dark)
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        assert page.evaluate("document.body.dataset.mdColorScheme") == ("slate" if dark else "default")
-        assert page.evaluate("document.body.dir") == ("rtl" if name.startswith("ar") else "ltr")
-        directions = "[...document.querySelectorAll('pre, code, .plot')].map(part => getComputedStyle(part).direction)"
-        assert {*page.evaluate(directions)} == {"ltr"}
-        assert page.messages == []
-        assert not [request for request in page.requests if request.startswith("http")]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.browser
-@needs_browser
-def test_the_search_works_from_files(site: Path) -> None:
-    with browser() as page:
-        page.open(site / "en" / "index.html")
-        wait_for(page, "document.querySelector('iframe') !== null")
-        page.call("Input.dispatchKeyEvent", type="keyDown", key="k", code="KeyK", windowsVirtualKeyCode=75, modifiers=2)
-        # The search is drawn inside a shadow root.
-        found = (
-            "[...document.querySelectorAll('*')].filter(e => e.shadowRoot).map(e => e.shadowRoot.textContent).join()"
-        )
-        time.sleep(0.5)
-        page.call("Input.insertText", text="gradient_accumulation_steps")
-        wait_for(page, f"{found}.includes('gradient_accumulation_steps')")
-        assert page.messages == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.browser
-@needs_browser
-def test_the_filter_leaves_the_rows_that_have_the_words(site: Path) -> None:
-    with browser() as page:
-        page.open(site / "en" / "reference" / "arguments.html")
-        shown = "[...document.querySelectorAll('#arguments tbody tr')].filter(row => !row.hidden).length"
-        everything = page.evaluate(shown)
-        page.evaluate("document.getElementById('filter-arguments').focus()")
-        page.call("Input.insertText", text="accumulate_grad_batches")
-        assert everything > 60
-        assert page.evaluate(shown) == 1
-
-
-def wait_for(page: object, condition: str) -> None:
-    deadline = time.monotonic() + 30
-    while not page.evaluate(condition):  # type: ignore[attr-defined]
-        assert time.monotonic() < deadline, condition
-        time.sleep(0.1)

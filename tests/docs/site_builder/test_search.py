@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from site_builder.search import rank, ranked
+from site_builder.search import ignore_marks, rank, ranked
 
 
 def item(location: str, title: str, *path: str) -> dict[str, Any]:
@@ -42,3 +42,14 @@ def test_both_files_of_the_index_are_ranked(tmp_path: Path) -> None:
     (tmp_path / "search.js").write_text(f"index = {text}")
     with pytest.raises(ValueError, match=r"adapt search.py to this generator"):
         rank(tmp_path)
+
+
+def test_words_are_compared_without_marks(tmp_path: Path) -> None:
+    script = tmp_path / "assets" / "javascripts" / "workers" / "search.0.min.js"
+    script.parent.mkdir(parents=True)
+    script.write_text('f(t){return t.normalize("NFKD").toLowerCase()}')
+    ignore_marks(tmp_path)
+    assert script.read_text() == r'f(t){return t.normalize("NFKD").replace(/[\p{M}\u0640]/gu,"").toLowerCase()}'
+    script.write_text("f(t){return t.toLowerCase()}")
+    with pytest.raises(ValueError, match=r"adapt search.py to this generator"):
+        ignore_marks(tmp_path)

@@ -13,3 +13,11 @@ addEventListener("load", () => {
     new ResizeObserver(() => { if (code.scrollWidth > code.clientWidth) code.tabIndex = 0 }).observe(code)
   }
 })
+// On a phone each row of a table is a list, whose entries begin with the head of their column.
+for (const table of document.querySelectorAll(".md-typeset table:not([class])")) {
+  const heads = [...table.tHead?.rows[0]?.cells ?? []].map(cell => cell.textContent.trim())
+  if (heads.length < 3) continue
+  for (const row of table.tBodies[0].rows) {
+    heads.slice(1).forEach((head, index) => { if (head) row.cells[index + 1]?.setAttribute("data-head", `${head}: `) })
+  }
+}

@@ -1,6 +1,7 @@
 // The search runs in a worker. A browser starts none for a page that is opened as a file: there a hidden frame runs
-// the same script, with the worker's way to send and receive messages.
+// the same script, with the worker's way to send and receive messages: each is a copy, which its receiver may change.
 if (location.protocol === "file:") {
+  const message = data => new MessageEvent("message", { data: structuredClone(data) })
   window.Worker = class extends EventTarget {
     constructor(url) {
       super()
@@ -9,7 +10,7 @@ if (location.protocol === "file:") {
       this.isReady = new Promise((resolve, reject) => {
         this.frame.addEventListener("load", () => {
           const inner = this.frame.contentWindow
-          inner.postMessage = data => this.receive(new MessageEvent("message", { data }))
+          inner.postMessage = data => this.receive(message(data))
           const script = inner.document.createElement("script")
           script.src = url
           script.onload = resolve
@@ -27,7 +28,8 @@ if (location.protocol === "file:") {
     }
 
     postMessage(data) {
-      this.isReady.then(() => this.frame.contentWindow.dispatchEvent(new MessageEvent("message", { data })))
+      const sent = message(data)
+      this.isReady.then(() => this.frame.contentWindow.dispatchEvent(sent))
     }
 
     terminate() {
