@@ -57,13 +57,14 @@ class RankSync:
         # asked.exit_code is never cleared: a signal handler may set it at any moment.
         leaves = asked.exit_code is not None and pending.exit_code is None
         flags = [asked.log, asked.evaluate, asked.save, asked.stop, asked.written, leaves]
-        for name, flag in zip(_FLAGS, flags, strict=False):
-            if flag:
-                setattr(asked, name, False)
+        collectives = run.strategy.collectives
+        if collectives.world_size == 1 and not any(flags):
+            self.all_have_read = window is not None
+            return pending.log or pending.evaluate or pending.save or pending.stop or pending.written
+        _clear(asked, flags)
         here = (0, 0, 0, 0)
         if window is not None:
             here = (1, window.stop, int(window.closes_epoch), window.fingerprint)
-        collectives = run.strategy.collectives
         sums = collectives.all_reduce_ints([*flags, *here, *(window.numbers() if window is not None else (0, 0, 0, 0))])
         self.all_have_read = sums[6] == collectives.world_size
         if window is not None:
@@ -91,6 +92,13 @@ class RankSync:
             self.disagreement = self.disagreement or _different_peers(numbers, collectives.reader_size)
         if window is not None and self.disagreement is None:
             window.set_numbers([total // collectives.reader_size for total in sums], collectives.sum_over_readers)
+
+
+def _clear(asked: Requests, flags: Sequence[bool]) -> None:
+    """Clear the requests that are shared; one that a thread made since remains."""
+    for name, flag in zip(_FLAGS, flags, strict=False):
+        if flag:
+            setattr(asked, name, False)
 
 
 def _disagreement(here: tuple[int, int, int, int], sums: Sequence[int], processes: int) -> str | None:
