@@ -19,6 +19,7 @@ from trainer_kit.strategies.compilation import compile_model
 from trainer_kit.strategies.device_info import DeviceInfo
 from trainer_kit.strategies.grad_norms import GradientNorms, clip_to_norm
 from trainer_kit.strategies.memory_format import in_channels_last, use_channels_last
+from trainer_kit.strategies.optimizer_step import take_step
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.session import Session
 from trainer_kit.strategies.sharding import Sharding
@@ -340,16 +341,16 @@ class Strategy:
         if self.scales_gradients:
             self.precision.step(optimizer)
         elif norm is None:
-            optimizer.step()
+            take_step(optimizer)
         elif isinstance(norm, torch.Tensor) and _is_fused(optimizer):
             # `torch.amp.GradScaler` passes found_inf to a fused optimizer in the same way.
             optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
             try:
-                optimizer.step()
+                take_step(optimizer)
             finally:
                 del optimizer.found_inf  # type: ignore[attr-defined]
         elif math.isfinite(norm):
-            optimizer.step()
+            take_step(optimizer)
 
     def _can_hold(self, optimizer: torch.optim.Optimizer) -> bool:
         # fp16's gradient scaler skips steps itself while it searches for a scale.

@@ -156,5 +156,5 @@ def _python_address() -> int | None:
     return address if is_known else None
 
 
-_PYTHON: Any = random._inst  # type: ignore[attr-defined]
+_PYTHON: Any = random._inst
 _ADDRESS = _python_address()
