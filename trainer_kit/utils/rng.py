@@ -58,7 +58,7 @@ class KeptGenerators:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._python, self._numpy, self._torch = _PythonState(), _NumpyState(), torch.default_generator.get_state()
+        self._python, self._numpy, self._torch = PythonState(), _NumpyState(), torch.default_generator.get_state()
         self._device = device if device is not None and device.type == "cuda" else None
         self._on_device = None if self._device is None else torch.cuda.get_rng_state(self._device)
 
@@ -87,7 +87,7 @@ def torch_memory() -> bytes:
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
-class _PythonState:
+class PythonState:
     """State of Python's global generator; `random.getstate` converts it number by number."""
 
     def __init__(self) -> None:
