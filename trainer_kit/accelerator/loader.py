@@ -142,7 +142,8 @@ class PreparedLoader(DataLoader[Any]):
             raise AttributeError(name)
         return getattr(self.loader, name)
 
-    __setattr__ = object.__setattr__  # a DataLoader's own refuses to set attributes
+    # A DataLoader's own refuses to set attributes.
+    __setattr__ = object.__setattr__  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_strategy", "_workers")}

@@ -42,7 +42,7 @@ def _has_effect(optimizer: Optimizer, hooked: Any, replaced: Any) -> bool:
     return (
         any(each is None or len(each) > 0 for each in _GLOBAL_HOOKS)
         or any(hooks.get(name) != {} for name in _HOOKS)
-        or torch.autograd._profiler_enabled()
+        or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     )
 
 
