@@ -45,15 +45,16 @@ class Memory(Callback):
     def __init__(self) -> None:
         self._weights = self._states = self._gradients = 0  # bytes
         self._seen: tuple[int, int] | None = None  # when measured: number of trained parameters, of optimizer states
-        self._is_due = True  # whether to measure the gradients at the next step
+        self._is_due = True
         self._process = psutil.Process()
 
     def on_train_begin(self, run: Run) -> None:
-        self._seen, self._is_due, self._process = None, True, psutil.Process()
+        self._seen, self._process = None, psutil.Process()
+        self._wait(True)
 
     def on_pre_optimizer_step(self, run: Run) -> None:
         if self._is_due:
-            self._is_due = False
+            self._wait(False)
             self._gradients = _nbytes(each.grad for each in run.model.parameters() if each.grad is not None)
 
     def metrics(self, run: Run) -> dict[str, Any]:
@@ -76,13 +77,18 @@ class Memory(Callback):
             _logger.warning("%s", hint)
         return self.metrics(run)
 
+    def _wait(self, is_due: bool) -> None:
+        """Choose whether to measure the gradients at the next step."""
+        self._is_due = is_due
+        self._idle_hooks = () if is_due else ("on_pre_optimizer_step",)
+
     def _parts(self, run: Run) -> dict[str, float]:
         if run.optimizer is None or not self._gradients:
             return {}
         states = run.optimizer.state
         seen = (sum(each.requires_grad for each in run.model.parameters()), len(states))
         if self._seen != seen:
-            self._is_due = self._seen is not None
+            self._wait(self._seen is not None)
             self._seen = seen
             self._weights = _nbytes([*run.model.parameters(), *run.model.buffers()])
             self._states = _nbytes(tensors(dict(states)))

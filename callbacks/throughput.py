@@ -79,6 +79,7 @@ class Throughput(Callback):
         _suggest_tf32(run)
         self._seconds, self._recorded = self._measure(run)
         self._since = self._recorded
+        self._wait()
 
     def on_step_begin(self, run: Run) -> None:
         if self._operations.due or self._counting_since is not None:  # an interrupted step is repeated
@@ -97,6 +98,7 @@ class Throughput(Callback):
             assert self._since is not None
             step = (after - before for after, before in zip(self._measure(run)[1], began, strict=True))
             self._since = _Interval(*(before + own for before, own in zip(self._since, step, strict=True)))
+            self._wait()
 
     def on_rollback(self, run: Run, directory: Path) -> None:
         self._seconds, self._recorded = self._measure(run)
@@ -113,6 +115,7 @@ class Throughput(Callback):
         passed = {name: value - self._seconds.get(name, 0.0) for name, value in all_seconds.items()}
         self._seconds, self._recorded, self._since = all_seconds, now, now
         flops = self._flops(run, now.model - since.model, now.hardware - since.hardware)
+        self._wait()
         seconds = now.seconds - since.seconds
         if seconds <= 0:
             return {}
@@ -133,6 +136,11 @@ class Throughput(Callback):
         seconds = run.ledger.seconds()
         figures = self._use(run, *self._in_all) if self._in_all[1] else {}
         return figures | {"wall_seconds": sum(seconds.values())} | _by_activity(seconds)
+
+    def _wait(self) -> None:
+        """Leave the hooks of a step out until one is counted."""
+        is_due = self._operations.due or self._counting_since is not None
+        self._idle_hooks = () if is_due else ("on_step_begin", "on_substep_end", "on_step_end")
 
     def _measure(self, run: Run) -> tuple[dict[str, float], _Interval]:
         seconds, state, flops = run.ledger.seconds(), run.state, self._operations.so_far(run)

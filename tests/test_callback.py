@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.models import Linear
 from transformers import PrinterCallback
 
 from trainer_kit import Trainer
 from trainer_kit.callback import HOOKS, Callback, CallbackList
+from trainer_kit.callbacks import Memory, Throughput
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.errors import CallbackError
 from trainer_kit.run import Run
@@ -49,6 +51,38 @@ def test_every_hook_reaches_those_who_override_it_and_only_them(run: Run, hook: 
     else:
         events.call(hook, run, *arguments_of(hook))
     assert heard == ["Here"]
+
+
+def test_idle_hooks_of_shipped_callbacks_are_left_out(run: Run) -> None:
+    heard: list[str] = []
+    callback = listener("Shipped", heard)
+    type(callback).__module__ = "trainer_kit.callbacks.shipped"
+    events = CallbackList([callback])
+    entries = len(run.ledger._entries)
+    callback._idle_hooks = ("on_step_begin", "on_step_end")
+    events.call("on_step_end", run)
+    assert (heard, len(run.ledger._entries)) == ([], entries)
+    callback._idle_hooks = ("on_step_begin",)
+    events.call("on_step_end", run)
+    assert heard == ["Shipped"]
+
+
+@pytest.mark.parametrize("base", [Memory, Throughput])
+def test_a_hook_that_a_subclass_overrides_is_never_idle(tmp_path: Path, base: type[Callback]) -> None:
+    heard: list[str] = []
+
+    class Own(base):  # type: ignore[misc, valid-type]
+        def on_pre_optimizer_step(self, run: Run) -> None:
+            super().on_pre_optimizer_step(run)
+            heard.append("before")
+
+        def on_step_end(self, run: Run) -> None:
+            super().on_step_end(run)
+            heard.append("end")
+
+    args = TrainingArguments(str(tmp_path), max_steps=4, use_cpu=True, report_to="none", save_strategy="no")
+    Trainer(Linear(), args, [{"x": torch.ones(4), "labels": torch.tensor(0)}] * 32, callbacks=[Own()]).train()
+    assert heard == ["before", "end"] * 4
 
 
 def test_every_hook_of_the_base_can_be_called(run: Run) -> None:

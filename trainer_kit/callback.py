@@ -38,6 +38,7 @@ class Callback:
     """Whether the callback only reports. An error in its hooks is then a warning, once per training, and training
     continues. Such hooks must not use collectives, and make no requests: on several processes those of a step's last
     hooks might be served one step later."""
+    _idle_hooks: tuple[str, ...] = ()  # hooks that would do nothing now; only of the callbacks that ship
 
     def on_init_end(self, run: Run) -> None:
         """Called when the Trainer is made; the model is still on its original device."""
@@ -161,6 +162,8 @@ class CallbackList:
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         self.callbacks = sorted(checked_callbacks(callbacks), key=lambda callback: callback.priority)
         self._warned: set[Callback] = set()  # reporters that raised in this training
+        # A subclass may override a hook that its base finds idle.
+        self._may_idle = {id(each) for each in self.callbacks if type(each).__module__.startswith("trainer_kit.")}
         self._listeners: dict[str, list[_Listener]] = {
             hook: [
                 (each, f"callback/{type(each).__name__}", getattr(each, hook))
@@ -211,6 +214,8 @@ class CallbackList:
         values = arguments[0] if hook in _WITH_NUMBERS else None
         others = {} if values is None else {name: each for name, each in values.items() if type(each) not in PLAIN}
         for callback, activity, method in listeners:
+            if hook in callback._idle_hooks and id(callback) in self._may_idle:
+                continue
             run.ledger.enter(activity)
             try:
                 method(run, *arguments)
@@ -220,7 +225,8 @@ class CallbackList:
                 self._raise_or_warn(callback, hook, error)
                 for name in _added(values or {}, others):  # else the next callback would be blamed for it
                     del arguments[0][name]
-        run.ledger.enter(before)
+        if run.ledger.activity != before:
+            run.ledger.enter(before)
 
     def _raise_or_warn(self, callback: Callback, hook: str, error: Exception) -> None:
         if is_pruned(error):

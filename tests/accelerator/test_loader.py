@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 
 from trainer_kit.accelerator import Accelerator, PreparedLoader, set_seed, skip_first_batches
+from trainer_kit.accelerator.reader import Reader
 from trainer_kit.data.sampling import mix, permutation
 
 
@@ -139,6 +140,79 @@ def test_what_is_random_in_reading_does_not_depend_on_workers() -> None:
     assert len(set(rows)) == len(rows)
     unshuffled = prepared()
     assert everything(unshuffled) != everything(unshuffled)  # each epoch has its own
+
+
+def fork_rng() -> float:
+    """Draws, and leaves the generator as it was."""
+    with torch.random.fork_rng(devices=[]):
+        return float(torch.rand(()))
+
+
+def fail_at_times() -> float:
+    if random.random() < 0.3:
+        raise KeyError("at times")
+    return 0.0
+
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "nothing": lambda: 0.0,
+    "python": random.random,
+    "gauss": lambda: random.gauss(0, 1),
+    "numpy": np.random.rand,
+    "normal": np.random.standard_normal,
+    "torch": lambda: float(torch.rand(())),
+    "torch, kept": fork_rng,
+    "the seed": torch.initial_seed,
+    "an error": fail_at_times,
+}
+
+
+class Drawing(Dataset[Any]):
+    """Draws from one generator for the samples from 9 on."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.reads += 1
+        return torch.tensor([index, DRAWS[self.name]() if index >= 9 else 0], dtype=torch.float64)
+
+
+def seen_by(loader: Any) -> list[Any]:
+    """The batches, the numbers that a loop draws between them, and the error that ends the pass."""
+    seen: list[Any] = []
+    try:
+        for batch in loader:
+            seen.append((batch.tolist(), drawn_next(), np.random.standard_normal()))
+    except KeyError as error:
+        seen.append(type(error))
+    return seen
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_seeding_where_something_draws_alone_changes_no_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, loaders = [Drawing(name), Drawing(name)], []
+    for each in data:
+        loaders.append(prepared(dataset=each, shuffle=True))
+    passes = []
+    for loader, seeds_always in zip(loaders, (False, True), strict=True):
+        if seeds_always:
+            monkeypatch.setattr(Reader, "_read_without_draws", lambda self, job, states: None)
+        set_seed(3)
+        passes.append([seen_by(loader) for _ in range(2)])
+    assert passes[0] == passes[1]
+    if name != "an error":
+        assert data[0].reads - data[1].reads == (0 if name in ("nothing", "torch, kept", "the seed") else 3)
+
+
+def test_workers_seed_where_something_draws_as_one_process_does() -> None:
+    for name in ("nothing", "normal", "torch, kept"):
+        alone = everything(prepared(dataset=Drawing(name), shuffle=True))
+        assert everything(prepared(dataset=Drawing(name), shuffle=True, num_workers=1)) == alone
 
 
 def test_persistent_workers_after_a_broken_pass() -> None:

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from kit.fake_cuda import Gpus
+from kit.models import Linear
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from trainer_kit import Trainer, TrainingArguments
+from trainer_kit import Callback, Trainer, TrainingArguments
 from trainer_kit.callbacks import Memory
 from trainer_kit.run import Run
 
@@ -93,6 +94,30 @@ def test_parts_are_measured_anew_when_layers_are_unfrozen(make_run: Callable[...
     assert callback.metrics(run)["anatomy/optimizer_gib"] * GIB == pytest.approx(4 * 32)
     step(run, callback)
     assert callback.metrics(run)["anatomy/gradients_gib"] * GIB == pytest.approx(4 * 32)
+
+
+class Awake(Memory):
+    """Its hooks are called in each step, since a subclass may override them."""
+
+
+class Unfreeze(Callback):
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step == 3:
+            run.model.requires_grad_(True)
+
+
+def test_hooks_that_are_left_out_miss_no_measurement(tmp_path: Path) -> None:
+    model, both = Linear(), [Memory(), Awake()]
+    model.layer.bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    args = TrainingArguments(
+        str(tmp_path), max_steps=6, logging_steps=2, use_cpu=True, report_to="none", save_strategy="no",
+        disable_tqdm=True, log_level="error",
+    )  # fmt: skip
+    dataset = [{"x": torch.ones(4), "labels": torch.tensor(0)}] * 48
+    Trainer(model, args, dataset, callbacks=[*both, Unfreeze()], optimizer=optimizer).train()
+    assert [each._gradients for each in both] == [4 * 15, 4 * 15]
+    assert [each._idle_hooks for each in both] == [("on_pre_optimizer_step",)] * 2
 
 
 def test_an_allocator_tells_fragmentation_and_the_rest(

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from kit.layouts import layouts
 
 from trainer_kit.data.collate import stack
-from trainer_kit.data.fetcher import Fetcher, _draws, _reset
+from trainer_kit.data.fetcher import Fetcher, _draws, _probe, _reset
 from trainer_kit.data.sampling import BatchIndices, Layout, evaluation_slots, mix, permutation, slots
 from trainer_kit.errors import DataError
+from trainer_kit.utils import rng
 from trainer_kit.utils.rng import generator_states, seed_generators
 
 LENGTH = 40
@@ -282,3 +283,21 @@ def test_a_subclass_with_another_getitem_is_not_passed_by() -> None:
 
     _, batch = Fetcher(Doubled(), stack, 0)[_slot([3, 1, 4])]
     assert batch["x"][:, 0].tolist() == [6.0, 2.0, 8.0]
+
+
+@pytest.mark.parametrize("by_memory", [True, False])
+def test_a_probe_leaves_the_generators_as_seeding_does(by_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not by_memory:
+        monkeypatch.setattr(rng, "_ADDRESS", None)
+    _probe.cache_clear()
+    for seed in (3, 3, 19):  # the second and the third are restored
+        random.gauss(0, 1), np.random.standard_normal(), torch.rand(())
+        draws, found = _reset(seed), generator_states()
+        seed_generators(3)
+        expected = generator_states()
+        assert found["python"] == expected["python"]
+        for one, other in zip(found["numpy"], expected["numpy"], strict=True):
+            assert np.array_equal(one, other)
+        assert torch.equal(found["torch"], expected["torch"])
+        assert draws == _draws()
+    _probe.cache_clear()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.far_info import FarInfo
 from torchmetrics import (
     MaxMetric,
     MeanMetric,
@@ -29,12 +30,29 @@ from torchmetrics.classification import (
 )
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
-from trainer_kit.loop.metrics import begin_metrics, gather_metrics, joined_result, metrics_by_name
+from trainer_kit.loop.metrics import MeanLoss, begin_metrics, gather_metrics, joined_result, metrics_by_name
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.collectives import Collectives
 
+_FLOATS = st.floats(-60000, 60000, width=32)
+
 CLASSES = 3
 T = TypeVar("T")
+
+
+@given(
+    st.lists(st.tuples(_FLOATS, st.integers(0, 50), st.sampled_from(["mean", "sum", "sum, counted on the device"]))),
+    st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+)
+def test_a_loss_that_is_read_at_once_changes_no_bit(passes: list[tuple[float, int, str]], dtype: torch.dtype) -> None:
+    near, far = Strategy(), Strategy()
+    far.device_info = FarInfo(far.device)
+    means = [MeanLoss(near), MeanLoss(far)]
+    for value, items, kind in passes:
+        count = {"mean": None, "sum": items}.get(kind, torch.tensor(items))
+        for mean in means:
+            mean.add(torch.tensor(value, dtype=dtype, requires_grad=True), count, items)
+    assert means[0].sums() == means[1].sums()
 
 
 class Player(Strategy):

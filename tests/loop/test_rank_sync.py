@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +16,38 @@ from kit.ranks import RankFailed, on_ranks, try_on_ranks
 from kit.split_training import PLAN, Tower
 
 from trainer_kit import Trainer
+from trainer_kit.loop.rank_sync import RankSync
+from trainer_kit.state import Requests
+from trainer_kit.strategies.collectives import Collectives
 from trainer_kit.strategies.ddp import DDP
 from trainer_kit.strategies.fsdp.strategy import FSDP
+
+
+class Reduced(Collectives):
+    """A lone process that counts its reductions."""
+
+    reductions = 0
+
+    def all_reduce_ints(self, numbers: Sequence[int]) -> Sequence[int]:
+        self.reductions += 1
+        return numbers
+
+
+FLAGS = ("log", "evaluate", "save", "stop", "written")
+
+
+def test_a_lone_process_reduces_only_requests() -> None:
+    """A request that is known and not yet served remains pending."""
+    for asked, pending in itertools.product(itertools.product((False, True), repeat=5), repeat=2):
+        collectives, requests = Reduced(), Requests(*asked)
+        run: Any = SimpleNamespace(strategy=SimpleNamespace(collectives=collectives), requests=requests)
+        sync = RankSync(run)
+        sync.pending = Requests(*pending)
+        assert bool(sync.sync()) == any(asked + pending)
+        both = [one or other for one, other in zip(asked, pending, strict=True)]
+        assert [getattr(sync.pending, name) for name in FLAGS] == both
+        assert not any(getattr(requests, name) for name in FLAGS)
+        assert (sync.all_have_read, sync.disagreement, collectives.reductions) == (False, None, int(any(asked)))
 
 
 class Share(torch.utils.data.IterableDataset[Any]):

@@ -33,6 +33,16 @@ def test_counts() -> None:
     assert count({"x": ids, "labels": torch.zeros(2, 3, 4, dtype=torch.int32)}, 2) == Counts(2, 0, 24, 18)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("shape", [(0,), (1,), (63,), (64,), (65,), (8, 8), (8, 9), (2, 3, 4), (0, 5)])
+def test_few_labels_are_counted_as_many_are(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    labels = torch.randint(-101, -98, shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    for each in (labels, labels.T if labels.ndim == 2 else labels.flip(0)):
+        counts = count({"labels": each}, 2)
+        assert (type(counts.labels), counts.labels) == (int, int((each != -100).sum()))
+        assert counts.shifted == int((each[..., 1:] if each.ndim > 1 else each).ne(-100).sum())
+
+
 def test_samples_are_those_that_were_collated() -> None:
     """The first dimension of the first tensor may be nodes of graphs, objects in images, or channels."""
     graphs = {"nodes": torch.zeros(32, 3), "labels": torch.tensor([0.5, 0.1])}

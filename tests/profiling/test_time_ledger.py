@@ -133,6 +133,21 @@ def test_what_is_done_again_is_lost_though_the_device_is_behind(book: Ledger, cl
     assert book.seconds() == {"setup": 0.0, "forward": 3.0 + 1.0, "lost": 2.0 + 4.0}
 
 
+def test_what_is_done_again_is_lost_after_many_activities(book: Ledger, clock: Clock) -> None:
+    """Places hold while activities before and after them are folded into totals."""
+    for now in range(10_000):
+        clock.now = clock.come_to = float(now)
+        book.enter("forward" if now % 2 else "data")
+        if now == 9_990:
+            place = book.place()
+    book.seconds()  # folds what comes before the place, and some of what comes after it
+    clock.now = 10_004.0
+    book.enter("forward")
+    book.lose(place)
+    clock.come_to = clock.now = 10_005.0
+    assert book.seconds() == {"setup": 0.0, "data": 5000.0, "forward": 4999.0 + 0.0, "lost": 6.0}
+
+
 def test_a_rollback_counts_all_since_the_checkpoint_as_lost(book: Ledger, clock: Clock) -> None:
     book._seconds.update({"forward": 10.0, "down": 7.0, "lost": 2.0})
     state = {"seconds": {"forward": 4.0, "lost": 1.0}, "time": 0.0}

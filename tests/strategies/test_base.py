@@ -141,6 +141,24 @@ def test_skipping_changes_no_step_that_is_finite() -> None:
         assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True)), name
 
 
+@pytest.mark.parametrize("nonfinite", ["ignore", "skip", "stop"])
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "fused" in name])
+def test_reading_the_norm_on_the_host_changes_no_bit(name: str, nonfinite: str) -> None:
+    """Steps with gradients below, near and above the largest norm, one that is not finite, and one after it."""
+    seen = []
+    for reads_freely in (True, False):
+        parameters, strategy = graded([1.0, 2.0]), make_strategy(reads_freely=reads_freely)
+        optimizer, total = OPTIMIZERS[name](parameters), nn.utils.get_total_norm(grads(graded([1.0, 2.0]))).item()
+        for scale in (0.5, 1.0, 1 + 1e-7, 1 + 2e-6, 3.0, float("nan"), 1.0):
+            for parameter, value in zip(parameters, grads(graded([1.0, 2.0])), strict=True):
+                parameter.grad = value * scale
+            norms = strategy.step(optimizer, total + 2e-6, nonfinite=nonfinite)
+            assert norms is not None
+            each = [*parameters, *grads(parameters), norms.total, norms.each]
+            seen.append([tensor.detach().clone().view(torch.int32).tolist() for tensor in each])
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
+
+
 def test_ignoring_takes_the_step() -> None:
     parameters = graded([1.0, 1.0])
     grads(parameters)[0][0, 0] = float("nan")

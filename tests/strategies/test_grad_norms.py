@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from trainer_kit.strategies.base import Strategy
-from trainer_kit.strategies.grad_norms import gradient_norms
+from trainer_kit.strategies.grad_norms import clip_to_norm, gradient_norms
 
 
 def test_norms_of_several_dtypes() -> None:
@@ -36,3 +38,27 @@ def test_norms_of_half_precision_are_computed_in_float32() -> None:
         assert norms.total.item() == pytest.approx(value * 50 * 3**0.5, rel=1e-6)
         expected = torch.full((50, 50), value).double() / (value * 50 * 3**0.5)
         torch.testing.assert_close(parameters[0].grad, expected.to(dtype))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.floats(1e-12, 1e12),
+    st.sampled_from([0.0, 1e-6, 0.5, 1 - 1e-6, 1 - 2e-6, 1 - 1e-7, 1.0, 1 + 1e-7, 2.0, float("inf"), float("nan")]),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+def test_a_norm_that_the_host_knows_changes_no_bit(max_norm: float, share: float, dtype: torch.dtype) -> None:
+    """Around the largest norm the factor may round to less than 1: there it is not left out."""
+    values = torch.tensor([max_norm * share, 0.0, -0.0], dtype=dtype)
+    known, unknown = [values.clone()], [values.clone()]
+    total = gradient_norms(known, known).total
+    clip_to_norm(known, total, max_norm, total.item())
+    clip_to_norm(unknown, total, max_norm)
+    assert known[0].view(torch.uint8).tolist() == unknown[0].view(torch.uint8).tolist()
+
+
+def test_gradients_below_the_largest_norm_are_not_written() -> None:
+    grads = [torch.ones(4)]
+    clip_to_norm(grads, torch.tensor(2.0), 2.1, 2.0)
+    assert grads[0]._version == 0
+    clip_to_norm(grads, torch.tensor(2.0), 1.9, 2.0)
+    assert grads[0]._version == 1

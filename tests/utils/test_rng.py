@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer_kit.strategies.base import Strategy
-from trainer_kit.utils.rng import generators_kept, seed_generators
+from trainer_kit.utils import rng
+from trainer_kit.utils.rng import KeptGenerators, generators_kept, seed_generators, torch_memory
 
 USES: dict[str, Callable[[], object]] = {
     "normal": np.random.standard_normal,  # every second one comes without a draw
@@ -41,8 +43,11 @@ def test_seeding_reaches_every_generator_of_the_host() -> None:
     assert draws() == first
 
 
+@pytest.mark.parametrize("by_memory", [True, False])
 @given(st.integers(0, 2**32 - 1), *[st.lists(st.sampled_from(list(USES)), max_size=5)] * 3)
-def test_generators_are_kept(seed: int, before: list[str], inside: list[str], after: list[str]) -> None:
+def test_generators_are_kept(
+    by_memory: bool, seed: int, before: list[str], inside: list[str], after: list[str]
+) -> None:
     def use(with_context: bool) -> list[object]:
         seed_generators(seed)
         for name in before:
@@ -53,7 +58,38 @@ def test_generators_are_kept(seed: int, before: list[str], inside: list[str], af
                     USES[name]()
         return [*map(repr, (USES[name]() for name in after)), *draws(), np.random.standard_normal(2).tolist()]
 
-    assert use(True) == use(False)
+    with pytest.MonkeyPatch.context() as patch:
+        if not by_memory:
+            patch.setattr(rng, "_ADDRESS", None)
+        assert use(True) == use(False)
+
+
+def test_pythons_generator_is_known_as_memory_on_cpython() -> None:
+    assert (rng._ADDRESS is not None) == (sys.implementation.name == "cpython")
+
+
+@pytest.mark.parametrize("by_memory", [True, False])
+@pytest.mark.parametrize("spare", [False, True])
+@pytest.mark.parametrize("name", [None, *USES])
+def test_a_change_is_seen(name: str | None, spare: bool, by_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A normal number that numpy keeps is drawn without a change: then the caller knows that it cannot tell."""
+    if not by_memory:
+        monkeypatch.setattr(rng, "_ADDRESS", None)
+    seed_generators(1)
+    np.random.standard_normal(int(spare))
+    states, torch_before = KeptGenerators(), torch_memory()
+    assert states.has_unused_normal == spare
+    if name is not None:
+        USES[name]()
+    seen = states.have_changed() or torch_memory() != torch_before
+    assert seen == (name is not None or spare)
+    states.restore()
+    assert torch_memory() == torch_before
+    seed_generators(1)
+    np.random.standard_normal(int(spare))
+    expected = [*draws(), random.gauss(0, 1), *np.random.standard_normal(2)]
+    states.restore()
+    assert [*draws(), random.gauss(0, 1), *np.random.standard_normal(2)] == expected
 
 
 def test_a_context_begins_with_the_state_outside() -> None:

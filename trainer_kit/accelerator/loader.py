@@ -111,6 +111,7 @@ class PreparedLoader(DataLoader[Any]):
         ]
         self._position, self._open = 0, False
         self._stand: LoaderPosition | None = None
+        self._draws = False  # whether reading a batch has drawn random numbers
         self._workers: WorkerReader | None = None
         self._counting = loader
         if self._streams and not _iterates_itself(loader) and loader.batch_size is not None:
@@ -141,8 +142,8 @@ class PreparedLoader(DataLoader[Any]):
             raise AttributeError(name)
         return getattr(self.loader, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)  # a DataLoader's own refuses to set attributes
+    # A DataLoader's own refuses to set attributes.
+    __setattr__ = object.__setattr__  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_strategy", "_workers")}
@@ -299,7 +300,17 @@ class PreparedLoader(DataLoader[Any]):
             if self._workers is None:
                 self._workers = WorkerReader(self.loader, self._strategy.device_info.pins_memory)
             return (Dealt(*each) for each in self._workers.read(jobs))
-        return (Dealt(*each) for each in self._apart(map(Reader(self.loader).__getitem__, jobs)))
+        if not hasattr(self._samplers[0], "__len__"):  # it may draw while its batches are read
+            jobs = self._apart(jobs)
+        return self._read_here(jobs)
+
+    def _read_here(self, jobs: Iterator[BatchRequest]) -> Iterator[Dealt]:
+        reader, device = Reader(self.loader, self._draws), self._strategy.device
+        try:
+            for job in jobs:
+                yield Dealt(*reader.read_apart(job, device))
+        finally:
+            self._draws = self._draws or reader.draws
 
     def _apart(self, items: Iterator[Any]) -> Iterator[Any]:
         """Keep the global generators unchanged while items are read in this process."""

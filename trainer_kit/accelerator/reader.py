@@ -13,7 +13,7 @@ from trainer_kit.accelerator.concat import joined, row_count
 from trainer_kit.data.fetcher import set_epoch
 from trainer_kit.data.own_generators import OwnGenerators
 from trainer_kit.data.workers import worker_items
-from trainer_kit.utils.rng import seed_generators
+from trainer_kit.utils.rng import KeptGenerators, seed_generators, torch_memory
 
 
 class BatchRequest(NamedTuple):
@@ -45,14 +45,33 @@ class Dealt:
 
 
 class Reader(Dataset[Any]):
-    """Dataset that reads and collates batch requests, each with its own randomness, in any process."""
+    """Dataset that reads and collates batch requests, each with its own randomness, in any process.
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    Seeding takes as long as reading a few small samples, so only torch's generator is seeded at first, which is cheap.
+    If reading a batch changes a generator, the batch is read again with all of them seeded, and so are all later ones.
+
+    Args:
+        loader: The user's DataLoader.
+        draws: Whether reading a batch is known to draw random numbers.
+    """
+
+    def __init__(self, loader: DataLoader[Any], draws: bool = False) -> None:
+        self.draws = draws
         self.dataset: Any = loader.dataset
         self.collate = loader.collate_fn
         self.in_batches = loader.batch_sampler is not None
         self.epoch: int | None = None
         self._own_generators = OwnGenerators(self.dataset, self.collate)
+
+    def read_apart(self, job: BatchRequest, device: torch.device) -> tuple[int, int, bool, Any]:
+        """Read a request, and leave the generators of the host and of `device` as they are."""
+        states = KeptGenerators(device)
+        try:
+            if job.epoch == self.epoch:
+                return self._read(job, states)
+            return self[job]
+        finally:
+            states.restore()
 
     def __getitem__(self, job: BatchRequest) -> tuple[int, int, bool, Any]:
         if job.epoch == self.epoch:
@@ -65,9 +84,31 @@ class Reader(Dataset[Any]):
             dealt = self._read(job)
         return dealt
 
-    def _read(self, job: BatchRequest) -> tuple[int, int, bool, Any]:
+    def _read(self, job: BatchRequest, states: KeptGenerators | None = None) -> tuple[int, int, bool, Any]:
+        if not (self.draws or self._own_generators):
+            states = KeptGenerators() if states is None else states
+            if not states.has_unused_normal and (dealt := self._read_without_draws(job, states)) is not None:
+                return dealt
         seed_generators(job.seed)
         self._own_generators.seed(job.seed)
+        return self._collated(job)
+
+    def _read_without_draws(self, job: BatchRequest, states: KeptGenerators) -> tuple[int, int, bool, Any] | None:
+        """Return the batch; None if reading it changed a generator, and should be repeated with all of them seeded."""
+        torch.default_generator.manual_seed(job.seed)
+        seeded, error, dealt = torch_memory(), None, None
+        try:
+            dealt = self._collated(job)
+        except Exception as raised:
+            error = raised
+        if states.have_changed() or torch_memory() != seeded:
+            self.draws = True
+            return None
+        if error is not None:
+            raise error
+        return dealt
+
+    def _collated(self, job: BatchRequest) -> tuple[int, int, bool, Any]:
         if self.in_batches:
             return len(job.indices), job.real, job.last, self.collate(self._samples(job.indices))
         batches = [self.collate(self.dataset[index]) for index in job.indices]

@@ -14,6 +14,7 @@ from trainer_kit.accelerator.profiling import profile
 from trainer_kit.accelerator.utils.dataclasses import AutocastKwargs, ProfileKwargs
 from trainer_kit.accelerator.utils.enums import DistributedType
 from trainer_kit.accelerator.wrappers import PreparedOptimizer
+from trainer_kit.strategies.grad_norms import clip_to_norm
 from trainer_kit.utils.pytree import map_tensors
 from trainer_kit.utils.user_warnings import warn
 
@@ -239,8 +240,7 @@ class Stepping(Checkpointing):
             return self.strategy.sharding.whole_tensors({"total": total})["total"]
         grads = self.strategy.sharding.gradients(trained)
         total = self.strategy.sharding.gradient_norms(trained, grads).total
-        # max_norm / (total + 1e-6), at most 1, as in torch.nn.utils.clip_grad_norm_.
-        torch._foreach_mul_(grads, (max_norm / (total + 1e-6)).clamp(max=1.0))
+        clip_to_norm(grads, total, max_norm, total.item() if self.strategy.device_info.reads_without_sync else None)
         return total
 
     @torch.no_grad()

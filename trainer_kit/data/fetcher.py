@@ -15,7 +15,7 @@ from trainer_kit.data.collate import Collator
 from trainer_kit.data.own_generators import OwnGenerators
 from trainer_kit.data.sampling import BatchIndices, mix
 from trainer_kit.errors import DataError
-from trainer_kit.utils.rng import seed_generators
+from trainer_kit.utils.rng import PythonState, seed_generators
 
 _SAMPLE, _COLLATE = 1, 2
 """Keep the seeds of samples and of collation apart, and apart from those of the steps (`Strategy.seed`)."""
@@ -30,7 +30,7 @@ _WORD = torch.empty((), dtype=torch.int64, device="cpu")
 class _Probe(NamedTuple):
     """The generators as a seed leaves them: two states, which are quicker to restore than to seed, and first draws."""
 
-    python_state: Any
+    python_state: PythonState
     torch_state: torch.Tensor
     draws: tuple[float, float, int]
 
@@ -120,7 +120,7 @@ def set_epoch(dataset: Any, epoch: int) -> None:
 @functools.cache
 def _probe(seed: int) -> _Probe:
     seed_generators(seed)
-    return _Probe(random.getstate(), torch.default_generator.get_state(), _draws())
+    return _Probe(PythonState(), torch.default_generator.get_state(), _draws())
 
 
 def _draws() -> tuple[float, float, int]:
@@ -132,7 +132,7 @@ def _reset(seed: int) -> tuple[float, float, int]:
     """Leave the generators as `seed_generators` does; return their next draws."""
     seed %= _PROBES
     probe = _probe(seed)
-    random.setstate(probe.python_state)
+    probe.python_state.restore()
     np.random.seed(seed)
     torch.default_generator.set_state(probe.torch_state)
     return probe.draws

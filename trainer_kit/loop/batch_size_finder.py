@@ -50,7 +50,7 @@ class BatchSizeFinder:
         self._loader = loader
         self._buffers = _Buffers(run.model)
         self._least = _least(run.model)
-        self._began: object = None  # time at which the current step began
+        self._began = 0  # place in the ledger at which the current step began
 
     def begin(self, compute_loss: ComputeLoss | None, optimizer: torch.optim.Optimizer | None) -> None:
         """Cut micro-batches to the size found in an earlier start, else to the size estimated to fit.

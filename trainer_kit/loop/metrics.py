@@ -43,13 +43,19 @@ class MeanLoss:
         self.items = 0.0
         self.waiting: list[tuple[torch.Tensor, Any, bool]] = []
         self.any = False
+        self._reads_freely = strategy.device_info.reads_without_sync
 
     def add(self, value: torch.Tensor, count: Any, items: Any) -> None:
         """Add the loss of a batch: a mean over `items`, or, unless `count` is None, a sum over `count` items."""
         self.any = True
+        number, is_mean = (items, True) if count is None else (count, False)
+        is_known = self._reads_freely and type(value) is torch.Tensor and not isinstance(number, torch.Tensor)
+        if is_known and not self.waiting:  # else the order of the sum would change
+            self._sum(value.item(), number, is_mean)
+            return
         value = value.detach()
         value = value.float() if value.dtype.itemsize < 4 else value
-        self.waiting.append((value, items if count is None else count, count is None))
+        self.waiting.append((value, number, is_mean))
         if len(self.waiting) >= _FOLD:
             self._fold()
 
@@ -61,11 +67,13 @@ class MeanLoss:
             )
         )
         for value, (_, count, is_mean) in zip(values, self.waiting, strict=True):
-            count = next(on_device) if isinstance(count, torch.Tensor) else float(count)
-            if count:
-                self.total += value * count if is_mean else value
-                self.items += count
+            self._sum(value, next(on_device) if isinstance(count, torch.Tensor) else count, is_mean)
         self.waiting = []
+
+    def _sum(self, value: float, count: float, is_mean: bool) -> None:
+        if count := float(count):
+            self.total += value * count if is_mean else value
+            self.items += count
 
     def sums(self) -> tuple[float, float] | None:
         """Return the sum of the losses and the number of items; None if no batch had a loss."""

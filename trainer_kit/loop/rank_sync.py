@@ -99,6 +99,10 @@ class RankSync:
         Returns:
             Whether any request is pending.
         """
+        pending = self.pending
+        if self.run.strategy.collectives.world_size == 1 and not any(self._flags()):
+            self.all_have_read = window is not None
+            return pending.log or pending.evaluate or pending.save or pending.stop or pending.written
         self.begin(window, self.run.state.step + 1)
         return self._read()
 
@@ -110,13 +114,8 @@ class RankSync:
             step: Number of the step that the global batch is for.
         """
         assert self._ballot is None, "the last vote was not read"
-        asked = self.run.requests
-        # asked.exit_code is never cleared: a signal handler may set it at any moment.
-        leaves = asked.exit_code is not None and self.pending.exit_code is None
-        flags = [asked.log, asked.evaluate, asked.save, asked.stop, asked.written, leaves]
-        for name, flag in zip(_FLAGS, flags, strict=False):
-            if flag:
-                setattr(asked, name, False)
+        flags = self._flags()
+        _clear(self.run.requests, flags)
         here = (0, 0, 0, 0)
         if window is not None:
             here = (1, window.stop, int(window.closes_epoch), window.fingerprint)
@@ -168,6 +167,13 @@ class RankSync:
             pending.save = pending.save or run.args.save_strategy != "no"
         return True
 
+    def _flags(self) -> list[bool]:
+        """Return this rank's requests; the last one says whether it leaves the run."""
+        asked = self.run.requests
+        # asked.exit_code is never cleared: a signal handler may set it at any moment.
+        leaves = asked.exit_code is not None and self.pending.exit_code is None
+        return [asked.log, asked.evaluate, asked.save, asked.stop, asked.written, leaves]
+
     def _restore(self, flags: Sequence[bool]) -> None:
         for name, flag in zip(_FLAGS, flags, strict=False):
             if flag:
@@ -186,6 +192,13 @@ class RankSync:
             self.disagreement = self.disagreement or _different_peers(numbers, collectives.reader_size)
         if window is not None and self.disagreement is None:
             window.set_numbers([total // collectives.reader_size for total in sums], collectives.sum_over_readers)
+
+
+def _clear(asked: Requests, flags: Sequence[bool]) -> None:
+    """Clear the requests that are shared; one that a thread made since remains."""
+    for name, flag in zip(_FLAGS, flags, strict=False):
+        if flag:
+            setattr(asked, name, False)
 
 
 def _disagreement(here: tuple[int, int, int, int], sums: Sequence[int], processes: int) -> str | None:

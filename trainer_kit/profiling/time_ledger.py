@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +41,7 @@ class HostClock:
 
     def passed(self, marks: Sequence[float]) -> list[float]:
         """Return the seconds from each mark to the next."""
-        return [after - before for before, after in itertools.pairwise(marks)]
+        return [*map(operator.sub, itertools.islice(marks, 1, None), marks)]
 
 
 class Ledger:
@@ -69,7 +70,9 @@ class Ledger:
         self._range: contextlib.AbstractContextManager[None] | None = None
         self._seconds = defaultdict[str, float](float)
         self._room = _UNFOLDED  # marks until they are folded
-        self._entries: list[tuple[str, Any]] = []  # activities and the marks of their beginnings
+        # Activities and the marks of their beginnings by turns: pairs would be objects for the garbage collector.
+        self._entries: list[Any] = []
+        self._folded = 0  # activities that began before those in the list
         self.keep_time_by(HostClock())
 
     def keep_time_by(self, clock: Clock) -> None:
@@ -81,8 +84,9 @@ class Ledger:
         first = clock.mark()  # may be slow
         if self._entries:
             self.seconds()
+            self._folded += len(self._entries) // 2
         self._clock, self._mark = clock, clock.mark
-        self._entries = [(self.activity, first)]
+        self._entries = [self.activity, first]
 
     def enter(self, activity: str) -> str:
         """Begin an activity.
@@ -94,7 +98,7 @@ class Ledger:
             The interrupted activity, for the caller to enter again.
         """
         before, self.activity = self.activity, activity
-        self._entries.append((activity, self._mark()))
+        self._entries.extend((activity, self._mark()))
         if self.annotate or self._range is not None:
             self._annotate(activity)
         self._room -= 1  # cheaper than len(), in a call that each step makes many times
@@ -113,7 +117,7 @@ class Ledger:
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds by activity over all starts, up to the device's progress, without synchronization."""
-        self._entries.append((self.activity, self._mark()))
+        self._entries.extend((self.activity, self._mark()))
         self._fold()
         return dict(self._seconds)
 
@@ -150,30 +154,28 @@ class Ledger:
         self._seconds = defaultdict(float, {**then, DOWN: down})
         self._add(LOST, lost)
 
-    def place(self) -> object:
-        """Return a reference to this moment, for `lose`."""
+    def place(self) -> int:
+        """Return the number of this moment, for `lose`."""
         self.enter(self.activity)
-        return self._entries[-1]
+        return self._folded + len(self._entries) // 2 - 1
 
-    def lose(self, place: object) -> None:
+    def lose(self, place: int) -> None:
         """Count all time since `place`, in this step, as lost: the step is repeated.
 
         Args:
             place: Result of `place`.
         """
-        for number in reversed(range(len(self._entries))):
-            entry = self._entries[number]
-            self._entries[number] = (LOST, entry[1])
-            if entry is place:
-                break
+        for number in range(2 * max(0, place - self._folded), len(self._entries), 2):
+            self._entries[number] = LOST
 
     def _fold(self) -> None:
         """Add the elapsed time to the totals; keep the last mark that the device has reached."""
-        passed, totals = self._clock.passed([mark for _, mark in self._entries]), self._seconds
-        for (activity, _), seconds in zip(self._entries, passed, strict=False):
+        passed, totals = self._clock.passed(self._entries[1::2]), self._seconds
+        for activity, seconds in zip(self._entries[::2], passed, strict=False):
             totals[activity] += seconds
-        del self._entries[: len(passed)]
-        self._room = max(_UNFOLDED // 16, _UNFOLDED - len(self._entries))
+        del self._entries[: 2 * len(passed)]
+        self._folded += len(passed)
+        self._room = max(_UNFOLDED // 16, _UNFOLDED - len(self._entries) // 2)
 
     def _add(self, activity: str, seconds: float) -> None:
         self._seconds[activity] += seconds

@@ -17,8 +17,9 @@ from trainer_kit.strategies.batch_shapes import ShapeLedger
 from trainer_kit.strategies.collectives import Collectives
 from trainer_kit.strategies.compilation import compile_model
 from trainer_kit.strategies.device_info import DeviceInfo
-from trainer_kit.strategies.grad_norms import GradientNorms
+from trainer_kit.strategies.grad_norms import GradientNorms, clip_to_norm
 from trainer_kit.strategies.memory_format import in_channels_last, use_channels_last
+from trainer_kit.strategies.optimizer_step import take_step
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.session import Session
 from trainer_kit.strategies.sharding import Sharding
@@ -69,7 +70,7 @@ class Strategy:
         self.collectives = Collectives()
         self.session = Session(self.collectives)
         self.sharding = Sharding()
-        self._worst_norm: torch.Tensor | None = None  # largest norm so far, with nonfinite="stop"
+        self._worst_norm: torch.Tensor | float | None = None  # largest norm so far, with nonfinite="stop"
 
     # Shortcuts for callbacks, see `collectives`
 
@@ -314,41 +315,40 @@ class Strategy:
         self.unscale(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         grads = self.sharding.gradients(parameters)
-        norms = None
+        norms = total = None
         if grads and (max_norm or nonfinite != "ignore"):
             norms = self.sharding.gradient_norms(parameters, grads)
+            total = norms.total.item() if self.device_info.reads_without_sync else norms.total
             if max_norm:
-                # max_norm / (total + 1e-6), at most 1, as in torch.nn.utils.clip_grad_norm_.
-                torch._foreach_mul_(grads, (norms.total + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0))
+                clip_to_norm(grads, norms.total, max_norm, total)
         if max_value:
             torch._foreach_clamp_min_(grads, -max_value)
             torch._foreach_clamp_max_(grads, max_value)
         judged = None
         if norms is not None and nonfinite == "skip":
-            judged = norms.total
+            judged = total
         elif norms is not None and nonfinite == "stop" and self._can_hold(optimizer):
-            # The running maximum stays non-finite after the first bad step.
-            judged = norms.total if self._worst_norm is None else torch.maximum(self._worst_norm, norms.total)
-            self._worst_norm, norms = judged, GradientNorms(norms.each, norms.total, parameters, held=True)
+            judged = self._worst_norm = total if self._worst_norm is None else _larger(self._worst_norm, total)
+            norms = GradientNorms(norms.each, norms.total, parameters, held=True)
         self._take_step(optimizer, judged)
         return norms
 
-    def _take_step(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor | None) -> None:
+    def _take_step(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor | float | None) -> None:
         """Step, unless fp16's gradients have overflowed or `norm` is not finite."""
         assert self.precision is not None
         if self.scales_gradients:
             self.precision.step(optimizer)
         elif norm is None:
-            optimizer.step()
-        elif not self.device_info.reads_without_sync and _is_fused(optimizer):
+            take_step(optimizer)
+        elif isinstance(norm, torch.Tensor) and _is_fused(optimizer):
             # `torch.amp.GradScaler` passes found_inf to a fused optimizer in the same way.
             optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
             try:
-                optimizer.step()
+                take_step(optimizer)
             finally:
                 del optimizer.found_inf  # type: ignore[attr-defined]
-        elif math.isfinite(norm.item()):
-            optimizer.step()
+        elif math.isfinite(norm):
+            take_step(optimizer)
 
     def _can_hold(self, optimizer: torch.optim.Optimizer) -> bool:
         # fp16's gradient scaler skips steps itself while it searches for a scale.
@@ -402,6 +402,13 @@ def clear_frames(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+
+
+def _larger(worst: Any, norm: Any) -> Any:
+    """Return the running maximum, as a tensor or a number; it stays non-finite after the first bad step."""
+    if isinstance(norm, torch.Tensor):
+        return torch.maximum(worst, norm)
+    return worst if worst > norm or not math.isfinite(worst) else norm
 
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:

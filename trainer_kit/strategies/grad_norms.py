@@ -42,6 +42,21 @@ def _norms(grads: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return torch._foreach_norm(grads, 2, torch.float32 if grads[0].dtype in _HALF else None)
 
 
+def clip_to_norm(grads: list[torch.Tensor], total: torch.Tensor, max_norm: float, value: Any = None) -> None:
+    """Scale gradients in place by max_norm / (total + 1e-6), at most 1, as in torch.nn.utils.clip_grad_norm_.
+
+    Args:
+        grads: The gradients.
+        total: Their norm.
+        max_norm: Largest norm.
+        value: The norm as a number, if the host knows it: gradients below `max_norm` are left as they are.
+    """
+    # The margin exceeds all rounding errors of the factor, so that a factor that is left out would be exactly 1.
+    if isinstance(value, float) and value + 1e-6 < max_norm * (1 - 1e-6):
+        return
+    torch._foreach_mul_(grads, (total + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0))
+
+
 def gradient_values(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the parameters' gradients; coalesce sparse ones in place, and return their values."""
     grads: list[Any] = [parameter.grad for parameter in parameters]

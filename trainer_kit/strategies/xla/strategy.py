@@ -288,7 +288,7 @@ class XLA(Strategy):
         yield
         self.device_info.mark_step()
 
-    def _take_step(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor | None) -> None:
+    def _take_step(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor | float | None) -> None:
         with varying_rates(optimizer, self.device_info.traced_scalar):
             super()._take_step(optimizer, norm)
 

@@ -1,0 +1,55 @@
+"""An optimizer's step without the profiler's scope and hooks that torch puts around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+_GLOBAL_HOOKS = [
+    getattr(torch_optimizer, name, None) for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+]
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def take_step(optimizer: Optimizer) -> None:
+    """Step the optimizer.
+
+    torch opens a scope of its profiler around each step, which takes as long as stepping a small model. It is left out
+    if there is no profiler, no hook, and nothing in place of the optimizer's own `step`.
+    """
+    hooked = type(optimizer).step
+    replaced = vars(optimizer).get("step")
+    if _has_effect(optimizer, hooked, replaced):
+        optimizer.step()
+        return
+    if replaced is not None:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # by which a schedule knows that a step was taken
+    hooked.__wrapped__(optimizer)  # type: ignore[attr-defined]
+
+
+def _has_effect(optimizer: Optimizer, hooked: Any, replaced: Any) -> bool:
+    """Return whether `optimizer.step()` does more than the function that torch wraps as `hooked`."""
+    if getattr(hooked, "__code__", None) is not _HOOKED_CODE:
+        return True
+    if replaced is not None:  # by a schedule, which wraps the method of the class to count the steps?
+        counts = getattr(replaced, "_wrapped_by_lr_sched", None) is True
+        if not counts or getattr(replaced, "__wrapped__", None) is not hooked:
+            return True
+    hooks = vars(optimizer)
+    return (
+        any(each is None or len(each) > 0 for each in _GLOBAL_HOOKS)
+        or any(hooks.get(name) != {} for name in _HOOKS)
+        or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    )
+
+
+def _code_of_hooked_step() -> Any:
+    """Return the code of the function that torch wraps around each optimizer's step; None if it has none."""
+    wrap = getattr(Optimizer, "profile_hook_step", None)
+    return None if wrap is None else getattr(wrap(lambda optimizer: None), "__code__", None)
+
+
+_HOOKED_CODE = _code_of_hooked_step() or object()
