@@ -60,10 +60,10 @@ def set_up_training(
     run.model.zero_grad()  # gradients may be left from an interrupted training or from the user's code
     run.optimizer = run.strategy.prepare_optimizer(optimizer or make_optimizer(run.model, args))
     check_optimizer(run.optimizer, run.model)
-    loader = make_train_loader(run, reading)
     resume = run.strategy.collectives.broadcast(resume)
     checkpoints.lock_folder()
     checkpoints.find(resume)
+    loader = make_train_loader(run, reading, saved=checkpoints.earlier_plan)
     finder = None
     if args.auto_find_batch_size:
         finder = BatchSizeFinder(run, loader)
