@@ -354,9 +354,8 @@ def _report_shares(run: Run, now: Layout, before: Layout) -> None:
     noun = "process" if run.strategy.collectives.reader_size == 1 else "group"
     whom = format_count(len(shares), "device" if now.devices != before.devices else noun)
     whole = (now.batches, "whole batch") if now.has_own_batches else (now.global_batch_size, "sample")
+    each = f"{describe_shares(shares)} each instead of {describe_shares(shares_before)}"
     factor = max(shares) / max(shares_before)
-    logger.info(
-        "%s %s %s a step: %s each instead of %s; %s",
-        whom, "keeps" if len(shares) == 1 else "keep", format_count(*whole), describe_shares(shares), describe_shares(shares_before),
-        "steps take as long as before" if factor == 1 else f"steps take about {factor:.2f} x as long",
-    )  # fmt: skip
+    duration = "as long as before" if factor == 1 else f"about {factor:.2f} x as long"
+    verb = "keeps" if len(shares) == 1 else "keep"
+    logger.info("%s %s %s a step: %s; steps take %s", whom, verb, format_count(*whole), each, duration)
