@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from trainer_kit.data.sampling import Layout, kept_layout
 
 LIMITS = st.none() | st.integers(1, 9)
+NEVER = st.none()
 
 
 def layouts(
@@ -14,14 +15,14 @@ def layouts(
     accumulation: int,
     readers: int,
     limits: st.SearchStrategy[int | None] = LIMITS,
-    full: st.SearchStrategy[int | None] | None = None,
+    full: st.SearchStrategy[int | None] = NEVER,
 ) -> st.SearchStrategy[Layout]:
     """Layouts of collated batches, as the first reader has them, up to these sizes.
 
-    `full` draws the number of processes whose steps are kept; None: none.
+    `full` draws the number of processes whose steps are kept.
     """
     sizes = (st.integers(1, largest) for largest in (batch_size, accumulation, readers))
-    return st.builds(kept, *sizes, limits, full or st.none())
+    return st.builds(kept, *sizes, limits, full)
 
 
 def kept(batch_size: int, accumulation: int, readers: int, limit: int | None = None, full: int | None = None) -> Layout:
