@@ -23,6 +23,7 @@ from trainer_kit.data.map_loader import LoaderConfig, from_workers
 from trainer_kit.data.own_generators import OwnGenerators
 from trainer_kit.data.sampling import Layout, mix
 from trainer_kit.data.source import ReadyBatches, begin_epoch
+from trainer_kit.data.workers import packed, unpacked
 from trainer_kit.errors import DataError
 from trainer_kit.loss.batch import samples_in, split
 from trainer_kit.state import Stateful
@@ -313,7 +314,7 @@ class StreamReader(IterableDataset[Any]):
             if self._is_ready:
                 parts = split(batch[0], cuts)
             elif self.layout.deals_samples:
-                parts = [batch]
+                parts = [batch if get_worker_info() is None else packed(batch)]
             else:
                 parts = collate([batch[start:stop] for start, stop in cuts], worker, cursor.samples)
             sizes = [stop - start for start, stop in cuts]
@@ -361,6 +362,8 @@ class StreamReader(IterableDataset[Any]):
         for item in items:
             if item is not None:
                 worker, parts, sizes, width, state = item
+                if self.layout.deals_samples and self.reading.workers:
+                    parts = [unpacked(parts[0])]
                 data_state = None
                 if state is not None:
                     current[worker] = state
