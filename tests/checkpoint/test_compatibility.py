@@ -13,9 +13,12 @@ import torch
 from kit.boxes import Reads, cut, rows, rows_of
 from scenarios.task import Net, Noisy, StopAt, Stream, make_trainer
 
-from trainer_kit import Callback, Trainer
+from trainer_kit import Callback, Run, Strategy, Trainer, TrainingArguments
 from trainer_kit.checkpoint import take_snapshot, write_checkpoint
-from trainer_kit.checkpoint.compatibility import fitting_optimizer_state
+from trainer_kit.checkpoint.compatibility import fitting_optimizer_state, report_changes
+from trainer_kit.data.run_length import RunLength
+from trainer_kit.data.sampling import Layout
+from trainer_kit.optim import make_scheduler
 from trainer_kit.utils.optimizer_state import optimizer_state
 
 STEP = 3
@@ -231,3 +234,75 @@ def test_a_scheduler_of_the_users_own_counts_as_it_likes(tmp_path: Path, caplog:
         assert train(StopAt(STEP + 2), per_device_train_batch_size=2) == pytest.approx(1e-2 * 0.9 ** (STEP + 2))
     assert "4 samples a step instead of 8: 42 steps are left" in caplog.text
     assert "the schedule continues" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        (
+            Layout(128, 1, 4),
+            Layout(128, 1, 3).keep_steps_of(4, 1),
+            "3 processes keep 512 samples a step: 171, 171, 170 each instead of 128; steps take about 1.34 x as long",
+        ),
+        (
+            Layout(128, 1, 3).keep_steps_of(4, 1),
+            Layout(128, 1, 4),
+            "4 processes keep 512 samples a step: 128 each instead of 171, 171, 170; steps take about 0.75 x as long",
+        ),
+        (
+            Layout(1, 1, 6).keep_steps_of(2, 1),
+            Layout(1, 1, 1).keep_steps_of(2, 1),
+            "1 process keeps 2 samples a step: 2 each instead of 0 or 1; steps take about 2.00 x as long",
+        ),
+        (
+            Layout(1, 2, 2, has_own_batches=True),
+            Layout(1, 2, 3, has_own_batches=True).keep_steps_of(2, 1),
+            "3 processes keep 4 whole batches a step: 2, 1, 1 each instead of 2; steps take as long as before",
+        ),
+        (
+            Layout(4 * 8, 1, devices=8),
+            Layout(4 * 4, 1, devices=4).keep_steps_of(1, 8),
+            "4 devices keep 32 samples a step: 8 each instead of 4; steps take about 2.00 x as long",
+        ),
+        (
+            Layout(4, 1, 3),
+            Layout(2, 2, 2).keep_steps_of(3, 1),
+            "2 processes keep 12 samples a step: 6 each instead of 4; steps take about 1.50 x as long | resumed with "
+            "batches of 2 samples instead of 4, with 2 of them a step instead of 1, 12 samples a step as before: 7 "
+            "steps are left",
+        ),
+        (
+            Layout(4, 1, 2).keep_steps_of(3, 1),
+            Layout(4, 1, 2),
+            "resumed with on_resize='scale', 8 samples a step instead of 12: 7 steps are left",
+        ),
+        (
+            Layout(4, 1, 3),
+            Layout(4, 1, 2),
+            "resumed with 2 processes that read data instead of 3, 8 samples a step instead of 12: 7 steps are left",
+        ),
+        (Layout(4, 1, 2).keep_steps_of(3, 1), Layout(4, 1, 2).keep_steps_of(3, 1), ""),
+    ],
+    ids=[
+        "fewer",
+        "again",
+        "few samples",
+        "whole batches",
+        "devices",
+        "other batches",
+        "scaled later",
+        "scaled",
+        "same",
+    ],
+)
+def test_one_sentence_tells_how_a_step_is_shared(
+    caplog: pytest.LogCaptureFixture, before: Layout, now: Layout, said: str
+) -> None:
+    args = TrainingArguments(max_steps=10, on_resize="scale")
+    model = torch.nn.Linear(1, 1)
+    run = Run(args, Strategy(), model, lr_scheduler=make_scheduler(torch.optim.SGD(model.parameters()), args, 10))
+    run.state.step = 3
+    saved = RunLength(before, 10, 10, 3, {}).state_dict()
+    with caplog.at_level("INFO", logger="trainer_kit"):
+        report_changes(run, RunLength(now, 10, 10, 3, {}), (saved, args.to_dict()))
+    assert " | ".join(caplog.messages) == said

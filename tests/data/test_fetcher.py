@@ -105,7 +105,7 @@ KINDS = ["torch", "numpy", "random", "normal", "mixed", "some", "seeding", *OWN]
 @settings(max_examples=25)
 @given(
     st.sampled_from(KINDS),
-    layouts(9, 3, 4),
+    layouts(9, 3, 4, full=st.none() | st.integers(1, 4)),
     st.data(),
 )
 def test_a_samples_randomness_depends_on_seed_epoch_and_index_alone(

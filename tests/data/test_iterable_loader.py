@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
 import weakref
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from kit.layouts import kept, layouts
 from torch.utils.data import IterableDataset, get_worker_info
 from xxhash import xxh3_64
 
@@ -18,6 +20,7 @@ from trainer_kit.data.collate import stack
 from trainer_kit.data.iterable_loader import StreamLoader, stream_evaluation_batches
 from trainer_kit.data.map_loader import LoaderConfig, MicroBatch
 from trainer_kit.data.sampling import Layout
+from trainer_kit.data.source import ReadyBatches
 from trainer_kit.errors import DataError
 
 SEED = 5
@@ -678,3 +681,116 @@ def test_after_another_batch_size_a_resume_gives_the_same_batches(kind: type[Pla
     second = resumed_at(kind(40), Layout(5, 1, 2), 0, 4, first[-1])
     third = resumed_at(kind(40), Layout(5, 1, 2), 0, 3, second[0])
     assert rows(third) == rows(second[1:])
+
+
+# Another number of processes that keeps the steps
+
+
+def kept_steps(
+    make: Any, layout: Layout, full: Layout, workers: int = 0, **options: Any
+) -> list[tuple[list[list[MicroBatch]], list[list[MicroBatch]]]]:
+    """The micro-batches by step and rank: as dealt in a layout, and in the full one whose steps it keeps."""
+    steps, found = 4, []
+    for each in (layout, full):
+        ranks = [
+            list(loader(make(), each._replace(reader=rank), workers, **options).micro_batches(0, 0, steps))
+            for rank in range(each.readers)
+        ]
+        assert len({tuple((micro.index, micro.is_last) for micro in rank) for rank in ranks}) == 1
+        by_step: dict[int, list[list[MicroBatch]]] = {}
+        for rank, own in enumerate(ranks):
+            step = 0
+            for micro in own:
+                by_step.setdefault(step, [[] for _ in ranks])[rank].append(micro)
+                step += micro.is_last
+        found.append([by_step[step] for step in sorted(by_step)])
+    assert len(found[0]) == len(found[1])
+    return [*zip(*found, strict=True)]
+
+
+def windows(step: list[list[MicroBatch]]) -> list[tuple[Any, ...]]:
+    found = [micro.global_batch for own in step for micro in own]
+    return [(each.epoch, each.start, each.stop, each.closes_epoch, each.data_state) for each in found]
+
+
+def counted_samples(own: list[MicroBatch]) -> list[int]:
+    return samples([micro for micro in own if micro.counts.samples])
+
+
+@pytest.mark.slow
+@settings(max_examples=150)
+@given(
+    st.integers(1, 60), layouts(5, 3, 5, full=st.integers(1, 5)).filter(lambda layout: layout.full is not None),
+    st.sampled_from([Plain, Stateful]), st.booleans(),
+)  # fmt: skip
+def test_a_kept_step_has_the_samples_and_the_state_of_the_full_one(
+    length: int, layout: Layout, kind: type[Plain], drop_last: bool
+) -> None:
+    assert layout.full is not None
+    assume(not drop_last or length >= layout.global_micro_batch_size)
+    for few, whole in kept_steps(lambda: kind(length), layout, layout.full, drop_last=drop_last):
+        assert {*map(repr, windows(few))} == {*map(repr, windows(whole))}
+        taken = [counted_samples(own) for own in few]
+        assert sorted(itertools.chain(*taken)) == sorted(itertools.chain(*map(counted_samples, whole)))
+        if sum(map(len, taken)) == layout.global_batch_size:
+            assert [len(own) for own in taken] == layout.shares
+            sizes = [micro.counts.samples for own in few for micro in own]
+            assert max(sizes) - min(sizes) <= 1
+        for micro in (micro for own in few for micro in own):
+            assert 1 <= len(micro.batch["x"]) <= layout.at_once
+            if micro.counts.samples:
+                assert micro.start == int(micro.batch["x"][0, 0])  # each sample is at its place
+        noises = [
+            {tuple(row) for own in step for micro in own for row in micro.batch["x"].tolist()} for step in (few, whole)
+        ]
+        assert noises[0] == noises[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Plain, Stateful])
+def test_a_kept_step_has_the_samples_of_the_full_one_with_workers(kind: type[Plain]) -> None:
+    layout = kept(3, 1, 2, full=3)
+    assert layout.full is not None
+    for few, whole in kept_steps(lambda: kind(41), layout, layout.full, workers=2):
+        assert {*map(repr, windows(few))} == {*map(repr, windows(whole))}
+        assert sorted(itertools.chain(*map(counted_samples, few))) == sorted(
+            itertools.chain(*map(counted_samples, whole))
+        )
+        if sum(len(counted_samples(own)) for own in few) == 9:
+            assert [len(counted_samples(own)) for own in few] == [5, 4]
+
+
+def test_ready_batches_stay_whole_in_a_kept_step() -> None:
+    batches = [{"x": torch.full((size, 1), float(number))} for number, size in enumerate([3, 1, 2, 4, 2, 2, 3])]
+    full = Layout(1, 1, 4, ready_size=1, has_own_batches=True)
+    layout = full._replace(readers=3).keep_steps_of(4, 1)
+    taken = []
+    for few, whole in kept_steps(lambda: ReadyBatches(batches), layout, full):
+        assert {*map(repr, windows(few))} == {*map(repr, windows(whole))}
+        taken.append([counted_samples(own) for own in few])
+    assert taken[:2] == [[[0, 0, 0, 3, 3, 3, 3], [1], [2, 2]], [[4, 4], [5, 5], [6, 6, 6]]]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_steps_left_of_a_kept_layout_are_those_of_the_full_one(drop_last: bool) -> None:
+    full = Layout(3, 2, 4)
+    layout = full._replace(readers=3).keep_steps_of(4, 1)
+    for position in (0, 24, 48):
+        left = [loader(Sized(67), each, drop_last=drop_last).steps_left(0, position) for each in (full, layout)]
+        assert left[0] == left[1]
+
+
+def test_a_collator_draws_the_same_for_a_kept_step_whatever_came_before() -> None:
+    """Randomness follows from the place of the samples, and the generators of the process stay as they are."""
+
+    def collate(rows: list[Any]) -> Any:
+        return {"x": torch.stack([row["x"] for row in rows]), "noise": torch.rand(len(rows))}
+
+    layout = Layout(3, 1, 2).keep_steps_of(3, 1)
+    found = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        one = StreamLoader(Stateful(30), layout, LoaderConfig(collate, SEED))
+        found.append([micro.batch["noise"].tolist() for micro in one.micro_batches(0, 0, 3)])
+    assert found[0] == found[1]
+    assert len({*map(tuple, found[0])}) == len(found[0])

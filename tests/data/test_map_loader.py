@@ -117,7 +117,7 @@ def test_batches_are_the_same_for_any_workers_and_after_a_resume(workers: int) -
 
 @settings(max_examples=25)
 @given(
-    layouts(9, 4, 3),
+    layouts(9, 4, 3, full=st.none() | st.integers(1, 4)),
     st.integers(0, 31),
 )
 def test_samples_are_the_same_in_any_layout(layout: Layout, position: int) -> None:
@@ -199,7 +199,7 @@ def test_workers_leave_whose_process_was_killed_while_they_started() -> None:
 @settings(max_examples=50)
 @given(
     st.integers(1, 40),
-    layouts(6, 4, 3),
+    layouts(6, 4, 3, full=st.none() | st.integers(1, 4)),
 )
 def test_a_step_is_counted_whole_before_its_first_batch_is_worked_on(length: int, layout: Layout) -> None:
     windows = []

@@ -38,7 +38,7 @@ def make_run(length: int, batch_size: int = 8, accumulation: int = 1, processes:
 
 
 def plan_of(run: Run, before: tuple[Run, RunLength] | None = None, passed_over: Any = ()) -> RunLength:
-    loader = make_train_loader(run, READING)
+    loader = make_train_loader(run, READING, saved=None if before is None else before[1].state_dict())
     loader.passed_over = passed_over
     return make_plan(run, loader, None if before is None else (before[1].state_dict(), before[0].args.to_dict()))
 

@@ -14,12 +14,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.layouts import layouts
 
+from trainer_kit.data.run_length import RunLength
 from trainer_kit.data.sampling import (
     GROUP,
     BatchIndices,
     Layout,
     epoch_length,
     evaluation_slots,
+    kept_layout,
     mix,
     permutation,
     slots,
@@ -30,7 +32,8 @@ relaxed = settings(max_examples=150)
 
 lengths = st.integers(0, 200)
 uncut = layouts(9, 5, 4, limits=st.none())
-any_layout = layouts(9, 5, 4)
+any_layout = layouts(9, 5, 4) | layouts(9, 5, 6, full=st.integers(1, 6))
+kept_layouts = layouts(9, 5, 6, full=st.integers(1, 6)).filter(lambda layout: layout.full is not None)
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -94,7 +97,7 @@ def test_resuming_at_any_step_gives_exactly_the_remaining_slots(
 def test_a_step_holds_the_same_samples_under_any_layout_with_the_same_global_batch(
     length: int, one: Layout, other: Layout
 ) -> None:
-    other = other._replace(batch_size=one.batch_size * one.accumulation * one.readers, accumulation=1, readers=1)
+    other = Layout(one.global_batch_size, limit=other.limit)
     assert one.global_batch_size == other.global_batch_size
     order = permutation(length, 7, 2)
     assert steps_of(plans(order, 0, one)) == steps_of(plans(order, 0, other))
@@ -129,7 +132,7 @@ def test_a_stand_in_counts_nothing_and_holds_real_samples(length: int, layout: L
 
 
 @relaxed
-@given(lengths, any_layout)
+@given(lengths, layouts(9, 5, 4))
 def test_a_limit_only_cuts_what_a_rank_has(length: int, layout: Layout) -> None:
     """Each rank has the samples that it has without it, step by step, in parts that differ by one sample at most."""
     order = permutation(length, 1, 0)
@@ -142,6 +145,62 @@ def test_a_limit_only_cuts_what_a_rank_has(length: int, layout: Layout) -> None:
                 own = [part for part in parts if part[0] in micro_batch]
                 assert len(own) == layout.parts(len(micro_batch))
                 assert max(map(len, own)) - min(map(len, own)) <= 1
+
+
+@relaxed
+@given(lengths, kept_layouts)
+def test_a_kept_step_is_dealt_evenly(length: int, layout: Layout) -> None:
+    """Shares and micro-batches differ by one sample at most; the steps are those of the full number of processes."""
+    assert layout.full is not None
+    order = permutation(length, 1, 0)
+    plan = plans(order, 0, layout)
+    for stop in {slot.window_stop for slot in plan[0]}:
+        own = [
+            [0 if slot.is_dummy else len(slot.indices) for slot in rank if slot.window_stop == stop] for rank in plan
+        ]
+        shares, sizes = [sum(each) for each in own], [size for each in own for size in each]
+        assert max(shares) - min(shares) <= 1
+        assert max(sizes) - min(sizes) <= 1
+        if sum(shares) == layout.global_batch_size:
+            assert shares == layout.shares
+            assert (max(sizes), len(own[0])) == (layout.at_once, layout.passes)
+        assert max(sizes) <= layout.at_once <= layout.pass_size <= min(layout.batch_size, layout.padded_size)
+        # No more passes than the fullest share needs.
+        assert len(own[0]) == -(-max(shares) // layout.at_once)
+    assert steps_of(plan) == steps_of(plans(order, 0, layout.full))
+
+
+@relaxed
+@given(lengths, kept_layouts, st.data())
+def test_full_size_restored_is_the_original_layout(length: int, layout: Layout, data: st.DataObject) -> None:
+    assert layout.full is not None
+    original = layout.full._replace(limit=None)
+    saved = RunLength(layout, 9, 9, 3, {}).state_dict()
+    for readers in data.draw(st.lists(st.integers(1, 7), max_size=3)):
+        smaller = kept_layout(original._replace(readers=readers), saved)
+        assert smaller.global_batch_size == original.global_batch_size
+        saved = RunLength(smaller, 9, 9, 3, {}).state_dict()
+    assert kept_layout(original, saved) == original
+
+
+def test_what_the_user_changes_counts() -> None:
+    """Batch size times accumulation: only the number of processes is not the user's wish."""
+    saved = RunLength(Layout(4, 2, 3), 9, 9, 3, {}).state_dict()
+    assert kept_layout(Layout(4, 2, 2), saved).global_batch_size == 24
+    assert kept_layout(Layout(2, 4, 2), saved).global_batch_size == 24
+    assert kept_layout(Layout(4, 3, 2), saved) == Layout(4, 3, 2)
+    assert kept_layout(Layout(3, 2, 2), saved) == Layout(3, 2, 2)
+    earlier = {"processes": 3, "batch_size": 4, "accumulation": 2, "units": {}}  # of a version that wrote less
+    assert kept_layout(Layout(4, 2, 2), earlier) == kept_layout(Layout(4, 2, 2), saved)
+
+
+def test_devices_of_one_process_are_kept_too() -> None:
+    saved = RunLength(Layout(4 * 8, devices=8), 9, 9, 3, {}).state_dict()
+    for devices, pass_size, padded, passes in ((4, 16, 16, 2), (6, 16, 18, 2), (3, 11, 12, 3), (16, 32, 32, 1)):
+        layout = kept_layout(Layout(4 * devices, devices=devices), saved)
+        assert layout.global_batch_size == sum(layout.shares) == 32
+        assert len(layout.shares) == devices
+        assert (layout.pass_size, layout.padded_size, layout.passes) == (pass_size, padded, passes)
 
 
 def test_a_short_last_step_is_spread_with_stand_ins() -> None:

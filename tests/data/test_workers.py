@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from trainer_kit import Accelerator, Trainer, TrainingArguments
+from trainer_kit.data.workers import packed, unpacked
 from trainer_kit.errors import DataError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are stopped")
@@ -90,3 +91,16 @@ def test_an_accelerators_loader_names_it_too() -> None:
     loader = Accelerator(cpu=True).prepare(DataLoader(Map(), batch_size=2, num_workers=2, timeout=1.5))  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"within timeout=1.5 seconds: DataLoader worker 1 .* is stopped"):
         list(loader)
+
+
+def test_packed_samples_are_the_same_without_the_memory_around_them() -> None:
+    rows = torch.arange(1_000_000.0).view(100, -1)
+    shared = torch.ones(3)
+    samples = [{"x": rows[3, :5], "label": 3, "text": "three"}, [shared, shared], rows[4, 2].bfloat16()]
+    data = packed(samples)
+    assert len(data) < 5_000
+    found = unpacked(data)
+    assert torch.equal(found[0].pop("x"), rows[3, :5])
+    assert found[0] == {"label": 3, "text": "three"}
+    assert found[1][0] is found[1][1]
+    assert torch.equal(found[2], samples[2])

@@ -14,8 +14,11 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from trainer_kit import Trainer, TrainingArguments, log_mean
+from trainer_kit import Run, Strategy, Trainer, TrainingArguments, log_mean
+from trainer_kit.data.sampling import Layout
 from trainer_kit.planning import TrainingPlan
+from trainer_kit.planning.checks import layout_warnings
+from trainer_kit.planning.sections import Data
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
@@ -369,3 +372,29 @@ def test_a_model_that_cannot_be_tried_on_shapes(tmp_path: Path, monkeypatch: pyt
 def test_there_is_no_plan(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         plan(tmp_path, **changes)
+
+
+KEPT = Layout(1, 1, 3).keep_steps_of(2, 1)  # 2 samples for 3 processes
+
+
+@pytest.mark.parametrize(
+    ("layout", "samples_of_epoch", "model", "said"),
+    [
+        (KEPT, 64, Net(), ["in every step 1 of 3 processes has no samples, and waits for the others"]),
+        (Layout(4, 1, 3).keep_steps_of(2, 1), 64, Normed(), []),
+        (
+            Layout(4, 1, 3).keep_steps_of(2, 1), 65, Normed(),
+            [
+                "the last step of each epoch is short: 1 of 8 samples",
+                "in the last step of each epoch 2 of 3 processes have no samples, and wait for the others",
+                "in the last step of each epoch a process has a micro-batch of a single sample, which the batch norm "
+                "'body.1' may refuse in training; set on_resize='scale', or start as many processes as before",
+            ],
+        ),
+    ],
+    ids=["more processes than samples", "even", "short"],
+)  # fmt: skip
+def test_a_kept_step_is_warned_about(layout: Layout, samples_of_epoch: int, model: Any, said: list[str]) -> None:
+    run = Run(TrainingArguments(), Strategy(), model)
+    data = Data(samples_of_epoch, samples_of_epoch, {})
+    assert [*layout_warnings(data, layout, run)] == said

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from scenarios.task import Noisy, make_trainer
+from scenarios.task import Noisy, StopAt, make_trainer
 
 from trainer_kit import Callback
 from trainer_kit.callbacks import EarlyStopping
@@ -43,6 +43,17 @@ def test_a_terminal_of_80_columns(plan: TrainingPlan) -> None:
     assert "  callbacks  Asking, EarlyStopping may request more, or stop the run" in lines
     assert "warnings" in lines
     assert lines.index("train() would fail") < lines.index("warnings")
+
+
+def test_a_kept_step_says_who_has_how_many_samples(tmp_path: Path) -> None:
+    make_trainer(tmp_path, StopAt(2), save_steps=2).train()
+    plan = make_trainer(tmp_path).plan(True, num_processes=3)
+    assert "8 samples = 4 per device x 2 accumulated x 1 process" in str(plan)
+    assert "on_resize='keep': 3 processes with 3, 3, 2 each" in str(plan)
+    assert (plan.steps.last, plan.steps.left, plan.steps.samples) == (24, 22, 186 - 16)
+    scaled = make_trainer(tmp_path, on_resize="scale").plan(True, num_processes=3)
+    assert "24 samples = 4 per device x 2 accumulated x 3 processes" in str(scaled)
+    assert "on_resize" not in str(scaled)
 
 
 def test_the_rate_is_drawn_between_its_extremes(plan: TrainingPlan) -> None:

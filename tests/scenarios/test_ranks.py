@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -249,6 +250,32 @@ def test_a_resume_with_another_layout_sees_each_sample_once(
         assert len(place.figures()) == len(other.figures()) == 6
         for ours, theirs in zip(place.figures(), other.figures(), strict=True):
             assert ours == pytest.approx(theirs, rel=0, abs=1e-9, nan_ok=True)
+
+
+def test_fewer_processes_keep_the_samples_of_a_step(tmp_path_factory: Any, place: Place) -> None:
+    """3 -> 2 -> 3: each sample once in the steps of an undisturbed run, and no trace of the change afterwards."""
+    options = ("--model", "exact", "--epochs", 3, "--batch-size", 2, "--accumulation", 2)
+    whole = Place(tmp_path_factory.mktemp("whole"))
+    expected = whole.run(3, *options)[0]
+    counted: list[set[int]] = []
+    for ranks, until in ((3, 7), (2, 14), (3, -1)):
+        if until < 0:
+            other = Place(tmp_path_factory.mktemp("other"))
+            shutil.copytree(place.output_dir, other.output_dir)
+        results = place.run(ranks, *options, "--until", until)
+        for event in place.events(0, "counted"):
+            counted.append({*event["numbers"]})
+            assert event["shares"] == pytest.approx([1 / len(event["shares"])] * len(event["shares"]), rel=1e-12)
+    assert counted == [{*event["numbers"]} for event in whole.events(0, "counted")]
+    for result in results:
+        assert result["parameters"] == pytest.approx(expected["parameters"], rel=0, abs=1e-12)
+    assert [row[3] for row in place.figures()] == [row[3] for row in whole.figures()]  # learning rates
+    on_ranks(3, train_scaled, other.words(*options))  # the layout that these processes have by themselves
+    assert other.ending(3).digests == place.ending(3).digests
+
+
+def train_scaled(words: list[str]) -> None:
+    rank_task.train(words, on_resize="scale")
 
 
 # Signals

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer_kit.utils.units import (
+    describe_shares,
     format_count,
     format_duration,
     format_number,
@@ -153,3 +154,17 @@ def test_values_that_are_rare_stay_readable() -> None:
     assert [format_count(0.99999, "epoch"), format_count(0.9, "epoch")] == ["1 epoch", "0.9 epochs"]
     assert join_names(["", "a"]) == " and a"
     assert join_names("abcdef", most=None) == "a, b, c, d, e and f"
+
+
+@pytest.mark.parametrize(
+    ("shares", "text"),
+    [
+        ([128, 128], "128"),
+        ([171, 171, 170], "171, 171, 170"),
+        ([1, 1, 0], "1, 1, 0"),
+        ([17, 17, 16, 16, 16], "16 or 17"),
+        ([2048] * 9, "2,048"),
+    ],
+)
+def test_shares_are_listed_while_they_are_few(shares: list[int], text: str) -> None:
+    assert describe_shares(shares) == text

@@ -15,6 +15,7 @@ from trainer_kit.checkpoint.format.discovery import read_outline, read_state_int
 from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME
 from trainer_kit.data.reader import check_workers
 from trainer_kit.data.run_length import RunLength, step_numbers
+from trainer_kit.data.sampling import Layout, saved_layout
 from trainer_kit.data.source import data_length, data_source, order_facts
 from trainer_kit.errors import CheckpointError
 from trainer_kit.optim import Schedule, set_rate
@@ -22,6 +23,7 @@ from trainer_kit.run import Run
 from trainer_kit.utils.box import Placement, unsharded
 from trainer_kit.utils.optimizer_state import described_groups
 from trainer_kit.utils.run_lock import holder_of
+from trainer_kit.utils.units import describe_shares, format_count
 from trainer_kit.utils.user_warnings import warn
 
 logger = logging.getLogger("trainer_kit")
@@ -309,18 +311,25 @@ def _described(changed: Mapping[str, tuple[Any, Any]], names: list[str]) -> str:
 
 def _report_layout(run: Run, plan: RunLength, saved: Mapping[str, Any]) -> None:
     """Log a changed number of processes, batch size or accumulation, and the consequences."""
-    now, changes = plan.state_dict(), []
-    for name, text in (
-        ("processes", "with {} processes that read data instead of {}"),
-        ("batch_size", "with batches of {} samples instead of {}"),
-        ("accumulation", "with {} of them a step instead of {}"),
+    now = plan.layout
+    before = saved_layout(saved, now)
+    window, window_before = now.global_batch_size, before.global_batch_size
+    if now.steps.readers * now.steps.devices == before.steps.readers * before.steps.devices:
+        _report_shares(run, now, before)
+        per_device = before.batch_size // before.devices
+        before = before._replace(readers=now.readers, devices=now.devices, batch_size=per_device * now.devices)
+    changes = []
+    for new, old, text in (
+        (now.readers, before.readers, "with {} processes that read data instead of {}"),
+        (now.batch_size, before.batch_size, "with batches of {} samples instead of {}"),
+        (now.accumulation, before.accumulation, "with {} of them a step instead of {}"),
     ):
-        if now[name] != saved[name]:
-            changes.append(text.format(now[name], saved[name]))
-    if not changes:
+        if new != old:
+            changes.append(text.format(new, old))
+    if not changes and window == window_before:
         return
-    window, before = plan.layout.global_batch_size, saved["processes"] * saved["batch_size"] * saved["accumulation"]
-    samples = f"{window} samples a step " + ("as before" if window == before else f"instead of {before}")
+    changed = ", ".join(changes or [f"with on_resize={run.args.on_resize!r}"])
+    samples = f"{window} samples a step " + ("as before" if window == window_before else f"instead of {window_before}")
     schedule = ""
     if isinstance(run.lr_scheduler, Schedule) and run.args.max_steps < 0:
         schedule = f"; the schedule continues at step {plan.schedule_step} of {plan.schedule_length}"
@@ -329,9 +338,24 @@ def _report_layout(run: Run, plan: RunLength, saved: Mapping[str, Any]) -> None:
             f", in which {name}={steps} are {scaled[name]}" for name, steps in given.items() if steps != scaled[name]
         )
     left = max(0, plan.last_step - run.state.step)
-    logger.info("resumed %s, %s: %d steps are left%s", ", ".join(changes), samples, left, schedule)
-    if window != before and not isinstance(run.lr_scheduler, (Schedule, ReduceLROnPlateau)):
+    logger.info("resumed %s, %s: %d steps are left%s", changed, samples, left, schedule)
+    if window != window_before and not isinstance(run.lr_scheduler, (Schedule, ReduceLROnPlateau)):
         warn(
             f"lr_scheduler is a {type(run.lr_scheduler).__name__} of your own, which counts steps: those taken had "
-            f"{before} samples, those to come have {window}",
+            f"{window_before} samples, those to come have {window}",
         )
+
+
+def _report_shares(run: Run, now: Layout, before: Layout) -> None:
+    """Log how another number of processes shares a step that keeps its samples."""
+    shares, shares_before = now.shares, before.shares
+    if len(shares) == len(shares_before):
+        return
+    noun = "process" if run.strategy.collectives.reader_size == 1 else "group"
+    whom = format_count(len(shares), "device" if now.devices != before.devices else noun)
+    whole = (now.batches, "whole batch") if now.has_own_batches else (now.global_batch_size, "sample")
+    each = f"{describe_shares(shares)} each instead of {describe_shares(shares_before)}"
+    factor = max(shares) / max(shares_before)
+    duration = "as long as before" if factor == 1 else f"about {factor:.2f} x as long"
+    verb = "keeps" if len(shares) == 1 else "keep"
+    logger.info("%s %s %s a step: %s; steps take %s", whom, verb, format_count(*whole), each, duration)

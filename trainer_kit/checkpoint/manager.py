@@ -105,6 +105,11 @@ class CheckpointManager:
         return self._plan
 
     @property
+    def earlier_plan(self) -> Mapping[str, Any] | None:
+        """State of the plan in the checkpoint to resume from; None without one."""
+        return None if self._earlier is None else self._earlier[0]
+
+    @property
     def newest(self) -> Path | None:
         """Folder of the newest checkpoint; None before the first."""
         return self.saver.newest

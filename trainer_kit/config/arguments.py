@@ -64,6 +64,9 @@ class TrainingArguments(ArgumentSources):
             is repeated, with its `on_step_begin` and `on_substep_end`.
         per_device_eval_batch_size: Samples of one evaluation batch on one process; None: the training batch size.
         gradient_accumulation_steps: Micro-batches of one step.
+        on_resize: What a resume under another number of processes does with the samples of a step: "keep" them, dealt
+            evenly to the processes, so that steps and schedule stay as they are, or "scale" them with the number of
+            processes. Where batch size times accumulation has changed too, that counts.
         learning_rate: Peak learning rate.
         layer_lr_decay: Factor of the learning rate from each block that the model repeats to the one below; the head
             has `learning_rate`. 1.0: all parameters have it.
@@ -184,6 +187,7 @@ class TrainingArguments(ArgumentSources):
     auto_find_batch_size: bool = False
     per_device_eval_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1
+    on_resize: Literal["keep", "scale"] = "keep"
     learning_rate: NotNegative = 5e-5
     layer_lr_decay: Factor = 1.0
     weight_decay: NotNegative = 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from trainer_kit.data.iterable_loader import StreamLoader, stream_evaluation_bat
 from trainer_kit.data.map_loader import LoaderConfig, TrainLoader, evaluation_batches
 from trainer_kit.data.sampled_loader import SampledLoader
 from trainer_kit.data.sampler_order import SamplerOrder, copied, evaluation_plan
-from trainer_kit.data.sampling import Layout
+from trainer_kit.data.sampling import Layout, kept_layout
 from trainer_kit.data.source import DataSource, data_source, order_facts
 from trainer_kit.loss.batch import Counts
 from trainer_kit.loss.loss import ComputeLoss, columns_of, takes_column
@@ -86,13 +86,16 @@ def reading_of(source: DataSource, reading: LoaderConfig) -> LoaderConfig:
     return dataclasses.replace(reading, **own)
 
 
-def make_train_loader(run: Run, reading: LoaderConfig, trains: bool = True) -> TrainLoader | StreamLoader:
+def make_train_loader(
+    run: Run, reading: LoaderConfig, trains: bool = True, saved: Mapping[str, Any] | None = None
+) -> TrainLoader | StreamLoader:
     """Make the loader of the training batches.
 
     Args:
         run: The run.
         reading: How samples are read.
         trains: Whether to train on the batches; otherwise a copy of the sampler draws the orders.
+        saved: The `RunLength` state of the checkpoint to resume from; None without one.
 
     Raises:
         TypeError: If `run.train_dataset` is a dict of datasets.
@@ -104,6 +107,7 @@ def make_train_loader(run: Run, reading: LoaderConfig, trains: bool = True) -> T
     source = data_source("train_dataset", run.train_dataset, run.train_sampler)
     reading = reading_of(source, reading)
     layout = _layout(run.strategy, source, args.per_device_train_batch_size, args.gradient_accumulation_steps)
+    saved = saved if args.on_resize == "keep" else None
     order, drop_last = order_facts(source, args).values()
     if args.group_by_length and order != "grouped":
         raise ValueError(
@@ -113,7 +117,8 @@ def make_train_loader(run: Run, reading: LoaderConfig, trains: bool = True) -> T
     if source.sampler is not None:
         sampler = source.sampler if trains else copied(source.sampler)
         own = SamplerOrder(sampler, args.seed, source.in_batches, warns=layout.reader == 0)
-        return SampledLoader(source.dataset, layout, reading, own, drop_last)
+        return SampledLoader(source.dataset, layout, reading, own, drop_last, saved)
+    layout = kept_layout(layout, saved)
     if not source.is_iterable:
         return TrainLoader(source.dataset, layout, reading, drop_last, args.group_by_length, order != "dataset")
     if args.max_steps < 0 and source.length is None:
@@ -153,6 +158,7 @@ def make_evaluation_batches(
 def _layout(strategy: Strategy, source: DataSource, batch_size: int, accumulation: int = 1) -> Layout:
     collectives = strategy.collectives
     if source.is_ready:
-        return Layout(1, accumulation, collectives.readers, collectives.reader, ready_size=1)
+        return Layout(1, accumulation, collectives.readers, collectives.reader, ready_size=1, has_own_batches=True)
     size = batch_size if source.batch_size is None else source.batch_size
-    return Layout(size * strategy.devices, accumulation, collectives.readers, collectives.reader)
+    devices = strategy.devices
+    return Layout(size * devices, accumulation, collectives.readers, collectives.reader, devices=devices)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 from trainer_kit.data.map_loader import GlobalBatch, LoaderConfig, MicroBatch, no_batch
-from trainer_kit.data.reader import Read, StreamReader
-from trainer_kit.data.sampling import Layout, epoch_length, parts, ranges
+from trainer_kit.data.reader import Read, SeededCollator, StreamReader
+from trainer_kit.data.sampling import STAND_IN, Layout, epoch_length, part_of, parts, ranges
 from trainer_kit.data.source import DataSource, ReadyBatches
 from trainer_kit.loss.batch import Counts, count
 from trainer_kit.state import Stateful
@@ -51,10 +52,12 @@ class _Piece(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """The batches that all processes take at the same time, as this process sees them.
+    """The batches that all processes of a step's layout take at the same time, as this process sees them.
 
     Attributes:
-        pieces: The parts of this process's batch, followed by dummy batches if other processes have more parts.
+        own: What this process takes, by number of its turn in the step: pieces, or samples if these are dealt evenly.
+        most: The passes of each turn: the pieces of the process that has most.
+        first: What a dummy batch takes, its samples and its position: of the first batch; None if none is needed.
         part: As in `_Batch`.
         start: Position where the row begins.
         stop: Position after the row.
@@ -62,7 +65,9 @@ class _Row(NamedTuple):
         data_state: The dataset's state after the row.
     """
 
-    pieces: list[_Piece]
+    own: dict[int, list[Any]]
+    most: dict[int, int]
+    first: tuple[Any, int, int] | None
     part: int
     start: int
     stop: int
@@ -82,7 +87,8 @@ class StreamLoader:
     Every process reads the whole dataset and keeps its own batches, which are dealt out in turn. Order, steps and
     states are therefore those of one process, a run resumes with any number of processes, and processes never wait for
     each other to read. The cost is that every process reads everything. The dataset must yield the same samples on all
-    processes, without dividing itself by rank.
+    processes, without dividing itself by rank. If a step keeps the samples of another number of processes, batches are
+    read as there, and this process collates its share of their samples itself.
 
     Args:
         dataset: A dataset with `__iter__`. Its `__len__`, if it has one, counts samples. `ReadyBatches` count batches:
@@ -114,8 +120,8 @@ class StreamLoader:
         self.epoch_length = 0  # unknown
         self._length = DataSource(dataset).length
         if self._length is not None:
-            self._full, self._tail = _batches_of(self._length, layout.batch_size, self._readers, drop_last)
-            self.epoch_length = epoch_length(self._full * layout.batch_size + sum(self._tail), layout, drop_last)
+            self._full, self._tail = _batches_of(self._length, layout.steps.batch_size, self._readers, drop_last)
+            self.epoch_length = epoch_length(self._full * layout.steps.batch_size + sum(self._tail), layout, drop_last)
             if self.epoch_length == 0:
                 raise ValueError(no_batch(self._length, layout))
 
@@ -133,7 +139,7 @@ class StreamLoader:
 
     def _rows_between(self, start: int, stop: int) -> int:
         """Count the rows of batches between two positions; the second is the end of an epoch or a part."""
-        size, processes = self.layout.batch_size, self.layout.readers
+        size, processes = self.layout.steps.batch_size, self.layout.steps.readers
         if stop == self.epoch_length:
             return self._rows_from(start) - self._rows_from(stop)
         if self._readers == 1:
@@ -142,12 +148,12 @@ class StreamLoader:
 
     def _rows_from(self, position: int) -> int:
         """Count the rows of batches from a position to the end of an epoch."""
-        batches, processes = self._batches_from(position), self.layout.readers
+        batches, processes = self._batches_from(position), self.layout.steps.readers
         return batches // processes if self.drop_last else -(-batches // processes)
 
     def _batches_from(self, position: int) -> int:
         """Count the batches of all processes from a position to the end of an epoch."""
-        size, tail = self.layout.batch_size, self._tail
+        size, tail = self.layout.steps.batch_size, self._tail
         if self._readers == 1:
             assert self._length is not None
             left = self._length - position
@@ -211,7 +217,7 @@ class StreamLoader:
 
     def _windows(self, epoch: int, position: int, data_state: dict[str, Any] | None) -> Iterator[list[MicroBatch]]:
         """Yield the micro-batches of each step of an epoch. One row is prefetched to find the last step."""
-        rows = self._rows(epoch, position, data_state)
+        rows, collate = self._rows(epoch, position, data_state), SeededCollator(self.reading, epoch)
         ahead = next(rows, None)
         while ahead is not None:
             part, fetched = ahead.part, [ahead]
@@ -227,7 +233,7 @@ class StreamLoader:
             )
             if self._is_ready and state is not None and (digest := state["workers"][0]["digest"]) is not None:
                 window.fingerprint = int(digest, 16) % 2**40
-            pieces = [piece for row in fetched for piece in row.pieces]
+            pieces = [*_pieces(fetched, self.layout, collate)]
             for piece in pieces:
                 window.add(piece.counts)
             yield [
@@ -238,10 +244,11 @@ class StreamLoader:
             ]
 
     def _rows(self, epoch: int, position: int, data_state: dict[str, Any] | None) -> Iterator[_Row]:
-        processes = self.layout.readers
+        processes = self.layout.steps.readers
         cuts = [start for start, _ in ranges(self.passed_over, epoch)]
         for _, part in groupby(self._batches(epoch, position, data_state), key=lambda batch: batch.part):
-            while (row := _dealt(islice(part, processes), self.layout)) is not None:
+            numbers = itertools.cycle(range(self.layout.accumulation))
+            while (row := _dealt(islice(part, processes), self.layout, next(numbers))) is not None:
                 if row.batches == processes or not self.drop_last or row.stop in cuts:
                     yield row
 
@@ -250,7 +257,10 @@ class StreamLoader:
         passed_over = ranges(self.passed_over, epoch)
         # A single reader knows the positions, and ends a batch there.
         ends = sorted({end for each in passed_over for end in each}) if self._readers == 1 else []
-        reader = StreamReader(self.dataset, self.layout, self.reading, epoch, self.drop_last, ends, self._fresh)
+        reading = self.reading
+        if self.layout.deals_samples:
+            reading = dataclasses.replace(reading, pin_memory=False)  # of samples that are not collated yet
+        reader = StreamReader(self.dataset, self.layout, reading, epoch, self.drop_last, ends, self._fresh)
         if data_state is not None:
             reader.resume(data_state["workers"], data_state["turn"])
         part, stop = 0, position
@@ -273,27 +283,87 @@ def stream_evaluation_batches(dataset: Any, layout: Layout, reading: LoaderConfi
             yield batch, count(batch, samples)
 
 
-def _dealt(batches: Iterator[_Batch], layout: Layout) -> _Row | None:
-    """Deal out a row of batches, one per process, without keeping those of others; None if no batch is left."""
-    pieces: list[_Piece] = []
-    number, most, first = -1, 0, None
-    for number, (read, start, part) in enumerate(batches):
-        if number == 0:
-            first, first_samples, row_start, row_part = read.parts[0], read.sizes[0], start, part
-        if number == layout.reader:
-            # The parts of a ready batch have one position; their places only have to differ, since they are seeds.
-            steps = [_READY_PART] * len(read.sizes) if read.width < sum(read.sizes) else read.sizes
-            places = itertools.accumulate(steps, initial=start)
-            pieces = [
-                _Piece(each, count(each, samples), place, samples)
-                for each, samples, place in zip(read.parts, read.sizes, places, strict=False)
-            ]
-        most, stop, data_state = max(most, len(read.parts)), start + read.width, read.data_state
-    if number < 0:
+def _dealt(batches: Iterator[_Batch], layout: Layout, number: int) -> _Row | None:
+    """Deal out a row of batches without keeping those of other processes; None if no batch is left.
+
+    Args:
+        batches: The batches: one for each process of the step's layout, less at an end.
+        layout: Batch size and processes.
+        number: Number of the row in the step.
+    """
+    own: dict[int, list[Any]] = {}
+    most: dict[int, int] = {}
+    first, row_start, row_part, count_of_batches = None, 0, 0, 0
+    place, offset = number * layout.steps.readers, number * layout.global_micro_batch_size
+    for read, start, part in batches:
+        if count_of_batches == 0:
+            first, row_start, row_part = (read.parts[0], read.sizes[0], start), start, part
+        if layout.deals_samples:
+            most.update(dict.fromkeys(_deal_samples(read, start, offset, layout, own), 1))
+        else:
+            turn, reader = divmod(place, layout.readers)
+            if reader == layout.reader:
+                own[turn] = _pieces_of(read, start)
+            most[turn] = max(most.get(turn, 0), len(read.parts))
+        place, offset, count_of_batches = place + 1, offset + read.width, count_of_batches + 1
+        stop, data_state = start + read.width, read.data_state
+    if first is None:
         return None
-    while len(pieces) < most:  # a dummy batch
-        pieces.append(_Piece(first, count(first, first_samples).as_nothing(), row_start, first_samples))
-    return _Row(pieces, row_part, row_start, stop, number + 1, data_state)
+    if all(len(own.get(turn, ())) >= passes for turn, passes in most.items()):
+        first = None
+    elif layout.deals_samples:
+        samples = min(STAND_IN, layout.at_once, first[1])
+        first = first[0][:samples], samples, row_start
+    return _Row(own, most, first, row_part, row_start, stop, count_of_batches, data_state)
+
+
+def _deal_samples(read: Read, start: int, offset: int, layout: Layout, own: dict[int, list[Any]]) -> Iterator[int]:
+    """Add this process's share of a batch's samples to `own`, with their positions; yield the turns that they are for.
+
+    Args:
+        read: The batch, not collated.
+        start: Position of its first sample in the epoch.
+        offset: Samples of the step before it, if all its batches are full.
+        layout: Batch size and processes.
+        own: This process's samples by turn.
+    """
+    samples, whole, readers = read.parts[0], layout.global_batch_size, layout.readers
+    parts, numbered = layout.rounds(whole) * readers, [*enumerate(samples, start)]
+    for turn, (begin, end) in enumerate(layout.deal(0, whole)):
+        first, last = part_of(0, whole, turn * readers, parts)[0], part_of(0, whole, (turn + 1) * readers - 1, parts)[1]
+        if first < offset + len(samples) and offset < last:
+            if share := numbered[max(begin - offset, 0) : max(end - offset, 0)]:
+                own.setdefault(turn, []).extend(share)
+            yield turn
+
+
+def _pieces_of(read: Read, start: int) -> list[_Piece]:
+    """Return the pieces of a batch that a process takes whole."""
+    # The parts of a ready batch have one position; their places only have to differ, since they are seeds.
+    steps = [_READY_PART] * len(read.sizes) if read.width < sum(read.sizes) else read.sizes
+    places = itertools.accumulate(steps, initial=start)
+    return [
+        _Piece(each, count(each, samples), place, samples)
+        for each, samples, place in zip(read.parts, read.sizes, places, strict=False)
+    ]
+
+
+def _pieces(rows: list[_Row], layout: Layout, collate: SeededCollator) -> Iterator[_Piece]:
+    """Yield the pieces of a step: this process's own, and dummy batches where other processes have more."""
+    by_turn: dict[int, list[_Row]] = {}
+    for row in rows:
+        for turn in row.most:
+            by_turn.setdefault(turn, []).append(row)
+    for turn, sharing in by_turn.items():
+        own = [each for row in sharing for each in row.own.get(turn, ())]
+        if layout.deals_samples and own:
+            start, batch = own[0][0], collate.alone([sample for _, sample in own], own[0][0])
+            own = [_Piece(batch, count(batch, len(own)), start, len(own))]
+        yield from own
+        for _ in range(max(row.most[turn] for row in sharing) - len(own)):
+            batch, samples, start = next(row.first for row in sharing if row.first is not None)
+            batch = collate.alone(batch, start) if layout.deals_samples else batch
+            yield _Piece(batch, count(batch, samples).as_nothing(), start, samples)
 
 
 def _batches_of(length: int, size: int, readers: int, drop_last: bool) -> tuple[int, list[int]]:

@@ -55,7 +55,7 @@ def first_batches(run: Run, loader: TrainLoader | StreamLoader, most: int) -> li
             "__iter__ starts from the beginning each time"
         )
     single: Any = copy.copy(loader)
-    single.layout = loader.layout._replace(accumulation=1)
+    single.layout = loader.layout._replace(accumulation=1, full=None)
     position = 0 if isinstance(loader, StreamLoader) else run.state.position
 
     def read(reading: LoaderConfig) -> list[MicroBatch]:

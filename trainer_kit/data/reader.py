@@ -23,6 +23,7 @@ from trainer_kit.data.map_loader import LoaderConfig, from_workers
 from trainer_kit.data.own_generators import OwnGenerators
 from trainer_kit.data.sampling import Layout, mix
 from trainer_kit.data.source import ReadyBatches, begin_epoch
+from trainer_kit.data.workers import packed, unpacked
 from trainer_kit.errors import DataError
 from trainer_kit.loss.batch import samples_in, split
 from trainer_kit.state import Stateful
@@ -42,7 +43,7 @@ class Read(NamedTuple):
     """A batch in its parts.
 
     Attributes:
-        parts: The collated parts.
+        parts: The collated parts; the samples as one part if the loader deals them out.
         sizes: Samples of each part.
         width: The batch's items of the dataset: its samples, or 1 for a ready batch.
         data_state: The state of all readers after the batch; None in an evaluation.
@@ -187,7 +188,7 @@ class _Cursor:
         return mark.hexdigest() == hexdigest
 
 
-class _SeededCollator:
+class SeededCollator:
     """Collate the parts of batches. Generators of the collator's own are seeded from the place of the batch."""
 
     def __init__(self, reading: LoaderConfig, epoch: int) -> None:
@@ -209,6 +210,14 @@ class _SeededCollator:
             return collated
         set_generator_states(states)  # the first draw made another generator
         return self(parts, worker, samples)
+
+    def alone(self, samples: list[Any], start: int) -> Any:
+        """Collate samples outside of a reader, with the randomness of their position; the generators stay unchanged."""
+        states = generator_states()
+        seed_generators(mix(self._reading.seed, self._epoch, start))
+        batch = self([samples], 0, start)[0]
+        set_generator_states(states)
+        return batch
 
 
 def _copied(sample: Any) -> Any:
@@ -290,19 +299,22 @@ class StreamReader(IterableDataset[Any]):
             yield from self._batches(worker, cursor or _Cursor(self, worker))
 
     def _batches(self, worker: int, cursor: _Cursor) -> Iterator[tuple[int, list[Any], list[int], int, Any]]:
-        full, is_last, keeps_state = self.layout.batch_size, False, self.epoch >= 0
-        collate = _SeededCollator(self.reading, self.epoch)
+        full, is_last, keeps_state = self.layout.steps.batch_size, False, self.epoch >= 0
+        collate = SeededCollator(self.reading, self.epoch)
         while not is_last:
             size = min(full, min((end - cursor.samples for end in self._ends if end > cursor.samples), default=full))
             batch = cursor.take(size)
             is_last = len(batch) < size
             if not batch or (self._drop_last and is_last):
                 return
-            cuts = self.layout.cut(0, samples_in(batch[0]) if self._is_ready else len(batch))
+            samples = samples_in(batch[0]) if self._is_ready else len(batch)
+            cuts = [(0, samples)] if self.layout.deals_samples else self.layout.cut(0, samples)
             if keeps_state:
                 cursor.note(batch)  # before a collator may change it
             if self._is_ready:
                 parts = split(batch[0], cuts)
+            elif self.layout.deals_samples:
+                parts = [batch if get_worker_info() is None else packed(batch)]
             else:
                 parts = collate([batch[start:stop] for start, stop in cuts], worker, cursor.samples)
             sizes = [stop - start for start, stop in cuts]
@@ -350,6 +362,8 @@ class StreamReader(IterableDataset[Any]):
         for item in items:
             if item is not None:
                 worker, parts, sizes, width, state = item
+                if self.layout.deals_samples and self.reading.workers:
+                    parts = [unpacked(parts[0])]
                 data_state = None
                 if state is not None:
                     current[worker] = state

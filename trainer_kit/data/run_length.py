@@ -59,6 +59,9 @@ class RunLength:
             "processes": layout.readers,
             "batch_size": layout.batch_size,
             "accumulation": layout.accumulation,
+            "devices": layout.devices,
+            "full_processes": layout.steps.readers,
+            "full_devices": layout.steps.devices,
             "units": dict(self.units),
         }
 

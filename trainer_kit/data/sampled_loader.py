@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from trainer_kit.data.map_loader import LoaderConfig, MicroBatch, TrainLoader
 from trainer_kit.data.sampler_order import SamplerOrder, batch_slots, batch_steps
-from trainer_kit.data.sampling import BatchIndices, Layout, epoch_length, ranges, steps_between
+from trainer_kit.data.sampling import BatchIndices, Layout, epoch_length, kept_layout, ranges, steps_between
 from trainer_kit.utils.user_warnings import warn
 
 
@@ -26,13 +26,20 @@ class SampledLoader(TrainLoader):
         order: The sampler's orders.
         drop_last: Whether to drop an epoch's last batches if not every process has a full one; a batch sampler decides
             for itself.
+        saved: The `RunLength` state of a checkpoint whose steps are kept, see `kept_layout`.
 
     Raises:
         ValueError: If an epoch has no batch.
     """
 
     def __init__(
-        self, dataset: Any, layout: Layout, reading: LoaderConfig, order: SamplerOrder, drop_last: bool = False
+        self,
+        dataset: Any,
+        layout: Layout,
+        reading: LoaderConfig,
+        order: SamplerOrder,
+        drop_last: bool = False,
+        saved: Mapping[str, Any] | None = None,
     ) -> None:
         self._order = order
         self._drop_last = drop_last
@@ -41,7 +48,8 @@ class SampledLoader(TrainLoader):
         self._has_batches = first.ends is not None
         if first.ends is not None:
             sizes = [stop - start for start, stop in zip([0, *first.ends], first.ends, strict=False)]
-            layout = layout._replace(batch_size=max(sizes))
+            layout = layout._replace(batch_size=max(sizes), devices=1, has_own_batches=True)
+        layout = kept_layout(layout, saved)
         super().__init__(dataset, layout, reading, drop_last and not self._has_batches, samples=len(first.indices))
         self.has_equal_epochs = order.promised(1) is not None
 
@@ -57,7 +65,7 @@ class SampledLoader(TrainLoader):
             return batch_steps(self._order.draw(epoch), position, self.layout, passed_over)
         length = self._order.length(epoch)
         if self._has_batches:
-            return -(-length // (self.layout.readers * self.layout.accumulation))
+            return -(-length // self.layout.batches)
         return steps_between(position, self._cut(length), self.layout, passed_over)
 
     def resume(self, epoch: int, position: int, data_state: dict[str, Any] | None) -> dict[str, Any] | None:

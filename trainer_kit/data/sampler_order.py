@@ -276,7 +276,7 @@ def _windows(
     """Yield (start, stop) of each batch of a step, step by step; a skipped range ends a step."""
     assert order.ends is not None
     batches = [batch for batch in itertools.pairwise([0, *order.ends]) if batch[0] < batch[1]]
-    size = layout.readers * layout.accumulation
+    size = layout.batches
     for first, last in parts(position, order.ends[-1], passed_over):
         kept = [(max(start, first), min(stop, last)) for start, stop in batches if start < last and stop > first]
         for place in range(0, len(kept), size):

@@ -2,14 +2,14 @@
 
 The order of an epoch is a permutation of the dataset that does not depend on batch size, accumulation or number of
 processes. An optimizer step takes the next `Layout.global_batch_size` samples of it. A position counts samples over all
-processes. A resume is therefore arithmetic, also under another layout.
+processes. A resume is therefore arithmetic, also under another layout. If only the number of processes is another one,
+a step may keep its samples: `kept_layout` gives a layout that deals them evenly.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,8 +31,12 @@ class Layout(NamedTuple):
         readers: Number of processes that read samples of their own.
         reader: Number of this process among these, from 0.
         limit: Maximal samples of one pass; larger micro-batches are cut into parts, each of which the loop takes as a
-            micro-batch. The samples of a step and a process do not depend on it. None: no limit.
+            micro-batch. The samples of a step do not depend on it. None: no limit.
         ready_size: Samples of a ready batch, which counts as 1 in `batch_size`; None: batches are collated.
+        devices: Devices of one process, which share a micro-batch.
+        has_own_batches: Whether the data comes in batches of its own, which a process takes as they are.
+        full: The layout whose steps this one keeps, with another number of processes or devices. A step's samples are
+            dealt evenly, in micro-batches of at most `batch_size`. None: the steps are those of this layout.
     """
 
     batch_size: int
@@ -41,16 +45,34 @@ class Layout(NamedTuple):
     reader: int = 0
     limit: int | None = None
     ready_size: int | None = None
+    devices: int = 1
+    has_own_batches: bool = False
+    full: Layout | None = None
+
+    @property
+    def steps(self) -> Layout:
+        """The layout that the steps of the run have: `full`, or this one."""
+        return self.full or self
+
+    @property
+    def deals_samples(self) -> bool:
+        """Whether a step's samples are dealt evenly, rather than in batches."""
+        return self.full is not None and not self.has_own_batches
 
     @property
     def pass_size(self) -> int:
         """Samples of a whole micro-batch on one process."""
-        return self.batch_size if self.ready_size is None else self.ready_size
+        return self._even(self.batch_size) if self.ready_size is None else self.ready_size
+
+    @property
+    def padded_size(self) -> int:
+        """Samples of a whole micro-batch with static shapes, which all devices share evenly."""
+        return -(-self._even(self.batch_size) // self.devices) * self.devices if self.deals_samples else self.batch_size
 
     @property
     def global_micro_batch_size(self) -> int:
         """Samples of one micro-batch over all processes."""
-        return self.batch_size * self.readers
+        return self.steps.batch_size * self.steps.readers
 
     @property
     def global_batch_size(self) -> int:
@@ -58,9 +80,42 @@ class Layout(NamedTuple):
         return self.global_micro_batch_size * self.accumulation
 
     @property
+    def batches(self) -> int:
+        """Batches of one optimizer step over all processes."""
+        return self.steps.readers * self.accumulation
+
+    @property
+    def passes(self) -> int:
+        """Passes of a whole step on one process."""
+        if self.deals_samples:
+            return self.rounds(self.global_batch_size)
+        return -(-self.batches // self.readers) * self.parts(self.pass_size)
+
+    @property
     def at_once(self) -> int:
         """Maximal samples that a process computes in one pass."""
-        return self.pass_size if self.limit is None else min(self.pass_size, self.limit)
+        return self.pass_size if self.limit is None else self._even(min(self.pass_size, self.limit))
+
+    @property
+    def shares(self) -> list[int]:
+        """Samples that each device has of a whole step, or batches if the data comes in batches of its own."""
+        whole = self.batches if self.has_own_batches else self.global_batch_size
+        parts = self.readers * self.devices
+        return [stop - start for start, stop in (part_of(0, whole, number, parts) for number in range(parts))]
+
+    def keep_steps_of(self, readers: int, devices: int) -> Layout:
+        """Return a layout with the steps of another number of processes, or of devices of one process."""
+        if (readers, devices) == (self.readers, self.devices):
+            return self._replace(full=None)
+        size = self.batch_size // self.devices * devices
+        return self._replace(full=self._replace(batch_size=size, readers=readers, reader=0, devices=devices, full=None))
+
+    def _even(self, most: int) -> int:
+        """Return the largest micro-batch of a step that is cut evenly into the fewest of at most `most` samples."""
+        if not self.deals_samples:
+            return most
+        samples = -(-self.global_batch_size // self.readers)
+        return -(-samples // -(-samples // most))
 
     def parts(self, samples: int) -> int:
         """Return the number of parts of a micro-batch of `samples` samples."""
@@ -68,10 +123,22 @@ class Layout(NamedTuple):
 
     def cut(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Cut a micro-batch into the fewest parts, of nearly equal size, and return (start, stop) of each part."""
-        least, more = divmod(stop - start, parts := self.parts(stop - start))
-        sizes = [least + (number < more) for number in range(parts)]
-        ends = [*itertools.accumulate(sizes, initial=start)]
-        return [*itertools.pairwise(ends)]
+        parts = self.parts(stop - start)
+        return [part_of(start, stop, number, parts) for number in range(parts)]
+
+    def rounds(self, samples: int) -> int:
+        """Return the micro-batches that each process takes of a step of `samples` samples that are dealt evenly."""
+        return -(-samples // (self.readers * self.at_once))
+
+    def deal(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Deal out a step's samples evenly; return (start, stop) of each micro-batch of this process.
+
+        The micro-batches of all processes follow one another, so that those taken at the same time are neighbors, and
+        of similar length with `group_by_length`.
+        """
+        rounds = self.rounds(stop - start)
+        own = range(self.reader, rounds * self.readers, self.readers)
+        return [part_of(start, stop, number, rounds * self.readers) for number in own]
 
 
 class BatchIndices(NamedTuple):
@@ -100,6 +167,42 @@ class BatchIndices(NamedTuple):
     window_stop: int
     closes_epoch: bool
     repeats: list[int] | None = None
+
+
+def part_of(start: int, stop: int, number: int, parts: int) -> tuple[int, int]:
+    """Return (start, stop) of one of the parts of a range, whose sizes differ by at most one; the first are larger."""
+    least, more = divmod(stop - start, parts)
+    begin = start + number * least + min(number, more)
+    return begin, begin + least + (number < more)
+
+
+def saved_layout(saved: Mapping[str, Any], present: Layout) -> Layout:
+    """Return the layout in a checkpoint.
+
+    Args:
+        saved: `RunLength.state_dict()` in the checkpoint.
+        present: The layout of the present processes.
+    """
+    processes, devices = saved["processes"], saved.get("devices", present.devices)  # earlier versions wrote less
+    layout = Layout(saved["batch_size"], saved["accumulation"], processes, devices=devices)
+    layout = layout._replace(has_own_batches=present.has_own_batches)
+    return layout.keep_steps_of(saved.get("full_processes", processes), saved.get("full_devices", devices))
+
+
+def kept_layout(layout: Layout, saved: Mapping[str, Any] | None) -> Layout:
+    """Return a layout that keeps the steps of a checkpoint, if only the number of processes or devices is another one.
+
+    Args:
+        layout: The layout of the present processes.
+        saved: `RunLength.state_dict()` in the checkpoint; None: without one.
+    """
+    if saved is None:
+        return layout
+    before = saved_layout(saved, layout)
+    samples = [each.batch_size // each.devices * each.accumulation for each in (layout, before)]
+    if samples[0] != samples[1]:
+        return layout
+    return layout.keep_steps_of(before.steps.readers, before.steps.devices)
 
 
 def mix(*numbers: int) -> int:
@@ -205,7 +308,10 @@ def slots(
     """
     kept, size = parts(position, len(order), passed_over), layout.global_micro_batch_size
     for first, stop in _windows(kept, layout.global_batch_size):
-        pieces = [piece for row in range(first, stop, size) for piece in _pieces(row, stop, layout)]
+        if layout.deals_samples:
+            pieces = [(start, end) if start < end else None for start, end in layout.deal(first, stop)]
+        else:
+            pieces = [piece for row in range(first, stop, size) for piece in _pieces(row, stop, layout)]
         for number, piece in enumerate(pieces):
             # A dummy batch has the step's first samples.
             begin, end = piece or (first, min(first + min(layout.at_once, STAND_IN), stop))

@@ -1,10 +1,12 @@
-"""Supervision of a DataLoader's workers: errors name the worker that delivers no batch."""
+"""Supervision of a DataLoader's workers, whose errors name the worker, and the samples that they send."""
 
 from __future__ import annotations
 
 import functools
+import io
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
@@ -162,3 +164,25 @@ def _outlive_signals() -> None:
 
 def _end_soon(number: int, frame: FrameType | None) -> None:
     signal.alarm(_LAST_SECONDS)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickle the elements of a tensor alone, not the whole memory that it is a view of."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is torch.Tensor and value.untyped_storage().nbytes() > value.nbytes:
+            return value.detach().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def packed(samples: list[Any]) -> bytes:
+    """Return samples as bytes for another process: sent as they are, each tensor would take a file descriptor."""
+    file = io.BytesIO()
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(samples)
+    return file.getvalue()
+
+
+def unpacked(samples: bytes) -> list[Any]:
+    """Return the samples that `packed` was given."""
+    found: list[Any] = pickle.loads(samples)
+    return found

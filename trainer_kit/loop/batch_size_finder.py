@@ -222,7 +222,7 @@ def _estimated(
             raise ValueError("its tensors do not begin with the samples")
 
         def peak(samples: int) -> int:
-            micro_batches = layout.accumulation * layout._replace(limit=samples).parts(whole)
+            micro_batches = layout._replace(limit=samples).passes
             anatomy = estimate(
                 run.model,
                 dataclasses.replace(args, gradient_accumulation_steps=micro_batches),

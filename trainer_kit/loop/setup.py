@@ -63,10 +63,10 @@ def set_up_training(
     run.model.zero_grad()  # gradients may be left from an interrupted training or from the user's code
     run.optimizer = run.strategy.prepare_optimizer(optimizer or make_optimizer(run.model, args))
     check_optimizer(run.optimizer, run.model)
-    loader = make_train_loader(run, reading)
     checkpoints.lock_folder()
     checkpoints.find(run.strategy.collectives.broadcast(resume))
     initial.load_late(checkpoints.source)
+    loader = make_train_loader(run, reading, saved=checkpoints.earlier_plan)
     finder = BatchSizeFinder(run, loader) if args.auto_find_batch_size else None
     if finder is not None:
         finder.begin(loss.compute_loss, optimizer)

@@ -72,7 +72,7 @@ class TrainStep:
         steps = run.total_steps - state.step
         micro_batches = self._loader.micro_batches(state.epoch, state.position, steps, self._checkpoints.data_state)
         if run.strategy.static_shapes:
-            padding = Padding(self._probe, run.strategy, self._loader.layout.batch_size, training=True)
+            padding = Padding(self._probe, run.strategy, self._loader.layout.padded_size, training=True)
             self._micro_batches = padding.kept(run.strategy.prepare_loader(padding.filled(micro_batches)))
         else:
             self._micro_batches = run.strategy.prepare_loader(micro_batches)
@@ -119,7 +119,9 @@ class TrainStep:
         global_batch = micro_batch.global_batch
         if self._item_count is not None:
             self._divide_by_item_count(global_batch)
-        if args.gradient_accumulation_steps > 1:  # the optimizer's step becomes one computation of its own
+        if (
+            args.gradient_accumulation_steps > 1 or micro_batch.index
+        ):  # the optimizer's step becomes one computation of its own
             strategy.device_info.mark_step()
         self._checkpoints.saver.wait_for_staging()
         call("on_pre_optimizer_step", run)

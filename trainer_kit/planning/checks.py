@@ -21,7 +21,7 @@ def layout_warnings(data: Data, layout: Layout, run: Run) -> Iterator[str]:
     """Yield warnings about samples, batches, steps and processes that do not divide evenly."""
     if data.train is None or not data.epoch:
         return
-    window, row, left = layout.global_batch_size, layout.global_micro_batch_size, data.epoch
+    window, left = layout.global_batch_size, data.epoch
     dropped = data.train - left
     if dropped > 0:
         yield f"dataloader_drop_last=True leaves out {dropped:,} of {data.train:,} samples in each epoch"
@@ -32,20 +32,47 @@ def layout_warnings(data: Data, layout: Layout, run: Run) -> Iterator[str]:
         )
     elif rest := left % window:
         yield f"the last step of each epoch is short: {rest:,} of {window:,} samples"
+    if layout.deals_samples:
+        yield from _of_shares(layout, left, run)
+    else:
+        yield from _of_rows(layout, left, run)
+    if run.args.max_steps > 0 and run.args.max_steps * window < left:
+        seen = run.args.max_steps * window
+        yield f"max_steps ends training in the first epoch: it sees {seen:,} of the {left:,} samples"
+
+
+def _of_rows(layout: Layout, left: int, run: Run) -> Iterator[str]:
+    """Yield warnings about the last row of batches of an epoch of `left` samples."""
+    row = layout.global_micro_batch_size
     last = left % row
-    idle = layout.readers - -(-last // layout.batch_size) if last else 0
+    idle = layout.readers - -(-last // layout.batch_size) if last and not layout.full else 0
     if idle:
-        when = "in every step" if left < row else "in the last micro-batch of each epoch"
-        verbs = "has no samples, and waits" if idle == 1 else "have no samples, and wait"
-        yield f"{when} {idle:,} of {layout.readers:,} processes {verbs} for the others"
+        yield _of_idle(layout, idle, "in every step" if left < row else "in the last micro-batch of each epoch")
     if last % layout.batch_size == 1 and (norm := _batch_norm(run.model)) is not None:
         yield (
             f"the last batch of each epoch is a single sample, which the batch norm {norm!r} may refuse in training; "
             "set dataloader_drop_last=True, or another batch size"
         )
-    if run.args.max_steps > 0 and run.args.max_steps * window < left:
-        seen = run.args.max_steps * window
-        yield f"max_steps ends training in the first epoch: it sees {seen:,} of the {left:,} samples"
+
+
+def _of_shares(layout: Layout, left: int, run: Run) -> Iterator[str]:
+    """Yield warnings about the steps of an epoch of `left` samples that are dealt evenly to another number of them."""
+    window = layout.global_batch_size
+    for samples, when in ((min(window, left), "in every step"), (left % window, "in the last step of each epoch")):
+        if 0 < samples < layout.readers:
+            yield _of_idle(layout, layout.readers - samples, when)
+        fewest = samples // (layout.rounds(samples) * layout.readers) if samples else 0
+        if samples and fewest <= 1 and (norm := _batch_norm(run.model)) is not None:
+            yield (
+                f"{when} a process has a micro-batch of a single sample, which the batch norm {norm!r} may refuse in "
+                "training; set on_resize='scale', or start as many processes as before"
+            )
+            return
+
+
+def _of_idle(layout: Layout, idle: int, when: str) -> str:
+    verbs = "has no samples, and waits" if idle == 1 else "have no samples, and wait"
+    return f"{when} {idle:,} of {layout.readers:,} processes {verbs} for the others"
 
 
 def _batch_norm(model: nn.Module) -> str | None:

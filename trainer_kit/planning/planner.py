@@ -69,11 +69,13 @@ class _Rehearsal:
         self.problems: list[str] = []
         run.optimizer = self._optimizer()
         self.reading: LoaderConfig = make_reading(run.args, self.stage, subject.collate)
-        self.loader: TrainLoader | StreamLoader = make_train_loader(run, self.reading, trains=False)
         if resume is None:
             resume = self.strategy.session.restarts > 0
         self.checkpoints = CheckpointManager(run, subject.events)  # without a lock: it writes nothing
         self.checkpoints.find(resume)
+        self.loader: TrainLoader | StreamLoader = make_train_loader(
+            run, self.reading, trains=False, saved=self.checkpoints.earlier_plan
+        )
         self.checkpoints.lay_out(self.loader)
         if self.checkpoints.resumed_from is not None:
             try:
@@ -182,13 +184,16 @@ class _Rehearsal:
         return sections.Data(data_length(self.run.train_dataset), self.loader.epoch_length or None, lengths)
 
     def _batch(self) -> sections.Batch:
-        args, stage = self.run.args, self.stage
+        layout, stage = self.loader.layout, self.stage
         return sections.Batch(
-            self.loader.layout.batch_size // stage.devices,
+            layout.batch_size // stage.devices,
             stage.devices,
-            args.gradient_accumulation_steps,
-            stage.collectives.readers,
-            self.loader.layout.global_batch_size,
+            self.run.args.gradient_accumulation_steps,
+            layout.readers,
+            layout.global_batch_size,
+            layout.steps.devices if layout.full else stage.devices,
+            layout.steps.readers,
+            tuple(layout.shares) if layout.full else (),
         )
 
     def _steps(self, cadence: Cadence) -> sections.StepsSection:

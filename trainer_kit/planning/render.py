@@ -20,7 +20,7 @@ from trainer_kit.planning.sections import (
     StepsSection,
     Storage,
 )
-from trainer_kit.utils.units import format_count, format_duration, format_si, format_size
+from trainer_kit.utils.units import describe_shares, format_count, format_duration, format_si, format_size
 
 WIDTH = 79
 """Columns of a line: some terminals wrap lines of 80."""
@@ -53,9 +53,13 @@ def data_lines(data: Data) -> list[str]:
 def batch_lines(batch: Batch) -> list[str]:
     """Format the factors of a step's samples."""
     factors = [f"{batch.per_device:,} per device"]
-    factors += [f"{batch.devices:,} devices"] * (batch.devices > 1)
-    factors += [f"{batch.accumulation:,} accumulated", format_count(batch.processes, "process")]
-    return labelled("a step", f"{format_count(batch.samples, 'sample')} = {' x '.join(factors)}")
+    factors += [f"{batch.full_devices:,} devices"] * (batch.full_devices > 1)
+    factors += [f"{batch.accumulation:,} accumulated", format_count(batch.full_processes, "process")]
+    kept = ""
+    if (batch.full_devices, batch.full_processes) != (batch.devices, batch.processes):
+        now = format_count(batch.processes, "process") if batch.devices == 1 else format_count(batch.devices, "device")
+        kept = f"on_resize='keep': {now} with {describe_shares(batch.shares)} each"
+    return labelled("a step", f"{format_count(batch.samples, 'sample')} = {' x '.join(factors)}", kept)
 
 
 def steps_lines(steps: StepsSection, start: StartSection) -> list[str]:

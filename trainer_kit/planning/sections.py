@@ -15,6 +15,10 @@ class Batch:
         accumulation: Micro-batches of a step.
         processes: Number of processes that read samples of their own.
         samples: Samples of a step.
+        full_devices: Devices of a process in the run whose steps are kept (`on_resize`); else `devices`.
+        full_processes: Its processes; else `processes`.
+        shares: Samples that each device has of a kept step, or batches if the data comes in batches of its own; else
+            empty.
     """
 
     per_device: int
@@ -22,6 +26,9 @@ class Batch:
     accumulation: int
     processes: int
     samples: int
+    full_devices: int
+    full_processes: int
+    shares: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 GIB = 2**30
@@ -94,6 +94,13 @@ def format_count(number: float, noun: str) -> str:
 def pluralize(noun: str, number: float) -> str:
     """Return the noun as it follows this number: step, steps; batch, batches."""
     return noun if number == 1 else f"{noun}es" if noun.endswith(("s", "sh", "tch", "x")) else f"{noun}s"
+
+
+def describe_shares(shares: Sequence[int]) -> str:
+    """Format the shares of a whole, the largest first: 171, 171, 170; 128 if all are equal; else 16 or 17."""
+    if len({*shares}) == 1:
+        return f"{shares[0]:,}"
+    return ", ".join(f"{share:,}" for share in shares) if len(shares) <= 4 else f"{min(shares):,} or {max(shares):,}"
 
 
 def join_names(names: Iterable[Any], most: int | None = 4) -> str:

@@ -88,6 +88,7 @@ _FACTS: Mapping[str, Rule] = {
     "drop_last": BOOL,
 }
 _PLAN: Mapping[str, Rule] = {"processes": _SIZE, "batch_size": _SIZE, "accumulation": _SIZE, "units": OBJECT}
+_FULL_SIZE: Mapping[str, Rule] = {"devices": _SIZE, "full_processes": _SIZE, "full_devices": _SIZE}
 _ARGUMENTS: Mapping[str, Rule] = {
     "warmup_steps": COUNT,
     "lr_scheduler_kwargs": OBJECT,
@@ -151,6 +152,8 @@ def read_trainer(directory: Path) -> dict[str, Any] | None:
         file.check(trainer, _FACTS)
     file.check(trainer["counters"], _COUNTERS, "counters.")
     file.check(trainer["plan"], _PLAN, "plan.")
+    if "full_processes" in trainer["plan"]:  # earlier versions did not write it
+        file.check(trainer["plan"], _FULL_SIZE, "plan.")
     processes = trainer["plan"]["processes"]  # those that read samples of their own
     allowed = f"{manifest.world_size}, as the manifest says, or a divisor of it"
     file.require(manifest.world_size % processes == 0, "plan.processes", processes, allowed)
