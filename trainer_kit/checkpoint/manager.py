@@ -171,6 +171,12 @@ class CheckpointManager:
         self._plan = make_plan(run, loader, self._earlier)
         run.total_steps = self._plan.last_step
 
+    def lay_out_again(self, loader: TrainLoader | StreamLoader) -> None:
+        """Go on with another number of processes at the present step, as a resume does, and log what changes."""
+        self._earlier = (self.plan.state_dict(), self.run.args.to_dict())
+        self.lay_out(loader)
+        report_changes(self.run, self.plan, self._earlier)
+
     def restore(self) -> None:
         """Restore weights, optimizer, schedule, precision, callbacks and the user's own stateful objects. Collective.
 
@@ -344,9 +350,9 @@ class CheckpointManager:
     def _states_with(self, optimizer_state: Callable[[], dict[str, Any]], evaluation_is_due: bool) -> States:
         if not (self.run.strategy.is_main or self.run.strategy.sharding.is_active):
             return lambda committed: {"optimizer": optimizer_state()}
-        return lambda committed: self._states(committed, optimizer_state(), evaluation_is_due)
+        return lambda committed: self.states(committed, optimizer_state(), evaluation_is_due)
 
-    def _states(
+    def states(
         self, committed: list[Committed], optimizer_state: dict[str, Any], evaluation_is_due: bool
     ) -> dict[str, Any]:
         """Return all states but the model's weights; `committed` are the run's checkpoints with this one."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import xxhash
 
 from trainer_kit.data.map_loader import GlobalBatch
 from trainer_kit.data.source import data_length
+from trainer_kit.errors import LostProcessError
 from trainer_kit.run import Run
 from trainer_kit.state import Requests
 
@@ -64,7 +66,9 @@ class RankSync:
         if window is not None:
             here = (1, window.stop, int(window.closes_epoch), window.fingerprint)
         collectives = run.strategy.collectives
-        sums = collectives.all_reduce_ints([*flags, *here, *(window.numbers() if window is not None else (0, 0, 0, 0))])
+        with self._kept_after_loss(flags):
+            counts = window.numbers() if window is not None else (0, 0, 0, 0)
+            sums = collectives.all_reduce_ints([*flags, *here, *counts])
         self.all_have_read = sums[6] == collectives.world_size
         if window is not None:
             self.disagreement = _disagreement(here, sums[6:10], collectives.world_size)
@@ -82,6 +86,21 @@ class RankSync:
             pending.stop = True
             pending.save = pending.save or run.args.save_strategy != "no"
         return True
+
+    @contextlib.contextmanager
+    def _kept_after_loss(self, flags: Sequence[bool]) -> Iterator[None]:
+        """Keep the requests of this rank if they do not reach the others."""
+        try:
+            yield
+        except LostProcessError:
+            for name, flag in zip(_FLAGS, flags, strict=False):
+                setattr(self.run.requests, name, getattr(self.run.requests, name) or flag)
+            raise
+
+    def hand_back(self) -> None:
+        """Make the pending requests those of this rank again, after a loss of other ranks."""
+        for name in ("log", "evaluate", "save", "stop"):
+            setattr(self.run.requests, name, getattr(self.run.requests, name) or getattr(self.pending, name))
 
     def _set_counts(self, window: GlobalBatch | None, sums: Sequence[int]) -> None:
         """Set the counts of a global batch to those of all readers, from the sums over all ranks. Collective."""

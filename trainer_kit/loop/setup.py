@@ -17,6 +17,7 @@ from trainer_kit.loop.batch_size_finder import BatchSizeFinder
 from trainer_kit.loop.evaluation_loop import EvaluationLoop
 from trainer_kit.loop.lr_schedule import make_run_scheduler
 from trainer_kit.loop.rank_sync import RankSync
+from trainer_kit.loop.regrouping import Regrouping
 from trainer_kit.loop.retrying_train_step import RetryingTrainStep
 from trainer_kit.loop.train_step import TrainStep
 from trainer_kit.loop.training_loop import TrainingLoop
@@ -83,4 +84,5 @@ def set_up_training(
     parts = run, events, evaluation.probe, loader, checkpoints, sync
     step = TrainStep(*parts) if finder is None else RetryingTrainStep(*parts, finder)
     crash_dump = CrashDump(run, loss, loader)
-    return TrainingLoop(evaluation, loader, step, checkpoints, sync, crash_dump, lr_scheduler is not None)
+    regrouping = Regrouping(checkpoints, reading, loader, lr_scheduler is not None)
+    return TrainingLoop(evaluation, loader, step, checkpoints, sync, crash_dump, regrouping)

@@ -43,6 +43,8 @@ class TrainStep:
     Attributes:
         micro_batch: The current or last micro-batch; None before the first and while one is fetched.
         is_fetching: Whether a micro-batch of the current step is being fetched.
+        has_changed_weights: Whether the optimizer has stepped; the loop resets it when the step is counted and heard.
+        ledger_place: Beginning of the current step in the time ledger; None before the first.
     """
 
     def __init__(
@@ -55,7 +57,8 @@ class TrainStep:
         sync: RankSync,
     ) -> None:
         self.loss = probe.loss
-        self.is_fetching = False
+        self.is_fetching = self.has_changed_weights = False
+        self.ledger_place: object = None
         self._run = run
         self._events = events
         self._probe = probe
@@ -107,6 +110,8 @@ class TrainStep:
         run.local_loss = self._item_count = None
         run.local_sums = {}
         micro_batch = self._next_micro_batch()
+        self.ledger_place = run.ledger.place()
+        strategy.keep_buffers()
         call("on_step_begin", run)
         strategy.device_info.mark_step()  # separates the computations of callbacks and evaluations
         while True:
@@ -126,6 +131,7 @@ class TrainStep:
         run.ledger.enter("optimizer")
         run.last_norms = strategy.step(run.optimizer, args.max_grad_norm, args.max_grad_value, args.nonfinite)
         run.ledger.enter("loop")
+        self.has_changed_weights = True
         call("on_optimizer_step", run)
         self._step_scheduler()
         strategy.zero_grad(run.optimizer)

@@ -55,6 +55,8 @@ class Heartbeat:
         calls: Progress counter, which the strategy increments in each of its calls.
         steps: Optimizer steps since this start, counted by the strategy.
         last_duty: Called before the watching thread ends this process, and before others learn of it; None: nothing.
+        break_off: Wakes the collective that waits, by an error, before the watching thread ends this process; None:
+            it cannot be woken.
         leaving: Whether any process has announced that it leaves the run.
         error: The error by which this process ends, as reported to the others; empty without one.
     """
@@ -76,6 +78,7 @@ class Heartbeat:
         self._names_suspects = explains_for is None
         self.calls = self.steps = 0
         self.last_duty: Callable[[], object] | None = None
+        self.break_off: Callable[[], object] | None = None
         self.leaving = False
         self._round = 0  # a process may train several times
         self._store = store
@@ -180,6 +183,17 @@ class Heartbeat:
         finally:
             self._failed_in = None
             self._urgent = False
+
+    def give_up(self, error: BaseException) -> str:
+        """Return where a collective of this process failed, without a search for the cause; ends nothing from then on.
+
+        Args:
+            error: The error that the collective raised.
+        """
+        self._excused = True
+        if self._runs_here():
+            self._where = locate(sys._getframe(), error, hidden=__file__)
+        return self._sentence([], error)
 
     def send(self, key: str, text: str) -> bool:
         """Send a message to the process that receives `key`; any thread may call it.
@@ -332,6 +346,11 @@ class Heartbeat:
         return self._sentence(ripe) if ripe else None
 
     def _end(self, sentence: str) -> None:
+        if self.break_off is not None:
+            self.break_off()
+            _wait_until(self._is_excused, _STOP_SECONDS)
+        if self._is_excused():
+            return
         if self.last_duty is not None:
             self.last_duty()  # first: the others wait for what it sends until this process announces that it leaves
         if self._is_excused():
