@@ -48,6 +48,7 @@ class Link:
         port: Port of the store.
         run_id: Name of the run.
         interval: Seconds between two signs of life.
+        serves: Whether this machine serves the store, so that it arrives first.
 
     Attributes:
         store: Client of the store.
@@ -55,15 +56,16 @@ class Link:
         tcp_store: The same client, without the prefix of the run.
     """
 
-    def __init__(self, address: str, port: int, run_id: str, interval: float) -> None:
+    def __init__(self, address: str, port: int, run_id: str, interval: float, serves: bool) -> None:
         self.tcp_store: TCPStore = connect_store(address, port)
         self.store: Store = PrefixStore(run_id, self.tcp_store)
+        presence = 0 if serves else int(self.store.get(PRESENCE))  # set when the first machine has its number
         self.number: int = self.store.add(MACHINES, 1) - 1
         self._beats = PrefixStore(run_id, connect_store(address, port))  # the other client may be busy
         self._interval = interval
         self._done = threading.Event()
         self._beats.add(beat_key(self.number), 1)
-        self._presence = be_present(address, int(self.store.get(PRESENCE)), self.number)
+        self._presence = None if serves else be_present(address, presence, self.number)
         self._thread = threading.Thread(target=self._beat, name="trainer_kit signs of life", daemon=True)
         self._thread.start()
 
@@ -183,12 +185,13 @@ class ElasticRendezvous(RendezvousHandler):
                 numbers = config.min_nodes or config.num_nodes, config.num_nodes
                 seconds = config.last_call_seconds, config.silence_seconds
                 self._presence = Presence()
-                own.set(PRESENCE, str(self._presence.port))
                 self._keeper = Keeper(own, *numbers, *seconds, ended=self._presence.ended)
                 self._keeper.start()
             address, port = ("127.0.0.1", self._server.port) if self._server else (config.master_addr, config.port)
             self._until(lambda: answers(address, port), f"the first machine at {address}:{port}")
-            self._link = Link(address, port, config.run_id, config.sign_seconds)
+            self._link = Link(address, port, config.run_id, config.sign_seconds, self._presence is not None)
+            if self._presence is not None:
+                self._link.store.set(PRESENCE, str(self._presence.port))
         return self._link
 
     def _unlink(self) -> None:
