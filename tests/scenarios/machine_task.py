@@ -138,7 +138,8 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     averages = callbacks[0].state_dict()
     state = task.checksum(trainer.run.model.state_dict(), trainer.run.optimizer.state_dict(), averages)
     return {
-        "rank": strategy.rank, "pid": os.getpid(), "step": output.global_step, "loss": output.training_loss, "state": state,
+        "rank": strategy.rank, "pid": os.getpid(), "step": output.global_step, "loss": output.training_loss,
+        "state": state,
         "weights": torch.nn.utils.parameters_to_vector(model.parameters()).tolist(),
     }  # fmt: skip
 

@@ -296,8 +296,7 @@ class CheckpointManager:
         """
         metric = self.metric[1] if self.metric is not None and self.metric[0] == self.run.state.step else None
         protect = {each.name for each in (self.resumed_from, self.best) if each is not None}
-        states = self._states_with(self._optimizer_state(), evaluation_is_due)
-        self.saver.begin(model_state, states, metric, protect)
+        self.saver.begin(model_state, self._states_with(self._optimizer_state(), evaluation_is_due), metric, protect)
 
     def _newest_valid(self) -> Path | None:
         there = [self.folder / each.name for each in reversed(self.saver.committed)]

@@ -19,6 +19,7 @@ from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import LoaderConfig, TrainLoader
 from trainer_kit.errors import LostProcessError
 from trainer_kit.loop.lr_schedule import make_run_scheduler
+from trainer_kit.profiling.time_ledger import REGROUP
 from trainer_kit.utils.new_place import ask_for_place
 from trainer_kit.utils.schedule_free import set_training
 from trainer_kit.utils.units import format_duration, pluralize
@@ -81,7 +82,7 @@ class Regrouping:
             raise lost
         begin, processes = time.perf_counter(), run.strategy.world_size
         _forget_frames(lost)
-        run.ledger.enter("regroup")
+        run.ledger.enter(REGROUP)
         committed, was_saving = list(self.checkpoints.saver.committed), self.checkpoints.saver.is_busy
         for attempt in range(1, _ATTEMPTS + 1):
             self._meet(lost)

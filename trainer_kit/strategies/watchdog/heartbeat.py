@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trainer_kit.errors import LostProcessError
+from trainer_kit.strategies.watchdog.last_words import leave_with
 from trainer_kit.strategies.watchdog.mailbox import Mailbox, Message
 from trainer_kit.strategies.watchdog.peers import Beat, PeerTable, Problem, machine, read_beat, state_of
 from trainer_kit.strategies.watchdog.stack import StackLocation, locate
@@ -361,13 +362,7 @@ class Heartbeat:
         self._let_others_hear()
         if self._is_excused():
             return
-        flushing = threading.Thread(target=_flush, daemon=True)  # the main thread may hold its locks
-        flushing.start()
-        flushing.join(_STOP_SECONDS)
-        _tell_launcher(sentence)
-        with contextlib.suppress(OSError):
-            os.write(2, f"{sentence}\n".encode())
-        os._exit(1)
+        leave_with(sentence)
 
     def _is_excused(self) -> bool:
         """Return whether the collective has raised in the meantime, which is better than to exit."""
@@ -446,20 +441,3 @@ def _wait_until(true: Callable[[], bool], seconds: float) -> None:
     end = time.monotonic() + seconds
     while not true() and time.monotonic() < end:
         time.sleep(0.02)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-    logging.shutdown()
-
-
-def _tell_launcher(sentence: str) -> None:
-    """Write the error file of torchrun's agent, which prints its content."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        text = f"{LostProcessError.__name__}: {sentence}"
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": text, "extraInfo": extra}}, file)
