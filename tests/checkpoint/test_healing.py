@@ -1,4 +1,4 @@
-"""The newest whole state of any process goes to those that are behind; tests/loop/test_regrouping.py heals trainings."""
+"""The newest whole state of any process goes to those behind; tests/loop/test_regrouping.py heals trainings."""
 
 from __future__ import annotations
 
