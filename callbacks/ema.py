@@ -70,6 +70,9 @@ class EMA(Callback):
     def on_rollback(self, run: Run, directory: Path) -> None:
         self.on_train_begin(run)  # the averages of the checkpoint, where the weights are
 
+    def on_regroup(self, run: Run) -> None:
+        self.on_train_begin(run)
+
     def on_step_end(self, run: Run) -> None:
         step = run.state.step
         if step % self.every:

@@ -77,6 +77,9 @@ class Progress(Callback):
             self._bar.set_description("train")
 
     def on_rollback(self, run: Run, directory: Path) -> None:
+        self.on_regroup(run)
+
+    def on_regroup(self, run: Run) -> None:
         if self._bar is not None:
             self._bar.total = run.total_steps or None
             self._bar.update(run.state.step - self._bar.n)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("trainer_kit")
 
 _USEFUL = ("forward", "backward", "optimizer")
-_NO_TRAINING = frozenset({"setup", "evaluation", "saving", "lost", "down", "callback/Throughput"})
+_NO_TRAINING = frozenset({"setup", "evaluation", "saving", "regroup", "lost", "down", "callback/Throughput"})
 _LARGE = 2**40
 """Unit in which operations are summed over processes, with the remainder apart: the sum may exceed 63 bits."""
 

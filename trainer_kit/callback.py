@@ -100,6 +100,13 @@ class Callback:
     def on_rollback(self, run: Run, directory: Path) -> None:
         """Called after a non-finite step, when the run is restored from the checkpoint in `directory`."""
 
+    def on_regroup(self, run: Run) -> None:
+        """Called after a loss of other processes, when this one goes on with those that are left.
+
+        A process that was a step behind has the state of another one, callbacks' states included. The step that broke
+        is taken again, with all its events.
+        """
+
     def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
         """Called after the last step. Requests made here are still served.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 
 import pytest
 import torch.distributed as dist
@@ -18,7 +19,9 @@ class Launchers:
     def __init__(self, least: int = 2, most: int = 3) -> None:
         self.store, self.clock = dist.HashStore(), Clock()
         self.alive: set[int] = set()
-        self.keeper = Keeper(self.store, least, most, last_call=3, patience=3, clock=self.clock.monotonic)
+        self.ended = deque[int]()
+        limits = {"last_call": 3, "patience": 3}
+        self.keeper = Keeper(self.store, least, most, **limits, clock=self.clock.monotonic, ended=self.ended)
 
     def come(self, after: int = 0, place: int = -1) -> int:
         number = self.store.add(MACHINES, 1) - 1
@@ -143,3 +146,28 @@ def test_the_run_ends_when_its_machines_have_left(launchers: Launchers) -> None:
     launchers.pass_time(1)
     assert launchers.store.check([ENDED])
     assert launchers.membership.number == 1, "the spare does not begin alone"
+
+
+def test_a_launcher_that_has_ended_is_not_waited_for(launchers: Launchers) -> None:
+    first, second, third = (launchers.come() for _ in range(3))
+    launchers.pass_time(1)
+    launchers.alive.remove(third)
+    launchers.ended.append(third)
+    launchers.wait(first, 1, 0)
+    launchers.wait(second, 1, 1)
+    launchers.pass_time(1)
+    assert launchers.membership.machines == (first, second)
+
+
+def test_a_launcher_that_gives_signs_of_life_has_not_ended(launchers: Launchers) -> None:
+    first, second, third = (launchers.come() for _ in range(3))
+    launchers.pass_time(1)
+    launchers.ended.append(third)  # a firewall has cut its connection
+    launchers.wait(first, 1, 0)
+    launchers.pass_time(2)
+    launchers.wait(second, 1, 1)
+    launchers.pass_time(2)
+    assert launchers.membership.machines == (first, second, third)
+    launchers.wait(third, 1, 2)
+    launchers.pass_time(1)
+    assert launchers.membership == Published(2, (first, second, third), "run", launchers.membership.hosts)

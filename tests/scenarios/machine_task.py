@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from scenarios import task
 
 from trainer_kit import Callback, Run, Trainer, TrainingArguments
+from trainer_kit.callbacks import EMA
+from trainer_kit.checkpoint import contribution
 from trainer_kit.strategies import process_group
 from trainer_kit.strategies.multinode import MultiNode
 
@@ -51,6 +54,33 @@ class Signs(Callback):
             parameter.grad.sign_()
 
 
+class Dies(Callback):
+    """Ends a machine after step 6, in step 7, or in step 7 while a checkpoint is written slowly."""
+
+    def __init__(self, host: str, moment: str) -> None:
+        self.is_here, self.moment = socket.gethostname() == host, moment
+        if moment == "save":
+            write = contribution.write_part
+            contribution.write_part = lambda *args: (time.sleep(1), write(*args))[1]
+
+    def on_train_begin(self, run: Run) -> None:
+        if self.moment == "exchange":
+            next(run.model.parameters()).register_hook(lambda grad: self.die() if run.state.step == 6 else None)
+
+    def on_step_begin(self, run: Run) -> None:
+        if self.moment == "save" and run.state.step == 6:
+            self.die()
+
+    def on_step_end(self, run: Run) -> None:
+        if self.moment == "step" and run.state.step == 6:
+            self.die()
+
+    def die(self) -> None:
+        if self.is_here:  # the launcher is the parent of this process
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Pause(Callback):
     """Makes steps long enough for something to happen in them, leaves a file after each, and lets rank 1 die."""
 
@@ -62,7 +92,7 @@ class Pause(Callback):
     def on_step_end(self, run: Run) -> None:
         time.sleep(self.seconds)
         if self.marks is not None:
-            (self.marks / f"rank-{run.strategy.rank}-step-{run.state.step}").touch()
+            (self.marks / f"rank-{run.strategy.rank}-step-{run.state.step}").write_text(str(os.getpid()))
         deaths = self.deaths[run.strategy.session.restarts :]
         if deaths and run.strategy.rank == 1 and run.state.step == deaths[0]:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -77,6 +107,7 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--marks", type=Path)
     parser.add_argument("--deaths", type=int, nargs="*", default=[], help="steps, one for each start")
+    parser.add_argument("--dies", nargs=2, help="a machine, and in which moment it is lost: step, exchange or save")
     parser.add_argument("--heartbeat", type=float)
     parser.add_argument("--join", type=float, default=60.0)
     return parser.parse_args(words)
@@ -94,18 +125,21 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     model = {"smooth": Smooth, "noisy": task.Net, "counts": Counts}[options.model]()
     dataset: Any = task.Noisy()
-    callbacks: list[Callback] = [Pause(options.pause, options.marks, options.deaths)]
+    callbacks: list[Callback] = [EMA(decay=0.9), Pause(options.pause, options.marks, options.deaths)]
     if options.model == "counts":
         dataset = [{"index": torch.tensor(index)} for index in range(task.SAMPLES)]
         callbacks.append(Signs())
         args = dataclasses.replace(args, optim="sgd", learning_rate=1.0, lr_scheduler_type="constant", max_grad_norm=0)
+    callbacks += [Dies(*options.dies)] if options.dies else []
     strategy = MultiNode(device="cpu", heartbeat_timeout=options.heartbeat)
     trainer = Trainer(model, args, dataset, strategy=strategy, callbacks=callbacks)
     output = trainer.train(resume_from_checkpoint=True)
     assert trainer.run.optimizer is not None
-    state = task.checksum(trainer.run.model.state_dict(), trainer.run.optimizer.state_dict())
+    averages = callbacks[0].state_dict()
+    state = task.checksum(trainer.run.model.state_dict(), trainer.run.optimizer.state_dict(), averages)
     return {
-        "rank": strategy.rank, "step": output.global_step, "loss": output.training_loss, "state": state,
+        "rank": strategy.rank, "pid": os.getpid(), "step": output.global_step, "loss": output.training_loss,
+        "state": state,
         "weights": torch.nn.utils.parameters_to_vector(model.parameters()).tolist(),
     }  # fmt: skip
 

@@ -180,6 +180,12 @@ class CheckpointManager:
         self._plan = make_plan(run, loader, self._earlier)
         run.total_steps = self._plan.last_step
 
+    def lay_out_again(self, loader: TrainLoader | StreamLoader) -> None:
+        """Go on with another number of processes at the present step, as a resume does, and log what changes."""
+        self._earlier = (self.plan.state_dict(), self.run.args.to_dict())
+        self.lay_out(loader)
+        report_changes(self.run, self.plan, self._earlier)
+
     def restore(self) -> None:
         """Restore weights, optimizer, schedule, precision, callbacks and the user's own stateful objects. Collective.
 
@@ -299,8 +305,7 @@ class CheckpointManager:
         """
         metric = self.metric[1] if self.metric is not None and self.metric[0] == self.run.state.step else None
         protect = {each.name for each in (self.resumed_from, self.best) if each is not None}
-        states = self._states_with(self._optimizer_state(), evaluation_is_due)
-        self.saver.begin(model_state, states, metric, protect)
+        self.saver.begin(model_state, self._states_with(self._optimizer_state(), evaluation_is_due), metric, protect)
 
     def _newest_valid(self, check_files: CheckFiles) -> Path | None:
         there = [self.folder / each.name for each in reversed(self.saver.committed)]
@@ -353,9 +358,9 @@ class CheckpointManager:
     def _states_with(self, optimizer_state: Callable[[], dict[str, Any]], evaluation_is_due: bool) -> States:
         if not (self.run.strategy.is_main or self.run.strategy.sharding.is_active):
             return lambda committed: {"optimizer": optimizer_state()}
-        return lambda committed: self._states(committed, optimizer_state(), evaluation_is_due)
+        return lambda committed: self.states(committed, optimizer_state(), evaluation_is_due)
 
-    def _states(
+    def states(
         self, committed: list[Committed], optimizer_state: dict[str, Any], evaluation_is_due: bool
     ) -> dict[str, Any]:
         """Return all states but the model's weights; `committed` are the run's checkpoints with this one."""

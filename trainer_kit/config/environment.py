@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ DYNAMO_BACKEND = "TRAINER_KIT_DYNAMO_BACKEND"
 PROGRESS_FILE = "TRAINER_KIT_PROGRESS_FILE"
 ELASTIC = "TRAINER_KIT_ELASTIC"
 MEMBERSHIP = "TRAINER_KIT_MEMBERSHIP"
+REGROUP_FOLDER = "TRAINER_KIT_REGROUP_FOLDER"
 CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 DEBUG = ("TRAINER_KIT_DEBUG", "ACCELERATE_DEBUG_MODE")
 
@@ -392,6 +393,16 @@ def membership() -> tuple[str, int] | None:
     """Return the elastic run's unique ID and the number of this start's membership; None for any other run."""
     run, slash, number = os.environ.get(MEMBERSHIP, "").partition("/")
     return (run, int(number)) if slash else None
+
+
+def take_place(variables: Mapping[str, str]) -> None:
+    """Set the variables of a new place of this process, which the launcher has given."""
+    os.environ.update(variables)
+
+
+def regroup_folder() -> str | None:
+    """Return the folder in which a process asks its launcher for a new place; None if the launcher gives none."""
+    return os.environ.get(REGROUP_FOLDER)
 
 
 def progress_file() -> str | None:

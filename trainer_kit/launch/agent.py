@@ -27,6 +27,7 @@ from trainer_kit.launch.machines import Machines
 from trainer_kit.launch.news import Change, News
 from trainer_kit.launch.output import OutputFiles
 from trainer_kit.launch.restart_limit import FailureHistory, RestartLimit
+from trainer_kit.utils.new_place import clear, give_place, waiting
 
 # The first failed rank ends the job within 10 seconds: the others may fail or end too within this time, …
 _SETTLE_SECONDS = 1.0
@@ -37,6 +38,7 @@ _END_SECONDS = 5
 # When a machine joins or leaves, one launcher signals its ranks, and the ranks of a Trainer agree to leave. Those of
 # another program get a signal from each launcher after this time.
 _AGREEING_SECONDS = 10.0
+_ANSWERED_SECONDS = 3.0  # for ranks that wait for a place and get none to end by themselves
 
 
 class Agent(LocalElasticAgent):
@@ -78,6 +80,9 @@ class Agent(LocalElasticAgent):
         self._limit = limit
         self._failures = FailureHistory(limit)
         self._progress_file = output.scratch / "progress"
+        self._scratch = output.scratch
+        self._stays = self._has_met = False
+        self._starts = 0
         self._machines = machines
         self._say = say
         self._passed_on: int | None = None
@@ -104,7 +109,11 @@ class Agent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         rendezvous = self._machines.rendezvous
+        if self._has_met:  # before the ranks were ended
+            self._has_met, self._remaining_restarts = False, worker_group.spec.max_restarts - self._starts
+            return
         self._change = None
+        words = self._words()
         while True:
             self._store = worker_group.store = None  # the old one must be gone before a new one can take its port
             self._machines.leave()
@@ -112,29 +121,84 @@ class Agent(LocalElasticAgent):
                 super()._rendezvous(worker_group)
                 assert worker_group.store is not None
                 self._machines.join(worker_group.store, worker_group.group_rank, worker_group.group_world_size)
-                told = [json.loads(text) for text in self._machines.gather(json.dumps(self._history()))]
+                told = [json.loads(text) for text in self._machines.gather(json.dumps(words))]
                 break
             except DistStoreError:  # a machine was lost between the meeting and this exchange
                 if not rendezvous.is_lasting:
                     raise
         # A machine that joined later has counted less, but all ranks must get the same number.
-        starts, histories = zip(*told, strict=True)
+        starts, histories, left, places = zip(*told, strict=True)
         self._failures.merge(histories)
+        # The main process holds the folder and the logs: without it all start again.
+        self._stays = left[0] != "" and len(set(left)) == 1 and places[0] == 0
         os.environ[environment.MEMBERSHIP] = rendezvous.membership
-        self._remaining_restarts = worker_group.spec.max_restarts - max(rendezvous.starts, *starts)
+        self._starts = max(rendezvous.starts, *starts)
+        self._remaining_restarts = worker_group.spec.max_restarts - self._starts
 
-    def _history(self) -> tuple[int, list[float]]:
-        """Return the number of earlier starts of this machine's ranks, and the ages of failures."""
-        return self._worker_group.spec.max_restarts - self._remaining_restarts, self._failures.ages()
+    def _words(self) -> tuple[int, list[float], str, int]:
+        """Return what the other machines need to know of this one.
+
+        That is the number of earlier starts of its ranks, the ages of failures, the membership that the ranks have left
+        while they wait for a new place ("" if they do not), and this machine's place in it.
+        """
+        starts = self._worker_group.spec.max_restarts - self._remaining_restarts
+        left = self._machines.rendezvous.membership if self._are_waiting() else ""
+        return starts, self._failures.ages(), left, self._worker_group.group_rank or 0
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self.failed = None
         super()._restart_workers(worker_group)
 
+    # Ranks that go on without others
+
+    def _are_waiting(self) -> bool:
+        """Return whether all ranks of this machine have lost others and wait for a new place."""
+        if environment.regroup_folder() is None or self._pcontext is None:
+            return False
+        left = waiting(self._scratch)
+        codes = self._exit_codes()
+        return codes.keys() == left.keys() and not any(code is not None for code in codes.values())
+
+    def _regroup(self, worker_group: WorkerGroup) -> RunResult:
+        """Meet the machines that are left, and give the ranks of this one their new places."""
+        missed, pids = self._machines.missed_news(), {worker.local_rank: worker.id for worker in self.workers}
+        self._rendezvous(worker_group)
+        for worker in worker_group.workers:
+            worker.id = pids[worker.local_rank]
+        news = missed()
+        if news is None and self._stays:
+            self._passed_on = None
+            for worker in worker_group.workers:
+                give_place(self._scratch, worker.local_rank, self._place_of(worker))
+            return RunResult(state=WorkerState.HEALTHY)
+        self._has_met = True
+        for worker in worker_group.workers:
+            give_place(self._scratch, worker.local_rank, None)
+        deadline = time.monotonic() + _ANSWERED_SECONDS
+        while None in self._exit_codes().values() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self._end(goes_on=True) if news is None else self._follow(news)
+
+    def _place_of(self, worker: Worker) -> dict[str, str]:
+        group = self._worker_group
+        return {
+            "RANK": str(worker.global_rank),
+            "WORLD_SIZE": str(worker.world_size),
+            "ROLE_RANK": str(worker.role_rank),
+            "ROLE_WORLD_SIZE": str(worker.role_world_size),
+            "GROUP_RANK": str(group.group_rank),
+            "GROUP_WORLD_SIZE": str(group.group_world_size),
+            "MASTER_ADDR": str(group.master_addr),
+            "MASTER_PORT": str(group.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(self._starts),
+            environment.MEMBERSHIP: os.environ[environment.MEMBERSHIP],
+        }
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self.signals:
             raise InterruptedError("a signal came before the processes were started")
         self.has_started = True
+        clear(self._scratch)
         self._step_at_start = self._step()
         if hasattr(signal, "pthread_sigmask") and not isinstance(worker_group.spec.entrypoint, str):
             # A new process inherits the mask, which holds Ctrl-C back until `Function` can handle it.
@@ -154,6 +218,8 @@ class Agent(LocalElasticAgent):
         if news is not None:
             self._close(signal.SIGTERM)
             return self._follow(news)
+        if self._are_waiting():
+            return self._regroup(worker_group)
         endings = [self._ending(*rank) for rank in codes.items()]
         if None in endings:
             self._serve_change()

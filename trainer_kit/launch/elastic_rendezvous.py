@@ -20,7 +20,18 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.keeper import ENDED, HERE, MACHINES, MEMBERSHIP, Keeper, Published, beat_key, machine_key
+from trainer_kit.launch.keeper import (
+    ENDED,
+    HERE,
+    MACHINES,
+    MEMBERSHIP,
+    PRESENCE,
+    Keeper,
+    Published,
+    beat_key,
+    machine_key,
+)
+from trainer_kit.launch.presence import Presence, be_present
 from trainer_kit.launch.rendezvous import Waiting
 from trainer_kit.launch.store import answers, connect_store, keeps_store, serve_store
 from trainer_kit.utils.units import format_duration
@@ -37,6 +48,7 @@ class Link:
         port: Port of the store.
         run_id: Name of the run.
         interval: Seconds between two signs of life.
+        serves: Whether this machine serves the store, so that it arrives first.
 
     Attributes:
         store: Client of the store.
@@ -44,14 +56,16 @@ class Link:
         tcp_store: The same client, without the prefix of the run.
     """
 
-    def __init__(self, address: str, port: int, run_id: str, interval: float) -> None:
+    def __init__(self, address: str, port: int, run_id: str, interval: float, serves: bool) -> None:
         self.tcp_store: TCPStore = connect_store(address, port)
         self.store: Store = PrefixStore(run_id, self.tcp_store)
+        presence = 0 if serves else int(self.store.get(PRESENCE))  # set when the first machine has its number
         self.number: int = self.store.add(MACHINES, 1) - 1
         self._beats = PrefixStore(run_id, connect_store(address, port))  # the other client may be busy
         self._interval = interval
         self._done = threading.Event()
         self._beats.add(beat_key(self.number), 1)
+        self._presence = None if serves else be_present(address, presence, self.number)
         self._thread = threading.Thread(target=self._beat, name="trainer_kit signs of life", daemon=True)
         self._thread.start()
 
@@ -73,6 +87,8 @@ class Link:
     def stop(self) -> None:
         """Give no more signs of life."""
         self._done.set()
+        if self._presence is not None:
+            self._presence.close()
 
     def _beat(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone
@@ -114,6 +130,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._outside = Waiting(math.inf, say, is_stopped, by_command).until
         self._server: TCPStore | None = None
         self._keeper: Keeper | None = None
+        self._presence: Presence | None = None
         self._link: Link | None = None
         self._last, self._place = Published(), -1
         self._next_look = 0.0
@@ -165,12 +182,16 @@ class ElasticRendezvous(RendezvousHandler):
             if keeps_store(config) and self._server is None:
                 self._server = serve_store(config)
                 own = PrefixStore(config.run_id, connect_store("127.0.0.1", self._server.port))
-                least = config.min_nodes or config.num_nodes
-                self._keeper = Keeper(own, least, config.num_nodes, config.last_call_seconds, config.silence_seconds)
+                numbers = config.min_nodes or config.num_nodes, config.num_nodes
+                seconds = config.last_call_seconds, config.silence_seconds
+                self._presence = Presence()
+                self._keeper = Keeper(own, *numbers, *seconds, ended=self._presence.ended)
                 self._keeper.start()
             address, port = ("127.0.0.1", self._server.port) if self._server else (config.master_addr, config.port)
             self._until(lambda: answers(address, port), f"the first machine at {address}:{port}")
-            self._link = Link(address, port, config.run_id, config.sign_seconds)
+            self._link = Link(address, port, config.run_id, config.sign_seconds, self._presence is not None)
+            if self._presence is not None:
+                self._link.store.set(PRESENCE, str(self._presence.port))
         return self._link
 
     def _unlink(self) -> None:
@@ -244,6 +265,9 @@ class ElasticRendezvous(RendezvousHandler):
         if self._keeper is not None:
             self._keeper.stop(self._is_stopped)
             self._keeper = None
+        if self._presence is not None:
+            self._presence.close()
+            self._presence = None
         self._server = None
         return True
 

@@ -1,8 +1,8 @@
 """`Keeper`: decides which machines train together, on the machine that serves the store.
 
 Keys of the store. Each machine takes a number N from `machines`, writes `machine/N` and adds 1 to `beat/N` again and
-again. The keeper publishes `membership`, and `ended` when the run is over. What machines exchange about a membership
-is under its number, such as `3/trainer_kit/change`.
+again. The keeper publishes `membership`, the port of its `presence`, and `ended` when the run is over. What machines
+exchange about a membership is under its number, such as `3/trainer_kit/change`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from trainer_kit.launch.membership import Machine, Membership, newcomers, next_m
 from trainer_kit.launch.news import CHANGE, FAILED, Change, News
 from trainer_kit.utils.units import format_duration
 
-MACHINES, MEMBERSHIP, ENDED, HERE = "machines", "membership", "ended", "here"
+MACHINES, MEMBERSHIP, ENDED, HERE, PRESENCE = "machines", "membership", "ended", "here", "presence"
 _LOOK_SECONDS = 0.1
 _PAUSE_SECONDS = 1.0
 _LOST_SECONDS = 15.0  # the ranks of the others notice a lost machine before, unless they are just starting
@@ -79,6 +80,7 @@ class Keeper:
         last_call: Seconds to wait for more machines than the smallest number before the first membership.
         patience: Seconds without a sign of life after which a machine counts as gone.
         clock: Returns the time in seconds.
+        ended: Numbers of machines whose launchers have ended, see `Presence`; None: unknown.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Keeper:
         last_call: float,
         patience: float,
         clock: Callable[[], float] = time.monotonic,
+        ended: deque[int] | None = None,
     ) -> None:
         self._store = store
         self._least, self._most, self._last_call, self._patience = least, most, last_call, patience
@@ -100,6 +103,8 @@ class Keeper:
         self._here = 0
         self._alive: list[Machine] = []
         self._left: set[int] = set()
+        self._ended: deque[int] = deque() if ended is None else ended
+        self._gone: set[int] = set()  # launchers that have ended, unless they give another sign of life
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
         store.set(MEMBERSHIP, Published().to_json())
@@ -195,8 +200,12 @@ class Keeper:
                 continue
             if beat != self._beats[number][0]:
                 self._beats[number] = (beat, now)
+                self._gone.discard(number)
             if now - self._beats[number][1] <= self._patience:
                 self._alive.append(Machine(number, host, after, place, run))
+        while self._ended:
+            self._gone.add(self._ended.popleft())
+        self._alive = [machine for machine in self._alive if machine.number not in self._gone]
 
     def _publish(self, formed: Membership) -> None:
         before, now = self._last.machines, formed.machines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from torch._C._distributed_c10d import Store
 
@@ -95,6 +96,18 @@ class Machines:
         except RuntimeError:  # the store is gone
             return None
         return first
+
+    def missed_news(self) -> Callable[[], News | None]:
+        """Return a function that returns an announcement in the membership that ends now, as `news` does."""
+        store = self._reach()
+
+        def look() -> News | None:
+            try:
+                return News.from_json(store.get(FAILED)) if store.check([FAILED]) else None
+            except RuntimeError:  # the store is gone
+                return None
+
+        return look
 
     def is_time_for_change(self) -> bool:
         """Return whether to ask for a `change`: at most once a second."""

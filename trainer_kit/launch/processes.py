@@ -97,6 +97,8 @@ def run_processes(
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trainer_kit_")))
         settings = {environment.PROGRESS_FILE: str(scratch / "progress"), environment.MEMBERSHIP: ""}
+        if config.min_nodes is not None:
+            settings[environment.REGROUP_FOLDER] = str(scratch)
         stack.enter_context(set_variables(variables(config) | settings))
         stack.enter_context(_quiet_torch())
         signals = stack.enter_context(_signals())

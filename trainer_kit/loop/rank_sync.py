@@ -65,16 +65,19 @@ class RankSync:
         self.all_have_read = True
         self.votes_ahead = False
         self._vote = Vote(run.strategy.collectives.all_reduce_ints)
-        self._is_ahead = False  # whether votes may begin within a step
+        self._is_open = self._is_ahead = False  # whether votes may begin within a step
         self._schedule = EventSchedule(run.args)
         self._ballot: _Ballot | None = None
 
     def open(self, may_request_late: bool) -> None:
-        """Agree whether votes may begin within a step. Collective.
+        """Agree whether votes may begin within a step, unless this is done. Collective.
 
         Args:
             may_request_late: Whether a callback of this rank may make requests late in a step.
         """
+        if self._is_open:
+            return
+        self._is_open = True
         run, collectives = self.run, self.run.strategy.collectives
         # A step that does not fit into memory is repeated, with other micro-batches.
         waits = may_request_late or run.args.auto_find_batch_size
@@ -88,7 +91,7 @@ class RankSync:
             self._restore(self._ballot.flags)
         self._vote.close()
         self._vote, self._is_ahead = Vote(self.run.strategy.collectives.all_reduce_ints), False
-        self._ballot, self.votes_ahead = None, False
+        self._ballot, self.votes_ahead, self._is_open = None, False, False
 
     def sync(self, window: GlobalBatch | None = None) -> bool:
         """Share the requests of all ranks, and sum the counts of the next global batch, in one vote. Collective.
@@ -183,6 +186,11 @@ class RankSync:
         """Return whether the arguments schedule anything after a step."""
         total = self.run.total_steps
         return any(self._schedule.is_due_after_step(event, step, total) for event in ("log", "evaluate", "save"))
+
+    def hand_back(self) -> None:
+        """Make the pending requests those of this rank again, after a loss of other ranks."""
+        for name in ("log", "evaluate", "save", "stop"):
+            setattr(self.run.requests, name, getattr(self.run.requests, name) or getattr(self.pending, name))
 
     def _set_counts(self, window: GlobalBatch | None, sums: Sequence[int]) -> None:
         """Set the counts of a global batch to those of all readers, from the sums over all ranks. Collective."""

@@ -18,6 +18,7 @@ from trainer_kit.loop.batch_size_finder import BatchSizeFinder
 from trainer_kit.loop.evaluation_loop import EvaluationLoop
 from trainer_kit.loop.lr_schedule import make_run_scheduler
 from trainer_kit.loop.rank_sync import RankSync
+from trainer_kit.loop.regrouping import Regrouping
 from trainer_kit.loop.retrying_train_step import RetryingTrainStep
 from trainer_kit.loop.train_step import TrainStep
 from trainer_kit.loop.training_loop import TrainingLoop
@@ -85,5 +86,6 @@ def set_up_training(
     sync = RankSync(run)
     parts = run, events, evaluation.probe, loader, checkpoints, sync
     step = TrainStep(*parts) if finder is None else RetryingTrainStep(*parts, finder)
-    has_own = lr_scheduler is not None
-    return TrainingLoop(evaluation, loader, step, checkpoints, sync, CrashDump(run, loss, loader), has_own)
+    crash_dump = CrashDump(run, loss, loader)
+    regrouping = Regrouping(checkpoints, reading, loader, lr_scheduler is not None)
+    return TrainingLoop(evaluation, loader, step, checkpoints, sync, crash_dump, regrouping)

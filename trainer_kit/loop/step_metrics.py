@@ -132,9 +132,10 @@ class StepMetrics:
         run = self.run
         self.history.append(taken, run.local_loss if has_items else None, run.last_norms, run.local_sums)
 
-    def forget(self) -> None:
-        """Drop the unread steps, which a rollback has undone."""
-        self.history, self.unread = MetricBuffer(), 0
+    def forget(self) -> int:
+        """Drop the unread steps, which a rollback has undone or whose losses are incomplete; return their number."""
+        unread, self.history, self.unread = self.unread, MetricBuffer(), 0
+        return unread
 
     def read(self, newest_checkpoint: Callable[[], Path | None] = lambda: None) -> None:
         """Add the steps since the last read to `run.state`. Waits for the device once.
@@ -145,8 +146,9 @@ class StepMetrics:
         Raises:
             NonFiniteError: If a step is not finite and `nonfinite` is "stop" or "rollback".
         """
-        state, self.unread = self.run.state, 0
-        for figures in self.history.read(self.run.strategy):
+        state, results = self.run.state, self.history.read(self.run.strategy)
+        self.unread = 0
+        for figures in results:
             is_finite = math.isfinite((figures.loss or 0.0) + (figures.norm or 0.0))  # the rest is for other steps
             if not is_finite and self._ends_the_run(figures):
                 raise self._error(figures, newest_checkpoint())

@@ -43,6 +43,9 @@ class TrainStep:
     Attributes:
         micro_batch: The current or last micro-batch; None before the first and while one is fetched.
         is_fetching: Whether a micro-batch of the current step is being fetched.
+        has_changed_weights: Whether the optimizer has stepped; the loop resets it when the step is counted and heard.
+        may_be_repeated: Whether a step that breaks is taken again.
+        ledger_place: Beginning of such a step in the time ledger; None before the first.
     """
 
     def __init__(
@@ -55,7 +58,8 @@ class TrainStep:
         sync: RankSync,
     ) -> None:
         self.loss = probe.loss
-        self.is_fetching = False
+        self.is_fetching = self.has_changed_weights = self.may_be_repeated = False
+        self.ledger_place: int | None = None
         self._run = run
         self._events = events
         self._probe = probe
@@ -105,6 +109,9 @@ class TrainStep:
         run.local_loss = self._item_count = None
         run.local_sums = {}
         micro_batch = self._next_micro_batch()
+        if self.may_be_repeated:
+            self.ledger_place = run.ledger.place()
+            strategy.keep_buffers()
         call("on_step_begin", run)
         strategy.device_info.mark_step()  # separates the computations of callbacks and evaluations
         while True:
@@ -128,6 +135,7 @@ class TrainStep:
         run.ledger.enter("optimizer")
         run.last_norms = strategy.step(run.optimizer, args.max_grad_norm, args.max_grad_value, args.nonfinite)
         run.ledger.enter("loop")
+        self.has_changed_weights = True
         call("on_optimizer_step", run)
         self._step_scheduler()
         strategy.zero_grad(run.optimizer)

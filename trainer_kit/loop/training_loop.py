@@ -17,16 +17,18 @@ from trainer_kit.config.event_schedule import Event, EventSchedule
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import GlobalBatch, TrainLoader
 from trainer_kit.debugging.crash_dump import CrashDump
-from trainer_kit.errors import EvaluationInterrupted, NonFiniteError
+from trainer_kit.errors import EvaluationInterrupted, LostProcessError, NonFiniteError
 from trainer_kit.loop.evaluation_loop import EvaluationLoop
 from trainer_kit.loop.lr_schedule import make_run_scheduler
 from trainer_kit.loop.rank_sync import RankSync
+from trainer_kit.loop.regrouping import Regrouping
 from trainer_kit.loop.step_metrics import StepMetrics, StepSpan
 from trainer_kit.loop.train_step import TrainStep
 from trainer_kit.loss.means import without_metrics
 from trainer_kit.run import TrainOutput
 from trainer_kit.utils.schedule_free import averaged_weights, set_training
 from trainer_kit.utils.streams import warn_of_failed_streams
+from trainer_kit.utils.units import pluralize
 
 logger = logging.getLogger("trainer_kit")
 
@@ -46,7 +48,7 @@ class TrainingLoop:
         checkpoints: The checkpoint manager of the training.
         sync: Shares the ranks' requests.
         crash_dump: Writes the state of the failed step if an error ends the run.
-        has_own_scheduler: Whether the user gave the learning rate schedule.
+        regrouping: Lets the training go on after a loss of other processes.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class TrainingLoop:
         checkpoints: CheckpointManager,
         sync: RankSync,
         crash_dump: CrashDump,
-        has_own_scheduler: bool,
+        regrouping: Regrouping,
     ) -> None:
         self.run = evaluation.run
         self.args = evaluation.run.args
@@ -69,7 +71,7 @@ class TrainingLoop:
         self._evaluation = evaluation
         self._step = step
         self._sync = sync
-        self._has_own_scheduler = has_own_scheduler
+        self._regrouping = regrouping
         self._schedule = EventSchedule(self.args)
         self._metrics = StepMetrics(self.run)
         self._first_step, self._first_sample, self._begin = 0, 0, 0.0
@@ -86,8 +88,7 @@ class TrainingLoop:
         return self._sync.pending.exit_code
 
     def begin(self) -> None:
-        """Agree on the votes, call `on_train_begin`, and start the clock."""
-        self._sync.open(self.events.may_request_late)
+        """Call `on_train_begin` and start the clock."""
         self.events.call("on_train_begin", self.run)
         self._first_step, self._first_sample = self.run.state.step, self.run.state.samples
         self._begin = time.perf_counter()
@@ -99,27 +100,42 @@ class TrainingLoop:
         Raises:
             NonFiniteError: If the loss or a gradient is not finite and `nonfinite="stop"`, or with "rollback" if
                 there is no checkpoint or no rollback left.
+            LostProcessError: If another process was lost, and this one cannot go on without it.
         """
-        run, step, state, call = self.run, self._step, self.run.state, self.events.call
-        starts = state.step == 0 and self.checkpoints.resumed_from is None
+        run, strategy = self.run, self.run.strategy
+        starts = run.state.step == 0 and self.checkpoints.resumed_from is None
         run.requests.evaluate = run.requests.evaluate or (self.args.eval_on_start and starts)
         while True:
+            lost = None
+            self._step.may_be_repeated = self._regrouping.is_possible
+            strategy.expect_regroup(self._step.may_be_repeated)
             try:
-                # The checkpoint may hold an interrupted evaluation, or a callback may request a stop.
-                if self._sync.sync():
-                    self._handle_requests()
-                in_epoch = False
-                while state.step < run.total_steps and not self._is_stopping:
-                    if not in_epoch:
-                        call("on_epoch_begin", run)
-                        step.prefetch()
-                    global_batch = step.run()
-                    in_epoch = not global_batch.closes_epoch
-                    self._end_step(global_batch)
-                self._read_metrics()
+                self._take_steps()
                 return
             except NonFiniteError as error:
                 self._roll_back(error)
+            except LostProcessError as error:
+                lost = error
+            finally:
+                strategy.expect_regroup(False)
+            if lost is not None:  # here its frames are left, which hold the broken group
+                self._regroup(lost)
+
+    def _take_steps(self) -> None:
+        run, step, state, call = self.run, self._step, self.run.state, self.events.call
+        self._sync.open(self.events.may_request_late)
+        # The checkpoint may hold an interrupted evaluation, or a callback may request a stop.
+        if self._sync.sync():
+            self._handle_requests()
+        in_epoch = False
+        while state.step < run.total_steps and not self._is_stopping:
+            if not in_epoch:
+                call("on_epoch_begin", run)
+                step.prefetch()
+            global_batch = step.run()
+            in_epoch = not global_batch.closes_epoch
+            self._end_step(global_batch)
+        self._read_metrics()
 
     def finish(self) -> TrainOutput:
         """Summarize the training, serve the remaining requests, and wait for the last checkpoint.
@@ -195,6 +211,7 @@ class TrainingLoop:
         is_last = run.state.step == run.total_steps
         if is_last:
             self._request(self._schedule.is_due_at_end)
+        self._step.has_changed_weights = False
         # An epoch's first batch is fetched after on_epoch_begin, which may change the dataset.
         prefetches = not (global_batch.closes_epoch or is_last)
         if self._step.prefetch() if prefetches else self._sync.sync():
@@ -232,7 +249,7 @@ class TrainingLoop:
         self.checkpoints.lay_out(self.loader)
         set_training(run.optimizer, True)
         is_plateau = isinstance(run.lr_scheduler, ReduceLROnPlateau)
-        if not (self._has_own_scheduler or is_plateau):  # skipping samples changes the number of steps
+        if not (self._regrouping.has_own_scheduler or is_plateau):  # skipping samples changes the number of steps
             run.lr_scheduler = make_run_scheduler(run, self.checkpoints.plan)
         self._metrics.forget()
         pending = self._sync.pending
@@ -248,6 +265,25 @@ class TrainingLoop:
             self.events.call("on_epoch_end", run)
             self._request(self._schedule.is_due_after_epoch)
 
+    def _regroup(self, lost: LostProcessError) -> None:
+        """Go on after a loss of other processes with those that are left."""
+        run, parts, old = self.run, self._regrouping, self._step
+        parts.is_whole = parts.is_whole and not old.has_changed_weights
+        if old.ledger_place is not None and old.micro_batch is not None:
+            run.ledger.lose(old.ledger_place)
+        self._sync.hand_back()
+        self._sync.close()
+        old.close()
+        self.loader = self.crash_dump.loader = parts.go_on(lost)
+        unread = self._metrics.forget()
+        if unread:
+            logger.warning(
+                "the loss of %d %s before step %d is in no record: the lost processes had their parts of it",
+                unread, pluralize("step", unread), run.state.step + 1,
+            )  # fmt: skip
+        self._sync = RankSync(run)
+        self._step = TrainStep(run, self.events, self._evaluation.probe, self.loader, self.checkpoints, self._sync)
+
     # Between steps
 
     def _handle_requests(self) -> None:
@@ -259,9 +295,11 @@ class TrainingLoop:
             if not (pending.log or pending.evaluate or pending.save or pending.stop):
                 return  # without waiting for the device
         self._read_metrics()
+        self._count_served()
         if pending.log:
-            pending.log = False
             self._log()
+            pending.log = False
+            self._count_served()
             sync()  # requests made in on_log
         if pending.evaluate and run.eval_dataset is None:
             pending.evaluate = False
@@ -269,17 +307,22 @@ class TrainingLoop:
             try:
                 self._evaluate()
                 pending.evaluate = False
+                self._count_served()
             except EvaluationInterrupted:
                 logger.info("the evaluation at step %d was broken off; a resume begins with it", run.state.step)
             sync()
         if pending.save:
-            pending.save = False
             # A rank that exits requests a checkpoint, which may exist already.
             if pending.exit_code is None or self._saved_step != run.state.step:
                 self._save()
+            pending.save = False
+            self._count_served()
             sync()
         if pending.stop:
             pending.stop, self._is_stopping = False, True
+
+    def _count_served(self) -> None:
+        self._regrouping.is_whole, self._regrouping.served = True, self._regrouping.served + 1
 
     def _read_metrics(self) -> None:
         self._metrics.read(self._newest_checkpoint)
@@ -291,7 +334,7 @@ class TrainingLoop:
     def _log(self) -> None:
         with self.run.ledger.during("logging"):
             warn_of_failed_streams()
-            own, given = self._metrics.record(), self.events.metrics(self.run)
+            given, own = self.events.metrics(self.run), self._metrics.record()
             own = without_metrics(own, given, self.loss.log.called)
             record = own | given
             self.events.call("on_log", self.run, record)
@@ -330,6 +373,7 @@ class TrainingLoop:
         name = self.args.metric_for_best_model or "eval_loss"
         if name not in metrics and self.args.metric_for_best_model is not None:
             self._add_metric_of_callbacks(metrics, name)
+        self._regrouping.is_whole = False  # callbacks have heard of it on some processes, but not on all
         self.events.call_evaluation(run, metrics, lambda: self._judge(metrics, name))
 
     def _judge(self, metrics: Mapping[str, Any], name: str) -> None:

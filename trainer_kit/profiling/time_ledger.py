@@ -15,7 +15,7 @@ from trainer_kit.profiling.trace_range import trace_range
 _UNFOLDED = 4096
 """Number of marks that triggers folding them into totals."""
 
-LOST, DOWN = "lost", "down"
+LOST, DOWN, REGROUP = "lost", "down", "regroup"
 
 
 class Clock(Protocol):
@@ -48,9 +48,10 @@ class Ledger:
     """Seconds of a run by activity. Each moment belongs to one activity, so that their sum is the wall-clock time.
 
     The activities of the loop are "setup", "data", "forward", "backward", "optimizer", "logging", "evaluation",
-    "saving", "callback/NAME" for each callback, and "loop" for the rest. "lost" is work that a restart or a rollback
-    discards, from the checkpoint to the run's last record, and a step that did not fit into memory. "down" is the time
-    from that record to the next start.
+    "saving", "callback/NAME" for each callback, and "loop" for the rest. "regroup" is the time from the loss of another
+    process to the moment when this one goes on. "lost" is work that a restart or a rollback discards, from the
+    checkpoint to the run's last record, and a step that is taken again: it did not fit into memory, or a process was
+    lost in it. "down" is the time from that record to the next start.
 
     An asynchronous device has its own clock: work of the device during an activity of the host counts once, under the
     activity in which the device received it. Data that is read while the device works therefore costs nothing. The

@@ -14,7 +14,7 @@ import psutil
 from trainer_kit.report import wording
 from trainer_kit.report.history import ANATOMY, LoggedEvent, RunHistory, is_finite
 from trainer_kit.report.panels import OWN_METRICS, Table, names_of, own_metrics
-from trainer_kit.report.timeline import DOWN, LOST, Timeline
+from trainer_kit.report.timeline import DOWN, LOST, REGROUP, Timeline
 from trainer_kit.utils.units import format_count, format_duration, format_number, format_si, join_names, pluralize
 
 ANATOMY_TITLE = "Memory by component"
@@ -116,7 +116,7 @@ def _time(history: RunHistory, timeline: Timeline | None) -> Figure | None:
     restarts = len(history.starts) - 1
     notes = [format_count(restarts, "restart")] if restarts > 0 else []
     if timeline is not None:
-        lost = {name: timeline.totals.get(name, 0.0) for name in (LOST, DOWN)}
+        lost = {name: timeline.totals.get(name, 0.0) for name in (LOST, DOWN, REGROUP)}
         notes += [f"{format_duration(seconds)} {name}" for name, seconds in lost.items() if seconds >= 1]
         return Figure("Wall time", format_duration(timeline.wall), ", ".join(notes))
     if not history.starts or not math.isfinite(history.ends[-1] - history.starts[0].time):

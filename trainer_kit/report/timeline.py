@@ -13,7 +13,7 @@ from trainer_kit.report.panels import Table
 from trainer_kit.utils.units import format_duration, join_names
 
 USEFUL = ("forward", "backward", "optimizer")
-LOST, DOWN, UNKNOWN = "lost", "down", "not recorded"
+LOST, DOWN, REGROUP, UNKNOWN = "lost", "down", "regroup", "not recorded"
 
 SHOWN = (
     *USEFUL, "data", "evaluation", "saving", "logging and callbacks", "setup", "loop", UNKNOWN, LOST, DOWN,

@@ -116,8 +116,8 @@ class Collectives:
         """Return the values of all processes by rank on the main process, and an empty list on the others."""
         return [value]
 
-    def broadcast(self, value: T) -> T:
-        """Return the main process's value."""
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """Return the value of the process with the rank `source`."""
         return value
 
     def barrier(self) -> None:

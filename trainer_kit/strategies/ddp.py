@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import logging
 import multiprocessing.util
@@ -28,6 +29,7 @@ from trainer_kit.strategies.process_collectives import ProcessCollectives
 from trainer_kit.strategies.process_group import Membership, ProcessGroup, check_own_gpus, default_patience
 from trainer_kit.strategies.process_session import ProcessSession
 from trainer_kit.strategies.single import SingleDevice
+from trainer_kit.utils.foreach import copy_all
 from trainer_kit.utils.units import pluralize
 
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters
@@ -121,6 +123,8 @@ class DDP(SingleDevice):
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
         self._later = False
+        self._is_in_step = False  # whether the step that has begun has not changed the weights
+        self._kept: list[torch.Tensor] = []  # the buffers as they were when the step began
         self._replicas: list[Any] = []  # a Replica of each prepared model
         self._trained: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
 
@@ -160,6 +164,61 @@ class DDP(SingleDevice):
             if isinstance(replica, Replica) and replica.exchange is not None:
                 replica.exchange.close()
         super().teardown(error)
+
+    # Loss of other processes
+
+    @property
+    def can_regroup(self) -> bool:
+        # NCCL's collectives do not fail when a peer is lost: those processes start again.
+        return environment.regroup_folder() is not None and self.group.is_own and self.device.type == "cpu"
+
+    def expect_regroup(self, is_expected: bool) -> None:
+        self.group.goes_on = is_expected and self.can_regroup
+
+    def leave_group(self) -> None:
+        self.group.break_off()
+        synchronized = [reference for replica in self._replicas if (reference := replica.reference()) is not None]
+        for replica in self._replicas:
+            replica.let_go()
+            if replica.exchange is not None:
+                replica.exchange.close()
+        if any(reference() is not None for reference in synchronized):
+            gc.collect()  # the old hooks would send gradients too
+        self.group.leave()
+
+    def join_group(self) -> None:
+        place = environment.place()
+        self.group.join_again(place, self.device, self._location())
+        self.collectives.take_place()
+        for replica in self._replicas:
+            replica.exchange = self._exchange(replica.module) if self._later and not self.group.is_alone else None
+        if not self.group.is_alone:
+            self._report(self.collectives.gather_object(self._location()))
+
+    def keep_buffers(self) -> None:
+        if not self.group.goes_on:
+            return
+        buffers, self._is_in_step = self._shared_buffers(), True
+        if [each.shape for each in buffers] != [each.shape for each in self._kept]:
+            self._kept = [each.clone() for each in buffers]
+        elif buffers:
+            copy_all(self._kept, buffers)
+
+    def restore_buffers(self) -> None:
+        if self._is_in_step:
+            copy_all(self._shared_buffers(), self._kept)
+        self._is_in_step = False
+
+    def _shared_buffers(self) -> list[torch.Tensor]:
+        return [buffer.detach() for replica in self._replicas for buffer in replica.buffers_to_share()]
+
+    def share_model(self, model: torch.nn.Module, source: int) -> None:
+        if self.group.is_alone:
+            return
+        with self.group.watched():
+            for replica in self._replicas:
+                if replica.module is model:
+                    take_from_main([*model.parameters(), *replica.buffers_to_share()], source)
 
     # Model and step
 
@@ -213,7 +272,9 @@ class DDP(SingleDevice):
         self._replicas = []
         self._trained.clear()
 
-    def _wrap(self, module: torch.nn.Module) -> FixedBuckets:
+    def _wrap(self, module: torch.nn.Module) -> FixedBuckets | None:
+        if self.group.is_alone:  # after a loss of all others
+            return None
         devices = [self.device] if self.device.type == "cuda" else None
         wrapped = FixedBuckets(module, device_ids=devices, **self.options, **_SENDS_BY_ITSELF)
         if self.gradient_compression == "bf16":
@@ -314,12 +375,13 @@ class DDP(SingleDevice):
         if self.group.heartbeat is None:
             return super().step(optimizer, max_norm, max_value, nonfinite)
         self._check_step(optimizer)
-        norms = super().step(optimizer, max_norm, max_value, nonfinite)
         # Only the buffers of this optimizer's models: another model's graph may still need its own (GANs).
         buffers = [buffer for replica in self._trained[optimizer] for buffer in replica.buffers_to_share()]
         if buffers and not self._is_uneven:
-            with self.group.watched():
+            with self.group.watched():  # before the weights change: after a loss the step can be taken again
                 take_from_main(buffers)
+        norms = super().step(optimizer, max_norm, max_value, nonfinite)
+        self._is_in_step = False
         self.group.heartbeat.steps += 1
         return norms
 

@@ -32,7 +32,7 @@ class Replica(torch.nn.Module):
 
     Args:
         module: The user's module, on the device, with the same weights on all processes.
-        wrap: Returns the DistributedDataParallel of a module.
+        wrap: Returns the DistributedDataParallel of a module; None if there are no other processes.
         watched: Returns the context of a forward pass, which may wait for other processes.
         exchange: Sums the gradients in place of DistributedDataParallel, so that a pass may be aborted; None: not.
 
@@ -45,7 +45,7 @@ class Replica(torch.nn.Module):
     def __init__(
         self,
         module: torch.nn.Module,
-        wrap: Callable[[torch.nn.Module], FixedBuckets],
+        wrap: Callable[[torch.nn.Module], FixedBuckets | None],
         watched: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         exchange: GradientExchange | None = None,
     ) -> None:
@@ -130,6 +130,10 @@ class Replica(torch.nn.Module):
     def buffers_to_share(self) -> list[torch.Tensor]:
         """Return the persistent buffers, see `SharedBuffers.current`."""
         return self._shared.current()
+
+    def reference(self) -> weakref.ref[FixedBuckets] | None:
+        """Return a weak reference to the DistributedDataParallel; None if there is none."""
+        return None if self._synchronized[0] is None else weakref.ref(self._synchronized[0])
 
     def let_go(self) -> None:
         """Drop the DistributedDataParallel, which holds a reference to the process group."""
@@ -217,21 +221,25 @@ def model_facts(module: torch.nn.Module) -> dict[str, str]:
     return facts | {f"buffer {name}": text for name, text in zip(buffers.names, described, strict=True)}
 
 
-def take_from_main(tensors: Sequence[torch.Tensor]) -> None:
+def take_from_main(tensors: Sequence[torch.Tensor], source: int = 0) -> None:
     """Broadcast the main process's values in place; shapes and dtypes must agree on all processes.
 
     Small tensors are packed together, as bytes, since not every backend supports every dtype.
+
+    Args:
+        tensors: The tensors.
+        source: Rank of the process to take them from, if it is not the main one.
     """
-    is_main = dist.get_rank() == 0
+    is_source = dist.get_rank() == source
     by_size = sorted(tensors, key=torch.Tensor.element_size, reverse=True)  # so that all of them start aligned
     for piece in pieces(by_size, tensor_bytes):
         sizes = [tensor_bytes(tensor) for tensor in piece]
-        if is_main:
+        if is_source:
             packed = torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in piece])
         else:
             packed = torch.empty(sum(sizes), dtype=torch.uint8, device=piece[0].device)
-        dist.broadcast(packed, 0)
-        if not is_main:
+        dist.broadcast(packed, source)
+        if not is_source:
             values = zip(piece, packed.split(sizes), strict=True)
             with torch.no_grad():
                 copy_all(piece, [received.view(tensor.dtype).view(tensor.shape) for tensor, received in values])

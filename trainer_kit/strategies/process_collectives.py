@@ -37,6 +37,12 @@ class ProcessCollectives(Collectives):
         self.group = group
         self.hosts: list[str] = []
 
+    def take_place(self) -> None:
+        """Take the place that the group has now."""
+        place = self.group.place
+        self.rank, self.local_rank, self.world_size = place.rank, place.local_rank, place.world_size
+        self.hosts = []
+
     @property
     def is_alone(self) -> bool:
         return self.group.is_alone
@@ -69,7 +75,7 @@ class ProcessCollectives(Collectives):
         name, store = self.broadcast(vote.next_name()), dist.distributed_c10d._get_default_store()
 
         def join(of: str, ranks: Sequence[int]) -> Any:
-            with self.group.watched():
+            with self.group.watched(), self.group.opened():
                 return vote.join_group(store, f"{name}/{of}", place.rank, ranks, self.group.timeout)
 
         if is_tree:
@@ -107,12 +113,12 @@ class ProcessCollectives(Collectives):
             dist.gather_object(None if self.is_main else value, values or None)
         return [value, *values[1:]] if self.is_main else []
 
-    def broadcast(self, value: T) -> T:
+    def broadcast(self, value: T, source: int = 0) -> T:
         if self.is_alone:
             return value
         values = [value]
         with self.group.watched():
-            dist.broadcast_object_list(values, 0)
+            dist.broadcast_object_list(values, source)
         return values[0]
 
     def barrier(self) -> None:

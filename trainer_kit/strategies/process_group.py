@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from trainer_kit.config import environment
 from trainer_kit.config.environment import Place
 from trainer_kit.errors import LostProcessError
+from trainer_kit.strategies.connections import Connections
 from trainer_kit.strategies.watchdog.heartbeat import Heartbeat
 from trainer_kit.strategies.watchdog.meeting import Meeting
 from trainer_kit.utils.units import format_duration, pluralize
@@ -44,6 +45,7 @@ class Membership:
     Args:
         heartbeat: Monitor of the other processes.
         owns_group: Whether trainer_kit created the process group, and so destroys it.
+        connections: The group's connections.
 
     Attributes:
         current: The membership of this process; None before the rendezvous and after leaving.
@@ -51,9 +53,10 @@ class Membership:
 
     current: Membership | None = None
 
-    def __init__(self, heartbeat: Heartbeat, owns_group: bool, place: Place) -> None:
+    def __init__(self, heartbeat: Heartbeat, owns_group: bool, place: Place, connections: Connections) -> None:
         self.heartbeat = heartbeat
         self.owns_group = owns_group
+        self.connections = connections
         self._place = place
 
     @functools.cached_property
@@ -81,20 +84,21 @@ class Membership:
         """
         if cls.current is not None:
             return cls.current
-        owns_group = not dist.is_initialized()
+        owns_group, connections = not dist.is_initialized(), Connections()
         if owns_group:
             store = _meet(place)
             _wait_for_all(store, place, location)
             # Host tensors use gloo on GPU machines too, so that the host does not wait for the GPU.
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(
-                backend,
-                store=store,
-                rank=place.rank,
-                world_size=place.world_size,
-                timeout=timedelta(seconds=timeout),
-                device_id=device if device.type == "cuda" else None,
-            )
+            with connections.opened(except_port=place.port):
+                dist.init_process_group(
+                    backend,
+                    store=store,
+                    rank=place.rank,
+                    world_size=place.world_size,
+                    timeout=timedelta(seconds=timeout),
+                    device_id=device if device.type == "cuda" else None,
+                )
         # A separate connection: a waiting main thread may occupy the group's.
         watch = PrefixStore(f"heartbeat/{place.restarts}", _connect(place, serves=False))
         slow = min(SLOW_SECONDS, timeout / 4)
@@ -103,7 +107,9 @@ class Membership:
         heartbeat = Heartbeat(
             watch, place.rank, place.world_size, patience=patience, slow=slow, explains_for=explains_for
         )
-        cls.current = cls(heartbeat, owns_group, place)
+        if environment.is_elastic() and connections:
+            heartbeat.break_off = connections.break_off
+        cls.current = cls(heartbeat, owns_group, place, connections)
         cls.current.heartbeat.start()
         return cls.current
 
@@ -140,13 +146,22 @@ class ProcessGroup:
         place: This process among those that a launcher started.
         timeout: Seconds after which a collective fails because a process has not joined it.
         patience: Seconds after which a process that does not answer counts as lost.
+
+    Attributes:
+        goes_on: Whether the caller goes on after a loss, so that nobody waits for an explanation of it.
     """
 
     def __init__(self, place: Place, timeout: float, patience: float) -> None:
+        self.goes_on = False
         self.place = place
         self.timeout = timeout
         self.patience = patience
         self._membership: Membership | None = None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process has joined a group that trainer_kit created."""
+        return self._membership is not None and self._membership.owns_group
 
     @property
     def is_alone(self) -> bool:
@@ -184,6 +199,31 @@ class ProcessGroup:
         if self._membership is not None:
             self._membership.meeting.join(what, remedy)
 
+    def opened(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which connections are opened that `break_off` breaks too."""
+        assert self._membership is not None, "setup() comes first"
+        return self._membership.connections.opened(except_port=self.place.port)
+
+    def break_off(self) -> None:
+        """Let the collectives under way fail, here and on the other processes."""
+        assert self._membership is not None, "setup() comes first"
+        self._membership.connections.break_off()
+
+    def leave(self) -> None:
+        """Leave the process group; messages of the heartbeat are lost from then on."""
+        Membership.leave()
+
+    def join_again(self, place: Place, device: torch.device, location: tuple[str, str]) -> None:
+        """Join the process group of another membership.
+
+        Args:
+            place: The new place of this process.
+            device: See `join`.
+            location: See `join`.
+        """
+        self.place, self._membership = place, None
+        self.join(device, location)
+
     def end_training(self, error: BaseException | None) -> None:
         """End a training; `error` is the error that ended it, None if it ended normally."""
         if self._membership is not None:
@@ -207,7 +247,7 @@ class ProcessGroup:
         except RuntimeError as error:
             if not failed_to_communicate(error):
                 raise
-            raise LostProcessError(heartbeat.explain(error)) from error
+            raise LostProcessError(heartbeat.give_up(error) if self.goes_on else heartbeat.explain(error)) from error
 
 
 multiprocessing.util.Finalize(None, Membership.leave, exitpriority=9)  # at the end of a multiprocessing child too

@@ -144,6 +144,19 @@ class RunLock:
         self._ended = threading.Event()
         threading.Thread(target=self._beat_on, args=(self._ended,), name="run lock", daemon=True).start()
 
+    def renew(self, membership: tuple[str, int] | None) -> None:
+        """Hold the lock in the name of a later membership of the run.
+
+        Raises:
+            FolderInUseError: If another training took the folder.
+            OSError: If the lock cannot be written.
+        """
+        assert self._holder is not None, "acquire() comes first"
+        self._membership = membership
+        with self._beating:
+            self._holder = self._holder._replace(membership=membership)
+        self.confirm()
+
     def release(self) -> None:
         """Release the lock if this process holds it."""
         holder, self._holder = self._holder, None
@@ -246,6 +259,7 @@ class RunLock:
                     if seen.token in (holder.token, None):
                         file.seek(0)
                         file.write(_content(holder))
+                        file.truncate()
                     elif self._taken_by is None:
                         self._taken_by = seen.name
                         logger.error("%s was taken over by %s", self.folder, seen.name)
@@ -422,6 +436,6 @@ def _remove_leftovers(lock: Path) -> None:
 
 
 def _content(holder: Holder) -> bytes:
-    """Return the lock's content, always of the same length for a holder, so that it can be overwritten in place."""
+    """Return the lock's content, of the same length for a holder and membership, so that it is overwritten in place."""
     values: dict[str, Any] = {**holder._asdict(), "beat": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     return json.dumps(values).encode() + b"\n"

@@ -110,6 +110,10 @@ class FSDP(MultiNode):
         self._same_gradients: SameGradients | None = None  # these two with the axis "tensor"
         self._same_outputs: SameOutputs | None = None
 
+    @property
+    def can_regroup(self) -> bool:
+        return False  # the others do not have this process's part
+
     def setup(self) -> None:
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
             raise ImportError(f"FSDP needs torch 2.9 or newer, but this is {torch.__version__}; update it, or use DDP")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trainer_kit.errors import LostProcessError
+from trainer_kit.strategies.watchdog.last_words import leave_with
 from trainer_kit.strategies.watchdog.mailbox import Mailbox, Message
 from trainer_kit.strategies.watchdog.peers import Beat, PeerTable, Problem, machine, read_beat, state_of
 from trainer_kit.strategies.watchdog.stack import StackLocation, locate
@@ -55,6 +56,8 @@ class Heartbeat:
         calls: Progress counter, which the strategy increments in each of its calls.
         steps: Optimizer steps since this start, counted by the strategy.
         last_duty: Called before the watching thread ends this process, and before others learn of it; None: nothing.
+        break_off: Wakes the collective that waits, by an error, before the watching thread ends this process; None:
+            it cannot be woken.
         leaving: Whether any process has announced that it leaves the run.
         error: The error by which this process ends, as reported to the others; empty without one.
         round: Number of trainings that have ended.
@@ -79,6 +82,7 @@ class Heartbeat:
         self._names_suspects = explains_for is None
         self.calls = self.steps = 0
         self.last_duty: Callable[[], object] | None = None
+        self.break_off: Callable[[], object] | None = None
         self.leaving = False
         self.round = 0
         self.urgent = False
@@ -184,6 +188,17 @@ class Heartbeat:
         finally:
             self._failed_in = None
             self.urgent = False
+
+    def give_up(self, error: BaseException) -> str:
+        """Return where a collective of this process failed, without a search for the cause; ends nothing from then on.
+
+        Args:
+            error: The error that the collective raised.
+        """
+        self._excused = True
+        if self._runs_here():
+            self._where = locate(sys._getframe(), error, hidden=__file__)
+        return self._sentence([], error)
 
     def send(self, key: str, text: str) -> bool:
         """Send a message to the process that receives `key`; any thread may call it.
@@ -336,6 +351,11 @@ class Heartbeat:
         return self._sentence(ripe) if ripe else None
 
     def _end(self, sentence: str) -> None:
+        if self.break_off is not None:
+            self.break_off()
+            _wait_until(self._is_excused, _STOP_SECONDS)
+        if self._is_excused():
+            return
         if self.last_duty is not None:
             self.last_duty()  # first: the others wait for what it sends until this process announces that it leaves
         if self._is_excused():
@@ -346,13 +366,7 @@ class Heartbeat:
         self._let_others_hear()
         if self._is_excused():
             return
-        flushing = threading.Thread(target=_flush, daemon=True)  # the main thread may hold its locks
-        flushing.start()
-        flushing.join(_STOP_SECONDS)
-        _tell_launcher(sentence)
-        with contextlib.suppress(OSError):
-            os.write(2, f"{sentence}\n".encode())
-        os._exit(1)
+        leave_with(sentence)
 
     def _is_excused(self) -> bool:
         """Return whether the collective has raised in the meantime, which is better than to exit."""
@@ -431,20 +445,3 @@ def _wait_until(true: Callable[[], bool], seconds: float) -> None:
     end = time.monotonic() + seconds
     while not true() and time.monotonic() < end:
         time.sleep(0.02)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-    logging.shutdown()
-
-
-def _tell_launcher(sentence: str) -> None:
-    """Write the error file of torchrun's agent, which prints its content."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        text = f"{LostProcessError.__name__}: {sentence}"
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": text, "extraInfo": extra}}, file)

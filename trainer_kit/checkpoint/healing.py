@@ -1,0 +1,94 @@
+"""`heal`: gives all processes of a run the newest state that one of them has, after a loss of others."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from trainer_kit.checkpoint.manager import CheckpointManager
+from trainer_kit.errors import LostProcessError
+
+
+class Progress(NamedTuple):
+    """How far a process has come.
+
+    Attributes:
+        step: Its step.
+        served: Number of requests that it has served in this training.
+        is_whole: Whether its state is that of a moment between two steps.
+    """
+
+    step: int
+    served: int
+    is_whole: bool
+
+
+class Healed(NamedTuple):
+    """Result of `heal`.
+
+    Attributes:
+        progress: How far all processes are now.
+        taken: Whether this process has taken the state of another one.
+        extra: What that process has given in addition; its own otherwise.
+    """
+
+    progress: Progress
+    taken: bool
+    extra: Any
+
+
+def heal(checkpoints: CheckpointManager, own: Progress, extra: Any = None) -> Healed:
+    """Give all processes the newest whole state. Collective.
+
+    Only the processes that are behind take another state. It is what a checkpoint holds, but for the ledger, which
+    each process keeps.
+
+    Args:
+        checkpoints: The checkpoint manager of the training.
+        own: How far this process has come.
+        extra: What a process gives in addition to its state.
+
+    Raises:
+        LostProcessError: If no process has a whole state.
+    """
+    run = checkpoints.run
+    collectives = run.strategy.collectives
+    places = collectives.gather_object(own)
+    newest = max((each for each in places if each.is_whole), default=None)
+    if newest is None:
+        raise LostProcessError("the other process was lost while weights changed, so that no process has a whole state")
+    source = places.index(newest)
+    is_behind = [each != newest for each in places]
+    if not any(is_behind):
+        return Healed(newest, False, extra)
+    given = (_states(checkpoints), extra) if collectives.rank == source else None
+    received = collectives.broadcast(given, source)
+    assert received is not None
+    states, others = received
+    run.strategy.share_model(run.model, source)
+    if not is_behind[collectives.rank]:
+        return Healed(newest, False, extra)
+    _take(checkpoints, states)
+    return Healed(newest, True, others)
+
+
+def _states(checkpoints: CheckpointManager) -> dict[str, Any]:
+    run = checkpoints.run
+    assert run.optimizer is not None
+    states = checkpoints.states(checkpoints.saver.committed, run.strategy.optimizer_state(run.optimizer), False)
+    return states | {"metric": checkpoints.metric, "log_means": run.means.state_dict()}
+
+
+def _take(checkpoints: CheckpointManager, states: dict[str, Any]) -> None:
+    run = checkpoints.run
+    assert run.optimizer is not None
+    run.state.load_state_dict(states["trainer"]["counters"])
+    run.strategy.load_optimizer_state(run.optimizer, states["optimizer"])
+    run.lr_scheduler.load_state_dict(states["lr_scheduler"])
+    if run.strategy.precision is not None:
+        run.strategy.precision.load_state_dict(states["precision"])
+    checkpoints.events.load_state_dict(states["callbacks"])
+    run.means.load_state_dict(states["log_means"])
+    checkpoints.data_state, checkpoints.metric = states["data"], states["metric"]
+    checkpoints.shifts_labels = states["trainer"]["shifts_labels"]
+    for name, entry in run.stateful.items():
+        entry.load_state_dict(states[name])

@@ -1,0 +1,173 @@
+"""`Regrouping`: a training that goes on in its processes after others were lost."""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from pathlib import Path
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from trainer_kit.callback import CallbackList
+from trainer_kit.checkpoint import CHECKPOINT_PREFIX, Committed
+from trainer_kit.checkpoint.healing import Progress, heal
+from trainer_kit.checkpoint.manager import CheckpointManager
+from trainer_kit.config import environment
+from trainer_kit.data.build import make_train_loader
+from trainer_kit.data.iterable_loader import StreamLoader
+from trainer_kit.data.map_loader import LoaderConfig, TrainLoader
+from trainer_kit.errors import LostProcessError
+from trainer_kit.loop.lr_schedule import make_run_scheduler
+from trainer_kit.profiling.time_ledger import REGROUP
+from trainer_kit.utils.new_place import ask_for_place
+from trainer_kit.utils.schedule_free import set_training
+from trainer_kit.utils.units import format_duration, pluralize
+
+logger = logging.getLogger("trainer_kit")
+
+_ATTEMPTS = 3
+
+
+class Regrouping:
+    """Leaves a broken process group, meets the processes that are left, and gives all of them the newest state.
+
+    Args:
+        checkpoints: The checkpoint manager of the training.
+        reading: How the training samples are read.
+        loader: The loader of the training batches.
+        has_own_scheduler: Whether the user gave the learning rate schedule.
+
+    Attributes:
+        is_whole: Whether the state of this process is that of a moment between two steps.
+        served: Number of requests that this process has served.
+        has_own_scheduler: The argument of the same name.
+    """
+
+    def __init__(
+        self,
+        checkpoints: CheckpointManager,
+        reading: LoaderConfig,
+        loader: TrainLoader | StreamLoader,
+        has_own_scheduler: bool,
+    ) -> None:
+        self.run = checkpoints.run
+        self.events: CallbackList = checkpoints.events
+        self.checkpoints = checkpoints
+        self.is_whole = True
+        self.served = 0
+        self._reading = reading
+        self._loader = loader
+        self.has_own_scheduler = has_own_scheduler
+        self._vain_at: int | None = None  # step at which all processes met again though none was lost
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether this training can go on without the processes that it loses."""
+        # A sampler or an iterable dataset would have to return to an earlier position.
+        can_be_placed = type(self._loader) is TrainLoader and not self.run.args.auto_find_batch_size
+        return self.run.strategy.can_regroup and can_be_placed
+
+    def go_on(self, lost: LostProcessError) -> TrainLoader | StreamLoader:
+        """Regroup after a loss; return the loader of the batches to come. Collective among those that are left.
+
+        Args:
+            lost: What a collective has raised.
+
+        Raises:
+            LostProcessError: If new processes have to resume from a checkpoint.
+        """
+        run = self.run
+        if not self.is_possible or self._vain_at == run.state.step:
+            raise lost
+        begin, processes = time.perf_counter(), run.strategy.world_size
+        _forget_frames(lost)
+        run.ledger.enter(REGROUP)
+        committed, was_saving = list(self.checkpoints.saver.committed), self.checkpoints.saver.is_busy
+        for attempt in range(1, _ATTEMPTS + 1):
+            self._meet(lost)
+            try:
+                loader = self._set_up()
+                self._finish_save(committed, was_saving)
+                break
+            except LostProcessError as error:  # one more
+                lost = error
+                if attempt == _ATTEMPTS:
+                    raise
+        self.events.call("on_regroup", run)
+        left = run.strategy.world_size
+        self._vain_at = run.state.step if left == processes else None
+        logger.info(
+            "went on with %s instead of %d at step %d after %s: %s", f"{left} {pluralize('process', left)}", processes,
+            run.state.step, format_duration(time.perf_counter() - begin), lost,
+        )  # fmt: skip
+        run.ledger.enter("loop")
+        return loader
+
+    def _meet(self, lost: LostProcessError) -> None:
+        """Leave the others, and join those of the next membership."""
+        run, membership, folder = self.run, environment.membership(), environment.regroup_folder()
+        assert membership is not None
+        assert folder is not None
+        run.strategy.leave_group()
+        self.checkpoints.saver.drain(after_loss=True)
+        place = ask_for_place(
+            Path(folder),
+            run.strategy.collectives.local_rank,
+            "/".join(map(str, membership)),
+            lambda: run.requests.exit_code is not None,
+        )
+        if place is None:
+            raise lost
+        environment.take_place(place)
+        run.strategy.join_group()
+
+    def _set_up(self) -> TrainLoader | StreamLoader:
+        """Set the training up again, as a resume does, with the state of the processes instead of a checkpoint's."""
+        run, checkpoints = self.run, self.checkpoints
+        own = Progress(run.state.step, self.served, self.is_whole)
+        run.strategy.restore_buffers()
+        self.is_whole = False
+        healed = heal(checkpoints, own, self._requests())
+        self.served, self.is_whole = healed.progress.served, True
+        if healed.taken:
+            run.requests.log, run.requests.evaluate, run.requests.save, run.requests.stop = healed.extra
+        run.model.zero_grad()
+        loader = self._loader = make_train_loader(run, self._reading, saved=checkpoints.plan.state_dict())
+        checkpoints.lay_out_again(loader)
+        if not (self.has_own_scheduler or isinstance(run.lr_scheduler, ReduceLROnPlateau)):
+            run.lr_scheduler = make_run_scheduler(run, checkpoints.plan)
+        set_training(run.optimizer, True)
+        return loader
+
+    def _requests(self) -> tuple[bool, ...]:
+        requests = self.run.requests
+        return requests.log, requests.evaluate, requests.save, requests.stop
+
+    def _finish_save(self, before: list[Committed], was_saving: bool) -> None:
+        """Tell all processes what became of the save that was under way, and prepare the next one. Collective.
+
+        Args:
+            before: The checkpoints that this process knew before the loss.
+            was_saving: Whether a save was under way in this process.
+        """
+        run, checkpoints, saver = self.run, self.checkpoints, self.checkpoints.saver
+        collectives, session = run.strategy.collectives, run.strategy.session
+        saver.committed, saver.failed = collectives.broadcast((saver.committed, saver.failed))
+        collectives.on_main(lambda: checkpoints.lock.renew(environment.membership()))
+        saver.writers = session.find_writers(checkpoints.folder)
+        if saver.newest is not None and saver.committed != before:
+            session.report_saved_step(int(saver.newest.name.removeprefix(CHECKPOINT_PREFIX)))
+            self.events.call("on_save", run, saver.newest)
+        elif was_saving:
+            run.requests.save = True
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Drop the local variables of the calls that failed: they would keep the process group alive."""
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each.__traceback__ = None
+        each.__cause__, each = None, each.__cause__ or each.__context__
+    error.__context__ = None
