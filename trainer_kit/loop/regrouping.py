@@ -155,7 +155,7 @@ class Regrouping:
         collectives, session = run.strategy.collectives, run.strategy.session
         saver.committed, saver.failed = collectives.broadcast((saver.committed, saver.failed))
         collectives.on_main(lambda: checkpoints.lock.renew(environment.membership()))
-        saver.writers = session.find_writers(checkpoints.folder)
+        saver.writers.ranks = session.find_writers(checkpoints.folder)
         if saver.newest is not None and saver.committed != before:
             session.report_saved_step(int(saver.newest.name.removeprefix(CHECKPOINT_PREFIX)))
             self.events.call("on_save", run, saver.newest)
