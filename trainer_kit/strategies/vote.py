@@ -130,9 +130,7 @@ class TreeVote(Vote):
 
     def close(self) -> None:
         self._asked.put(None)
-        if self._is_open and self._sums.empty():
-            _leak(self._to_parent, self._to_children)
-        else:
+        if not self._is_open:  # else the thread may wait for others, with the groups that it holds
             self._thread.join()
         self._to_parent = self._to_children = None
 
