@@ -88,7 +88,7 @@ def test_through_any_chain_of_layouts_the_schedule_ends_with_the_run(
 ) -> None:
     before, state = None, None
     for number, layout in enumerate(chain):
-        run = make_run(length, *layout, num_train_epochs=tenths / 10)
+        run = make_run(length, *layout, num_train_epochs=tenths / 10, on_resize="scale")
         run.state = state = state or run.state
         plan = plan_of(run, before, passed_over)
         assert 0 <= plan.schedule_step <= plan.schedule_length
@@ -111,6 +111,35 @@ def test_through_any_chain_of_layouts_the_schedule_ends_with_the_run(
     assert again.schedule_step == again.schedule_length
     assert state is not None
     assert state.step == again.last_step
+
+
+@pytest.mark.slow
+@relaxed
+@given(
+    st.integers(20, 60), layouts, st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(5, 30), st.booleans()
+)
+def test_steps_and_schedule_stay_through_any_number_of_processes(
+    length: int, layout: tuple[int, int, int], chain: list[int], tenths: int, drop_last: bool
+) -> None:
+    options: dict[str, Any] = {"num_train_epochs": tenths / 10, "warmup_steps": 3, "dataloader_drop_last": drop_last}
+    batch_size, accumulation, full = layout
+    run = make_run(length, *layout, **options)
+    first = plan = plan_of(run)
+    for processes in [*chain, full]:
+        before, run = run, make_run(length, batch_size, accumulation, processes, **options)
+        run.state = before.state
+        plan = plan_of(run, (before, plan))
+        assert (plan.last_step, plan.schedule_length, plan.schedule_step) == (
+            first.last_step, first.schedule_length, run.state.step
+        )  # fmt: skip
+        assert plan.scheduled(run.args) is run.args
+        loader = make_train_loader(run, READING, saved=plan.state_dict())
+        taken = [*loader.micro_batches(run.state.epoch, run.state.position, min(2, plan.last_step - run.state.step))]
+        for window in (micro.global_batch for micro in taken if micro.is_last):
+            run.state.step, run.state.epoch, run.state.position = run.state.step + 1, window.epoch, window.stop
+            if window.closes_epoch:
+                run.state.epoch, run.state.position = run.state.epoch + 1, 0
+    assert plan.layout == first.layout
 
 
 def test_another_layout_after_a_resume_changes_only_the_steps_left() -> None:
@@ -153,6 +182,7 @@ SCHEDULE: dict[str, Any] = {"lr_scheduler_type": "warmup_stable_decay"}
 
 def test_step_numbers_mean_the_samples_that_they_meant_when_they_were_given() -> None:
     given: dict[str, Any] = SCHEDULE | {"warmup_steps": 10, "lr_scheduler_kwargs": {"num_decay_steps": 20}}
+    given["on_resize"] = "scale"
     first = make_run(640, 8, processes=2, **given)  # of 16 samples
     plan = plan_of(first)
     assert plan.scheduled(first.args) is first.args
@@ -171,7 +201,7 @@ def test_step_numbers_mean_the_samples_that_they_meant_when_they_were_given() ->
 
 
 def vars_of(run: Run) -> dict[str, Any]:
-    names = ("lr_scheduler_type", "warmup_steps", "lr_scheduler_kwargs")
+    names = ("lr_scheduler_type", "warmup_steps", "lr_scheduler_kwargs", "on_resize")
     return {name: getattr(run.args, name) for name in names}
 
 

@@ -15,11 +15,14 @@ import torch
 from kit.guides import Guide, dry_run, unsaid
 from kit.trainer_states import trainer_state
 
-from trainer_kit import Callback, Run, Trainer, TrainingArguments
+from trainer_kit import Callback, Run, Strategy, Trainer, TrainingArguments
 from trainer_kit.checkpoint import newest_valid, take_snapshot, write_checkpoint
+from trainer_kit.checkpoint.compatibility import report_changes
 from trainer_kit.cli import replay, verify
 from trainer_kit.cli.main import main
 from trainer_kit.cli.target import read_target
+from trainer_kit.data.run_length import RunLength
+from trainer_kit.data.sampling import Layout
 
 GUIDE, FORMAT = Guide("docs/en/how-to/checkpoints.md"), Guide("docs/en/reference/checkpoint-format.md")
 COMMANDS = [tuple(line.partition(" #")[0].split()[1:]) for block in GUIDE.shell for line in block.splitlines()]
@@ -172,6 +175,15 @@ def test_a_resume_under_another_layout_says_this(tmp_path: Path, caplog: pytest.
     assert " ".join(shown("resumed with batches").split()) in caplog.text
 
 
+def test_another_number_of_processes(caplog: pytest.LogCaptureFixture) -> None:
+    args = TrainingArguments(max_steps=10)
+    run = Run(args, Strategy(), torch.nn.Linear(1, 1))
+    plans = [RunLength(each, 10, 10, 3, {}) for each in (Layout(128, 1, 4), Layout(128, 1, 3).keep_steps_of(4, 1))]
+    with caplog.at_level("INFO", logger="trainer_kit"):
+        report_changes(run, plans[1], (plans[0].state_dict(), args.to_dict()))
+    assert caplog.messages == [shown("3 processes keep").strip()]
+
+
 def test_what_is_in_one(tmp_path: Path) -> None:
     [tree] = re.findall(r"```text\n(runs/demo/checkpoint-500/.*?)```", FORMAT.text, re.DOTALL)
     names = re.findall(r"^  (\S+?)/?  ", tree, re.MULTILINE)
@@ -185,4 +197,4 @@ def test_the_messages_are_said(message: str) -> None:
 
 
 def test_there_are_commands_and_messages() -> None:
-    assert (len(COMMANDS), len(OURS), len(MESSAGES), len(SHOWN)) == (8, 5, 9, 5)
+    assert (len(COMMANDS), len(OURS), len(MESSAGES), len(SHOWN)) == (8, 5, 9, 6)
