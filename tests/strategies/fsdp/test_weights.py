@@ -125,7 +125,8 @@ class Peak(Callback):
         print((kilobytes("VmHWM") - before) * 1024 / shards, end=" ")
 
 def trainer(saves, strategy=None, callbacks=(), **given):
-    args = TrainingArguments(sys.argv[1] + "/run", max_steps=1, save_strategy=saves, report_to="none", use_cpu=True,
+    folder = sys.argv[1] + ("/new" if saves == "no" else "/run")
+    args = TrainingArguments(folder, max_steps=1, save_strategy=saves, report_to="none", use_cpu=True,
                              disable_tqdm=True, log_level="error", per_device_train_batch_size=1)
     samples = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 16
     return Trainer(args=args, train_dataset=samples, model_init=lambda: LlamaForCausalLM(config), strategy=strategy,

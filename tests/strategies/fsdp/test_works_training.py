@@ -173,7 +173,8 @@ def train_apart(folder: str, apart: bool, steps: int) -> dict[str, Any]:
             for name, value in {"GROUP_RANK": os.environ["RANK"], "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
                 patch.setenv(name, value)
             patch.setattr(MultiNodeSession, "_ranks_without", lambda self, directory: [1])
-        args = arguments(folder, "auto", save_strategy="steps", save_steps=1, max_steps=steps)
+        options = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
+        args = arguments(folder, "auto", max_steps=steps, **options)
         trainer = Trainer(Blocks(), args, rows(13), strategy=FSDP(device="cpu"))
         trainer.train(resume_from_checkpoint=True)
         os.environ.pop("GLOO_SOCKET_IFNAME", None)
