@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from page import PAGE, Spread, machine, replace_part, spread, table
+from peers_plot import picture
 
 TASKS, QUICK_TASKS = ("MLP", "BERT", "GPT-2"), ("MLP", "GPT-2")
 CONTENDERS = ("plain", "trainer_kit", "transformers", "accelerate", "lightning")
@@ -168,35 +169,14 @@ def slower(results: Results) -> list[str]:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Draw the ratios to the plain loop, a panel for each measure."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    import matplotlib.pyplot as plt
-
-    mpl.rcParams["svg.hashsalt"] = "peers"
-    measures = [each for each in measures_of(results) if each.key != "device_memory"]
-    figure, axes = plt.subplots(2, math.ceil(len(measures) / 2), figsize=(12, 6.5), layout="constrained")
+    """Draw the ratios to the plain loop, a panel for each measure but the GPU's memory."""
     contenders = [name for name in next(iter(results.values())) if name != "plain"]
-    width = 0.8 / len(contenders)
-    for axis, each in zip(axes.flat, measures, strict=False):
-        for number, contender in enumerate(contenders):
-            found = [ratios(results, task, contender, each.key) for task in results]
-            places = [place + (number - (len(contenders) - 1) / 2) * width for place in range(len(results))]
-            errors = [[one.median - one.low for one in found], [one.high - one.median for one in found]]
-            axis.bar(places, [one.median for one in found], width, yerr=errors, label=NAMES.get(contender, contender))
-        axis.axhline(1, color="black", linewidth=0.8)
-        axis.set_yscale("log")
-        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axis.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
-        axis.set_xticks(range(len(results)), list(results))
-        axis.set_title(each.title, fontsize=10)
-    for axis in list(axes.flat)[len(measures) :]:
-        axis.remove()
-    axes.flat[0].legend(fontsize=8)
-    figure.suptitle("Ratio to a plain loop (1 = the plain loop; less is better); bars: medians, lines: quartiles")
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    found = {
+        each.title: {task: {name: ratios(results, task, name, each.key) for name in contenders} for task in results}
+        for each in measures_of(results)
+        if each.key != "device_memory"
+    }
+    path.write_text(picture(found, [NAMES.get(name, name) for name in contenders]), encoding="utf-8")
 
 
 def section(results: Results, calls: dict[str, float], largest: float, rounds: int, threads: int) -> str:

@@ -23,7 +23,8 @@ def with_included_files(text: str, page: str, root: Path = ROOT, language: str =
 
     - `::: code: PATH` stands for a script, `::: code: PATH NAME ...` for these definitions of a script or notebook.
     - `::: output: NAME` stands for what the command above it printed.
-    - `::: plot: RUN_DIR PANEL` stands for a plot of the report of a run that the page's commands made.
+    - `::: plot: RUN_DIR PANEL` stands for a plot of the report of a run that the page's commands made,
+      `::: plot: NAME.txt memory` for one of the memory of a step that a recorded output shows.
 
     Args:
         text: The text.

@@ -15,6 +15,7 @@ from site_builder.includes import with_included_files
 LANGUAGES = ("en", "ar")
 _FENCED = re.compile(r"^(`{3,})[^\n]*\n.*?^\1`*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()([^)#\s]*)(#[^)\s]*)?(?=\))")
+_DRAWING = re.compile(r"^!\[[^\]]*\]\(([^)]+\.svg)\)$", re.MULTILINE)
 _FROM_CODE = re.compile(r"^::: from-code: (.+)$", re.MULTILINE)
 
 
@@ -72,6 +73,16 @@ def outside_of_code(text: str, change: Callable[[str], str]) -> str:
     return "".join([*parts, change(text[end:])])
 
 
+def with_drawings(text: str, folder: Path) -> str:
+    """Return a page's text with its pictures in SVG written into it, so that they have the page's colours."""
+
+    def drawn(picture: re.Match[str]) -> str:
+        svg = (folder / picture[1]).read_text(encoding="utf-8").strip()
+        return f'<figure class="plot">{svg}</figure>'
+
+    return outside_of_code(text, lambda part: _DRAWING.sub(drawn, part))
+
+
 def with_parts_from_the_code(text: str, makers: Mapping[str, Callable[[], str]]) -> str:
     """Return a page's text with each line `::: from-code: NAME` replaced by what the maker of that name returns.
 
@@ -105,6 +116,7 @@ def write_pages(
         target.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".md":
             text = with_included_files(sources.markdown_of(origin, root), path.stem, root, language)
+            text = with_drawings(text, origin.parent)
             text = with_links_to_the_site(text, origin, Place(language, path), root)
             target.write_text(with_parts_from_the_code(text, makers), encoding="utf-8")
         else:

@@ -23,12 +23,23 @@ _WORDS: Mapping[str, Mapping[str, str]] = {
         "best": "الفضلى",
         "at step": "عند الخطوة",
         "The scale is logarithmic": "التدريج لوغاريتمي",
+        "The memory of a step": "ذاكرة الخطوة",
+        "estimated": "مقدَّرة",
+        "measured": "مقيسة",
+        "weights": "الأوزان",
+        "buffers": "المخازن",
+        "batch": "الدفعة",
+        "gradients": "التدرّجات",
+        "optimizer": "المحسِّن",
+        "activations": "قيم التنشيط",
+        "temporary": "نتائج مؤقتة",
+        "MiB": "MiB",
     }
 }
 """What each language has in place of the report's English."""
 
 _TEXTS = re.compile(
-    r"(?<=<strong>)[^<]+(?=</strong>)|(?<=</svg>)[^<]+(?=</span>)|(?<=>)[^<>]*[a-zA-Z][^<>]*(?=</text>)"
+    r"(?<=<strong>)[^<]+(?=</strong>)|(?<=</svg>)[^<]+(?=</span>)|(?<=>)(?!\d)[^<>]*[a-zA-Z][^<>]*(?=</text>)"
 )
 _DESCRIPTION = re.compile(r'(?<= aria-label=")[^"]*')
 _PHRASE = re.compile(r"by step|at step|[A-Za-z][A-Za-z ]*?(?= by step| -?[\d.]|[.:,]|$)")

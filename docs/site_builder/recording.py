@@ -19,6 +19,7 @@ from site_builder.sources import ROOT
 FOLDERS = (ROOT / "docs" / "en" / "tutorials", ROOT / "docs" / "en" / "explanation")
 _STEP = re.compile(r"^```sh\n((?:(?!```).*\n)+)```\n+::: output: (\S+)$", re.MULTILINE)
 _PLOT = re.compile(r"^::: plot: (\S+) (\S+)$", re.MULTILINE)
+_COMPONENT = re.compile(r"^(?!peak)(\w+) +([\d.]+ [KMG]iB) +([\d.]+ [KMG]iB) +[\d.]+ B  ", re.MULTILINE)
 _SIZE = (560, 250)
 _TIMEOUT = 600.0
 
@@ -56,7 +57,11 @@ def run(page: str, folder: Path) -> dict[str, str]:
     for name in ("examples", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
     made = {f"{step.name}.txt": output_of(step, folder) for step in steps(text)}
-    return made | {plot_name(*found.groups()): _plot(folder / found[1], found[2]) for found in _PLOT.finditer(text)}
+    plots = {
+        plot_name(*found.groups()): _memory(made[found[1]]) if found[1] in made else _plot(folder / found[1], found[2])
+        for found in _PLOT.finditer(text)
+    }
+    return made | plots
 
 
 def output_of(step: Step, folder: Path) -> str:
@@ -100,6 +105,36 @@ def _plot(run_dir: Path, name: str) -> str:
     legend = labels if len(labels) > 1 else []
     caption = element("figcaption", element("strong", panel.title), *legend)
     return f'<figure class="plot">{caption}{svg}</figure>\n'
+
+
+def _memory(output: str) -> str:
+    """Return the components of a step's memory, estimated and measured, as bars: a figure in one line of HTML."""
+    from trainer_kit.report import drawing
+    from trainer_kit.report.colours import bar_role
+    from trainer_kit.report.markup import Markup, element
+    from trainer_kit.utils.units import GIB, parse_size
+
+    rows: dict[str, dict[str, float]] = {"estimated": {}, "measured": {}}
+    for name, *sizes in _COMPONENT.findall(output):
+        for row, size in zip(rows.values(), sizes, strict=True):
+            row[name] = parse_size(size) / GIB
+    title = "The memory of a step"
+    said = ". ".join(
+        f"{label}: {', '.join(f'{name} {gib * 1024:.3g} MiB' for name, gib in row.items())}"
+        for label, row in rows.items()
+    )
+    with drawing.settings():
+        svg = drawing.bars(rows, "memory", f"{title}. {said}.", _SIZE)
+    names = list(rows["estimated"])
+    samples = {
+        name: Markup(
+            f'<svg class="sample" viewBox="0 0 24 8" aria-hidden="true"><path d="M1 4H23" stroke-width="8" '
+            f'style="stroke:var(--{bar_role(names, name)})"/></svg>'
+        )
+        for name in names
+    }
+    legend = [element("span", sample, name, class_="label") for name, sample in samples.items()]
+    return f'<figure class="plot">{element("figcaption", element("strong", title), *legend)}{svg}</figure>\n'
 
 
 def changes(page: str, made: dict[str, str]) -> list[str]:

@@ -86,7 +86,9 @@ def test_the_tables_hold_ratios_of_the_same_round(peers: ModuleType) -> None:
 def test_the_plot_is_drawn(peers: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     peers.draw({"MLP": {name: [figures()] for name in ("plain", "trainer_kit", "lightning")}}, tmp_path / "plot.svg")
-    assert "<svg" in (tmp_path / "plot.svg").read_text()
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert drawn.count('<text y="') == 2 * 6  # of each measure its title and the one task
+    assert "Lightning</text>" in drawn
 
 
 def test_a_part_of_the_page_is_replaced(peers: ModuleType, tmp_path: Path) -> None:

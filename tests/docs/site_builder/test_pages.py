@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath
 
 import pytest
-from site_builder.pages import Place, place_of, with_links_to_the_site, with_parts_from_the_code, write_pages
+from site_builder.pages import (
+    Place,
+    place_of,
+    with_drawings,
+    with_links_to_the_site,
+    with_parts_from_the_code,
+    write_pages,
+)
 
 
 @pytest.fixture
@@ -68,3 +75,10 @@ def test_parts_are_made_from_the_code() -> None:
     assert with_parts_from_the_code("a\n\n::: from-code: b\n", {"b": lambda: "made\n"}) == "a\n\nmade\n"
     with pytest.raises(ValueError, match="'::: from-code: c' names nothing that is made from the code; use one of b"):
         with_parts_from_the_code("::: from-code: c", {"b": lambda: ""})
+
+
+def test_a_drawing_is_written_into_the_page(tmp_path: Path) -> None:
+    (tmp_path / "a.svg").write_text("<svg></svg>\n")
+    text = "![A plot](a.svg)\n\n```md\n![A plot](a.svg)\n```\n"
+    drawn = '<figure class="plot"><svg></svg></figure>\n\n```md\n![A plot](a.svg)\n```\n'
+    assert with_drawings(text, tmp_path) == drawn

@@ -115,3 +115,17 @@ def test_a_tutorial_prints_and_plots_what_it_shows(name: str, tmp_path: Path, re
 def test_nothing_is_recorded_for_a_page_that_is_gone() -> None:
     folder = includes.recorded_file("", "")
     assert {path.name for path in folder.iterdir()} == {*pages()}
+
+
+def test_the_memory_of_a_step_is_drawn_from_its_table() -> None:
+    shown = (
+        "                  memory     measured  per weight  what\n"
+        "weights           42 MiB       43 MiB      4.00 B  the model's parameters\n"
+        "optimizer          1 GiB       84 MiB      8.00 B  the state of the optimizer\n"
+        "peak             1.1 GiB    180.1 MiB     16.91 B  of a step\n"
+    )
+    said = (
+        "The memory of a step. estimated: weights 42 MiB, optimizer 1.02e+03 MiB. measured: weights 43 MiB, "
+        "optimizer 84 MiB."
+    )
+    assert f'aria-label="{said}"' in recording._memory(shown)
