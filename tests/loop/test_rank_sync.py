@@ -12,6 +12,8 @@ from kit.ranks import RankFailed, try_on_ranks
 from kit.split_training import PLAN, Tower
 
 from trainer_kit import Trainer
+from trainer_kit.errors import LostProcessError
+from trainer_kit.loop.rank_sync import RankSync
 from trainer_kit.strategies.ddp import DDP
 from trainer_kit.strategies.fsdp.strategy import FSDP
 
@@ -105,3 +107,24 @@ def test_what_differs_between_ranks_is_named(what: str, named: str, tmp_path: Pa
     for result in try_on_ranks(2, different, str(tmp_path), what):
         assert isinstance(result, RankFailed)
         assert named in str(result.error)
+
+
+def lose_requests(folder: str) -> tuple[bool, ...]:
+    trainer = Trainer(Branches(), quiet(folder), points(8))
+    run, sync = trainer.run, RankSync(trainer.run)
+    run.requests.log = run.requests.save = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(run.strategy.collectives), "all_reduce_ints", fail_to_sum)
+        with pytest.raises(LostProcessError):
+            sync.sync()
+    sync.pending.evaluate = True
+    sync.hand_back()
+    return run.requests.log, run.requests.evaluate, run.requests.save, run.requests.stop
+
+
+def fail_to_sum(*given: Any) -> Any:
+    raise LostProcessError("rank 1 ended")
+
+
+def test_requests_outlast_the_loss_of_a_process(tmp_path: Path) -> None:
+    assert lose_requests(str(tmp_path)) == (True, True, True, False)
