@@ -44,7 +44,7 @@ class TrainStep:
         micro_batch: The current or last micro-batch; None before the first and while one is fetched.
         is_fetching: Whether a micro-batch of the current step is being fetched.
         has_changed_weights: Whether the optimizer has stepped; the loop resets it when the step is counted and heard.
-        ledger_place: Beginning of the current step in the time ledger; None before the first.
+        ledger_place: Beginning of the current step in the time ledger; None between two steps.
     """
 
     def __init__(
@@ -136,6 +136,7 @@ class TrainStep:
         self._step_scheduler()
         strategy.zero_grad(run.optimizer)
         self._advance(global_batch)
+        self.ledger_place = None
         return global_batch
 
     def forward_backward(self, micro_batch: MicroBatch) -> None:

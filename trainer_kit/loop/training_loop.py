@@ -266,11 +266,12 @@ class TrainingLoop:
         """Go on after a loss of other processes with those that are left."""
         run, parts, old = self.run, self._regrouping, self._step
         parts.is_whole = parts.is_whole and not old.has_changed_weights
-        if old.ledger_place is not None and old.micro_batch is not None:
+        if old.ledger_place is not None:
             run.ledger.lose(old.ledger_place)
         self._sync.hand_back()
         old.close()
         self.loader = self.crash_dump.loader = parts.go_on(lost)
+        self._saved_step = None  # the save may have been given up
         unread = self._metrics.forget()
         if unread:
             logger.warning(
