@@ -111,7 +111,8 @@ class TrainStep:
         run.local_sums = {}
         micro_batch = self._next_micro_batch()
         self.ledger_place = run.ledger.place()
-        strategy.keep_buffers()
+        if (group := strategy.regroupable) is not None:
+            group.keep_buffers()
         call("on_step_begin", run)
         strategy.device_info.mark_step()  # separates the computations of callbacks and evaluations
         while True:

@@ -102,12 +102,13 @@ class TrainingLoop:
                 there is no checkpoint or no rollback left.
             LostProcessError: If another process was lost, and this one cannot go on without it.
         """
-        run, strategy = self.run, self.run.strategy
+        run = self.run
         starts = run.state.step == 0 and self.checkpoints.resumed_from is None
         run.requests.evaluate = run.requests.evaluate or (self.args.eval_on_start and starts)
         while True:
-            lost = None
-            strategy.expect_regroup(self._regrouping.is_possible)
+            lost, group = None, run.strategy.regroupable if self._regrouping.is_possible else None
+            if group is not None:
+                group.expect_regroup(True)
             try:
                 self._take_steps()
                 return
@@ -116,7 +117,8 @@ class TrainingLoop:
             except LostProcessError as error:
                 lost = error
             finally:
-                strategy.expect_regroup(False)
+                if group is not None:
+                    group.expect_regroup(False)
             if lost is not None:  # here its frames are left, which hold the broken group
                 self._regroup(lost)
 
