@@ -39,7 +39,7 @@ class Heals(Callback):
         checkpoints = CheckpointManager(run, CallbackList([]))
         checkpoints.lay_out(trainer_loader(run))
         checkpoints.data_state = {"rank": rank}
-        healed = heal(checkpoints, self.progress[rank], f"of rank {rank}")
+        healed = heal(checkpoints, run.strategy, self.progress[rank], f"of rank {rank}")
         values = {float(value.float().mean()) for value in run.model.state_dict().values()}
         moments = {float(state["exp_avg"].mean()) for state in run.optimizer.state.values()}
         own, data = run.stateful["own"].state_dict()["value"], checkpoints.data_state

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import trainer_kit
 from trainer_kit.errors import LostProcessError
+from trainer_kit.strategies.connections import Connections
 from trainer_kit.strategies.watchdog.heartbeat import Heartbeat
 
 INTERVAL, PATIENCE, SLOW = 0.2, 1.5, 1.0
@@ -31,13 +32,15 @@ class Member:
         dist.set_debug_level(dist.DebugLevel.OFF)
         limit = timedelta(seconds=60)
         store = dist.TCPStore("127.0.0.1", port, is_master=serves, wait_for_workers=False, timeout=limit)
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore("group", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=options.get("timeout", 60)),
-        )
+        self.connections = Connections()
+        with self.connections.opened(except_port=port):
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore("group", store),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=options.get("timeout", 60)),
+            )
         own = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=limit)
         watch = dist.PrefixStore("heartbeat/0", own)
         interval, patience = options.get("interval", INTERVAL), options.get("patience", PATIENCE)
@@ -190,6 +193,16 @@ def sends_as_its_last_duty(member: Member) -> None:
 
     member.heartbeat.last_duty = {0: receive, 2: send}.get(member.rank)
     member.train()
+
+
+def is_woken(member: Member) -> None:
+    """It breaks off its connections instead of ending."""
+    member.heartbeat.break_off = member.connections.break_off
+    try:
+        member.train()
+    except LostProcessError as error:
+        (member.folder / f"woken-{member.rank}").write_text(str(error))
+        os._exit(0)
 
 
 def forks(member: Member) -> None:

@@ -46,6 +46,17 @@ def test_one_looks_once_a_second() -> None:
     assert second.news(at_once=True) is not None
 
 
+def test_news_that_come_while_machines_meet_again_are_not_missed() -> None:
+    first, second = channels()
+    missed = second.missed_news()
+    assert missed() is None
+    first.announce(ProcessFailed("rank 0 failed", 0, 3), goes_on=False)
+    second.leave()
+    news = missed()
+    assert news is not None
+    assert (news.failure.rank, news.goes_on) == (0, False)
+
+
 def test_texts_are_gathered_by_place() -> None:
     first, second = channels()
     first._reach().set("trainer_kit/text-1", "second")

@@ -16,6 +16,7 @@ from kit.ranks import RankFailed, on_ranks, try_on_ranks
 from kit.split_training import PLAN, Tower
 
 from trainer_kit import Trainer
+from trainer_kit.errors import LostProcessError
 from trainer_kit.loop.rank_sync import RankSync
 from trainer_kit.state import Requests
 from trainer_kit.strategies.collectives import Collectives
@@ -201,3 +202,25 @@ def test_data_that_cannot_be_read_ends_the_run_when_its_step_begins(tmp_path: Pa
     assert "another process of this run could not read its data" in other
     assert "the file is gone" in own
     assert (taken, also_taken) == (5, 5)  # of 4 samples each; sample 22 is in the sixth
+
+
+def lose_requests(folder: str) -> tuple[bool, ...]:
+    trainer = Trainer(Branches(), quiet(folder), points(8))
+    run, sync = trainer.run, RankSync(trainer.run)
+    run.requests.log = run.requests.save = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(run.strategy.collectives), "all_reduce_ints", fail_to_sum)
+        with pytest.raises(LostProcessError):
+            sync.sync()
+    sync.pending.evaluate = True
+    sync.hand_back()
+    sync.close()
+    return run.requests.log, run.requests.evaluate, run.requests.save, run.requests.stop
+
+
+def fail_to_sum(*given: Any) -> Any:
+    raise LostProcessError("rank 1 ended")
+
+
+def test_requests_outlast_the_loss_of_a_process(tmp_path: Path) -> None:
+    assert lose_requests(str(tmp_path)) == (True, True, True, False)

@@ -55,7 +55,7 @@ class Signs(Callback):
 
 
 class Dies(Callback):
-    """Ends a machine after step 6, in step 7, or in step 7 while a checkpoint is written slowly."""
+    """Ends a machine after step 6, in step 7, or in step 7 while a checkpoint is written slowly; or only a process."""
 
     def __init__(self, host: str, moment: str) -> None:
         self.is_here, self.moment = socket.gethostname() == host, moment
@@ -70,6 +70,8 @@ class Dies(Callback):
     def on_step_begin(self, run: Run) -> None:
         if self.moment == "save" and run.state.step == 6:
             self.die()
+        if self.moment == "process" and run.state.step == 7 and self.is_here and not run.strategy.session.restarts:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def on_step_end(self, run: Run) -> None:
         if self.moment == "step" and run.state.step == 6:
@@ -107,7 +109,7 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--marks", type=Path)
     parser.add_argument("--deaths", type=int, nargs="*", default=[], help="steps, one for each start")
-    parser.add_argument("--dies", nargs=2, help="a machine, and in which moment it is lost: step, exchange or save")
+    parser.add_argument("--dies", nargs=2, help="a machine, and when it is lost: step, exchange, save, process")
     parser.add_argument("--heartbeat", type=float)
     parser.add_argument("--join", type=float, default=60.0)
     return parser.parse_args(words)

@@ -118,6 +118,16 @@ def test_the_state_goes_on_as_from_a_checkpoint(elastic: Elastic) -> None:
     assert states[0][0] == states[0][1]
 
 
+def test_a_process_is_killed_while_its_machine_stays(elastic: Elastic) -> None:
+    """That is a failure: all start new processes from the newest checkpoint."""
+    commands = elastic.start_all(pause=0.1, dies="process")
+    ended = finish(*commands)
+    elastic.check(*ended)
+    assert len(elastic.processes()) == 6
+    assert "; restart 1 of 5 within 1 h, from the checkpoint of step 6" in ended[2].err
+    assert not any("restart 2 of 5" in each.err for each in ended)
+
+
 def test_two_machines_are_killed_within_a_second(elastic: Elastic) -> None:
     commands = elastic.start_all(nodes="1:3")
     elastic.machines.kill(2)
@@ -217,5 +227,6 @@ def test_a_frozen_machine_is_left_behind(elastic: Elastic) -> None:
     found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True).stdout.split()
     subprocess.run(["kill", "-STOP", *found], check=True)
     elastic.wait_for_text(f"{HOSTS[1]} is gone: 2 of 3 machines go on", commands[0])
+    elastic.wait_for_text("went on with 2 processes instead of 3", commands[0])
     subprocess.run(["kill", "-CONT", *found], check=True)
     elastic.check(*finish(*commands))

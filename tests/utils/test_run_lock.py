@@ -486,3 +486,15 @@ def test_one_that_replaced_itself_takes_its_own_lock_again(tmp_path: Path) -> No
         text=True, timeout=100,
     )  # fmt: skip
     assert out.stdout == "held\nheld\n", out.stderr
+
+
+def test_a_lock_is_renewed_for_a_later_membership(tmp_path: Path) -> None:
+    """A later membership may take the lock over from the earlier one, but not the earlier one from the later."""
+    lock = RunLock(tmp_path, membership=("run", 9))
+    lock.acquire()
+    lock.renew(("run", 10))
+    assert json.loads((tmp_path / NAME).read_text())["membership"] == ["run", 10]
+    lock.renew(("run", 9))
+    assert json.loads((tmp_path / NAME).read_text())["membership"] == ["run", 9], "a shorter content"
+    lock.release()
+    assert not (tmp_path / NAME).exists()

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.errors import LostProcessError
+from trainer_kit.strategies.regroup import Regroupable
 
 
 class Progress(NamedTuple):
@@ -36,7 +37,7 @@ class Healed(NamedTuple):
     extra: Any
 
 
-def heal(checkpoints: CheckpointManager, own: Progress, extra: Any = None) -> Healed:
+def heal(checkpoints: CheckpointManager, group: Regroupable, own: Progress, extra: Any = None) -> Healed:
     """Give all processes the newest whole state. Collective.
 
     Only the processes that are behind take another state. It is what a checkpoint holds, but for the ledger, which
@@ -44,6 +45,7 @@ def heal(checkpoints: CheckpointManager, own: Progress, extra: Any = None) -> He
 
     Args:
         checkpoints: The checkpoint manager of the training.
+        group: The run's strategy.
         own: How far this process has come.
         extra: What a process gives in addition to its state.
 
@@ -64,7 +66,7 @@ def heal(checkpoints: CheckpointManager, own: Progress, extra: Any = None) -> He
     received = collectives.broadcast(given, source)
     assert received is not None
     states, others = received
-    run.strategy.share_model(run.model, source)
+    group.share_model(run.model, source)
     if not is_behind[collectives.rank]:
         return Healed(newest, False, extra)
     _take(checkpoints, states)

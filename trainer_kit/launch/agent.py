@@ -166,7 +166,11 @@ class Agent(LocalElasticAgent):
         for worker in worker_group.workers:
             worker.id = pids[worker.local_rank]
         news = missed()
-        if news is None and self._stays:
+        if news is not None and news.goes_on is False:
+            self.failed = news.failure
+            self._close(signal.SIGTERM)
+            return self._end(goes_on=False)
+        if self._stays:
             self._passed_on = None
             for worker in worker_group.workers:
                 give_place(self._scratch, worker.local_rank, self._place_of(worker))
@@ -177,7 +181,7 @@ class Agent(LocalElasticAgent):
         deadline = time.monotonic() + _ANSWERED_SECONDS
         while None in self._exit_codes().values() and time.monotonic() < deadline:
             time.sleep(0.05)
-        return self._end(goes_on=True) if news is None else self._follow(news)
+        return self._end(goes_on=True)
 
     def _place_of(self, worker: Worker) -> dict[str, str]:
         group = self._worker_group

@@ -20,6 +20,7 @@ from trainer_kit.data.map_loader import LoaderConfig, TrainLoader
 from trainer_kit.errors import LostProcessError
 from trainer_kit.loop.lr_schedule import make_run_scheduler
 from trainer_kit.profiling.time_ledger import REGROUP
+from trainer_kit.strategies.regroup import Regroupable
 from trainer_kit.utils.new_place import ask_for_place
 from trainer_kit.utils.schedule_free import set_training
 from trainer_kit.utils.units import format_duration, pluralize
@@ -66,7 +67,7 @@ class Regrouping:
         """Whether this training can go on without the processes that it loses."""
         # A sampler or an iterable dataset would have to return to an earlier position.
         can_be_placed = type(self._loader) is TrainLoader and not self.run.args.auto_find_batch_size
-        return self.run.strategy.can_regroup and can_be_placed
+        return self.run.strategy.regroupable is not None and can_be_placed
 
     def go_on(self, lost: LostProcessError) -> TrainLoader | StreamLoader:
         """Regroup after a loss; return the loader of the batches to come. Collective among those that are left.
@@ -77,17 +78,17 @@ class Regrouping:
         Raises:
             LostProcessError: If new processes have to resume from a checkpoint.
         """
-        run = self.run
-        if not self.is_possible or self._vain_at == run.state.step:
+        run, group = self.run, self.run.strategy.regroupable
+        if group is None or not self.is_possible or self._vain_at == run.state.step:
             raise lost
         begin, processes = time.perf_counter(), run.strategy.world_size
         _forget_frames(lost)
         run.ledger.enter(REGROUP)
         committed, was_saving = list(self.checkpoints.saver.committed), self.checkpoints.saver.is_busy
         for attempt in range(1, _ATTEMPTS + 1):
-            self._meet(lost)
+            self._meet(group, lost)
             try:
-                loader = self._set_up()
+                loader = self._set_up(group)
                 self._finish_save(committed, was_saving)
                 break
             except LostProcessError as error:  # one more
@@ -104,12 +105,12 @@ class Regrouping:
         run.ledger.enter("loop")
         return loader
 
-    def _meet(self, lost: LostProcessError) -> None:
+    def _meet(self, group: Regroupable, lost: LostProcessError) -> None:
         """Leave the others, and join those of the next membership."""
         run, membership, folder = self.run, environment.membership(), environment.regroup_folder()
         assert membership is not None
         assert folder is not None
-        run.strategy.leave_group()
+        group.leave_group()
         self.checkpoints.saver.drain(after_loss=True)
         place = ask_for_place(
             Path(folder),
@@ -120,15 +121,15 @@ class Regrouping:
         if place is None:
             raise lost
         environment.take_place(place)
-        run.strategy.join_group()
+        group.join_group()
 
-    def _set_up(self) -> TrainLoader | StreamLoader:
+    def _set_up(self, group: Regroupable) -> TrainLoader | StreamLoader:
         """Set the training up again, as a resume does, with the state of the processes instead of a checkpoint's."""
         run, checkpoints = self.run, self.checkpoints
         own = Progress(run.state.step, self.served, self.is_whole)
-        run.strategy.restore_buffers()
+        group.restore_buffers()
         self.is_whole = False
-        healed = heal(checkpoints, own, self._requests())
+        healed = heal(checkpoints, group, own, self._requests())
         self.served, self.is_whole = healed.progress.served, True
         if healed.taken:
             run.requests.log, run.requests.evaluate, run.requests.save, run.requests.stop = healed.extra

@@ -44,8 +44,7 @@ class TrainStep:
         micro_batch: The current or last micro-batch; None before the first and while one is fetched.
         is_fetching: Whether a micro-batch of the current step is being fetched.
         has_changed_weights: Whether the optimizer has stepped; the loop resets it when the step is counted and heard.
-        may_be_repeated: Whether a step that breaks is taken again.
-        ledger_place: Beginning of such a step in the time ledger; None before the first.
+        ledger_place: Beginning of a step that may be repeated in the time ledger; None between two steps.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class TrainStep:
         sync: RankSync,
     ) -> None:
         self.loss = probe.loss
-        self.is_fetching = self.has_changed_weights = self.may_be_repeated = False
+        self.is_fetching = self.has_changed_weights = False
         self.ledger_place: int | None = None
         self._run = run
         self._events = events
@@ -109,9 +108,9 @@ class TrainStep:
         run.local_loss = self._item_count = None
         run.local_sums = {}
         micro_batch = self._next_micro_batch()
-        if self.may_be_repeated:
+        if (group := strategy.regroupable) is not None:
             self.ledger_place = run.ledger.place()
-            strategy.keep_buffers()
+            group.keep_buffers()
         call("on_step_begin", run)
         strategy.device_info.mark_step()  # separates the computations of callbacks and evaluations
         while True:
@@ -140,6 +139,7 @@ class TrainStep:
         self._step_scheduler()
         strategy.zero_grad(run.optimizer)
         self._advance(global_batch)
+        self.ledger_place = None
         return global_batch
 
     def forward_backward(self, micro_batch: MicroBatch) -> None:

@@ -102,13 +102,13 @@ class TrainingLoop:
                 there is no checkpoint or no rollback left.
             LostProcessError: If another process was lost, and this one cannot go on without it.
         """
-        run, strategy = self.run, self.run.strategy
+        run = self.run
         starts = run.state.step == 0 and self.checkpoints.resumed_from is None
         run.requests.evaluate = run.requests.evaluate or (self.args.eval_on_start and starts)
         while True:
-            lost = None
-            self._step.may_be_repeated = self._regrouping.is_possible
-            strategy.expect_regroup(self._step.may_be_repeated)
+            lost, group = None, run.strategy.regroupable if self._regrouping.is_possible else None
+            if group is not None:
+                group.expect_regroup(True)
             try:
                 self._take_steps()
                 return
@@ -117,7 +117,8 @@ class TrainingLoop:
             except LostProcessError as error:
                 lost = error
             finally:
-                strategy.expect_regroup(False)
+                if group is not None:
+                    group.expect_regroup(False)
             if lost is not None:  # here its frames are left, which hold the broken group
                 self._regroup(lost)
 
@@ -269,12 +270,13 @@ class TrainingLoop:
         """Go on after a loss of other processes with those that are left."""
         run, parts, old = self.run, self._regrouping, self._step
         parts.is_whole = parts.is_whole and not old.has_changed_weights
-        if old.ledger_place is not None and old.micro_batch is not None:
+        if old.ledger_place is not None:
             run.ledger.lose(old.ledger_place)
         self._sync.hand_back()
         self._sync.close()
         old.close()
         self.loader = self.crash_dump.loader = parts.go_on(lost)
+        self._saved_step = None  # the save may have been given up
         unread = self._metrics.forget()
         if unread:
             logger.warning(

@@ -21,6 +21,7 @@ from trainer_kit.strategies.grad_norms import GradientNorms, clip_to_norm
 from trainer_kit.strategies.memory_format import in_channels_last, use_channels_last
 from trainer_kit.strategies.optimizer_step import take_step
 from trainer_kit.strategies.precision import Precision
+from trainer_kit.strategies.regroup import Regroupable
 from trainer_kit.strategies.session import Session
 from trainer_kit.strategies.sharding import Sharding
 from trainer_kit.utils import optimizer_state
@@ -115,35 +116,9 @@ class Strategy:
         self.session.end_training(error)
 
     @property
-    def can_regroup(self) -> bool:
-        """Whether this process can leave the others after a loss, and train on with those that are left."""
-        return False
-
-    def expect_regroup(self, is_expected: bool) -> None:
-        """Choose whether a lost process raises at once, without a search for the cause; see `can_regroup`."""
-
-    def leave_group(self) -> None:
-        """Leave the other processes; collectives under way fail, here and there."""
-        raise NotImplementedError("a single process has no group")
-
-    def join_group(self) -> None:
-        """Join the processes of the place that the environment names now. Collective."""
-        raise NotImplementedError("a single process has no group")
-
-    def keep_buffers(self) -> None:
-        """Keep a copy of the model's persistent buffers, which the step changes, if a regroup is expected."""
-
-    def restore_buffers(self) -> None:
-        """Set the buffers to the copy of `keep_buffers`, unless the weights have changed since."""
-
-    def share_model(self, model: torch.nn.Module, source: int) -> None:
-        """Give all processes the parameters and persistent buffers of one of them. Collective.
-
-        Args:
-            model: The user's module.
-            source: Rank of that process.
-        """
-        raise NotImplementedError("a single process has no group")
+    def regroupable(self) -> Regroupable | None:
+        """This strategy if its processes can go on after a loss of others; None if new ones have to resume."""
+        return None
 
     def seed(self, value: int) -> None:
         """Seed the generators of torch (host and device), numpy and random.

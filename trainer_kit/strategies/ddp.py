@@ -28,6 +28,7 @@ from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.process_collectives import ProcessCollectives
 from trainer_kit.strategies.process_group import Membership, ProcessGroup, check_own_gpus, default_patience
 from trainer_kit.strategies.process_session import ProcessSession
+from trainer_kit.strategies.regroup import Regroupable
 from trainer_kit.strategies.single import SingleDevice
 from trainer_kit.utils.foreach import copy_all
 from trainer_kit.utils.units import pluralize
@@ -168,12 +169,13 @@ class DDP(SingleDevice):
     # Loss of other processes
 
     @property
-    def can_regroup(self) -> bool:
+    def regroupable(self) -> Regroupable | None:
         # NCCL's collectives do not fail when a peer is lost: those processes start again.
-        return environment.regroup_folder() is not None and self.group.is_own and self.device.type == "cpu"
+        is_possible = environment.regroup_folder() is not None and self.group.is_own and self.device.type == "cpu"
+        return self if is_possible else None
 
     def expect_regroup(self, is_expected: bool) -> None:
-        self.group.goes_on = is_expected and self.can_regroup
+        self.group.goes_on = is_expected
 
     def leave_group(self) -> None:
         self.group.break_off()

@@ -12,7 +12,7 @@ from site_builder.hooks import callbacks_page
 from trainer_kit import Callback, Trainer, TrainingArguments
 from trainer_kit.callback import HOOKS
 
-WITHOUT_A_PLACE = {"on_predict", "on_rollback", "on_exception"}
+WITHOUT_A_PLACE = {"on_predict", "on_rollback", "on_regroup", "on_exception"}
 """Hooks that this run does not call."""
 
 

@@ -379,6 +379,15 @@ def test_what_a_process_sends_as_its_last_duty_is_received(run: Run, first_serve
     assert (run.folder / "received").read_text() == "['text', None]"
 
 
+def test_a_collective_that_waits_for_a_frozen_process_is_woken(run: Run) -> None:
+    run.start(3, watched.is_woken)
+    run.wait_until_ready()
+    run.signal(1, signal.SIGSTOP)
+    for rank in (0, 2):
+        assert run.exit_code(rank) == 0, run.errors(rank)
+        assert "waited in " in (run.folder / f"woken-{rank}").read_text()
+
+
 def test_a_forked_child_says_nothing(run: Run) -> None:
     run.start(2, watched.forks)
     for rank in range(2):

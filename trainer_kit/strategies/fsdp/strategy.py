@@ -34,6 +34,7 @@ from trainer_kit.strategies.fsdp.tensor_parallel import Place, check_plan, find_
 from trainer_kit.strategies.fsdp.units import check_units, describe_single_unit, find_units
 from trainer_kit.strategies.multinode import MultiNode
 from trainer_kit.strategies.precision import Precision
+from trainer_kit.strategies.regroup import Regroupable
 from trainer_kit.utils.packed_layers import keep_unpacked
 from trainer_kit.utils.units import join_names
 from trainer_kit.utils.user_warnings import warn
@@ -111,8 +112,8 @@ class FSDP(MultiNode):
         self._same_outputs: SameOutputs | None = None
 
     @property
-    def can_regroup(self) -> bool:
-        return False  # the others do not have this process's part
+    def regroupable(self) -> Regroupable | None:
+        return None  # the others do not have this process's part
 
     def setup(self) -> None:
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
