@@ -10,6 +10,8 @@ from typing import Any
 from trainer_kit.accelerator.state import PartialState
 from trainer_kit.config import environment
 
+__all__ = ["MultiProcessAdapter", "get_logger"]
+
 
 class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
     """A logger whose calls take `main_process_only` (True unless given) and `in_order`."""
