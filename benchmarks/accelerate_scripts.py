@@ -46,8 +46,23 @@ TESTS = ("test_script", "test_ops", "test_sync", "test_distributed_data_loop", "
 
 
 def changed(source: str) -> str:
-    """Return a script's source with the import lines changed; helpers of accelerate's tests stay its own."""
-    return re.sub(r"(?m)^(\s*(?:from|import) )accelerate(?!\.test_utils)\b", r"\1trainer_kit.accelerator", source)
+    """Return a source with the import lines changed, those of the helpers of accelerate's tests too."""
+    source = re.sub(r"(?m)^(\s*from )accelerate\.test_utils\b", r"\1changed_test_utils", source)
+    source = re.sub(
+        r"(?m)^(\s*from )\.\.(\w?)",
+        lambda found: f"{found[1]}trainer_kit.accelerator{'.' * bool(found[2])}{found[2]}",
+        source,
+    )
+    return re.sub(r"(?m)^(\s*(?:from|import) )accelerate\b", r"\1trainer_kit.accelerator", source)
+
+
+def change_helpers(checkout: Path, work: Path) -> None:
+    """Write a copy of the helpers of accelerate's tests that imports from trainer_kit."""
+    source = checkout / "src/accelerate/test_utils"
+    for each in source.rglob("*.py"):
+        copy = work / "changed_test_utils" / each.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(changed(each.read_text()))
 
 
 def run(script: Path, processes: int, work: Path, arguments: list[str], library: str = "", **variables: str) -> Any:
@@ -61,6 +76,7 @@ def run(script: Path, processes: int, work: Path, arguments: list[str], library:
     words = [*launcher, *([] if library else ["--prefix"]), str(STAND_INS), str(copies / script.name)]
     given = [each.format(work=work) for each in arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", **variables}
+    environment["PYTHONPATH"] = os.pathsep.join([str(work), *filter(None, [environment.get("PYTHONPATH")])])
     return subprocess.run(
         [*words, *given], cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
@@ -117,6 +133,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         pictures(work / "pictures")
+        change_helpers(options.checkout, work)
         for name in (each for each in EXAMPLES if options.only in each):
             cells = [measure_example(options.checkout, name, count, work) for count in options.processes]
             say(f"| `{name}.py` | {' | '.join(cells)} |")

