@@ -10,7 +10,7 @@ Within a hook, callbacks are called by `priority`, then in the order of the list
 - 110: `Throughput`, which counts the operations of a step without those of other callbacks, and `SlowProcesses`;
 - 150: `EarlyStopping`, which uses the metrics that all others add, and logs after the record;
 - 200: `Report`, which reads the written records; 205: `Tracking`, which may upload its page; 210: `PushToHub`, which
-  pushes what all others have written.
+  pushes what all others have written; 300: `FastDevRun`, which removes that.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .console import Console
     from .early_stopping import EarlyStopping
     from .ema import EMA
+    from .fast_dev_run import FastDevRun
     from .freezing import Freezing
     from .jsonl import JsonLines, read_log
     from .max_time import MaxTime
@@ -58,6 +59,7 @@ __all__ = [
     "DetectAnomaly",
     "Deterministic",
     "EarlyStopping",
+    "FastDevRun",
     "Freezing",
     "JsonLines",
     "MaxTime",
@@ -87,6 +89,7 @@ _MODULES = {
     "Deterministic": "torch_modes",
     "EMA": "ema",
     "EarlyStopping": "early_stopping",
+    "FastDevRun": "fast_dev_run",
     "Freezing": "freezing",
     "JsonLines": "jsonl",
     "MaxTime": "max_time",

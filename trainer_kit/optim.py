@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.config.optimizer_options import optimizer_options
 from trainer_kit.utils.adafactor import UnscaledAdafactor
+from trainer_kit.utils.closures import needs_closure
 from trainer_kit.utils.layer_decay import decay_by_layer
 from trainer_kit.utils.lr_curves import SCHEDULES, Span
 from trainer_kit.utils.muon import Muon, split_matrices
@@ -113,7 +114,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Check that an optimizer can train a model.
 
     Raises:
-        TypeError: If it is not a `torch.optim.Optimizer`, or if its step needs a closure, as LBFGS's does.
+        TypeError: If it is not a `torch.optim.Optimizer`, or if its step needs a closure, as that of LBFGS or SAM does.
         ValueError: If it has no parameter of the model, or is fused and has a parameter with gaps in memory.
     """
     if isinstance(optimizer, type):
@@ -121,8 +122,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         raise TypeError(f"optimizer={name} is a class; give an object of it, such as {name}(model.parameters(), lr=…)")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
+    if needs_closure(type(optimizer)):
         raise TypeError(
             f"optimizer is a {type(optimizer).__name__}, whose step runs the model by a closure; write the loop with "
             "Accelerator, whose optimizers take step(closure)"

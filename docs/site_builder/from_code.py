@@ -12,6 +12,7 @@ from site_builder.commands import command_line, exit_codes
 from site_builder.environment import environment
 from site_builder.exceptions import exceptions
 from site_builder.hooks import callbacks_page
+from site_builder.packages import packages
 from site_builder.records import records
 from site_builder.settings import methods_of_transformers, settings_of_lightning, settings_of_transformers
 
@@ -26,6 +27,7 @@ MAKERS: Mapping[str, Callable[[], str]] = {
     "trackers": functools.partial(api.listing, "trackers"),
     "commands": command_line,
     "checkpoint-format": checkpoint_format,
+    "packages": packages,
     "records": records,
     "exceptions": exceptions,
     "exit-codes": exit_codes,

@@ -57,6 +57,7 @@ def test_a_setting_that_means_the_same_is_taken(settings: dict[str, Any], expect
         ("check_val_every_n_epoch", 2, "use eval_strategy='steps'"),
         ("max_time", "00:12:00:00", r"MaxTime\(...\)"),
         ("limit_val_batches", 10, "torch.utils.data.Subset"),
+        ("fast_dev_run", True, r"callbacks=\[FastDevRun\(\)\]"),
         ("deterministic", True, r"Deterministic\(\)"),
     ],
 )

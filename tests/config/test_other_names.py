@@ -31,6 +31,9 @@ from trainer_kit.config.sources import OTHER_NAMES
         ("lr", "learning_rate"),
         ("batch_size", "per_device_train_batch_size"),
         ("warmup_step", "warmup_steps"),
+        ("warmup", "warmup_steps"),
+        ("max_epoch", "max_epochs"),
+        ("evaluation_strateg", "evaluation_strategy"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(unknown: str, nearest: str) -> None:
@@ -130,3 +133,9 @@ def test_the_translations() -> None:
     assert options_of("a", "k")(None) == Fields()
     assert options_of("a", "k")(1) == Fields({"a": {"k": 1}})
     assert [read_json(value) for value in ('{"a": 1}', "{a", "a", 1)] == [{"a": 1}, "{a", "a", 1]
+
+
+def test_an_argument_of_the_trainer_is_sent_there() -> None:
+    settings: dict[str, Any] = {"tokenizer": 1}
+    with pytest.raises(TypeError, match=r"no field 'tokenizer'; give Trainer\(processing_class=tokenizer\)$"):
+        TrainingArguments(**settings)

@@ -183,3 +183,15 @@ def test_from_transformers_takes_nothing_else() -> None:
         TrainingArguments.from_transformers(TrainingArguments())
     with pytest.raises(TypeError, match="but got a dict"):
         settings_of({}, [])
+
+
+def test_only_changed_options_of_accelerate_are_refused() -> None:
+    default = transformers.TrainingArguments(output_dir="x").accelerator_config
+    settings: dict[str, Any]
+    for harmless in (default, None, {}, {"even_batches": True}, '{"split_batches": false}'):
+        settings = {"accelerator_config": harmless}
+        assert TrainingArguments(**settings) == TrainingArguments()
+    for changed in ({"split_batches": True}, {"dispatch_batches": False}, {"nonsense": 1}, "config.json"):
+        settings = {"accelerator_config": changed}
+        with pytest.raises(TypeError, match="batches are dealt to the processes exactly"):
+            TrainingArguments(**settings)

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import default_collate
 from transformers import BatchEncoding
 
-from trainer_kit.data.collate import PadCollator, default_collator, stack
+from trainer_kit.data.collate import PadCollator, default_collator, stack, warn_of_ready_batches
 
 
 def tokenizer(**changes: Any) -> Any:
@@ -225,3 +227,28 @@ def test_which_collator_is_the_default() -> None:
         default_collator(None, pad_to_lengths=[8])
     with pytest.raises(ValueError, match=r"pad_to_multiple_of=8 and pad_to_lengths=\[8\] contradict"):
         default_collator(tokenizer(), 8, pad_to_lengths=[8])
+
+
+ONES = torch.ones
+
+
+@pytest.mark.parametrize(
+    ("sample", "is_doubtful"),
+    [
+        ({"x": ONES(4, 3), "labels": ONES(4)}, True),
+        ((ONES(4, 3, 8, 8), ONES(4)), True),
+        ({"x": np.ones((4, 3)), "labels": np.ones(4)}, True),
+        ({"input_ids": ONES(7), "labels": ONES(7)}, False),  # tokens
+        ({"x": ONES(4, 3), "labels": torch.tensor(1)}, False),  # choices
+        ({"x": ONES(1, 3), "labels": ONES(1)}, False),
+        ({"x": ONES(3, 8, 8), "y": ONES(3, 8, 8)}, False),  # pictures
+        ({"x": ONES(4, 3), "labels": ONES(5)}, False),
+        ({"x": ONES(4, 3), "name": "text"}, False),
+        (ONES(4, 3), False),
+    ],
+)
+def test_samples_that_may_be_batches_warn(sample: Any, is_doubtful: bool) -> None:
+    context = pytest.warns(UserWarning, match="length 4: .*ReadyBatches") if is_doubtful else contextlib.nullcontext()
+    with context:
+        warn_of_ready_batches("train_dataset", sample, stack)
+    warn_of_ready_batches("train_dataset", sample, default_collate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import os
@@ -389,3 +390,11 @@ def test_a_batch_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="has to split a ready batch of 10 samples, but it holds a Tensor"):
         fitted(tmp_path, Masked(4), ReadyBatches(batches), auto_find_batch_size=True)
+
+
+def test_batches_that_are_given_as_samples_warn(tmp_path: Path) -> None:
+    batches = [{"x": torch.ones(5, 4, dtype=torch.float64), "labels": torch.zeros(5, dtype=torch.long)}] * 4
+    for number, dataset in enumerate((batches, iter(batches))):
+        with pytest.warns(UserWarning, match="length 5: .*ReadyBatches"), contextlib.suppress(Exception):
+            Trainer(Classifier(), arguments(tmp_path / str(number), max_steps=1), dataset).train()
+    train(tmp_path / "ready", ReadyBatches(iter(batches)), max_steps=1)

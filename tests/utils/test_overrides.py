@@ -294,3 +294,15 @@ def test_an_attribute_of_another_trainer_is_missing_with_its_replacement(name: s
         getattr(trainer, name)
     assert str(raised.value) == f"'Trainer' object has no attribute {name!r}: {REPLACEMENTS[name]}"
     assert not hasattr(trainer, "flavour")
+
+
+@pytest.mark.parametrize(
+    ("name", "todo"),
+    [
+        ("push_to_hub", "PushToHub('me/my-model')"),
+        ("create_model_card", "model_card(output_dir)"),
+        ("neftune_hook_handle", "TrainingArguments(neftune_noise_alpha=)"),
+    ],
+)
+def test_what_stands_for_the_hub_and_for_neftune(name: str, todo: str) -> None:
+    assert todo in REPLACEMENTS[name]

@@ -7,7 +7,7 @@ accelerate's other names are where it has them: in `trainer_kit.accelerator.util
 from typing import Any
 
 from trainer_kit._version import __version__
-from trainer_kit.accelerator import unavailable
+from trainer_kit.accelerator import foreign_names
 from trainer_kit.accelerator.accelerator import Accelerator
 from trainer_kit.accelerator.big_modeling import init_empty_weights, init_on_device, load_checkpoint_and_dispatch
 from trainer_kit.accelerator.loader import PreparedLoader
@@ -71,4 +71,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(unavailable, name)
+    return foreign_names.find("", name)
+
+
+foreign_names.install()

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from trainer_kit.accelerator.data_loader import make_loader, with_seedable_sampler
 from trainer_kit.accelerator.loader import PreparedLoader
+from trainer_kit.accelerator.properties import AcceleratorProperties
 from trainer_kit.accelerator.settings import (
     accumulation_settings,
     check_schedule_rule,
@@ -54,7 +55,7 @@ from trainer_kit.utils.wrappers import without_wrappers
 logger = logging.getLogger("trainer_kit")
 
 
-class Accelerator(Stepping):
+class Accelerator(Stepping, AcceleratorProperties):
     """Runs a hand-written loop on any hardware and any number of processes.
 
     It uses accelerate's names: a loop written for accelerate runs after a change of the import:

@@ -11,6 +11,8 @@ import torch
 
 from trainer_kit.checkpoint import load_checkpoint_in_model
 
+__all__ = ["init_empty_weights", "init_on_device", "load_checkpoint_and_dispatch", "load_checkpoint_in_model"]
+
 
 @contextlib.contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:

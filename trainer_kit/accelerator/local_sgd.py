@@ -10,6 +10,8 @@ import torch
 from trainer_kit.accelerator.accelerator import Accelerator
 from trainer_kit.accelerator.utils.enums import DistributedType
 
+__all__ = ["LocalSGD"]
+
 
 class LocalSGD:
     """Context in which processes train alone, and average their weights every few steps and at its end.

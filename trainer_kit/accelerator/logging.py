@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from trainer_kit.accelerator.state import PartialState
 from trainer_kit.config import environment
 
+__all__ = ["MultiProcessAdapter", "get_logger"]
+
 if TYPE_CHECKING:
     _LoggerAdapter = logging.LoggerAdapter[logging.Logger]
 else:

@@ -14,7 +14,7 @@ from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.select import choose_strategy
 
-__all__ = ["AcceleratorState", "GradientState", "PartialState", "share"]
+__all__ = ["AcceleratorState", "GradientState", "PartialState", "is_initialized", "share"]
 
 
 class PartialState(ProcessOperations):
@@ -199,6 +199,11 @@ class GradientState:
     def _reset_state() -> None:
         """Forget the latest Accelerator's position."""
         GradientState._latest = None
+
+
+def is_initialized() -> bool:
+    """Return whether an `Accelerator`, a `PartialState` or an `AcceleratorState` was made in this process."""
+    return "strategy" in PartialState._shared_state
 
 
 def share(strategy: Strategy, flow: AccumulationState) -> None:

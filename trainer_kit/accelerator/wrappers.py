@@ -8,10 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from trainer_kit.accelerator.utils.dataclasses import GradientAccumulationPlugin
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.pytree import map_tensors
+
+__all__ = ["AcceleratedOptimizer", "AcceleratedScheduler", "PreparedOptimizer", "PreparedScheduler"]
 
 logger = logging.getLogger("trainer_kit")
 
@@ -242,7 +245,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return None
 
 
-class PreparedScheduler:
+class PreparedScheduler(LRScheduler):
     """The user's scheduler, which steps only when its optimizer does.
 
     It skips calls while gradients accumulate, and after a step that was skipped because fp16 gradients overflowed. With
@@ -258,6 +261,7 @@ class PreparedScheduler:
     def __init__(
         self, scheduler: Any, optimizers: Sequence[PreparedOptimizer], flow: AccumulationState, rule: StepRule
     ) -> None:
+        # Not super().__init__(): learning rates and counters are those of the user's scheduler.
         self.scheduler = scheduler
         self.optimizers = optimizers
         self.rule = rule
@@ -267,6 +271,14 @@ class PreparedScheduler:
         if name == "scheduler":  # not set yet in a copy
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+    def get_last_lr(self) -> list[Any]:
+        rates: list[Any] = self.scheduler.get_last_lr()
+        return rates
+
+    def get_lr(self) -> list[Any]:
+        rates: list[Any] = self.scheduler.get_lr()
+        return rates
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = self.scheduler.state_dict()
@@ -288,6 +300,10 @@ class PreparedScheduler:
         """Return whether a schedule of known length is over: OneCycleLR would raise an error at its next step."""
         length = getattr(self.scheduler, "total_steps", None)
         return length is not None and self.scheduler.last_epoch >= length
+
+
+AcceleratedOptimizer = PreparedOptimizer
+AcceleratedScheduler = PreparedScheduler
 
 
 def compute_in_precision(model: torch.nn.Module, autocast: Callable[[], Any]) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from trainer_kit.cli.accelerate_options import add_accelerate_options, say
 from trainer_kit.config.environment import quiet_cpp_logs
 from trainer_kit.launch.config import LaunchConfig, default_path
 
@@ -19,6 +20,11 @@ _REMEDY = "let fewer workers load data, keep less of it in memory, or take a mac
 
 def _restarts(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
+
+
+def _pairs(text: str) -> dict[str, int | str]:
+    pairs = [pair.partition("=")[::2] for pair in text.split(",") if pair]
+    return {name.strip(): int(value) if value.strip().isdecimal() else value.strip() for name, value in pairs}
 
 
 class _Nodes(argparse.Action):
@@ -46,6 +52,8 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
                       "gets on; 5/1h: while fewer than 5 came before within an hour (default with MIN:MAX)"}),
     ("rdzv-backend", {"choices": ("static", "c10d"), "help": "how machines find one another"}),
     ("rdzv-id", {"metavar": "NAME", "help": "name of the run, the same on all machines"}),
+    ("rdzv-conf", {"type": _pairs, "metavar": "NAME=VALUE,...", "help": "options of the rendezvous, as for torchrun"}),
+    ("monitor-interval", {"type": float, "metavar": "SECONDS", "help": "time between two checks of the processes"}),
     ("start-timeout", {"type": float, "metavar": "SECONDS", "help": "how long to wait for other machines"}),
     ("last-call", {"type": float, "metavar": "SECONDS", "help": "how long to wait for more machines than MIN"}),
     ("mixed-precision", {"choices": ("no", "fp16", "bf16", "fp8"), "help": "what to compute in"}),
@@ -66,12 +74,6 @@ _OTHER_NAMES = {
     "config_file": "config",
     "use_fsdp": "fsdp",
 }
-# Options of accelerate whose meaning holds without them, with the number of their values.
-_SATISFIED = {"multi_gpu": 0, "same_network": 0, "quiet": 0, "main_training_function": 1}
-# Those that have no effect here, with a warning.
-_IGNORED = {"enable_cpu_affinity": 0, "role": 1, "tee": 1}
-_REFUSED = ("use_deepspeed", "use_megatron_lm", "use_parallelism_config", "no_python")
-
 EXIT_CODES = {
     0: "all processes ended well",
     1: "a process failed; it is the code of that process, or 128 + S if signal S ended it, such as 137 for SIGKILL",
@@ -91,6 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(parser, "fsdp", {"action": "store_true", "help": "shard the model over the processes"})
     _add(parser, "tpu", {"action": "store_true", "help": "train on all TPU devices of a machine, by one process"})
     _add(parser, "config", {"metavar": "FILE", "help": f"a file of `trainer-kit config` (default: {default_path()})"})
+    _add(parser, "gpu-ids", {"metavar": "N,...", "help": "GPUs of this machine to use, as CUDA_VISIBLE_DEVICES"})
     _add(
         parser,
         "log-dir",
@@ -98,17 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add(parser, "prefix", {"action": "store_true", "help": "show the output of all ranks, each line after [rank N]"})
     _add(parser, "dry-run", {"action": "store_true", "help": "print what would be started"})
-    for name, values in _SATISFIED.items():
-        kind: dict[str, Any] = {} if values else {"action": "store_true"}
-        _add(parser, name.replace("_", "-"), {**kind, "dest": "_satisfied", "help": argparse.SUPPRESS})
-    for name, values in _IGNORED.items():
-        _add(
-            parser,
-            name.replace("_", "-"),
-            {"action": _Ignore, "nargs": values or 0, "dest": "_ignored", "help": argparse.SUPPRESS},
-        )
-    for name in _REFUSED:
-        _add(parser, name.replace("_", "-"), {"action": _Refuse, "nargs": 0, "help": argparse.SUPPRESS})
+    add_accelerate_options(parser)
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script", help="what to run in each process")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -118,8 +111,11 @@ def run(options: argparse.Namespace) -> int:
     """Start the script and return 0, the exit code of the failed rank, or 143 or 130 after a signal."""
     quiet_cpp_logs()  # read when torch is imported, which comes next
     from trainer_kit.errors import ProcessesLeft, ProcessFailed
-    from trainer_kit.launch.processes import PREFIX, Logs, planned, run_processes
+    from trainer_kit.launch.processes import PREFIX, Logs, planned, run_processes, set_variables
 
+    if options.gpu_ids not in (None, "all"):
+        with set_variables({"CUDA_VISIBLE_DEVICES": options.gpu_ids}):
+            return run(argparse.Namespace(**vars(options) | {"gpu_ids": None}))
     config = read_config(options)
     if not options.module and not os.path.isfile(options.script):
         raise FileNotFoundError(f"there is no script {options.script!r}; for a module write -m before its name")
@@ -130,12 +126,12 @@ def run(options: argparse.Namespace) -> int:
         return 0
     try:
         logs, remedy = Logs(options.log_dir, PREFIX if options.prefix else None), _REMEDY if config.tpu else ""
-        run_processes(config, sys.executable, words, logs=logs, say=_say, remedy=remedy)
+        run_processes(config, sys.executable, words, logs=logs, say=say, remedy=remedy)
     except ProcessesLeft as error:
         return error.exit_code
     except ProcessFailed as error:
         sys.stdout.flush()
-        _say(str(error))
+        say(str(error))
         return _exit_code(error.exit_code)
     return 0
 
@@ -172,26 +168,8 @@ def _add(parser: argparse.ArgumentParser, name: str, settings: dict[str, Any]) -
         parser.add_argument(f"--{spelling}", **hidden)
 
 
-class _Refuse(argparse.Action):
-    """An option of accelerate for which there is nothing here."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
-        parser.error(f"{args[-1]} is not available; --fsdp shards a large model over the processes")
-
-
-class _Ignore(argparse.Action):
-    """An option of accelerate that has no effect here."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
-        _say(f"{args[-1]} has no effect")
-
-
 def _exit_code(code: int | None) -> int:
     """Convert a rank's exit code to a shell's: 137 for SIGKILL."""
     if not code:
         return 1
     return code if code > 0 else 128 - code
-
-
-def _say(sentence: str) -> None:
-    print(f"trainer-kit launch: {sentence}", file=sys.stderr, flush=True)

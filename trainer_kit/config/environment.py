@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -257,6 +258,23 @@ def submitit_signal() -> str | None:
     if "SUBMITIT_EXECUTOR" not in os.environ:
         return None
     return "SIG" + os.environ.get("SUBMITIT_PREEMPT_SIGNAL", "USR2")
+
+
+def variable(name: str) -> str | None:
+    """Return the value of any environment variable; None without it."""
+    return os.environ.get(name)
+
+
+@contextlib.contextmanager
+def cleared() -> Iterator[None]:
+    """Remove all environment variables within the block."""
+    before = dict(os.environ)
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def mixed_precision() -> str:

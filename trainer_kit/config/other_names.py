@@ -151,7 +151,7 @@ def _translated(
 ) -> Fields | Refusal:
     if name in known:
         return values[name](value) if name in values else Fields({name: value})
-    return others[name](value) if name in others else Refusal(_hint(name, known))
+    return others[name](value) if name in others else Refusal(_hint(name, known, others))
 
 
 def _merged(first: Any, second: Any) -> Any:
@@ -164,10 +164,12 @@ def _merged(first: Any, second: Any) -> Any:
     return first
 
 
-def _hint(name: Any, known: list[str]) -> str:
+def _hint(name: Any, known: list[str], others: Mapping[str, OtherName]) -> str:
+    if name in _ELSEWHERE:
+        return _ELSEWHERE[name]
     if name in _SYNONYMS:
         return f"the nearest known name is {_SYNONYMS[name]!r}"
-    near = difflib.get_close_matches(str(name), known, n=1, cutoff=_NEAR)
+    near = difflib.get_close_matches(str(name), [*known, *others], n=1, cutoff=_NEAR)
     return f"the nearest known name is {near[0]!r}" if near else "no setting has a similar name"
 
 
@@ -189,4 +191,15 @@ _SYNONYMS = {
     "train_batch_size": "per_device_train_batch_size",
     "eval_batch_size": "per_device_eval_batch_size",
     "log_steps": "logging_steps",
+    "warmup": "warmup_steps",
+}
+
+# Arguments of the Trainer.
+_ELSEWHERE = {
+    "tokenizer": "give Trainer(processing_class=tokenizer)",
+    "model": "give Trainer(model=)",
+    "train_dataset": "give Trainer(train_dataset=)",
+    "eval_dataset": "give Trainer(eval_dataset=)",
+    "data_collator": "give Trainer(data_collator=)",
+    "compute_metrics": "give Trainer(compute_metrics=)",
 }

@@ -77,6 +77,20 @@ def _fsdp_config(value: Any) -> Fields | Refusal:
     return Fields() if value == {} else _FSDP(value)
 
 
+def _accelerator_config(value: Any) -> Fields | Refusal:
+    value = read_json(value)
+    options = value if isinstance(value, Mapping) else getattr(value, "__dict__", {"": value})
+    changed = {name: own for name, own in options.items() if own not in (_ACCELERATOR_DEFAULTS.get(name), None)}
+    return Refusal("batches are dealt to the processes exactly; there is nothing to set") if changed else Fields()
+
+
+_ACCELERATOR_DEFAULTS = {
+    "split_batches": False, "even_batches": True, "use_seedable_sampler": True, "non_blocking": False,
+    "use_configured_state": False,
+}  # fmt: skip
+"""transformers' default settings of its Accelerator."""
+
+
 def _optional(field: str) -> OtherName:
     """Return the translation of a field of the same name, for which None means its default."""
     return lambda value: Fields() if value is None else Fields({field: value})
@@ -175,7 +189,7 @@ _CURRENT: Mapping[str, OtherName] = {
     "restore_callback_states_from_checkpoint": ignored("always", False, True),
     "full_determinism": refused("use Trainer(callbacks=[Deterministic()]) of trainer_kit.callbacks", False),
     "data_seed": refused("seed= determines the order of samples too"),
-    "accelerator_config": refused("batches are dealt to the processes exactly; there is nothing to set"),
+    "accelerator_config": _accelerator_config,
     "parallelism_config": refused("use strategy='fsdp' or Trainer(strategy=FSDP(...))"),
     "dataloader_persistent_workers": ignored(_LOADER, False, True),
     "dataloader_in_order": ignored(_LOADER, True),

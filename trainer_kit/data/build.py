@@ -10,7 +10,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainer_kit.config.arguments import TrainingArguments
-from trainer_kit.data.collate import OTHER_LABELS, Collator, default_collator, stack, stack_with_labels
+from trainer_kit.data.collate import (
+    OTHER_LABELS,
+    Collator,
+    default_collator,
+    stack,
+    stack_with_labels,
+    warn_of_ready_batches,
+)
 from trainer_kit.data.columns import without_unused_columns
 from trainer_kit.data.iterable_loader import StreamLoader, stream_evaluation_batches
 from trainer_kit.data.map_loader import LoaderConfig, TrainLoader, evaluation_batches
@@ -120,6 +127,8 @@ def make_train_loader(
         return SampledLoader(source.dataset, layout, reading, own, drop_last, saved)
     layout = kept_layout(layout, saved)
     if not source.is_iterable:
+        if isinstance(source.dataset, (list, tuple)) and source.dataset and layout.reader == 0:
+            warn_of_ready_batches("train_dataset", source.dataset[0], reading.collate)
         return TrainLoader(source.dataset, layout, reading, drop_last, args.group_by_length, order != "dataset")
     if args.max_steps < 0 and source.length is None:
         raise ValueError("train_dataset has no length, so that epochs cannot be counted; set max_steps")

@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 
 from trainer_kit.loss.batch import IGNORED
 from trainer_kit.strategies.batch_shapes import power_of_two
+from trainer_kit.utils.user_warnings import warn
 
 Collator = Callable[[list[Any]], Any]
 
@@ -70,6 +71,37 @@ def stack(samples: list[Any]) -> Any:
         except (KeyError, RuntimeError, TypeError):
             pass
     return _stack(samples)
+
+
+def warn_of_ready_batches(role: str, sample: Any, collate: Collator) -> None:
+    """Warn if what a dataset gives as samples may be batches, which the default collator would stack again.
+
+    A time series with a label for each of its moments has such shapes too, so that this cannot be an error.
+
+    Args:
+        role: Name of the argument that holds the dataset.
+        sample: The dataset's first sample.
+        collate: The run's collator; one of the user's own is not doubted.
+    """
+    size = _size_of_batch(sample)
+    if size is not None and getattr(collate, "collate", collate) in (stack, stack_with_labels):
+        warn(
+            f"the tensors of {role}'s first sample all have the length {size}: if that is a batch already, give "
+            f"ReadyBatches({role}), since samples are stacked into batches; if not, data_collator="
+            "torch.utils.data.default_collate says so"
+        )
+
+
+def _size_of_batch(sample: Any) -> int | None:
+    """Return the samples of what may be a batch; None if it is surely one sample, such as tokens or a picture."""
+    columns = list(sample.values()) if isinstance(sample, Mapping) else sample
+    if not isinstance(columns, (list, tuple)) or len(columns) < 2:
+        return None
+    if not all(isinstance(column, (torch.Tensor, np.ndarray)) and column.ndim for column in columns):
+        return None
+    sizes, dimensions = {len(column) for column in columns}, [column.ndim for column in columns]
+    is_batch = len(sizes) == 1 and max(sizes) > 1 and max(dimensions) > 1 and min(dimensions) < 3
+    return sizes.pop() if is_batch else None
 
 
 def stack_with_labels(samples: list[Any]) -> Any:

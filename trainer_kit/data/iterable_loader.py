@@ -194,8 +194,17 @@ class StreamLoader:
                 if steps == 0:
                     return
             if position == 0 and not ranges(self.passed_over, epoch):
-                raise ValueError(f"train_dataset gave no sample in epoch {epoch}; it must give some each time")
+                raise ValueError(self._no_sample(epoch))
             epoch, position, data_state = epoch + 1, 0, None
+
+    def _no_sample(self, epoch: int) -> str:
+        if epoch > 0 and DataSource(self.dataset).is_read_once:
+            ready = "" if self._is_ready else ", and ReadyBatches(...) around it if it gives batches instead of samples"
+            return (
+                f"train_dataset is an iterator, which ended in epoch {epoch - 1}, before the training did; give an "
+                f"object whose __iter__ starts from the beginning each time{ready}"
+            )
+        return f"train_dataset gave no sample in epoch {epoch}; it must give some each time"
 
     def resume(self, epoch: int, position: int, data_state: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the state to resume from: none at the start of an epoch, where a sampler may have left one."""

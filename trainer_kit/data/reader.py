@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from tqdm import tqdm
 from xxhash import xxh3_64
 
+from trainer_kit.data.collate import warn_of_ready_batches
 from trainer_kit.data.digest import digest, has_shuffle_buffer
 from trainer_kit.data.fetcher import set_epoch
 from trainer_kit.data.map_loader import LoaderConfig, from_workers
@@ -300,13 +301,17 @@ class StreamReader(IterableDataset[Any]):
 
     def _batches(self, worker: int, cursor: _Cursor) -> Iterator[tuple[int, list[Any], list[int], int, Any]]:
         full, is_last, keeps_state = self.layout.steps.batch_size, False, self.epoch >= 0
-        collate = SeededCollator(self.reading, self.epoch)
+        collate, is_first = SeededCollator(self.reading, self.epoch), self.epoch <= 0 and not self._is_ready
         while not is_last:
             size = min(full, min((end - cursor.samples for end in self._ends if end > cursor.samples), default=full))
             batch = cursor.take(size)
             is_last = len(batch) < size
             if not batch or (self._drop_last and is_last):
                 return
+            if is_first and worker == self.layout.reader == 0:
+                role = "train_dataset" if keeps_state else "the dataset"
+                warn_of_ready_batches(role, batch[0], self.reading.collate)
+            is_first = False
             samples = samples_in(batch[0]) if self._is_ready else len(batch)
             cuts = [(0, samples)] if self.layout.deals_samples else self.layout.cut(0, samples)
             if keeps_state:

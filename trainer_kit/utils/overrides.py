@@ -59,12 +59,15 @@ _TOKENS = "each record has the tokens; run.state.tokens counts them"
 _FLOPS = "each record has the FLOP/s of the model and of the hardware"
 _RANKS = "ask run.strategy.is_main or run.strategy.collectives.is_local_main"
 _MODEL = "give Trainer(model=) or Trainer(model_init=); run.model holds the model"
-_HUB = "give a Callback whose on_save(run, directory) uploads the checkpoint"
+_HUB = (
+    "give Trainer(callbacks=[PushToHub('me/my-model')]) of trainer_kit.callbacks, which pushes each checkpoint with a "
+    "model card; model_card(output_dir) of trainer_kit.report.card returns the card's text"
+)
 _SEARCH = "make a Trainer for each trial, with Trainer(model_init=)"
 _STATE = "run.state holds the counters and run.requests the flags log, evaluate, save and stop"
 _BATCH_SIZE = "set TrainingArguments(per_device_train_batch_size=, gradient_accumulation_steps=, auto_find_batch_size=)"
 _LOOP = "train() has its own loop; give a Callback with the hook that you need"
-_NEFTUNE = "register a forward hook on the model's embedding before you give the model"
+_NEFTUNE = "set TrainingArguments(neftune_noise_alpha=)"
 
 _BY_REPLACEMENT = {
     _LOSS: "compute_loss compute_loss_func label_smoother can_return_loss _loss_shifts_labels",

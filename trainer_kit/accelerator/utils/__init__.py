@@ -8,7 +8,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOMES = ("enums", "dataclasses", "operations", "memory", "other", "random", "imports")
+_HOMES = (
+    "enums", "dataclasses", "operations", "memory", "modeling", "other", "random", "environment", "imports",
+    "constants",
+)  # fmt: skip
 """The modules whose names are found here."""
 
 

@@ -6,7 +6,9 @@ import functools
 import importlib.util
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from torch.torch_version import TorchVersion
 
 from trainer_kit.config import environment
 
@@ -27,7 +29,6 @@ _PACKAGES = {
     "is_peft_available": "peft",
     "is_pynvml_available": "pynvml",
     "is_pytest_available": "pytest",
-    "is_rich_available": "rich",
     "is_sagemaker_available": "sagemaker",
     "is_schedulefree_available": "schedulefree",
     "is_swanlab_available": "swanlab",
@@ -104,18 +105,35 @@ def is_torchdata_stateful_dataloader_available() -> bool:
     return _is_installed("torchdata")
 
 
-def __getattr__(name: str) -> Callable[[], bool]:
-    if name not in _PACKAGES and name not in _NEVER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    package = _PACKAGES.get(name)
+def is_rich_available() -> bool:
+    """Return False: errors and bars are not drawn by rich."""
+    return False
 
+
+def is_numpy_available(min_version: str = "1.25.0") -> bool:
+    """Return whether numpy is at least of a version."""
+    return TorchVersion(np.__version__) >= min_version
+
+
+def is_tqdm_available() -> bool:
+    """Return True: trainer_kit needs tqdm."""
+    return True
+
+
+def is_torch_distributed_available() -> bool:
+    """Return True: several processes need nothing that torch lacks."""
+    return True
+
+
+def _is_available(name: str, package: str | None) -> Callable[[], bool]:
     def is_available() -> bool:
         return package is not None and _is_installed(package)
 
     is_available.__name__ = is_available.__qualname__ = name
     is_available.__doc__ = f"Return whether {package} is installed." if package else "Return False."
-    globals()[name] = is_available
     return is_available
 
+
+globals().update({name: _is_available(name, _PACKAGES.get(name)) for name in (*_PACKAGES, *_NEVER)})
 
 __all__ = sorted({*_PACKAGES, *_NEVER, *(name for name in globals() if name.startswith("is_"))})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -13,18 +14,25 @@ from trainer_kit.errors import DistributedOperationException
 from trainer_kit.utils.pytree import map_tensors, tensors
 
 __all__ = [
+    "ConvertOutputsToFp32",
     "DistributedOperationException",
+    "TensorInformation",
     "broadcast",
     "broadcast_object_list",
     "concatenate",
+    "convert_outputs_to_fp32",
     "convert_to_fp32",
     "copy_tensor_to_devices",
     "find_batch_size",
     "find_device",
     "gather",
     "gather_object",
+    "get_data_structure",
+    "get_shape",
     "honor_type",
+    "initialize_tensors",
     "is_namedtuple",
+    "is_tensor_information",
     "is_torch_tensor",
     "listify",
     "pad_across_processes",
@@ -166,6 +174,52 @@ def recursively_apply(
         return tree
 
     return applied(data)
+
+
+class TensorInformation(NamedTuple):
+    """Shape and dtype of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def is_tensor_information(tensor_info: Any) -> bool:
+    """Return whether an object is a `TensorInformation`."""
+    return isinstance(tensor_info, TensorInformation)
+
+
+def get_data_structure(data: Any) -> Any:
+    """Return a tree with the `TensorInformation` of its tensors in their place."""
+    return recursively_apply(lambda each: TensorInformation(each.shape, each.dtype), data)
+
+
+def get_shape(data: Any) -> Any:
+    """Return a tree with the shapes of its tensors, as lists, in their place."""
+    return recursively_apply(lambda each: list(each.shape), data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """Return a tree with an uninitialized tensor for each `TensorInformation`."""
+    if is_tensor_information(data_structure):
+        return torch.empty(data_structure.shape, dtype=data_structure.dtype)
+    if isinstance(data_structure, (list, tuple)):
+        return honor_type(data_structure, map(initialize_tensors, data_structure))
+    if isinstance(data_structure, Mapping):
+        return {key: initialize_tensors(value) for key, value in data_structure.items()}
+    return data_structure
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose outputs in half precision are float32."""
+
+    @functools.wraps(model_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(model_forward(*args, **kwargs))
+
+    return forward
+
+
+ConvertOutputsToFp32 = convert_outputs_to_fp32
 
 
 def honor_type(obj: Any, generator: Any) -> Any:

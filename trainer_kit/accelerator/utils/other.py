@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -15,18 +16,23 @@ from torch.torch_version import TorchVersion
 from trainer_kit.accelerator.state import PartialState
 from trainer_kit.accelerator.wrappers import restore_forward
 from trainer_kit.checkpoint import load_checkpoint_in_model, save_tensors
+from trainer_kit.checkpoint.format.safetensors_writer import untie
 from trainer_kit.launch.config import write_basic_config
 from trainer_kit.launch.processes import set_variables
 from trainer_kit.utils.pytree import map_tensors
 from trainer_kit.utils.units import format_size
 from trainer_kit.utils.wrappers import without_wrappers
 
+logger = logging.getLogger("trainer_kit")
+
 __all__ = [
-    "SAFE_WEIGHTS_INDEX_NAME",
-    "SAFE_WEIGHTS_NAME",
+    "PrepareForLaunch",
+    "clean_state_dict_for_safetensors",
     "compare_versions",
     "convert_bytes",
     "extract_model_from_parallel",
+    "get_free_port",
+    "get_module_children_bottom_up",
     "get_pretty_name",
     "is_compiled_module",
     "is_port_in_use",
@@ -43,8 +49,6 @@ __all__ = [
     "write_basic_config",
 ]
 
-SAFE_WEIGHTS_NAME = "model.safetensors"
-SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     ">": lambda own, other: own > other,
@@ -173,6 +177,58 @@ def is_port_in_use(port: int | str | None = None) -> bool:
     """Return whether a program listens at this port of the machine; None: 29500."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("localhost", int(port or 29500))) == 0
+
+
+def get_free_port() -> int:
+    """Return a port of this machine at which no program listens now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+class PrepareForLaunch:
+    """A function as `torch.multiprocessing.start_processes` calls it, with the number of the process.
+
+    Args:
+        launcher: The function.
+        distributed_type: Without effect: the strategy sees which devices there are.
+        debug: Without effect.
+    """
+
+    def __init__(self, launcher: Callable[..., Any], distributed_type: str = "NO", debug: bool = False) -> None:
+        self.launcher = launcher
+
+    def __call__(self, index: int, *args: Any) -> None:
+        with set_variables({"LOCAL_RANK": str(index), "RANK": str(index), "FORK_LAUNCHED": "1"}):
+            self.launcher(*args)
+
+
+def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict as a file of safetensors can hold it: contiguous, and tensors that share memory once.
+
+    Args:
+        state_dict: Tensors by name. Of names with the same tensor the first one stays; a warning lists the others.
+    """
+    tied = untie({name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)})
+    left_out = {alias for aliases in tied.values() for alias in aliases}
+    if left_out:
+        logger.warning("removed %s from the state dict, which are other names of tensors in it", ", ".join(left_out))
+    return {
+        name: value.contiguous() if isinstance(value, torch.Tensor) else value
+        for name, value in state_dict.items()
+        if name not in left_out
+    }
+
+
+def get_module_children_bottom_up(model: torch.nn.Module, return_fqns: bool = False) -> list[Any]:
+    """Return the modules of a model, those inside before those around them, and the model last.
+
+    Args:
+        model: The model.
+        return_fqns: Whether to return pairs of name and module.
+    """
+    found = [*model.named_modules()][::-1]
+    return found if return_fqns else [module for _, module in found]
 
 
 def convert_bytes(size: float) -> str:

@@ -1,0 +1,43 @@
+"""The packages that tests/ecosystem tries the library with, and their versions."""
+
+from __future__ import annotations
+
+import configparser
+import re
+from pathlib import Path
+
+from packaging.version import Version
+
+from site_builder.tables import table
+
+ROOT = Path(__file__).parents[2]
+NEEDED = ("torch", "transformers", "safetensors", "numpy", "tensorboard")
+COMPARED = ("torchao", "torchmetrics", "scikit-learn")
+
+
+def packages() -> str:
+    """Return the table of packages with the oldest supported and the newest tried version, of setup.cfg and CI."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    oldest = dict(
+        re.findall(r"^([\w.-]+)>=([\w.]+)", "\n".join([setup["options"]["install_requires"], *extras(setup)]), re.M)
+    )
+    named = re.findall(r"^([\w.-]+)>=", setup["options.extras_require"]["ecosystem"], re.MULTILINE)
+    newest = tried()
+    names = [*NEEDED, *sorted({*COMPARED, *named}, key=str.lower)]
+    return table(["package", "oldest", "newest tried"], [[f"`{name}`", oldest[name], newest[name]] for name in names])
+
+
+def extras(setup: configparser.ConfigParser) -> list[str]:
+    """Return the requirements of each extra."""
+    return [value for _, value in setup.items("options.extras_require", raw=True)]
+
+
+def tried() -> dict[str, str]:
+    """Return the newest version of each package in constraints.txt."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    found: dict[str, str] = {}
+    for line in lines:
+        if (match := re.match(r"([\w.-]+)==([\w.]+)", line)) is not None:
+            found[match[1]] = max(found.get(match[1], "0"), match[2], key=Version)  # lines differ by Python
+    return found

@@ -1,0 +1,95 @@
+"""`AcceleratorProperties`: the settings of an Accelerator that accelerate's scripts ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer_kit.accelerator.process_facts import ProcessFacts
+from trainer_kit.accelerator.utils.dataclasses import DataLoaderConfiguration
+
+_PARALLELISM = (
+    "tensor, context, pipeline and sequence parallelism are not available; process_index is the rank of the data"
+)
+_MISSING = {
+    **dict.fromkeys(
+        (
+            "context_parallel_rank", "data_parallel_rank", "data_parallel_shard_rank", "deepspeed_ulysses_dl_adapter",
+            "maybe_context_parallel", "pipeline_parallel_rank", "tensor_parallel_rank",
+        ),
+        _PARALLELISM,
+    ),
+    "lomo_backward": "LOMO is not available; use an optimizer of torch and backward(loss)",
+    "verify_device_map": "a model is on one device, or sharded; leave the check out",
+}  # fmt: skip
+
+
+class AcceleratorProperties(ProcessFacts):
+    """The settings of an Accelerator as attributes, under accelerate's names.
+
+    Attributes:
+        dataloader_config: See `DataLoaderConfiguration`.
+        deepspeed_plugin: Always None, like the next two: these features are not available.
+        parallelism_config: See `deepspeed_plugin`.
+        torch_device_mesh: See `deepspeed_plugin`.
+    """
+
+    dataloader_config: DataLoaderConfiguration
+    deepspeed_plugin: None = None
+    parallelism_config: None = None
+    torch_device_mesh: None = None
+
+    @property
+    def even_batches(self) -> bool:
+        """That of `dataloader_config`; can be set for loaders that are prepared later."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = value
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """That of `dataloader_config`."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """That of `dataloader_config`."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """That of `dataloader_config`."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    @property
+    def non_blocking(self) -> bool:
+        """That of `dataloader_config`."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several processes have a device each that is not the CPU."""
+        return self.num_processes > 1 and self.device.type not in ("cpu", "xla")
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process is the one of its machine that saves a model."""
+        return self.is_local_main_process
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether the model is sharded over the processes."""
+        return self.strategy.sharding.is_active
+
+    is_composable_parallelism_enabled = is_fsdp2
+
+    @property
+    def fp8_backend(self) -> str:
+        """Package that computes in fp8: "AO" for torchao; "NO" without `mixed_precision="fp8"`."""
+        precision = self.strategy.precision
+        return "AO" if precision is not None and precision.mode == "fp8" else "NO"
+
+    def __getattr__(self, name: str) -> Any:
+        todo = f": {_MISSING[name]}" if name in _MISSING else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{todo}", name=name, obj=self)
