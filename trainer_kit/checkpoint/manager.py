@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
 import uuid
@@ -52,7 +51,7 @@ from trainer_kit.run import Run
 from trainer_kit.utils.optimizer_state import check_optimizer_state
 from trainer_kit.utils.run_lock import RunLock
 from trainer_kit.utils.run_log import NAME as LOG
-from trainer_kit.utils.run_log import LogFile
+from trainer_kit.utils.run_log import logged_after
 from trainer_kit.utils.user_warnings import warn
 
 logger = logging.getLogger("trainer_kit")
@@ -203,7 +202,9 @@ class CheckpointManager:
         if directory is not None:
             self._load(directory)
             ledger = read_ledger(directory)
-            run.ledger.go_on(ledger, run.strategy.collectives.on_main(lambda: self._logged_after(ledger["time"])))
+            assert self.resumed_from is not None
+            log = self.resumed_from.with_name(LOG)
+            run.ledger.go_on(ledger, run.strategy.collectives.on_main(lambda: logged_after(log, ledger["time"])))
             if isinstance(run.lr_scheduler, Schedule):
                 run.lr_scheduler.go_on_at(self.plan.schedule_step)
             logger.info("resumed from %s at step %d of %d", self.resumed_from, run.state.step, run.total_steps)
@@ -213,16 +214,6 @@ class CheckpointManager:
         self.saver.base = refer_to_base(run)
         self.saver.writers.ranks = run.strategy.session.find_writers(self.folder)
         run.strategy.session.release_checkpoint_copies()
-
-    def _logged_after(self, moment: float) -> float:
-        """Return the seconds that earlier starts logged after `moment`, without the pauses between starts."""
-        assert self.resumed_from is not None
-        seconds, last = 0.0, moment
-        with contextlib.suppress(OSError, ValueError):  # no log, or a damaged one
-            for record in itertools.chain.from_iterable(LogFile(self.resumed_from.with_name(LOG)).pieces()):
-                if (time := record.get("time", last)) > last:
-                    seconds, last = seconds + time - max(last, record.get("began", last)), time
-        return seconds
 
     def _lock_folder(self) -> None:
         self._made = [each for each in (self.folder, *self.folder.parents) if not each.exists()]

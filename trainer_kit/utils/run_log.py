@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
+import itertools
 import json
 import math
 import os
@@ -95,6 +97,21 @@ class LogFile:
                     f"{record.get('trainer_kit')}, but trainer_kit {__version__} reads up to {FORMAT}; "
                     "install a newer trainer_kit"
                 )
+
+
+def logged_after(path: Path, moment: float) -> float:
+    """Return the seconds that the starts of a run logged after a moment, without the pauses between starts.
+
+    Args:
+        path: The log; one that is missing or damaged counts as far as it can be read.
+        moment: Seconds since 1970.
+    """
+    seconds, last = 0.0, moment
+    with contextlib.suppress(OSError, ValueError):
+        for record in itertools.chain.from_iterable(LogFile(path).pieces()):
+            if (time := record.get("time", last)) > last:
+                seconds, last = seconds + time - max(last, record.get("began", last)), time
+    return seconds
 
 
 def append_record(path: Path, event: str, step: int, values: Mapping[str, Any]) -> None:
