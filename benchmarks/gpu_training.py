@@ -125,15 +125,17 @@ class Meter:
             self._profile.stop()
 
     def idle(self) -> float | None:
-        """Return the share of the profiled time in which no kernel ran; None where there is no GPU."""
+        """Return the share of the profiled time in which no kernel ran; None without a GPU, or if none was seen."""
         if self._profile is None:
             return None
         spans = [(event.time_range.start, event.time_range.end) for event in self._profile.events() or []]
         return idle_share(spans)
 
 
-def idle_share(spans: Sequence[tuple[float, float]]) -> float:
-    """Return the share of the time from the first start to the last end that no span covers."""
+def idle_share(spans: Sequence[tuple[float, float]]) -> float | None:
+    """Return the share of the time from the first start to the last end that no span covers; None without a span."""
+    if not spans:
+        return None
     ordered = sorted(spans)
     covered, until = 0.0, ordered[0][0]
     for start, end in ordered:

@@ -127,3 +127,4 @@ def test_the_share_of_time_in_which_nothing_runs() -> None:
     training = load(ROOT / "benchmarks" / "gpu_training.py")
     assert training.idle_share([(0, 4), (2, 5), (8, 10), (3, 4)]) == pytest.approx(0.3)
     assert training.idle_share([(1, 2), (2, 4)]) == 0
+    assert training.idle_share([]) is None  # a profile that saw no kernel
