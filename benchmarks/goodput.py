@@ -8,6 +8,7 @@ Run: python benchmarks/goodput.py [TURNS]
 
 from __future__ import annotations
 
+import importlib
 import os
 import statistics
 import sys
@@ -55,12 +56,11 @@ def task(folder: Path) -> None:
 
 def measured(with_new_processes: bool) -> tuple[float, int]:
     """Return the seconds from the kill to the next step that was not taken before, and the steps taken twice."""
-    from scenarios.machines import ADDRESSES, made_machines
-
-    with tempfile.TemporaryDirectory() as name, made_machines(Path(name), 3) as machines:
+    kit: Any = importlib.import_module("scenarios.machines")
+    with tempfile.TemporaryDirectory() as name, kit.made_machines(Path(name), 3) as machines:
         folder = Path(name) / "shared"
         folder.mkdir()
-        place = ["--num-nodes", "2:3", "--num-processes", "3", "--master-addr", ADDRESSES[0], "--cpu"]
+        place = ["--num-nodes", "2:3", "--num-processes", "3", "--master-addr", kit.ADDRESSES[0], "--cpu"]
         words = ["-m", "trainer_kit", "launch", *place, str(Path(__file__).resolve()), TASK, str(folder)]
         settings = {NEW: "1"} if with_new_processes else {}
         for number in range(3):
