@@ -56,8 +56,7 @@ def task(folder: Path) -> None:
 
 def measured(with_new_processes: bool) -> tuple[float, int]:
     """Return the seconds from the kill to the next step that was not taken before, and the steps taken twice."""
-    kit = importlib.import_module("scenarios.machines")  # in tests/, which is on the path by then
-
+    kit: Any = importlib.import_module("scenarios.machines")
     with tempfile.TemporaryDirectory() as name, kit.made_machines(Path(name), 3) as machines:
         folder = Path(name) / "shared"
         folder.mkdir()
