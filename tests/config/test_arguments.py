@@ -86,6 +86,7 @@ WRONG_TYPES: dict[str, list[Any]] = {
     "per_device_train_batch_size": [8.0, "8", True, None],
     "auto_find_batch_size": [1, None],
     "per_device_eval_batch_size": [8.5, True],
+    "on_resize": [True, None],
     "gradient_accumulation_steps": [True, 1.0],
     "learning_rate": ["5e-5", None, False, [1e-4]],
     "layer_lr_decay": ["0.9", None],

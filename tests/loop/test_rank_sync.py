@@ -15,10 +15,10 @@ from kit.branches import Branches, own_rank, points, quiet
 from kit.ranks import RankFailed, on_ranks, try_on_ranks
 from kit.split_training import PLAN, Tower
 
-from trainer_kit import Trainer
+from trainer_kit import Trainer, TrainingArguments
 from trainer_kit.errors import LostProcessError
 from trainer_kit.loop.rank_sync import RankSync
-from trainer_kit.state import Requests
+from trainer_kit.state import Requests, TrainState
 from trainer_kit.strategies.collectives import Collectives
 from trainer_kit.strategies.ddp import DDP
 from trainer_kit.strategies.fsdp.strategy import FSDP
@@ -34,6 +34,7 @@ class Reduced(Collectives):
         return numbers
 
 
+ARGS = TrainingArguments()
 FLAGS = ("log", "evaluate", "save", "stop", "written")
 
 
@@ -41,7 +42,8 @@ def test_a_lone_process_reduces_only_requests() -> None:
     """A request that is known and not yet served remains pending."""
     for asked, pending in itertools.product(itertools.product((False, True), repeat=5), repeat=2):
         collectives, requests = Reduced(), Requests(*asked)
-        run: Any = SimpleNamespace(strategy=SimpleNamespace(collectives=collectives), requests=requests)
+        strategy = SimpleNamespace(collectives=collectives)
+        run: Any = SimpleNamespace(strategy=strategy, requests=requests, args=ARGS, state=TrainState(), total_steps=8)
         sync = RankSync(run)
         sync.pending = Requests(*pending)
         assert bool(sync.sync()) == any(asked + pending)
@@ -206,10 +208,11 @@ def test_data_that_cannot_be_read_ends_the_run_when_its_step_begins(tmp_path: Pa
 
 def lose_requests(folder: str) -> tuple[bool, ...]:
     trainer = Trainer(Branches(), quiet(folder), points(8))
-    run, sync = trainer.run, RankSync(trainer.run)
+    run = trainer.run
     run.requests.log = run.requests.save = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(run.strategy.collectives), "all_reduce_ints", fail_to_sum)
+        sync = RankSync(run)
         with pytest.raises(LostProcessError):
             sync.sync()
     sync.pending.evaluate = True

@@ -353,9 +353,8 @@ def test_a_kept_result_that_is_changed_in_place_is_refused() -> None:
 
 def is_checkpointed(model: Any) -> bool:
     """Whether a transformers model does it itself; the attribute has another name before transformers 5.21."""
-    return bool(
-        getattr(model, "is_activation_checkpointing", False) or getattr(model, "is_gradient_checkpointing", False)
-    )
+    name = "is_activation_checkpointing"
+    return bool(getattr(model, name if hasattr(model, name) else "is_gradient_checkpointing"))
 
 
 def test_a_models_own_method_is_used_without_options_alone() -> None:

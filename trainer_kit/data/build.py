@@ -127,7 +127,7 @@ def make_train_loader(
         return SampledLoader(source.dataset, layout, reading, own, drop_last, saved)
     layout = kept_layout(layout, saved)
     if not source.is_iterable:
-        if isinstance(source.dataset, (list, tuple)) and source.dataset and layout.reader == 0:
+        if type(source.dataset) in (list, tuple) and source.dataset and layout.reader == 0:
             warn_of_ready_batches("train_dataset", source.dataset[0], reading.collate)
         return TrainLoader(source.dataset, layout, reading, drop_last, args.group_by_length, order != "dataset")
     if args.max_steps < 0 and source.length is None:

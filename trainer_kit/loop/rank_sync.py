@@ -55,6 +55,7 @@ class RankSync:
         pending: The requests to serve after this step, the same on all ranks.
         disagreement: Error message if the ranks have not all read the same global batch; None if they have.
         all_have_read: Whether every rank passed a global batch to the last vote.
+        ballot: What this rank gave to a vote that is not read yet; None if there is none.
         votes_ahead: Whether the vote of the next step begins within it, the same on all ranks.
     """
 
@@ -67,7 +68,7 @@ class RankSync:
         self._vote = Vote(run.strategy.collectives.all_reduce_ints)
         self._is_open = self._is_ahead = False  # whether votes may begin within a step
         self._schedule = EventSchedule(run.args)
-        self._ballot: _Ballot | None = None
+        self.ballot: _Ballot | None = None
 
     def open(self, may_request_late: bool) -> None:
         """Agree whether votes may begin within a step, unless this is done. Collective.
@@ -87,11 +88,11 @@ class RankSync:
 
     def close(self) -> None:
         """Release the connections of votes; the requests of one that was not read are made again."""
-        if self._ballot is not None:
-            self._restore(self._ballot.flags)
+        if self.ballot is not None:
+            self._restore(self.ballot.flags)
         self._vote.close()
         self._vote, self._is_ahead = Vote(self.run.strategy.collectives.all_reduce_ints), False
-        self._ballot, self.votes_ahead, self._is_open = None, False, False
+        self.ballot, self.votes_ahead, self._is_open = None, False, False
 
     def sync(self, window: GlobalBatch | None = None) -> bool:
         """Share the requests of all ranks, and sum the counts of the next global batch, in one vote. Collective.
@@ -102,8 +103,9 @@ class RankSync:
         Returns:
             Whether any request is pending.
         """
-        pending = self.pending
-        if self.run.strategy.collectives.world_size == 1 and not any(self._flags()):
+        asked, pending = self.run.requests, self.pending
+        asks = asked.log or asked.evaluate or asked.save or asked.stop or asked.written or asked.exit_code is not None
+        if self.run.strategy.collectives.world_size == 1 and not asks:
             self.all_have_read = window is not None
             return pending.log or pending.evaluate or pending.save or pending.stop or pending.written
         self.begin(window, self.run.state.step + 1)
@@ -116,20 +118,15 @@ class RankSync:
             window: See `sync`.
             step: Number of the step that the global batch is for.
         """
-        assert self._ballot is None, "the last vote was not read"
+        assert self.ballot is None, "the last vote was not read"
         flags = self._flags()
         _clear(self.run.requests, flags)
         here = (0, 0, 0, 0)
         if window is not None:
             here = (1, window.stop, int(window.closes_epoch), window.fingerprint)
-        self._ballot = _Ballot(flags, window, here)
+        self.ballot = _Ballot(flags, window, here)
         is_due = self._is_ahead and self._is_scheduled_after(step)
         self._vote.begin([*flags, is_due, *here, *(window.numbers() if window is not None else (0, 0, 0, 0))])
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a vote was begun and is not read yet."""
-        return self._ballot is not None
 
     def read(self) -> bool:
         """Read the vote that was begun within the step. Collective.
@@ -148,9 +145,9 @@ class RankSync:
 
     def _read(self) -> bool:
         run, pending, collectives = self.run, self.pending, self.run.strategy.collectives
-        assert self._ballot is not None
-        (flags, window, here), sums = self._ballot, self._vote.wait_for_sums()
-        self._ballot = None
+        assert self.ballot is not None
+        (flags, window, here), sums = self.ballot, self._vote.wait_for_sums()
+        self.ballot = None
         self.votes_ahead = self._is_ahead and not sums[6]
         self.all_have_read = sums[7] == collectives.world_size
         if window is not None:

@@ -22,6 +22,7 @@ from trainer_kit.loss.loss import scale_gradients, weighed
 from trainer_kit.loss.means import add_sums, sum_values
 from trainer_kit.loss.probe import LossProbe
 from trainer_kit.run import Run
+from trainer_kit.strategies.regroup import Regroupable
 
 _SYNC = contextlib.nullcontext()
 """The context of a step's last micro-batch, in which ranks synchronize their gradients."""
@@ -44,7 +45,8 @@ class TrainStep:
         micro_batch: The current or last micro-batch; None before the first and while one is fetched.
         is_fetching: Whether a micro-batch of the current step is being fetched.
         has_changed_weights: Whether the optimizer has stepped; the loop resets it when the step is counted and heard.
-        ledger_place: Beginning of a step that may be repeated in the time ledger; None between two steps.
+        group: The strategy if a step that breaks is repeated; None if not.
+        ledger_place: Beginning of such a step in the time ledger; None between two steps.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class TrainStep:
     ) -> None:
         self.loss = probe.loss
         self.is_fetching = self.has_changed_weights = False
+        self.group: Regroupable | None = None
         self.ledger_place: int | None = None
         self._run = run
         self._events = events
@@ -96,7 +99,7 @@ class TrainStep:
             Whether any request is pending.
         """
         sync = self._sync
-        is_due = sync.read() if sync.has_begun else sync.sync(self._fetch_first())
+        is_due = sync.read() if sync.ballot is not None else sync.sync(self._fetch_first())
         if sync.disagreement is not None and not isinstance(self._ahead, Exception):
             self._ahead = DataError(sync.disagreement)
         return is_due
@@ -108,9 +111,9 @@ class TrainStep:
         run.local_loss = self._item_count = None
         run.local_sums = {}
         micro_batch = self._next_micro_batch()
-        if (group := strategy.regroupable) is not None:
+        if self.group is not None:
             self.ledger_place = run.ledger.place()
-            group.keep_buffers()
+            self.group.keep_buffers()
         call("on_step_begin", run)
         strategy.device_info.mark_step()  # separates the computations of callbacks and evaluations
         while True:

@@ -102,15 +102,28 @@ class TrainingLoop:
                 there is no checkpoint or no rollback left.
             LostProcessError: If another process was lost, and this one cannot go on without it.
         """
-        run = self.run
-        starts = run.state.step == 0 and self.checkpoints.resumed_from is None
+        run, state, call = self.run, self.run.state, self.events.call
+        starts = state.step == 0 and self.checkpoints.resumed_from is None
         run.requests.evaluate = run.requests.evaluate or (self.args.eval_on_start and starts)
         while True:
             lost, group = None, run.strategy.regroupable if self._regrouping.is_possible else None
             if group is not None:
                 group.expect_regroup(True)
+            self._step.group = group
             try:
-                self._take_steps()
+                self._sync.open(self.events.may_request_late)
+                # The checkpoint may hold an interrupted evaluation, or a callback may request a stop.
+                if self._sync.sync():
+                    self._handle_requests()
+                in_epoch = False
+                while state.step < run.total_steps and not self._is_stopping:
+                    if not in_epoch:
+                        call("on_epoch_begin", run)
+                        self._step.prefetch()
+                    global_batch = self._step.run()
+                    in_epoch = not global_batch.closes_epoch
+                    self._end_step(global_batch)
+                self._read_metrics()
                 return
             except NonFiniteError as error:
                 self._roll_back(error)
@@ -119,24 +132,8 @@ class TrainingLoop:
             finally:
                 if group is not None:
                     group.expect_regroup(False)
-            if lost is not None:  # here its frames are left, which hold the broken group
+            if lost is not None:  # here the frames are left that hold the broken group
                 self._regroup(lost)
-
-    def _take_steps(self) -> None:
-        run, step, state, call = self.run, self._step, self.run.state, self.events.call
-        self._sync.open(self.events.may_request_late)
-        # The checkpoint may hold an interrupted evaluation, or a callback may request a stop.
-        if self._sync.sync():
-            self._handle_requests()
-        in_epoch = False
-        while state.step < run.total_steps and not self._is_stopping:
-            if not in_epoch:
-                call("on_epoch_begin", run)
-                step.prefetch()
-            global_batch = step.run()
-            in_epoch = not global_batch.closes_epoch
-            self._end_step(global_batch)
-        self._read_metrics()
 
     def finish(self) -> TrainOutput:
         """Summarize the training, serve the remaining requests, and wait for the last checkpoint.

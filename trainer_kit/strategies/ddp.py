@@ -43,7 +43,7 @@ _SENDS_BY_ITSELF: dict[str, Any] = {
 logger = logging.getLogger("trainer_kit")
 
 
-class DDP(SingleDevice):
+class DDP(SingleDevice, Regroupable):
     """Data parallelism over the processes of one machine; with one process, the same as `SingleDevice`.
 
     The backward pass sums gradients over all processes. The main process broadcasts the weights at the start, and the
