@@ -120,6 +120,8 @@ class Meter:
             if self._profile is not None:
                 self.peaks["allocated_mib"] = torch.cuda.max_memory_allocated() / 2**20
                 self.peaks["reserved_mib"] = torch.cuda.max_memory_reserved() / 2**20
+                free, total = torch.cuda.mem_get_info()
+                self.peaks["driver_mib"] = (total - free) / 2**20  # of all processes, as nvidia-smi shows it
                 self._profile.start()
         elif self._profile is not None:
             self._profile.stop()

@@ -92,6 +92,22 @@ def test_the_table_compares_with_the_plain_loop_of_the_same_model() -> None:
     assert not lines[3].endswith("0.980")
 
 
+def test_bert_large_stands_beside_the_guide() -> None:
+    figures = {"samples_per_second": 25.6, "driver_mib": 15_500.4, "allocated_mib": 14_000.0, "small": False}
+    lines = script.beside_the_guide([script.Outcome("bert-large trainer_kit", "passed", 60, figures, "")]).splitlines()
+    assert lines[0].endswith("57.8 s, 8.86 samples/s, 14,949 MB on a V100")
+    assert lines[1].endswith("20.0 s, 25.60 samples/s, 15,500 MB here")
+    small = script.Outcome("bert-large trainer_kit", "passed", 60, figures | {"small": True}, "")
+    assert len(script.beside_the_guide([small]).splitlines()) == 1, "a smaller model is no comparison"
+    assert len(script.beside_the_guide([]).splitlines()) == 1
+
+
+def test_no_check_runs_for_longer_than_what_is_left(tmp_path: Path) -> None:
+    sleeps = code("import time; time.sleep(60)")
+    assert script.execute(sleeps, tmp_path / "none.xml", left=1.0).status == "timed out"
+    assert script.execute(sleeps, tmp_path / "none.xml", left=0.0)[1:4] == ("left out", 0.0, {})
+
+
 def test_every_check_names_a_file_that_is_there(tmp_path: Path) -> None:
     for quick in (False, True):
         checks = script.checks(quick, tmp_path / "tests.xml")
