@@ -16,7 +16,7 @@ from trainer_kit import Trainer
 from trainer_kit.callback import HOOKS, Callback, CallbackList
 from trainer_kit.callbacks import Memory, Throughput
 from trainer_kit.config.arguments import TrainingArguments
-from trainer_kit.errors import CallbackError
+from trainer_kit.errors import CallbackError, LostProcessError
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
 
@@ -364,3 +364,12 @@ def test_a_hook_may_take_its_parameters_as_it_likes() -> None:
         def on_train_end(self, run: Run, metrics: Any = None, more: int = 0) -> None: ...
 
     CallbackList([Loose()])
+
+
+def test_a_lost_process_is_no_fault_of_the_callback_that_waited_for_it(run: Run) -> None:
+    class Waits(Callback):
+        def metrics(self, run: Run) -> dict[str, Any]:
+            raise LostProcessError("rank 1 has ended")
+
+    with pytest.raises(LostProcessError, match="rank 1 has ended"):
+        CallbackList([Waits()]).metrics(run)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer_kit.errors import CallbackError, CheckpointError
+from trainer_kit.errors import CallbackError, CheckpointError, LostProcessError
 from trainer_kit.strategies.scalars import PLAIN, as_scalar, read_scalars
 from trainer_kit.utils.pruning import is_pruned
 from trainer_kit.utils.user_warnings import warn
@@ -236,7 +236,7 @@ class CallbackList:
             run.ledger.enter(before)
 
     def _raise_or_warn(self, callback: Callback, hook: str, error: Exception) -> None:
-        if is_pruned(error):
+        if is_pruned(error) or isinstance(error, LostProcessError):  # no fault of the callback
             raise error
         if not callback.is_reporter:
             raise _named(callback, hook, error) from error

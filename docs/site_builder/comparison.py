@@ -22,10 +22,11 @@ _MASKED = {
     "SAMPLE": re.compile(
         r"(?s:(?<=sampled text\n------------\n).*?(?=\n------------\n))|(?<=continues 'A class definition':\n).+"
     ),
+    "BEST": re.compile(r"(?<=best is checkpoint-)\d+|(?<=checkpoint-)\d+(?=[^\n]*, the best\b)"),
     "NEWEST": re.compile(r"(?<=newest checkpoint: step )\d+"),  # written in the background while the run is killed
 }
 """What differs from run to run: times, dates, rates and sizes; checksums; text sampled from a model, in which rounding
-can change a token and all after it; what a race decides."""
+can change a token and all after it, or decide between two evaluations; what a race decides."""
 
 _ACTIVITY = re.compile(r"^[\w/]+ +[\d.]+ s +[\d.]+%$\n?", re.MULTILINE)
 """A row of the time by activity; which are long enough to be shown, and their order, differs."""

@@ -153,5 +153,5 @@ def test_it_reads_from_a_pipe(settings: Path) -> None:
         [sys.executable, "-m", "trainer_kit", "config"],
         input="1\n3\nbf16\n0\n", capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    assert LaunchConfig.load(settings) == LaunchConfig(num_processes=3, mixed_precision="bf16")
+    assert LaunchConfig.load(settings) == LaunchConfig(num_processes=3, mixed_precision="bf16", max_restarts=0)
     assert done.stderr == ""

@@ -28,6 +28,11 @@ SAMPLED = "sampled text\n------------\n{}\n------------\nperplexity 581.6"
         (SAMPLED.format("the cat"), SAMPLED.format("the\n dog sat")),
         ("model continues 'A class definition':\na b\nend", "model continues 'A class definition':\na c d\nend"),
         ("newest checkpoint: step 15", "newest checkpoint: step 10"),
+        ("the best is checkpoint-266", "the best is checkpoint-342"),
+        (
+            "checkpoint-266  1 s  valid, the best (accuracy 0.995)",
+            "checkpoint-76  1 s  valid, the best (accuracy 0.99)",
+        ),
         (SVG.format(last="0.50"), SVG.format(last="0.51").replace("M1", "M2")),
     ],
 )
