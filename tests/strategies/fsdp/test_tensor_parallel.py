@@ -86,6 +86,14 @@ def train(folder: str, name: str, batch_size: int, layout: str | None, **options
     }  # fmt: skip
 
 
+def settled(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All weights but the biases of keys: attention ignores them, so that their gradients are rounding errors.
+
+    Adam divides these by their own size, and takes steps of any length with them.
+    """
+    return {name: weight for name, weight in weights.items() if not name.endswith("key.bias")}
+
+
 def check(ours: dict[str, Any], alone: dict[str, Any], tolerance: float) -> None:
     assert ours["counts"] == alone["counts"]
     assert len(ours["gradients"]) == len(alone["gradients"]) > 0
@@ -93,7 +101,7 @@ def check(ours: dict[str, Any], alone: dict[str, Any], tolerance: float) -> None
         np.testing.assert_allclose(own, other, rtol=0, atol=tolerance)
     for name in ("loss", "eval_loss", "norm"):
         assert ours[name] == pytest.approx(alone[name], abs=tolerance)
-    torch.testing.assert_close(ours["weights"], alone["weights"], rtol=0, atol=tolerance)
+    torch.testing.assert_close(*map(settled, (ours["weights"], alone["weights"])), rtol=0, atol=tolerance)
     own, other = ours["predictions"], alone["predictions"]
     shown = (own != -100) & (other != -100)  # the padding is that of a batch
     np.testing.assert_allclose(own[shown], other[shown], rtol=0, atol=10 * tolerance)
