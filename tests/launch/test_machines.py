@@ -95,6 +95,27 @@ def test_a_machine_leaves_alone_if_enough_stay(
     assert first.change() == (expected if is_announced else None)
 
 
+@pytest.mark.parametrize(
+    ("least", "count", "serves", "waiting", "expected"),
+    [
+        (2, 3, False, 1, True),
+        (2, 3, False, 0, False),
+        (2, 2, False, 1, False),
+        (2, 3, True, 1, False),
+        (None, 3, False, 1, False),
+    ],
+)
+def test_a_machine_is_replaced_if_enough_stay_and_one_waits(
+    monkeypatch: pytest.MonkeyPatch, least: int | None, count: int, serves: bool, waiting: int, expected: bool
+) -> None:
+    first, *_ = channels(3, min_nodes=least)
+    first.rendezvous.waiting = lambda: waiting  # type: ignore[method-assign]
+    monkeypatch.setattr(first, "_keeps_store", serves)
+    monkeypatch.setattr(first, "_count", count)
+    monkeypatch.setattr("trainer_kit.launch.machines.answers", lambda *address: True)
+    assert first.can_be_replaced() == expected
+
+
 def test_a_store_that_is_gone_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     (first,) = channels(2, min_nodes=1)[:1]
 

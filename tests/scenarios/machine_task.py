@@ -16,7 +16,7 @@ import torch
 from scenarios import task
 
 from trainer_kit import Callback, Run, Trainer, TrainingArguments
-from trainer_kit.callbacks import EMA
+from trainer_kit.callbacks import EMA, SlowProcesses, slow_processes
 from trainer_kit.checkpoint import contribution
 from trainer_kit.strategies import process_group
 from trainer_kit.strategies.multinode import MultiNode
@@ -86,13 +86,14 @@ class Dies(Callback):
 class Pause(Callback):
     """Makes steps long enough for something to happen in them, leaves a file after each, and lets rank 1 die."""
 
-    def __init__(self, seconds: float, marks: Path | None, deaths: list[int]) -> None:
+    def __init__(self, seconds: float, marks: Path | None, deaths: list[int], slow: str | None = None) -> None:
         self.seconds = seconds
+        self.slow = slow
         self.marks = marks
         self.deaths = deaths
 
     def on_step_end(self, run: Run) -> None:
-        time.sleep(self.seconds)
+        time.sleep(self.seconds * (4 if socket.gethostname() == self.slow else 1))
         if self.marks is not None:
             (self.marks / f"rank-{run.strategy.rank}-step-{run.state.step}").write_text(str(os.getpid()))
         deaths = self.deaths[run.strategy.session.restarts :]
@@ -110,6 +111,7 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--marks", type=Path)
     parser.add_argument("--deaths", type=int, nargs="*", default=[], help="steps, one for each start")
     parser.add_argument("--dies", nargs=2, help="a machine, and when it is lost: step, exchange, save, process")
+    parser.add_argument("--slow", help="a machine whose steps take longer, and which may be replaced")
     parser.add_argument("--heartbeat", type=float)
     parser.add_argument("--join", type=float, default=60.0)
     return parser.parse_args(words)
@@ -127,7 +129,10 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     model = {"smooth": Smooth, "noisy": task.Net, "counts": Counts}[options.model]()
     dataset: Any = task.Noisy()
-    callbacks: list[Callback] = [EMA(decay=0.9), Pause(options.pause, options.marks, options.deaths)]
+    callbacks: list[Callback] = [EMA(decay=0.9), Pause(options.pause, options.marks, options.deaths, options.slow)]
+    if options.slow:
+        slow_processes._LEAST_STEPS = 3
+        callbacks.append(SlowProcesses(replace_from=2.0))
     if options.model == "counts":
         dataset = [{"index": torch.tensor(index)} for index in range(task.SAMPLES)]
         callbacks.append(Signs())

@@ -46,11 +46,13 @@ class Elastic:
         dies: str = "never",
         model: str = "counts",
         batch_size: int = 2,
+        slow: str = "",
     ) -> Command:
         place = ["--num-nodes", nodes, "--num-processes", nodes[-1], "--master-addr", ADDRESSES[0]]
         limits = ["--master-port", "29517", "--start-timeout", str(timeout), "--cpu"]
         options = ["--model", model, "--batch-size", str(batch_size), "--pause", str(pause), "--marks", self.marks]
         options += ["--dies", HOSTS[2], dies] if dies != "never" else []
+        options += ["--slow", slow] if slow else []
         words = ["-m", "trainer_kit", "launch", *place, *limits, TASK, self.run, *options]
         self.commands.append(self.machines.start(number, *words, preloaded=preloaded))
         return self.commands[-1]
@@ -220,6 +222,18 @@ def test_a_machine_too_many_ends_with_the_run(elastic: Elastic) -> None:
     first, second, spare = finish(*commands)
     elastic.check(first, second)
     assert (spare.code, spare.out) == (0, ""), spare.err
+
+
+def test_a_slow_machine_is_replaced(elastic: Elastic) -> None:
+    commands = [elastic.start(number, nodes="1:2", slow=HOSTS[1], pause=0.15) for number in range(2)]
+    elastic.wait_for_step(1, commands[0])
+    commands.append(elastic.start(2, nodes="1:2", slow=HOSTS[1], pause=0.15))
+    first, second, third = finish(*commands)
+    elastic.check(first, third)
+    assert second.code == 143, second.err
+    assert f"rank 1 on {HOSTS[1]} takes " in first.err
+    assert f"{HOSTS[1]} is slow and leaves the run for a machine that waits" in second.err
+    assert "; restart " not in first.err + third.err, "it is no failure"
 
 
 def test_a_frozen_machine_is_left_behind(elastic: Elastic) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing import resource_tracker
 from typing import Any
 
-from torch.distributed import DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import MultiprocessContext, SubprocessContext
@@ -27,6 +27,7 @@ from trainer_kit.launch.machines import Machines
 from trainer_kit.launch.news import Change, News
 from trainer_kit.launch.output import OutputFiles
 from trainer_kit.launch.restart_limit import FailureHistory, RestartLimit
+from trainer_kit.strategies.session import REPLACE
 from trainer_kit.utils.new_place import clear, give_place, waiting
 
 # The first failed rank ends the job within 10 seconds: the others may fail or end too within this time, …
@@ -123,7 +124,7 @@ class Agent(LocalElasticAgent):
                 self._machines.join(worker_group.store, worker_group.group_rank, worker_group.group_world_size)
                 told = [json.loads(text) for text in self._machines.gather(json.dumps(words))]
                 break
-            except DistStoreError:  # a machine was lost between the meeting and this exchange
+            except (DistStoreError, DistNetworkError):  # a machine was lost between the meeting and this exchange
                 if not rendezvous.is_lasting:
                     raise
         # A machine that joined later has counted less, but all ranks must get the same number.
@@ -227,6 +228,7 @@ class Agent(LocalElasticAgent):
         endings = [self._ending(*rank) for rank in codes.items()]
         if None in endings:
             self._serve_change()
+            self._serve_replacement()
             return RunResult(state=WorkerState.HEALTHY)
         if any(endings):
             if self._is_changing():
@@ -264,16 +266,27 @@ class Agent(LocalElasticAgent):
             return
         if self._change is None and self._machines.is_time_for_change() and self._is_changing():
             assert self._change is not None
-            self._say(self._change.text)
             begins = self._change.is_joining and self._worker_group.group_rank == 0
             self._signal_at = time.monotonic() + (0 if begins else _AGREEING_SECONDS)
         if self._change is not None and time.monotonic() >= self._signal_at:
             self._signal_at = math.inf
             self._signal_ranks(signal.SIGTERM)
 
+    def _serve_replacement(self) -> None:
+        """Leave the run for a machine that waits, if a rank has found this one slow."""
+        request = self._scratch / REPLACE
+        if self._passed_on is None and request.exists():
+            request.unlink()
+            if self._machines.can_be_replaced():
+                self._say(f"{socket.gethostname()} is slow and leaves the run for a machine that waits")
+                self.signals.append(signal.SIGTERM)
+
     def _is_changing(self) -> bool:
         """Return whether the ranks end because a machine joins or leaves, so that those that stay meet again."""
-        self._change = self._change or self._machines.change()
+        if self._change is None and (change := self._machines.change()) is not None:
+            self._change = change
+            if self._passed_on is None:
+                self._say(change.text)
         return self._change is not None and self._passed_on is None
 
     def _signal_ranks(self, number: int) -> None:

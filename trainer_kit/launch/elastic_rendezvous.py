@@ -146,6 +146,14 @@ class ElasticRendezvous(RendezvousHandler):
         """Return the number of machines that train together, without those that are gone if this one can tell."""
         return self._keeper.alive() if self._keeper is not None else self._config.num_nodes
 
+    def waiting(self) -> int:
+        """Return the number of machines that wait for a place in the run.
+
+        Raises:
+            RuntimeError: If the connection to the store is broken.
+        """
+        return 0 if self._link is None else int(self._link.store.get(HERE))
+
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other machines.
 

@@ -127,14 +127,24 @@ class Machines:
         except RuntimeError:  # the store is gone
             return None
 
+    def can_be_replaced(self) -> bool:
+        """Return whether the others can go on without this machine, and another one waits for its place."""
+        try:
+            return self._can_leave() and self.rendezvous.waiting() > 0
+        except RuntimeError:  # the store is gone
+            return False
+
+    def _can_leave(self) -> bool:
+        least = self._config.min_nodes
+        return least is not None and not self._keeps_store and self._count - 1 >= least and self._is_reachable()
+
     def announce_leaving(self, host: str) -> None:
         """Announce that this machine leaves, if the others can go on without it.
 
         Args:
             host: Name of this machine.
         """
-        least = self._config.min_nodes
-        if least is None or self._keeps_store or self._count - 1 < least or not self._is_reachable():
+        if not self._can_leave():
             return
         change = Change(f"{host} leaves: the run saves and goes on without it", is_joining=False)
         try:

@@ -56,6 +56,10 @@ class StaticRendezvous(StaticTCPRendezvous):
         """Return the number of machines that give signs of life: all, since none are exchanged."""
         return int(self.world_size)
 
+    def waiting(self) -> int:
+        """Return 0: all machines are there from the beginning."""
+        return 0
+
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other machines.
 
