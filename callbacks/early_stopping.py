@@ -58,15 +58,15 @@ class EarlyStopping(Callback):
             run.requests.stop = True
 
     def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
-        if not run.strategy.is_main:  # callbacks may add the metric there only; the request reaches all ranks
-            return
         name = self._metric(run)
-        if name not in metrics:
+        # Callbacks may add it on the main process only, but all processes count, so that any may go on without others.
+        found = run.strategy.collectives.broadcast(metrics.get(name))
+        if found is None:
             raise ValueError(
                 f"EarlyStopping watches {name!r}, which the evaluation does not produce; "
                 f"it produces {', '.join(map(repr, metrics)) or 'nothing'}"
             )
-        value = float(metrics[name])
+        value = float(found)
         if self._improves(value, self._is_greater_better(run, name)):
             self.best, self.failures = value, 0
             return
@@ -74,7 +74,8 @@ class EarlyStopping(Callback):
         if self.failures >= self.patience:
             run.requests.stop = True
             run.requests.reason = f"{name} has not improved on {self.best} in {self.failures} evaluations"
-            _logger.info("early stopping at step %d: %s", run.state.step, run.requests.reason)
+            if run.strategy.is_main:
+                _logger.info("early stopping at step %d: %s", run.state.step, run.requests.reason)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "failures": self.failures}

@@ -35,8 +35,8 @@ class FastDevRun(Callback):
     def on_init_end(self, run: Run) -> None:
         run.args.output_dir = os.path.join(run.args.output_dir, "fast-dev-run")
 
-    def on_step_end(self, run: Run) -> None:
-        if run.state.step >= self.steps:
+    def on_step_begin(self, run: Run) -> None:
+        if run.state.step + 1 >= self.steps:  # served after this step, on several processes too
             requests = run.requests
             requests.evaluate = run.eval_dataset is not None
             requests.log = requests.save = requests.stop = True

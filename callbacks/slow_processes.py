@@ -75,6 +75,9 @@ class SlowProcesses(Callback):
         self._begin(run)
         self._next_warning, self._patience = 0, 2 * _LEAST_STEPS
 
+    def on_regroup(self, run: Run) -> None:
+        self._begin(run)
+
     def metrics(self, run: Run) -> dict[str, Any]:
         steps, collectives = run.state.step - self._step, run.strategy.collectives
         if collectives.is_alone or 0 <= steps < _LEAST_STEPS:

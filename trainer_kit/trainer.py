@@ -254,10 +254,9 @@ class Trainer:
         at_end.callback(restore_modules, run.model)
         if resume is None and self._loop is None:
             resume = run.strategy.session.restarts > 0
-        reading = make_reading(self.args, run.strategy, self.collate)
-        self._loop = set_up_training(
-            self._evaluation(), reading, checkpoints, self._initial, self.optimizer, self.lr_scheduler, resume
-        )
+        evaluation, reading = self._evaluation(to_train=True), make_reading(self.args, run.strategy, self.collate)
+        given = self.optimizer, self.lr_scheduler, resume
+        self._loop = set_up_training(evaluation, reading, checkpoints, self._initial, *given)
         at_end.callback(self._loop.close)
         return self._loop
 
@@ -273,8 +272,10 @@ class Trainer:
         self._probe = LossProbe(loss, run.strategy)
         return self._probe
 
-    def _evaluation(self) -> EvaluationLoop:
+    def _evaluation(self, to_train: bool = False) -> EvaluationLoop:
         probe = self._probe or self._prepare()
+        if self._initial.is_late and not to_train:  # a training may have been refused before it loaded the weights
+            self._initial.load()
         loader_config = make_reading(self.args, self.run.strategy, self.eval_collate)
         functions = self.compute_metrics, self.preprocess_logits_for_metrics
         return EvaluationLoop(self.run, self.events, probe, loader_config, self.metrics, *functions)
@@ -397,8 +398,8 @@ class Trainer:
         """
         refuse_pickles(safe_serialization)
         run = self.run
-        if self._probe is None and self._initial.is_late:
-            self._prepare()
+        if self._initial.is_late:
+            self._evaluation()
         elif self._probe is None:
             run.strategy.setup()
         model = run.model if self._probe is None else self._probe.loss.model

@@ -78,10 +78,11 @@ def heal_ranks(folder: str, progress: list[Progress]) -> Any:
     ("progress", "source"),
     [
         ([Progress(4, 7, True), Progress(5, 7, True), Progress(4, 7, True)], 1),
-        ([Progress(4, 7, True), Progress(4, 8, True), Progress(5, 0, False)], 1),
+        ([Progress(4, 7, False), Progress(4, 7, True), Progress(4, 8, True)], 2),
+        ([Progress(4, 7, True), Progress(4, 8, True), Progress(5, 0, False)], 0),
         ([Progress(5, 7, True), Progress(5, 7, True), Progress(4, 7, True)], 0),
     ],
-    ids=["a later step", "a later request", "the first of several"],
+    ids=["a later step", "a later request", "the main process", "the first of several"],
 )
 def test_the_newest_whole_state_wins(tmp_path: Path, progress: list[Progress], source: int) -> None:
     results = on_ranks(3, heal_ranks, str(tmp_path), progress)

@@ -93,3 +93,16 @@ def test_ignore_replaces_nothing() -> None:
     take_step(figures, math.nan)
     figures.read()
     assert math.isnan(figures.record()["loss"])
+
+
+def test_the_gradients_of_steps_with_incomplete_losses_are_looked_at() -> None:
+    figures = make_figures()
+    take_step(figures, 1.0, 3.0, 4.0)
+    take_step(figures, math.nan, 1.0)  # only the other process knows why
+    assert figures.drop_losses(lambda: None) == 2
+    assert figures.unread == 0
+    take_step(figures, 1.0, 3.0, 4.0)
+    take_step(figures, 1.0, math.nan)
+    take_step(figures, 1.0, 1.0)
+    with pytest.raises(NonFiniteError, match="step 4"):
+        figures.drop_losses(lambda: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from trainer_kit.checkpoint.manager import CheckpointManager
@@ -37,17 +38,24 @@ class Healed(NamedTuple):
     extra: Any
 
 
-def heal(checkpoints: CheckpointManager, group: Regroupable, own: Progress, extra: Any = None) -> Healed:
+def heal(
+    checkpoints: CheckpointManager,
+    group: Regroupable,
+    own: Progress,
+    extra: Any = None,
+    on_taking: Callable[[], object] = lambda: None,
+) -> Healed:
     """Give all processes the newest whole state. Collective.
 
-    Only the processes that are behind take another state. It is what a checkpoint holds, but for the ledger, which
-    each process keeps.
+    Only the processes that are behind take another state, if they can that of the main process, which alone may know
+    what to write. It is what a checkpoint holds, but for the ledger, which each process keeps.
 
     Args:
         checkpoints: The checkpoint manager of the training.
         group: The run's strategy.
         own: How far this process has come.
         extra: What a process gives in addition to its state.
+        on_taking: Called before this process takes another state, part by part.
 
     Raises:
         LostProcessError: If no process has a whole state.
@@ -55,10 +63,11 @@ def heal(checkpoints: CheckpointManager, group: Regroupable, own: Progress, extr
     run = checkpoints.run
     collectives = run.strategy.collectives
     places = collectives.gather_object(own)
-    newest = max((each for each in places if each.is_whole), default=None)
-    if newest is None:
+    whole = [rank for rank, each in enumerate(places) if each.is_whole]
+    if not whole:
         raise LostProcessError("the other process was lost while weights changed, so that no process has a whole state")
-    source = places.index(newest)
+    source = max(whole, key=lambda rank: (places[rank].step, rank == 0, places[rank].served))
+    newest = places[source]
     is_behind = [each != newest for each in places]
     if not any(is_behind):
         return Healed(newest, False, extra)
@@ -66,6 +75,8 @@ def heal(checkpoints: CheckpointManager, group: Regroupable, own: Progress, extr
     received = collectives.broadcast(given, source)
     assert received is not None
     states, others = received
+    if is_behind[collectives.rank]:
+        on_taking()
     group.share_model(run.model, source)
     if not is_behind[collectives.rank]:
         return Healed(newest, False, extra)

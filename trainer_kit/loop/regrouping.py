@@ -128,11 +128,11 @@ class Regrouping:
         run, checkpoints = self.run, self.checkpoints
         own = Progress(run.state.step, self.served, self.is_whole)
         group.restore_buffers()
-        self.is_whole = False
-        healed = heal(checkpoints, group, own, self._requests())
+        healed = heal(checkpoints, group, own, self._requests(), self._begin_to_change)
         self.served, self.is_whole = healed.progress.served, True
         if healed.taken:
-            run.requests.log, run.requests.evaluate, run.requests.save, run.requests.stop = healed.extra
+            run.requests.log, run.requests.evaluate, save, stop = healed.extra
+            run.requests.save, run.requests.stop = run.requests.save or save, run.requests.stop or stop
         run.model.zero_grad()
         loader = self._loader = make_train_loader(run, self._reading, saved=checkpoints.plan.state_dict())
         checkpoints.lay_out_again(loader)
@@ -140,6 +140,9 @@ class Regrouping:
             run.lr_scheduler = make_run_scheduler(run, checkpoints.plan)
         set_training(run.optimizer, True)
         return loader
+
+    def _begin_to_change(self) -> None:
+        self.is_whole = False
 
     def _requests(self) -> tuple[bool, ...]:
         requests = self.run.requests

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -87,6 +87,14 @@ class MetricBuffer:
         """
         self._waiting.append(_Unread(taken, loss, norms, sums or {}))
 
+    def norms(self) -> Iterator[StepResult]:
+        """Yield the results since the last read without their losses, which other ranks have a share of."""
+        for span, _, norms, _ in self._waiting:
+            if norms is not None:
+                total = norms.total.item()
+                bad = None if math.isfinite(total) else _first_bad(norms)
+                yield StepResult(span, None, total, bad, norms.held, {})
+
     def read(self, strategy: Strategy) -> list[StepResult]:
         """Return the results since the last read, with losses summed over all ranks. Waits for the device once."""
         waiting, self._waiting = self._waiting, []
@@ -136,6 +144,20 @@ class StepMetrics:
         """Drop the unread steps, which a rollback has undone or whose losses are incomplete; return their number."""
         unread, self.history, self.unread = self.unread, MetricBuffer(), 0
         return unread
+
+    def drop_losses(self, newest_checkpoint: Callable[[], Path | None]) -> int:
+        """Drop the unread steps, whose losses are incomplete, after a look at their gradients; return their number.
+
+        Args:
+            newest_checkpoint: See `read`.
+
+        Raises:
+            NonFiniteError: As for `read`, if a gradient is not finite.
+        """
+        for each in self.history.norms():
+            if not math.isfinite(each.norm or 0.0) and self._ends_the_run(each):
+                raise self._error(each, newest_checkpoint())
+        return self.forget()
 
     def read(self, newest_checkpoint: Callable[[], Path | None] = lambda: None) -> None:
         """Add the steps since the last read to `run.state`. Waits for the device once.

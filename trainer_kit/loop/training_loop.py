@@ -274,7 +274,8 @@ class TrainingLoop:
         old.close()
         self.loader = self.crash_dump.loader = parts.go_on(lost)
         self._saved_step = None  # the save may have been given up
-        unread = self._metrics.forget()
+        self.checkpoints.shifts_labels = self.loss.agree(run.strategy.collectives)  # the probe may have been cut short
+        unread = self._metrics.drop_losses(self._newest_checkpoint)
         if unread:
             logger.warning(
                 "the loss of %d %s before step %d is in no record: the lost processes had their parts of it",

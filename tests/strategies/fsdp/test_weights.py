@@ -51,6 +51,26 @@ def begin(folder: str, name: str, weights: str | None, strategy: str) -> dict[st
     return {name: whole(each).detach().clone() for name, each in named}
 
 
+def evaluate_after_a_refusal(folder: str, strategy: str) -> float:
+    """The loss of a model whose training was refused before any weights were loaded."""
+    samples = [{"x": torch.ones(4)}] * 4
+    args = TrainingArguments(
+        output_dir=folder, use_cpu=True, strategy=strategy, report_to="none", save_strategy="no", disable_tqdm=True,
+        log_level="error", max_steps=1,
+    )  # fmt: skip
+    trainer = Trainer(args=args, train_dataset=samples, eval_dataset=samples, model_init=Classifier)
+    with pytest.raises(ValueError, match="none"):
+        trainer.train(resume_from_checkpoint=f"{folder}/none")
+    loss: float = trainer.evaluate()["eval_loss"]
+    return loss
+
+
+@pytest.mark.distributed
+def test_a_model_has_weights_after_a_training_was_refused(tmp_path: Path) -> None:
+    expected = evaluate_after_a_refusal(str(tmp_path), "auto")
+    assert on_ranks(2, evaluate_after_a_refusal, str(tmp_path), "fsdp") == pytest.approx([expected] * 2, rel=1e-6)
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["llama", "tied"])
 @pytest.mark.parametrize("processes", [1, 2])
