@@ -170,6 +170,7 @@ def options(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--by-itself", action="store_true", help="resume only where the launcher has started it anew")
     parser.add_argument("--heartbeat", type=float, help="seconds, instead of the default")
     parser.add_argument("--ddp-timeout", type=float, help="seconds, instead of the default")
+    parser.add_argument("--waits-for-saves", action="store_true", help="so that no later event meets one under way")
     parser.add_argument("--fsdp", action="store_true", help="shard the model, in parts that all ranks write")
     return parser.parse_args(words)
 
@@ -196,6 +197,7 @@ def train(words: list[str], *callbacks: Callback, **changes: Any) -> dict[str, A
         "num_train_epochs": given.epochs, "per_device_train_batch_size": given.batch_size,
         "gradient_accumulation_steps": given.accumulation, "dataloader_num_workers": given.workers,
         "save_total_limit": None, "save_steps": given.save_steps, "eval_steps": 7,
+        "async_save": not given.waits_for_saves,
     }  # fmt: skip
     limits = {"heartbeat_timeout": given.heartbeat, "ddp_timeout": given.ddp_timeout}
     limits = {name: seconds for name, seconds in limits.items() if seconds is not None}

@@ -413,7 +413,7 @@ def test_a_rank_that_fails_ends_all_and_is_named(
 
 def test_a_sharded_model_survives_a_rank_that_dies_freezes_or_is_told_to_end(place: Place, tmp_path: Path) -> None:
     """One training that meets all three, and one that is not disturbed."""
-    options = ("--fsdp", "--epochs", 8, *PATIENCE)
+    options = ("--fsdp", "--epochs", 8, "--waits-for-saves", *PATIENCE)
     for how, code, sentence, last in (
         ("kill", 137, r"rank 1 on \S+ was killed by SIGKILL", FAILS_AT - 2),
         ("stop", 1, r"LostProcessError: rank 1 \(.*\) has not answered .* \(it is stopped\)", FAILS_AT + 3),
