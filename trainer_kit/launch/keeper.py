@@ -24,7 +24,7 @@ from trainer_kit.utils.units import format_duration
 MACHINES, MEMBERSHIP, ENDED, HERE, PRESENCE = "machines", "membership", "ended", "here", "presence"
 _LOOK_SECONDS = 0.1
 _PAUSE_SECONDS = 1.0
-_LOST_SECONDS = 15.0  # the ranks of the others notice a lost machine before, unless they are just starting
+_LOST_SECONDS = 25.0  # the ranks of the others notice a lost machine before, unless they are just starting
 _PARTING_SECONDS = 300.0  # as long as torch's agent waits for the others at the end
 
 
