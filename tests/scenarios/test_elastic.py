@@ -14,6 +14,8 @@ import pytest
 from scenarios import machine_task, task
 from scenarios.machines import ADDRESSES, HOSTS, Command, Ended, Machines, finish, made_machines, why_not
 
+from trainer_kit.checkpoint import find_checkpoints
+
 PREVENTED = why_not()
 pytestmark = [pytest.mark.scenario, pytest.mark.slow, pytest.mark.skipif(PREVENTED is not None, reason=str(PREVENTED))]
 
@@ -22,23 +24,28 @@ EPOCHS = 2
 
 
 class Elastic:
-    """A training of 2 to 3 machines that counts how often it trains each sample.
+    """A training of several machines that counts how often it trains each sample.
 
     Args:
         machines: Where it trains.
         folder: A folder that all of them see.
+
+    Attributes:
+        run: The output folder.
+        candidates: Number of machines that can serve the store.
     """
 
     def __init__(self, machines: Machines, folder: Path) -> None:
         self.machines = machines
         self.run, self.marks = folder / "run", folder / "marks"
         self.marks.mkdir(parents=True)
+        self.candidates = 1
         self.commands: list[Command] = []
 
     def start(
         self, number: int, nodes: str = "2:3", timeout: int = 60, pause: float = 0.3, preloaded: bool = True
     ) -> Command:
-        place = ["--num-nodes", nodes, "--num-processes", nodes[-1], "--master-addr", ADDRESSES[0]]
+        place = ["--num-nodes", nodes, "--num-processes", nodes[-1], "--master-addr", ",".join(ADDRESSES[: self.candidates])]
         limits = ["--master-port", "29517", "--start-timeout", str(timeout), "--cpu"]
         options = ["--model", "counts", "--batch-size", "2", "--pause", str(pause), "--marks", self.marks]
         words = ["-m", "trainer_kit", "launch", *place, *limits, TASK, self.run, *options]
@@ -46,7 +53,7 @@ class Elastic:
         return self.commands[-1]
 
     def start_all(self, **changes: Any) -> list[Command]:
-        commands = [self.start(number, **changes) for number in range(3)]
+        commands = [self.start(number, **changes) for number in range(len(self.machines.names))]
         self.wait_for_step(5, commands[0])
         return commands
 
@@ -122,6 +129,20 @@ def test_the_machine_with_the_store_is_lost_for_good(elastic: Elastic) -> None:
         assert each.code == 1
         assert f"the first machine at {ADDRESSES[0]}:29517 did not answer within 10 s" in each.err
         assert "frame #" not in each.err
+
+
+def test_the_next_candidate_serves_the_store(elastic: Elastic) -> None:
+    """Both machines that served it are killed in turn; the first one comes back in between, and joins."""
+    elastic.candidates = 2
+    commands = elastic.start_all(pause=0.5, preloaded=False)
+    elastic.machines.kill(0)
+    elastic.wait_for_text(f"{HOSTS[0]} is gone: 2 of 3 machines go on", commands[1])
+    commands[0] = elastic.start(0)
+    elastic.wait_for_text(f"{HOSTS[0]} has joined: 3 of 3 machines go on", commands[2])
+    elastic.wait_for_text("resumed with 3 processes that read data instead of 2", commands[1])
+    elastic.machines.kill(1)
+    elastic.check(*finish(commands[0], commands[2]))
+    assert not any("frame #" in command.err.read_text() for command in commands)
 
 
 def test_a_machine_leaves_when_told(elastic: Elastic) -> None:

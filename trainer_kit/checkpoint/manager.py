@@ -45,6 +45,7 @@ from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import TrainLoader
 from trainer_kit.data.run_length import RunLength, make_plan
 from trainer_kit.data.source import data_length, data_source, order_facts
+from trainer_kit.errors import CutOffError
 from trainer_kit.optim import Schedule
 from trainer_kit.run import Run
 from trainer_kit.utils.optimizer_state import check_optimizer_state
@@ -122,9 +123,11 @@ class CheckpointManager:
 
         Raises:
             FolderInUseError: If another training holds the folder.
+            CutOffError: If another membership of this elastic run owns the folder.
             ValueError: If the folder cannot be written.
         """
-        self.run.strategy.collectives.on_main(self._lock_folder)
+        with self.run.strategy.session.reporting_claim():
+            self.run.strategy.collectives.on_main(self._lock_folder)
 
     def find(self, request: bool | str | Path | None) -> None:
         """Find the requested checkpoint and restore its counters. Collective.
@@ -214,6 +217,8 @@ class CheckpointManager:
         make_writable_folder(self.folder)
         try:
             self.lock.acquire()
+        except CutOffError:
+            raise
         except OSError as error:
             raise ValueError(f"output_dir={str(self.folder)!r} cannot be written: {error}") from error
 

@@ -388,10 +388,45 @@ def is_elastic() -> bool:
     return os.environ.get(ELASTIC) == "1"
 
 
-def membership() -> tuple[str, int] | None:
-    """Return the elastic run's unique ID and the number of this start's membership; None for any other run."""
-    run, slash, number = os.environ.get(MEMBERSHIP, "").partition("/")
-    return (run, int(number)) if slash else None
+class MembershipPlace(NamedTuple):
+    """The machines' membership in which this process was started, in an elastic run.
+
+    Attributes:
+        run: Unique ID of the run.
+        number: Number of the membership.
+        after: Number of the membership that it follows; 0 for the first.
+        needs_claim: Whether it may follow only in a folder that the main process of that membership has claimed.
+    """
+
+    run: str
+    number: int
+    after: int = 0
+    needs_claim: bool = False
+
+
+def membership() -> MembershipPlace | None:
+    """Return the membership of this start; None if the run is not elastic."""
+    text = os.environ.get(MEMBERSHIP, "")
+    if not text:
+        return None
+    run, number, after, needs_claim = text.split("/")
+    return MembershipPlace(run, int(number), int(after), needs_claim == "1")
+
+
+def write_claim(number: int, is_held: bool) -> None:
+    """Report to this machine's launcher whether the main process could claim the output folder for a membership."""
+    path = progress_file()
+    if path is not None:
+        Path(f"{path}.claim").write_text(f"{number} {int(is_held)}")
+
+
+def read_claim() -> tuple[int, bool]:
+    """Return the number of the membership that a process reported last, and whether it holds the output folder."""
+    try:
+        number, is_held = Path(f"{progress_file()}.claim").read_text().split()
+    except (OSError, ValueError):
+        return 0, False
+    return int(number), is_held == "1"
 
 
 def progress_file() -> str | None:

@@ -120,6 +120,7 @@ class Agent(LocalElasticAgent):
         # A machine that joined later has counted less, but all ranks must get the same number.
         starts, histories = zip(*told, strict=True)
         self._failures.merge(histories)
+        rendezvous.confirm()
         os.environ[environment.MEMBERSHIP] = rendezvous.membership
         self._remaining_restarts = worker_group.spec.max_restarts - max(rendezvous.starts, *starts)
 
@@ -194,7 +195,6 @@ class Agent(LocalElasticAgent):
             return
         if self._change is None and self._machines.is_time_for_change() and self._is_changing():
             assert self._change is not None
-            self._say(self._change.text)
             begins = self._change.is_joining and self._worker_group.group_rank == 0
             self._signal_at = time.monotonic() + (0 if begins else _AGREEING_SECONDS)
         if self._change is not None and time.monotonic() >= self._signal_at:
@@ -203,7 +203,10 @@ class Agent(LocalElasticAgent):
 
     def _is_changing(self) -> bool:
         """Return whether the ranks end because a machine joins or leaves, so that those that stay meet again."""
-        self._change = self._change or self._machines.change()
+        if self._change is None and (change := self._machines.change()) is not None:
+            self._change = change
+            if self._passed_on is None:
+                self._say(change.text)
         return self._change is not None and self._passed_on is None
 
     def _signal_ranks(self, number: int) -> None:
@@ -296,6 +299,8 @@ class Agent(LocalElasticAgent):
 
     def _end_after(self, failure: Failure | None) -> RunResult:
         """End this start of the ranks after a failure, or after they obeyed a signal (None)."""
+        if self._machines.rendezvous.is_outvoted():
+            return self._end(goes_on=True)
         if self._is_changing():
             if failure is not None:  # since others have left before it
                 self._say(failure.report().message)

@@ -11,7 +11,6 @@ from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.launch.elastic_rendezvous import ElasticRendezvous
 from trainer_kit.launch.news import CHANGE, FAILED, Change, News
 from trainer_kit.launch.rendezvous import StaticRendezvous
-from trainer_kit.launch.store import answers, keeps_store
 
 _LOOK_SECONDS = 1.0
 _PARTING_SECONDS = 5.0
@@ -32,7 +31,6 @@ class Machines:
     def __init__(self, config: LaunchConfig, rendezvous: StaticRendezvous | ElasticRendezvous) -> None:
         self._config = config
         self.rendezvous = rendezvous
-        self._keeps_store = keeps_store(config)
         self._next_look = self._next_change = 0.0
         self._store: Store | None = None
         self._place, self._count = 0, 1
@@ -121,7 +119,7 @@ class Machines:
             host: Name of this machine.
         """
         least = self._config.min_nodes
-        if least is None or self._keeps_store or self._count - 1 < least or not self._is_reachable():
+        if least is None or self._count - 1 < least or not self._is_reachable() or not self.rendezvous.can_leave():
             return
         change = Change(f"{host} leaves: the run saves and goes on without it", is_joining=False)
         try:
@@ -135,7 +133,8 @@ class Machines:
         heard = store.add(_HEARD, 1)
         if goes_on and self.rendezvous.is_lasting:
             return
-        while self._keeps_store and heard < min(self._count, self.rendezvous.alive()) and time.monotonic() < deadline:
+        rendezvous = self.rendezvous
+        while rendezvous.serves and heard < min(self._count, rendezvous.alive()) and time.monotonic() < deadline:
             time.sleep(0.05)
             heard = store.add(_HEARD, 0)
 
@@ -149,7 +148,7 @@ class Machines:
         """Return whether the store answers; a request to the store itself might block for long."""
         if self._config.num_nodes == 1:
             return False
-        return self._keeps_store or answers(self._config.master_addr, self._config.port)
+        return self.rendezvous.answers()
 
     def _reach(self) -> Store:
         assert self._store is not None

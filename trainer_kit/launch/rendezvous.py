@@ -52,6 +52,26 @@ class StaticRendezvous(StaticTCPRendezvous):
         self._number = "--node-rank " if by_command else "node_rank="
         self._start = b""
 
+    @property
+    def serves(self) -> bool:
+        """Whether this machine serves the store."""
+        return bool(self.rank == 0)
+
+    def answers(self) -> bool:
+        """Return whether the store answers."""
+        return self.serves or answers(self.master_addr, self.master_port)
+
+    def can_leave(self) -> bool:
+        """Return False: the machines are fixed."""
+        return False
+
+    def confirm(self) -> None:
+        """Do nothing: all machines are in each membership."""
+
+    def is_outvoted(self) -> bool:
+        """Return False: the machines are fixed."""
+        return False
+
     def alive(self) -> int:
         """Return the number of machines that give signs of life: all, since none are exchanged."""
         return int(self.world_size)
@@ -82,7 +102,7 @@ class StaticRendezvous(StaticTCPRendezvous):
         return RendezvousInfo(PrefixStore(self.run_id, store), self.rank, self.world_size, info)
 
     def _listen(self) -> TCPStore:
-        store = serve_store(self._config)
+        store = serve_store(self._config, self.master_addr)
         store.set("start", uuid.uuid4().hex)
         return store
 

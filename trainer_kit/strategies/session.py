@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trainer_kit.config import environment
+from trainer_kit.errors import CutOffError
 from trainer_kit.strategies.collectives import Collectives
 
 logger = logging.getLogger("trainer_kit")
@@ -55,6 +57,24 @@ class Session:
                 os.replace(new, path)
             except OSError as error:
                 logger.warning("the launcher could not be told of the checkpoint of step %d: %s", step, error)
+
+    @contextlib.contextmanager
+    def reporting_claim(self) -> Iterator[None]:
+        """Report to this machine's launcher whether the main process can claim the output folder in the block."""
+        try:
+            yield
+        except CutOffError:
+            self._report_claim(is_held=False)
+            raise
+        self._report_claim(is_held=True)
+
+    def _report_claim(self, is_held: bool) -> None:
+        membership = environment.membership()
+        if membership is not None and self.collectives.is_local_main:
+            try:
+                environment.write_claim(membership.number, is_held)
+            except OSError as error:
+                logger.warning("the launcher could not be told who holds the output folder: %s", error)
 
     def fetch_checkpoint(self, directory: Path) -> Path:
         """Return the main process's folder, or a copy of it if this process cannot read it. Collective."""

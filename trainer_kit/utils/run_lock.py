@@ -24,7 +24,9 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from trainer_kit.config.environment import MembershipPlace
 from trainer_kit.errors import FolderInUseError
+from trainer_kit.utils.membership_claim import MembershipClaim
 from trainer_kit.utils.process_identity import is_stopped, start_time, system_id, user_name
 from trainer_kit.utils.units import format_duration
 
@@ -79,7 +81,7 @@ class RunLock:
         folder: The folder, which must exist when the lock is acquired.
         argument: Name of the argument that the user gives the folder by, for errors.
         name: Name of the lock's file.
-        membership: See `Holder`.
+        membership: Membership of the machines in an elastic run, which claims the folder too; None for any other run.
     """
 
     def __init__(
@@ -87,9 +89,10 @@ class RunLock:
         folder: Path,
         argument: str = "output_dir",
         name: str = NAME,
-        membership: tuple[str, int] | None = None,
+        membership: MembershipPlace | None = None,
     ) -> None:
-        self._membership = membership
+        self._membership = None if membership is None else (membership.run, membership.number)
+        self._claim = None if membership is None else MembershipClaim(folder, argument, membership)
         self.folder = folder
         self.argument = argument
         self.path = folder / name
@@ -119,8 +122,11 @@ class RunLock:
 
         Raises:
             FolderInUseError: If another training holds the folder.
+            CutOffError: If another membership of this run owns the folder.
             OSError: If the lock cannot be written.
         """
+        if self._claim is not None:
+            self._claim.take()
         watched: _Watched | None = None
         while not self._is_taken(is_contended=watched is not None):
             if (seen := self._look()) is None:
@@ -141,6 +147,8 @@ class RunLock:
             else:
                 _remove(self.path, seen)
         _remove_leftovers(self.path)
+        if self._claim is not None:
+            self._claim.remove_earlier()
         self._ended = threading.Event()
         threading.Thread(target=self._beat_on, args=(self._ended,), name="run lock", daemon=True).start()
 
@@ -162,20 +170,32 @@ class RunLock:
             FolderInUseError: If another training took the folder while this process was stopped.
         """
         if self._taken_by is not None:
+            silent = f"this process gave no sign of life for {format_duration(DEAD_AFTER)}"
+            reason = silent if self._claim is None else "the other machines go on without this one"
             raise FolderInUseError(
-                f"{self.folder} was taken over by {self._taken_by}, since this process gave no sign of life for "
-                f"{format_duration(DEAD_AFTER)}; nothing more is written there"
+                f"{self.folder} was taken over by {self._taken_by}, since {reason}; nothing more is written there"
             )
 
     def confirm(self) -> None:
         """Check in the file that the folder is still held, before a write there.
 
         Raises:
-            FolderInUseError: If another training took the folder.
+            FolderInUseError: If another training took the folder, or a newer membership of this run.
             OSError: If the lock cannot be read or written.
         """
         self._write_sign()
+        self._look_for_newer()
         self.check()
+
+    def _look_for_newer(self) -> None:
+        """Note a newer membership: its main process creates its file before it takes the lock over."""
+        newer = None if self._claim is None else self._claim.newer()
+        if newer is not None and self._taken_by is None:
+            self._note_loss(f"membership {newer} of this run")
+
+    def _note_loss(self, name: str) -> None:
+        self._taken_by = name
+        logger.error("%s was taken over by %s", self.folder, name)
 
     def _is_taken(self, is_contended: bool) -> bool:
         """Try to create the lock; return whether this process holds it.
@@ -247,11 +267,12 @@ class RunLock:
                         file.seek(0)
                         file.write(_content(holder))
                     elif self._taken_by is None:
-                        self._taken_by = seen.name
-                        logger.error("%s was taken over by %s", self.folder, seen.name)
+                        self._note_loss(seen.name)
             except FileNotFoundError:  # the whole folder may be missing
                 self.folder.mkdir(parents=True, exist_ok=True)
-                _write_new(self.path, holder)
+                self._look_for_newer()  # it may be replacing the lock
+                if self._taken_by is None:
+                    _write_new(self.path, holder)
 
     def _refusal(self, seen: _Seen) -> str:
         holder, remedy = seen.holder, f"wait for it, end it, or give another {self.argument}"
