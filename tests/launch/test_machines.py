@@ -20,7 +20,9 @@ def channels(count: int = 2, is_lasting: bool = True, **fields: Any) -> list[Mac
     made = []
     for place in range(count):
         config = LaunchConfig(num_nodes=count, rdzv_conf={"is_host": True}, rdzv_backend="c10d", **fields)
-        rendezvous: Any = SimpleNamespace(is_lasting=is_lasting, alive=lambda: 1)
+        rendezvous: Any = SimpleNamespace(
+            is_lasting=is_lasting, alive=lambda: 1, serves=True, answers=lambda: True, can_leave=lambda: True
+        )
         made.append(Machines(config, rendezvous))
         made[-1].join(store, place, count)
     return made
@@ -71,14 +73,13 @@ def test_a_change_is_announced_to_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("least", "serves", "is_announced"), [(2, False, True), (2, True, False), (None, False, False)]
+    ("least", "can_leave", "is_announced"), [(2, True, True), (2, False, False), (None, True, False)]
 )
 def test_a_machine_leaves_alone_if_enough_stay(
-    monkeypatch: pytest.MonkeyPatch, least: int | None, serves: bool, is_announced: bool
+    monkeypatch: pytest.MonkeyPatch, least: int | None, can_leave: bool, is_announced: bool
 ) -> None:
     first, *_ = channels(3, min_nodes=least)
-    monkeypatch.setattr(first, "_keeps_store", serves)
-    monkeypatch.setattr("trainer_kit.launch.machines.answers", lambda *address: True)
+    monkeypatch.setattr(first.rendezvous, "can_leave", lambda: can_leave)
     first.announce_leaving("machine-b")
     expected = Change("machine-b leaves: the run saves and goes on without it", is_joining=False)
     assert first.change() == (expected if is_announced else None)

@@ -14,8 +14,6 @@ import pytest
 from scenarios import machine_task, task
 from scenarios.machines import ADDRESSES, HOSTS, Command, Ended, Machines, finish, made_machines, why_not
 
-from trainer_kit.checkpoint import find_checkpoints
-
 PREVENTED = why_not()
 pytestmark = [pytest.mark.scenario, pytest.mark.slow, pytest.mark.skipif(PREVENTED is not None, reason=str(PREVENTED))]
 
@@ -45,7 +43,14 @@ class Elastic:
     def start(
         self, number: int, nodes: str = "2:3", timeout: int = 60, pause: float = 0.3, preloaded: bool = True
     ) -> Command:
-        place = ["--num-nodes", nodes, "--num-processes", nodes[-1], "--master-addr", ",".join(ADDRESSES[: self.candidates])]
+        place = [
+            "--num-nodes",
+            nodes,
+            "--num-processes",
+            nodes[-1],
+            "--master-addr",
+            ",".join(ADDRESSES[: self.candidates]),
+        ]
         limits = ["--master-port", "29517", "--start-timeout", str(timeout), "--cpu"]
         options = ["--model", "counts", "--batch-size", "2", "--pause", str(pause), "--marks", self.marks]
         words = ["-m", "trainer_kit", "launch", *place, *limits, TASK, self.run, *options]
@@ -64,11 +69,13 @@ class Elastic:
             assert time.monotonic() < end, command.err.read_text()
             time.sleep(0.02)
 
-    def wait_for_text(self, text: str, command: Command) -> None:
+    def wait_for_text(self, text: str, *commands: Command) -> None:
+        """Wait until one of the commands has written a text."""
         end = time.monotonic() + 120
-        while text not in command.err.read_text():
-            assert command.is_running(), command.err.read_text()
-            assert time.monotonic() < end, command.err.read_text()
+        while not any(text in command.err.read_text() for command in commands):
+            errors = "\n".join(command.err.read_text() for command in commands)
+            assert any(command.is_running() for command in commands), errors
+            assert time.monotonic() < end, errors
             time.sleep(0.02)
 
     def check(self, *ended: Ended) -> None:
@@ -131,20 +138,6 @@ def test_the_machine_with_the_store_is_lost_for_good(elastic: Elastic) -> None:
         assert "frame #" not in each.err
 
 
-def test_the_next_candidate_serves_the_store(elastic: Elastic) -> None:
-    """Both machines that served it are killed in turn; the first one comes back in between, and joins."""
-    elastic.candidates = 2
-    commands = elastic.start_all(pause=0.5, preloaded=False)
-    elastic.machines.kill(0)
-    elastic.wait_for_text(f"{HOSTS[0]} is gone: 2 of 3 machines go on", commands[1])
-    commands[0] = elastic.start(0)
-    elastic.wait_for_text(f"{HOSTS[0]} has joined: 3 of 3 machines go on", commands[2])
-    elastic.wait_for_text("resumed with 3 processes that read data instead of 2", commands[1])
-    elastic.machines.kill(1)
-    elastic.check(*finish(commands[0], commands[2]))
-    assert not any("frame #" in command.err.read_text() for command in commands)
-
-
 def test_a_machine_leaves_when_told(elastic: Elastic) -> None:
     commands = elastic.start_all()
     commands[1].process.send_signal(signal.SIGTERM)
@@ -155,6 +148,39 @@ def test_a_machine_leaves_when_told(elastic: Elastic) -> None:
     left = first.err.partition("left at step ")[2].split()[0]
     assert f"checkpoint-{left} at step {left} of" in first.err, "nothing is done twice"
     assert "; restart " not in first.err + third.err, "it is no failure"
+
+
+@pytest.fixture
+def four(tmp_path: Path) -> Iterator[Elastic]:
+    with made_machines(tmp_path, 4) as machines:
+        yield Elastic(machines, tmp_path / "shared")
+
+
+def test_the_next_candidate_serves_the_store(four: Elastic) -> None:
+    """Both machines that served it are killed in turn."""
+    four.candidates = 3
+    commands = four.start_all(nodes="1:4", pause=0.5)
+    four.machines.kill(0)
+    four.wait_for_text(f"{HOSTS[0]} is gone: 3 of 4 machines go on", commands[2])
+    four.machines.kill(1)
+    four.wait_for_text(f"{HOSTS[1]} is gone: 2 of 4 machines go on", commands[2])
+    four.check(*finish(*commands[2:]))
+
+
+@pytest.mark.parametrize("is_shared", [True, False], ids=["shared folder", "own disks"])
+def test_a_split_network_trains_on_one_side(four: Elastic, is_shared: bool) -> None:
+    """The machines of each side reach one another, and each side can serve a store."""
+    four.candidates = 4
+    if not is_shared:
+        four.run = Path("run")
+    commands = four.start_all(nodes="1:4", pause=0.5, timeout=25)
+    four.machines.split(2)
+    four.wait_for_text(": the others may be going on; stopped, start again to join them", *commands)
+    outcomes = finish(*commands)
+    sides = [{each.code for each in outcomes[:2]}, {each.code for each in outcomes[2:]}]
+    assert sorted(map(sorted, sides)) == [[0], [75]], [each.err for each in outcomes]
+    goes_on = sides.index({0}) * 2
+    four.check(*outcomes[goes_on : goes_on + 2])
 
 
 @pytest.mark.parametrize("told", [(0,), (0, 1, 2), (2, 1, 0)], ids=str)

@@ -180,6 +180,7 @@ class Keeper:
         self._clock = clock
         self._last = Membership()
         self._numbers: dict[str, int] = {}  # the newest number of each machine, by ID
+        self._published: tuple[int, ...] = ()
         self._hosts: dict[str, str] = {}
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._arrived = self._looked = clock()
@@ -317,12 +318,15 @@ class Keeper:
                 self._beats[number] = (beat, now)
             is_silent = now - self._beats[number][1] > self._patience
             if not own.has_left and not is_silent and self._numbers[own.id] == number:
-                self._alive.append(Machine(number, own.id, own.host, own.past, own.has_claimed, own.is_candidate))
+                is_new = number not in self._published
+                self._alive.append(
+                    Machine(number, own.id, own.host, own.past, own.has_claimed, own.is_candidate, is_new)
+                )
 
     def _publish(self, formed: Formed) -> None:
         before, now = newest(self._last, waiting(self._last, self._alive)), formed.membership
         gone = tuple(host for own, host in zip(before.machines, before.hosts, strict=True) if own not in now.machines)
         joined = tuple(self._hosts[own] for own in now.machines if before.number and own not in before.machines)
         numbers = tuple(self._numbers[own] for own in now.machines)
-        self._last = now
+        self._last, self._published = now, numbers
         self._store.set(MEMBERSHIP, Published(now, numbers, formed.bases, formed.right, gone, joined).to_json())

@@ -47,6 +47,7 @@ class Machine(NamedTuple):
         past: Its last confirmed membership and later ones, by number; empty before the first.
         has_claimed: Whether a process of it has confirmed that the main process claimed the output folder.
         is_candidate: Whether it can serve the store.
+        is_new: Whether it has connected since the keeper published its last membership.
     """
 
     number: int
@@ -55,6 +56,7 @@ class Machine(NamedTuple):
     past: tuple[Membership, ...] = ()
     has_claimed: bool = False
     is_candidate: bool = False
+    is_new: bool = False
 
     @property
     def last(self) -> Membership:
@@ -96,7 +98,7 @@ def waiting(last: Membership, alive: Iterable[Machine]) -> list[Machine]:
         last: The membership that the keeper published last.
         alive: All machines that give signs of life.
     """
-    here = [machine for machine in alive if machine.id not in last.machines or machine.last == last]
+    here = [each for each in alive if each.id not in last.machines or each.is_new or each.last == last]
     places = {machine: place for place, machine in enumerate(newest(last, here).machines)}
     return sorted(here, key=lambda machine: (places.get(machine.id, len(places)), machine.number))
 
@@ -139,7 +141,7 @@ def next_membership(
         return None
     bases = bases_of(chosen)
     right = right_to_follow(bases, ids, any(machine.has_claimed for machine in chosen))
-    if right is Right.NONE:
+    if right is Right.NONE or (last.number and not bases):  # newcomers alone go on with no run
         return None
     number = 1 + max([last.number, *(machine.last.number for machine in here)])
     run = before.run or uuid.uuid4().hex
