@@ -202,7 +202,7 @@ class Server:
     """A store: what machines have written there, and the membership that its keeper has published."""
 
     facts: dict[int, Machine] = dataclasses.field(default_factory=dict)
-    last: Membership = Membership()
+    last: Membership = dataclasses.field(default_factory=Membership)
     numbers: tuple[int, ...] = ()
 
 
