@@ -291,10 +291,10 @@ class Network:
 
     def confirm(self, launcher: Launcher) -> None:
         if launcher.past and self.is_heard(last := launcher.past[-1]):
-            if self.formed[last].right is Right.MAJORITY:
-                launcher.past = (last,)
-            elif self.claimed.get(last):
+            if self.claimed.get(last):
                 launcher.past, launcher.has_claimed = (last,), True
+            elif self.formed[last].right is Right.MAJORITY:
+                launcher.past = (last,)
             elif last in self.claimed:
                 launcher.past, launcher.is_outvoted = launcher.past[:1], True
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing import resource_tracker
 from typing import Any
 
-from torch.distributed import DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import MultiprocessContext, SubprocessContext
@@ -114,7 +114,7 @@ class Agent(LocalElasticAgent):
                 self._machines.join(worker_group.store, worker_group.group_rank, worker_group.group_world_size)
                 told = [json.loads(text) for text in self._machines.gather(json.dumps(self._history()))]
                 break
-            except DistStoreError:  # a machine was lost between the meeting and this exchange
+            except (DistStoreError, DistNetworkError):  # a machine or the store was lost after the meeting
                 if not rendezvous.is_lasting:
                     raise
         # A machine that joined later has counted less, but all ranks must get the same number.
