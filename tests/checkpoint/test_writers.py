@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.parts import parts_of
 from kit.ranks import on_ranks
 
 from trainer_kit.checkpoint import Snapshot, read_state, take_snapshot, verify
-from trainer_kit.checkpoint.format import ownership
 from trainer_kit.checkpoint.format.loading import load_weights
 from trainer_kit.checkpoint.writers import Writers
 from trainer_kit.strategies.ddp import DDP
 
 
+@parts_of(500)
 def write(folder: Path, case: str) -> tuple[str, list[int]]:
     """The folder or the error, and the ranks that write from then on."""
-    ownership.PART_BYTES = 500
     strategy = DDP(device="cpu")
     strategy.setup()
     snapshot: Future[Snapshot] = Future()

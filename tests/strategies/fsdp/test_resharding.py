@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from kit.architectures import llama
+from kit.parts import parts_of
 from kit.ranks import on_ranks
 from kit.token_training import whole
 from scenarios.task import StopAt
@@ -18,7 +19,6 @@ from torch import nn
 
 from trainer_kit import Callback, Run, Trainer, TrainingArguments
 from trainer_kit.callbacks import EMA
-from trainer_kit.checkpoint.format import ownership
 from trainer_kit.strategies.ddp import DDP
 from trainer_kit.strategies.fsdp.strategy import FSDP
 from trainer_kit.utils.pytree import tensors
@@ -90,8 +90,8 @@ class Drawing(Callback):
         torch.rand(1, generator=run.stateful["draws"].generator)
 
 
+@parts_of(1000)
 def train(folder: str, layout: str, steps: int, resume: bool) -> tuple[list[Any], list[Any]]:
-    ownership.PART_BYTES = 1000  # small models have several writers
     torch.manual_seed(0)
     world, make = LAYOUTS[layout]
     readers = world // 2 if "tensor" in layout else world

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kit.block_training import Blocks, rows, whole_weights
+from kit.parts import parts_of
 from kit.ranks import RankFailed, on_ranks, try_on_ranks
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -23,7 +24,6 @@ from trainer_kit.accelerator import (
     set_seed,
 )
 from trainer_kit.checkpoint import contribution
-from trainer_kit.checkpoint.format import ownership
 from trainer_kit.checkpoint.format.commit import write_part
 
 PLUGIN = {"transformer_cls_names_to_wrap": ["Block"]}
@@ -116,9 +116,10 @@ def test_the_launcher_shards_a_loop() -> None:
     assert on_ranks(2, launched) == [True, True]
 
 
+@parts_of(500)
 def saved(folder: str, sharded: dict[str, Any] | None = PLUGIN) -> dict[str, Any]:
     """Saves in the middle of the second step, and goes on."""
-    ownership.PART_BYTES, written = 500, list[str]()  # a small state has several writers
+    written = list[str]()
     loop = Loop(sharded, folder=folder)
     batches = loop.batches()
     for _ in range(3):

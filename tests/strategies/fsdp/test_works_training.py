@@ -11,13 +11,13 @@ import pytest
 import torch
 from kit.block_training import Blocks, Records, arguments, rows, whole_weights
 from kit.far_info import FarInfo
+from kit.parts import parts_of
 from kit.ranks import RankFailed, on_ranks, try_on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer_kit import FSDP, Trainer, load_checkpoint_in_model
 from trainer_kit.checkpoint import verify
-from trainer_kit.checkpoint.format import ownership
 from trainer_kit.errors import DataError, NonFiniteError
 from trainer_kit.strategies.multinode_session import MultiNodeSession
 
@@ -164,9 +164,9 @@ def test_adapters_in_float32_train_within_frozen_weights_in_bfloat16(tmp_path: P
     assert all(torch.equal(value, ours[0][name]) for name, value in saved.state_dict().items())
 
 
+@parts_of(200)
 def train_apart(folder: str, apart: bool, steps: int) -> dict[str, Any]:
     """With `apart`, each rank is a machine, of which only the first sees the folder; resumes where it can."""
-    ownership.PART_BYTES = 200
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
         if apart:
