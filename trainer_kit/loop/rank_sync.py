@@ -105,7 +105,7 @@ class RankSync:
         """
         asked, pending = self.run.requests, self.pending
         asks = asked.log or asked.evaluate or asked.save or asked.stop or asked.written or asked.exit_code is not None
-        if self.run.strategy.collectives.world_size == 1 and not asks:
+        if self.run.strategy.collectives.is_alone and not asks:
             self.all_have_read = window is not None
             return pending.log or pending.evaluate or pending.save or pending.stop or pending.written
         self.begin(window, self.run.state.step + 1)
