@@ -176,13 +176,16 @@ def test_a_worker_that_ends_while_it_hands_over_a_batch_is_told_of() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
-def test_workers_leave_whose_process_was_killed_while_they_started() -> None:
+@pytest.mark.parametrize("in_fork", [True, False])
+def test_workers_leave_whose_process_was_killed_while_they_started(in_fork: bool) -> None:
+    """Before they look who that is, or after that and before torch does."""
     script = (
         "import os, signal, threading, time\n"
         "from trainer_kit.data.map_loader import LoaderConfig, from_workers\n"
-        "os.register_at_fork(after_in_child=lambda: time.sleep(1))\n"
+        f"if {in_fork}: os.register_at_fork(after_in_child=lambda: time.sleep(1))\n"
+        f"wait = None if {in_fork} else lambda number: time.sleep(1)\n"
         "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
-        "list(from_workers(list(range(100)), LoaderConfig(list, 0, workers=2)))\n"
+        "list(from_workers(list(range(100)), LoaderConfig(list, 0, workers=2, worker_init_fn=wait)))\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(

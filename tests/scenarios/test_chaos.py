@@ -31,7 +31,7 @@ def test_whenever_a_run_is_killed_it_ends_with_the_same_bits(tmp_path: Path) -> 
     finally:
         for process in processes.values():
             process.kill()
-    _, alive = psutil.wait_procs(left_over(tmp_path), timeout=60)  # data workers look after their parents now and then
+    _, alive = psutil.wait_procs(left_over(tmp_path), timeout=20)  # data workers look after their parents now and then
     assert not alive
     for ranks, process in processes.items():
         assert process.returncode == 0, outputs[ranks]

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import worker as torch_worker
 
 from trainer_kit.errors import WorkerError
 
@@ -144,9 +145,22 @@ def _begin_worker(main: int | None, own: Callable[[int], Any] | None, number: in
     """Exit if the main process was killed meanwhile: torch would take the adopting process for it, forever."""
     if main is not None and os.getppid() != main:
         os._exit(1)
+    if main is not None:
+        _watch(main)
     _outlive_signals()
     if own is not None:
         own(number)
+
+
+def _watch(main: int) -> None:
+    """Let torch's watchdog, which this worker creates later, watch the main process even if that is killed before."""
+
+    class Watchdog(torch_worker.ManagerWatchdog):
+        def __init__(self) -> None:
+            super().__init__()
+            self.manager_pid = main
+
+    torch_worker.ManagerWatchdog = Watchdog  # type: ignore[misc]  # in this process alone
 
 
 def _outlive_signals() -> None:
