@@ -46,7 +46,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     integers = _as_integers(tensor.detach())
     while True:
         sums: list[torch.Tensor] = [
-            (chunk * _weights(integers.device)[: chunk.numel()]).sum(dtype=torch.int64)
+            (chunk * _weights(integers.device, _CHUNK)[: chunk.numel()]).sum(dtype=torch.int64)
             for chunk in integers.split(_CHUNK)
         ]
         if len(sums) == 1:
@@ -64,8 +64,8 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _weights(device: torch.device) -> torch.Tensor:
+def _weights(device: torch.device, length: int) -> torch.Tensor:
     """Return the weight of each place in a chunk: odd, so that no change of one element is lost."""
     generator = torch.Generator().manual_seed(0)
-    low, high = (torch.randint(0, 2**32, (_CHUNK,), generator=generator) for _ in range(2))
+    low, high = (torch.randint(0, 2**32, (length,), generator=generator) for _ in range(2))
     return (low << 32 | high | 1).to(device)
