@@ -274,23 +274,23 @@ class Begin(Callback):
         run.requests.stop = True
 
 
-def seconds_to_begin(shape: Shape, checkpoint: Path | None) -> float:
-    """Return the seconds from the call of `train` to its first step."""
+def seconds_to_resume(shape: Shape, checkpoint: Path) -> float:
+    """Return the seconds from the call of `train`, which makes the model, to its first step from a checkpoint."""
     begin = Begin()
     trainer = make_trainer(shape, "loading", [begin], max_steps=10_000)
     dist.barrier()
     start = time.perf_counter()
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
     shutil.rmtree(trainer.args.output_dir, ignore_errors=True)
     return begin.time - start
 
 
 def seconds_of_dcp_load(shape: Shape, checkpoint: Path) -> float:
-    """Return the seconds of `dcp.load` into a sharded model and its optimizer."""
-    model, optimizer = make_plain(shape)
-    state = dcp_state(model, optimizer)  # makes the optimizer's state
+    """Return the seconds to make a sharded model and its optimizer, and to load them by `dcp.load`."""
     dist.barrier()
     start = time.perf_counter()
+    model, optimizer = make_plain(shape)
+    state = dcp_state(model, optimizer)  # makes the optimizer's state
     dcp.load(state, checkpoint_id=checkpoint)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return time.perf_counter() - start
@@ -314,12 +314,11 @@ def compare_checkpoints(options: argparse.Namespace) -> None:
     checkpoint = max((folder / "saves").glob("checkpoint-*"))
     theirs = max(folder.glob(f"{SAVE}-*"))
     loads = [
-        (seconds_to_begin(shape, checkpoint) - seconds_to_begin(shape, None), seconds_of_dcp_load(shape, theirs))
-        for _ in range(options.turns + 1)
+        (seconds_to_resume(shape, checkpoint), seconds_of_dcp_load(shape, theirs)) for _ in range(options.turns + 1)
     ][1:]
     ours, torchs = (statistics.median(column) for column in zip(*loads, strict=True))
-    show(f"verify and load            {ours:9.3f} s")
-    show(f"dcp.load                   {torchs:9.3f} s   ratio {statistics.median(a / b for a, b in loads):.3f}")
+    show(f"make, verify and load      {ours:9.3f} s")
+    show(f"make and dcp.load          {torchs:9.3f} s   ratio {statistics.median(a / b for a, b in loads):.3f}")
 
 
 PARTS = {"step": compare_steps, "memory": compare_memory, "checkpoint": compare_checkpoints}
