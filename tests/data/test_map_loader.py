@@ -280,10 +280,11 @@ def test_a_dataset_that_raises_is_named_with_the_index(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samples_that_cannot_be_stacked_say_so_from_a_worker_too(workers: int) -> None:
+    others = {*multiprocessing.active_children()}  # of tests before
     ragged = [{"x": torch.ones(1 + index)} for index in range(4)]
     with pytest.raises(ValueError, match=r"samples cannot be stacked into a batch \(column 'x'\)"):
         list(loader(ragged, Layout(2), workers).micro_batches(0, 0, 1))
-    assert not multiprocessing.active_children()  # ended at once, though the error is still held
+    assert others.issuperset(multiprocessing.active_children())  # ended at once, though the error is still held
 
 
 def test_datasets_that_hold_no_batch_are_refused() -> None:
