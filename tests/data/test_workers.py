@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -77,11 +78,12 @@ def test_a_worker_that_gives_no_batch_is_named(tmp_path: Path, dataset: Any, why
         output_dir=str(tmp_path), max_steps=50, per_device_train_batch_size=2, dataloader_num_workers=2, use_cpu=True,
         dataloader_timeout=1.5, report_to="none", disable_tqdm=True, save_strategy="no", log_level="critical",
     )  # fmt: skip
-    begin = time.monotonic()
+    begin, others = time.monotonic(), {*multiprocessing.active_children()}
     one = r"no batch came within dataloader_timeout=1.5 seconds: DataLoader worker 1 \(process \d+\) "
     with pytest.raises(DataError, match=one + why):
         Trainer(Model(), args, dataset).train()
     assert time.monotonic() - begin < 60
+    assert others.issuperset(multiprocessing.active_children())  # ended, though the error is still held
     (crash,) = tmp_path.glob("crash-*")
     assert "has ended or hangs" in (crash / "state" / "report.json").read_text()
 

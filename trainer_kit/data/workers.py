@@ -66,6 +66,7 @@ def worker_items(loader: DataLoader[Any], timeout_name: str = "timeout") -> Iter
     finally:
         if watch is not None:
             watch.close()
+        del iterator, watch  # an error that is held would hold this frame, and thereby keep the workers alive
 
 
 class _Watch(threading.Thread):
@@ -116,16 +117,19 @@ def _stopped(iterator: Any) -> list[tuple[int, Any]]:
 
 
 def _found(iterator: Any, message: str) -> str:
-    """Describe the worker that torch waited for when its timeout expired; empty for another error."""
+    """Describe and kill the worker that torch waited for when its timeout expired; empty for another error."""
     if not message.startswith("DataLoader timed out"):
         return ""
+    _forget_pids(iterator)
     for number, worker in _stopped(iterator):
-        os.kill(worker.pid, signal.SIGCONT)  # a stopped process does not react to SIGTERM
+        worker.kill()
         return f"DataLoader worker {number} (process {worker.pid}) is stopped (by SIGSTOP)"
     late, *_ = iterator._task_info[iterator._rcvd_idx]
+    worker = iterator._workers[late]
+    worker.kill()  # torch would wait for it, and its SIGTERM ends it late
     return (
-        f"DataLoader worker {late} (process {iterator._workers[late].pid}) hangs or is slow in the dataset or "
-        "collator; set a larger timeout if it is slow"
+        f"DataLoader worker {late} (process {worker.pid}) hangs or is slow in the dataset or collator; set a larger "
+        "timeout if it is slow"
     )
 
 
