@@ -79,6 +79,7 @@ def train(output_dir: str, steps: int, batch_size: int, resume: bool = False) ->
         per_device_train_batch_size=max(1, batch_size // processes),
         learning_rate=5e-3,
         lr_scheduler_type="cosine",
+        logging_steps=max(1, steps // 20),
         eval_strategy="steps",
         eval_steps=100,
         save_steps=100,

@@ -1,5 +1,7 @@
 """Settings for all tests."""
 
+from __future__ import annotations
+
 import logging
 import os
 import signal

@@ -16,7 +16,10 @@ from typing import Any
 
 import torch
 from contenders import (
+    TokenModel,
+    has_keras,
     has_lightning,
+    keras_model,
     language_model,
     lightning_module,
     lightning_trainer,
@@ -71,6 +74,15 @@ def lightning(model: torch.nn.Module, folder: Path) -> None:
     trainer.fit(lightning_module(model, sgd(model)[0]), loader(texts(TEXTS), BATCH))
 
 
+def keras(model: TokenModel) -> None:
+    """Take a step of keras' `fit`, whose optimizer accumulates the gradients."""
+    made = keras_model(model, {"learning_rate": 1.0, "gradient_accumulation_steps": ACCUMULATION})
+    batch = stacked(texts(TEXTS))
+    made.fit(batch["input_ids"].numpy(), batch["labels"].numpy(), batch_size=BATCH, shuffle=False, verbose=0)
+    embedding, kernel, bias = map(torch.as_tensor, made.get_weights())
+    model.load_state_dict({"embedding.weight": embedding, "head.weight": kernel.T, "head.bias": bias})
+
+
 def trainer_kit(model: torch.nn.Module, folder: Path) -> None:
     """Take a step of trainer_kit's Trainer."""
     optimizer, scheduler = sgd(model)
@@ -109,6 +121,8 @@ def main() -> None:
             }
             if has_lightning():
                 contenders["lightning"] = functools.partial(lightning, folder=Path(folder) / "lightning")
+            if has_keras() and make is token_model:
+                contenders["keras"] = keras
             for contender, take_step in contenders.items():
                 take_step(model := make())
                 error = float((weights_of(model) - right).abs().max() / (right - before).abs().max())

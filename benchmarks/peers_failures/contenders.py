@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import logging
+import os
 import subprocess
 import sys
 import warnings
@@ -191,6 +192,31 @@ def lightning_trainer(folder: Path, **options: Any) -> Any:
         logging.getLogger(name).setLevel(logging.ERROR)
     silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     return Trainer(default_root_dir=folder, accelerator="cpu", devices=1, **{**silent, **options})
+
+
+def has_keras() -> bool:
+    """Return whether keras is installed; the scripts leave it out where it is not."""
+    return importlib.util.find_spec("keras") is not None
+
+
+def keras_model(model: TokenModel, optimizer: Mapping[str, Any]) -> Any:
+    """Return a keras model on the backend torch, with the layers, the weights and the loss of a `TokenModel`.
+
+    Args:
+        model: The model.
+        optimizer: Arguments of its optimizer, SGD.
+    """
+    os.environ["KERAS_BACKEND"] = "torch"
+    import keras
+
+    keras.config.set_floatx("float64")
+    width = model.embedding.embedding_dim
+    made = keras.Sequential([keras.layers.Embedding(VOCABULARY, width), keras.layers.Dense(VOCABULARY)])
+    made.build((None, LENGTH))
+    made.set_weights([each.detach().numpy().T for each in (model.embedding.weight.T, *model.head.parameters())])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=IGNORED)
+    made.compile(keras.optimizers.SGD(**optimizer), loss)
+    return made
 
 
 def loader(samples: list[dict[str, torch.Tensor]], batch_size: int) -> Any:

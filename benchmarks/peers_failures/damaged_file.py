@@ -1,7 +1,7 @@
 """A training with two checkpoints, of which the newer one is damaged, and what a resume makes of it.
 
-Either one bit of a weight is flipped, or the file with the optimizer's state is deleted. A contender is right if it
-resumes with the state that one of the checkpoints had before, or refuses.
+Either one bit of a weight is flipped, or the file with the optimizer's state is deleted, where it has one of its own. A
+contender is right if it resumes with the state that one of the checkpoints had before, or refuses.
 
     python benchmarks/peers_failures/damaged_file.py
 """
@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from contenders import Regression, own_trainer, rows, show, transformers_trainer
+from contenders import (
+    Regression,
+    has_lightning,
+    lightning_module,
+    lightning_trainer,
+    loader,
+    own_trainer,
+    rows,
+    show,
+    transformers_trainer,
+)
 
 OPTIONS = {"per_device_train_batch_size": 4, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
@@ -41,11 +51,23 @@ class Begun(Exception):
 
 
 def flip_a_bit(checkpoint: Path) -> None:
-    """Flip a bit of the last weight in `model.safetensors`."""
-    file = checkpoint / "model.safetensors"
+    """Flip a bit of the last weight in `model.safetensors`, or in the one file of a checkpoint."""
+    file = checkpoint / "model.safetensors" if checkpoint.is_dir() else checkpoint
     content = bytearray(file.read_bytes())
-    content[-1] ^= 0b0100_0000  # of a float's exponent
+    end = len(content)
+    if file == checkpoint:
+        weight = torch.load(file)["state_dict"]["model.layer.weight"].numpy().tobytes()
+        end = content.index(weight) + len(weight)
+    content[end - 1] ^= 0b0100_0000  # of a float's exponent
     file.write_bytes(content)
+
+
+def delete(checkpoint: Path) -> None:
+    """Delete a checkpoint, a folder or a file."""
+    if checkpoint.is_dir():
+        shutil.rmtree(checkpoint)
+    else:
+        checkpoint.unlink()
 
 
 def delete_optimizer(checkpoint: Path) -> None:
@@ -103,6 +125,32 @@ def prepared(folder: Path) -> tuple[Any, Any, Any]:
     return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 
 
+def train_lightning(folder: Path) -> None:
+    """Train with Lightning's Trainer."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
+    trainer = lightning_trainer(folder, max_steps=4, callbacks=[saving])
+    trainer.fit(lightning_module(Regression()), loader(rows(24), 4))
+
+
+def resume_lightning(folder: Path) -> tuple[Any, Any]:
+    """Resume from the newest file with Lightning's Trainer."""
+    from lightning.pytorch.callbacks import Callback
+
+    class Stop(Callback):
+        def on_train_start(self, *args: Any) -> None:
+            raise Begun
+
+    module = lightning_module(Regression())
+    trainer = lightning_trainer(folder, max_steps=6, enable_checkpointing=False, callbacks=[Stop()])
+    try:
+        trainer.fit(module, loader(rows(24), 4), ckpt_path=max(folder.glob("*.ckpt")))
+    except Begun:
+        return module.model, trainer.optimizers[0]
+    raise AssertionError("the training has not begun")
+
+
 def train_own(folder: Path) -> None:
     """Train with trainer_kit's Trainer."""
     own_trainer(folder, Regression(), OPTIONS, rows(24)).train()
@@ -145,7 +193,7 @@ def resumed_state(contender: Contender, trained: Path, damage: Callable[[Path], 
 
 def outcome(contender: Contender, trained: Path, damage: Callable[[Path], None]) -> tuple[bool, str]:
     """Return whether a resume from a damaged checkpoint is right, and what it did."""
-    older = resumed_state(contender, trained, shutil.rmtree)
+    older = resumed_state(contender, trained, delete)
     try:
         found = resumed_state(contender, trained, damage)
     except Exception as error:
@@ -159,11 +207,14 @@ def outcome(contender: Contender, trained: Path, damage: Callable[[Path], None])
 
 def main() -> None:
     """Prints what each contender does with each damage."""
-    for contender in CONTENDERS:
+    lightning = Contender("lightning", train_lightning, resume_lightning, "step=4.ckpt")
+    for contender in [*CONTENDERS, *[lightning] * has_lightning()]:
         with tempfile.TemporaryDirectory() as name:
             trained = Path(name) / "run"
             contender.train(trained)
             for words, damage in DAMAGES.items():
+                if damage is delete_optimizer and (trained / contender.newest).is_file():
+                    continue
                 is_right, what = outcome(contender, trained, damage)
                 show(contender.name, is_right, f"{words}: {what}")
 

@@ -1,4 +1,4 @@
-"""The eval_loss of the same language model on the same 32 texts of 2 to 16 tokens, in batches of 1, 8 and 32.
+"""The eval_loss of the same model on the same 32 texts of 2 to 16 tokens, in batches of 1, 8 and 32.
 
 The true mean over all predicted tokens is computed by plain torch; a contender is right if its eval_loss is that, in
 batches of any size.
@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from contenders import (
     IGNORED,
+    TokenModel,
+    has_keras,
     has_lightning,
+    keras_model,
     language_model,
     lightning_module,
     lightning_trainer,
@@ -26,11 +29,17 @@ from contenders import (
     show,
     stacked,
     texts,
+    token_model,
     transformers_trainer,
 )
 
 BATCHES = (1, 8, 32)
 SAMPLES = texts(35)[3:]  # each has a token to predict
+MODELS: dict[str, Callable[[], Any]] = {
+    "a plain module": token_model,
+    "LlamaForCausalLM": functools.partial(language_model, "LlamaForCausalLM"),
+    "GPT2LMHeadModel": functools.partial(language_model, "GPT2LMHeadModel"),
+}
 
 
 def by_trainer(make: Callable[..., Any], model: Any, folder: Path, size: int) -> float:
@@ -46,10 +55,19 @@ def by_lightning(model: Any, folder: Path, size: int) -> float:
     return float(metrics["eval_loss"])
 
 
+def by_keras(model: Any, folder: Path, size: int) -> float:
+    """Evaluate with keras' `evaluate`."""
+    batch = stacked(SAMPLES)
+    inputs, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
+    return float(keras_model(model, {}).evaluate(inputs, labels, batch_size=size, verbose=0))
+
+
 def true_loss(model: Any) -> float:
-    """Return the mean over all predicted tokens: a label is predicted from the tokens before it."""
+    """Return the mean over all predicted tokens: a language model predicts a label from the tokens before it."""
     batch = stacked(SAMPLES)
     with torch.no_grad():
+        if isinstance(model, TokenModel):
+            return float(model(**batch)["loss"])
         logits = model.eval()(input_ids=batch["input_ids"]).logits[:, :-1]
     labels = batch["labels"][:, 1:]
     return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED))
@@ -63,13 +81,17 @@ def main() -> None:
     }
     if has_lightning():
         contenders["lightning"] = by_lightning
-    for name in ("LlamaForCausalLM", "GPT2LMHeadModel"):
-        true = true_loss(language_model(name))
+    if has_keras():
+        contenders["keras"] = by_keras
+    for name, make in MODELS.items():
+        true = true_loss(make())
         for contender, evaluate in contenders.items():
+            if contender == "keras" and make is not token_model:
+                continue
             losses = []
             for size in BATCHES:
                 with tempfile.TemporaryDirectory() as folder:
-                    losses.append(evaluate(language_model(name), Path(folder), size))
+                    losses.append(evaluate(make(), Path(folder), size))
             is_right = all(abs(loss - true) < 1e-5 * true for loss in losses)
             figures = ", ".join(f"{loss:.3f}" for loss in losses)
             show(contender, is_right, f"{name} has eval_loss {figures} in batches of 1, 8, 32; the mean is {true:.3f}")

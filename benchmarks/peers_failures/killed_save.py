@@ -16,7 +16,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from contenders import finish, own_trainer, show, start, texts, token_model, transformers_trainer
+from contenders import (
+    finish,
+    has_lightning,
+    lightning_module,
+    lightning_trainer,
+    loader,
+    own_trainer,
+    show,
+    start,
+    texts,
+    token_model,
+    transformers_trainer,
+)
 
 WIDTH = 100_000
 """Of the model, whose checkpoint then takes long enough to write for a process to be killed in it."""
@@ -83,6 +95,27 @@ def accelerate(folder: Path, is_resumed: bool) -> int:
     return 0
 
 
+def lightning(folder: Path, is_resumed: bool) -> int:
+    """Train with Lightning's Trainer, which writes a file in the folder for temporary ones, and then moves it."""
+    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+    begins: list[int] = []
+
+    class Note(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            begins.append(trainer.global_step)
+
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            tempfile.tempdir = str(folder / f"temporary-{trainer.global_step + 1}")
+            Path(tempfile.tempdir).mkdir(parents=True, exist_ok=True)
+
+    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1, save_last=True)
+    trainer = lightning_trainer(folder, max_steps=3 if is_resumed else 2, callbacks=[saving, Note()])
+    module = lightning_module(model())
+    trainer.fit(module, loader(texts(12), 4), ckpt_path="last" if is_resumed else None)
+    return begins[0]
+
+
 def trainer_kit(folder: Path, is_resumed: bool) -> int:
     """Train with trainer_kit's Trainer."""
     from trainer_kit import Callback, Run
@@ -109,6 +142,7 @@ CONTENDERS = {
         "checkpoints/checkpoint_1/optimizer.bin",
         "checkpoints/checkpoint_1/random_states_0.pkl",
     ),
+    "lightning": Contender(lightning, "step=1.ckpt", "temporary-2/*", "step=2.ckpt"),
     "trainer_kit": Contender(
         trainer_kit,
         "checkpoint-1/manifest.json",
@@ -163,6 +197,8 @@ def main() -> None:
         print(CONTENDERS[name].train(Path(path), how == "resume"))
         return
     for name in CONTENDERS:
+        if name == "lightning" and not has_lightning():
+            continue
         what = second_start(name)
         show(name, what.startswith("resumes"), f"killed in the save of step 2, the second start {what}")
 

@@ -7,12 +7,15 @@ A contender is right if the weights are finite afterwards.
 
 from __future__ import annotations
 
+import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from contenders import (
     Regression,
+    has_keras,
     has_lightning,
     lightning_module,
     lightning_trainer,
@@ -20,6 +23,7 @@ from contenders import (
     own_trainer,
     rows,
     show,
+    stacked,
     transformers_trainer,
 )
 
@@ -34,9 +38,9 @@ def samples() -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def state_of(model: torch.nn.Module) -> tuple[bool, str]:
+def state_of(parameters: Iterable[torch.Tensor]) -> tuple[bool, str]:
     """Return whether all weights are finite, and the same in words."""
-    weights = torch.nn.utils.parameters_to_vector(model.parameters())
+    weights = torch.nn.utils.parameters_to_vector(parameters)
     lost = int((~weights.isfinite()).sum())
     return lost == 0, f"{lost} of {len(weights)} weights are NaN"
 
@@ -47,7 +51,7 @@ def transformers(folder: Path) -> None:
     trainer = transformers_trainer(folder, model, {**OPTIONS, "logging_strategy": "steps"}, samples())
     result = trainer.train()
     losses = ", ".join(f"{record['loss']:.2f}" for record in trainer.state.log_history if "loss" in record)
-    is_finite, words = state_of(model)
+    is_finite, words = state_of(model.parameters())
     show("transformers", is_finite, f"ends after step {result.global_step} with logged losses {losses}; {words}")
 
 
@@ -56,8 +60,23 @@ def lightning(folder: Path) -> None:
     model = Regression()
     trainer = lightning_trainer(folder, max_steps=6, enable_checkpointing=False)
     trainer.fit(lightning_module(model), loader(samples(), 4))
-    is_finite, words = state_of(model)
+    is_finite, words = state_of(model.parameters())
     show("lightning", is_finite, f"ends after step {trainer.global_step}; {words}")
+
+
+def keras() -> None:
+    """Train with keras' `fit`."""
+    os.environ["KERAS_BACKEND"] = "torch"
+    import keras
+
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    inputs = stacked(samples())["x"].numpy()
+    model.fit(inputs, inputs.sum(-1), batch_size=4, shuffle=False, verbose=0)
+    weights = [torch.as_tensor(each).flatten() for each in model.get_weights()]
+    is_finite, words = state_of(weights)
+    show("keras", is_finite, f"ends after step {int(model.optimizer.iterations)}; {words}")
 
 
 def trainer_kit(folder: Path) -> None:
@@ -70,7 +89,7 @@ def trainer_kit(folder: Path) -> None:
         end = "ends without an error"
     except NonFiniteError as error:
         end = f"stops with NonFiniteError: {str(error).partition(':')[0]}"
-    is_finite, words = state_of(model)
+    is_finite, words = state_of(model.parameters())
     show("trainer_kit", is_finite, f"{end}; {words}")
 
 
@@ -81,6 +100,8 @@ def main() -> None:
         trainer_kit(Path(folder) / "ours")
         if has_lightning():
             lightning(Path(folder) / "lightning")
+        if has_keras():
+            keras()
 
 
 if __name__ == "__main__":

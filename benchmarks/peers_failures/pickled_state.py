@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import Regression, own_trainer, rows, show, transformers_trainer
+from contenders import (
+    Regression,
+    has_lightning,
+    lightning_module,
+    lightning_trainer,
+    loader,
+    own_trainer,
+    rows,
+    show,
+    transformers_trainer,
+)
 
 OPTIONS = {"per_device_train_batch_size": 4, "max_steps": 2, "save_strategy": "steps", "save_steps": 2}
 
@@ -77,6 +87,23 @@ def transformers(folder: Path, mark: Path) -> bool:
     return mark.exists()
 
 
+def lightning(folder: Path, mark: Path) -> bool:
+    """Replace the state of a callback in Lightning's checkpoint; return whether the code ran."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    file = folder / "last.ckpt"
+    for is_resumed in (False, True):
+        saving = ModelCheckpoint(folder, save_last=True, every_n_train_steps=2)
+        trainer = lightning_trainer(folder, max_steps=4 if is_resumed else 2, callbacks=[saving])
+        try:
+            trainer.fit(lightning_module(Regression()), loader(rows(16), 4), ckpt_path=file if is_resumed else None)
+        except pickle.UnpicklingError:
+            assert not mark.exists()
+        if not is_resumed:
+            torch.save({**torch.load(file), "callbacks": {"Counter": RunsCode(mark)}}, file)
+    return mark.exists()
+
+
 def trainer_kit(folder: Path, mark: Path) -> bool:
     """Replace the state of an own object in trainer_kit's checkpoint; return whether the code ran."""
     from trainer_kit.checkpoint.format.json_files import checksum
@@ -99,7 +126,10 @@ def trainer_kit(folder: Path, mark: Path) -> bool:
 
 def main() -> None:
     """Prints whether the code ran."""
-    for contender, ran in (("transformers", transformers), ("accelerate", accelerate), ("trainer_kit", trainer_kit)):
+    contenders = {"transformers": transformers, "accelerate": accelerate, "trainer_kit": trainer_kit}
+    if has_lightning():
+        contenders["lightning"] = lightning
+    for contender, ran in contenders.items():
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             has_run = ran(folder / "run", folder / "mark")

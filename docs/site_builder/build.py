@@ -78,6 +78,8 @@ def settings(language: str, pages: Mapping[str, set[PurePosixPath]]) -> dict[str
     sections = yaml.safe_load((_HERE / "nav.yaml").read_text(encoding="utf-8"))
     for palette in made["theme"]["palette"]:
         palette["toggle"]["name"] = palette["toggle"]["name"][language]
+    for toc in (each["toc"] for each in made["markdown_extensions"] if "toc" in each):
+        toc["permalink_title"] = toc["permalink_title"][language]
     made["theme"]["language"] = language
     in_all = set.intersection(*pages.values())
     # A list under this name would make each page ask for the map of the other site, which a file must not.

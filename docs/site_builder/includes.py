@@ -24,7 +24,8 @@ def with_included_files(text: str, page: str, root: Path = ROOT, language: str =
     - `::: code: PATH` stands for a script, `::: code: PATH NAME ...` for these definitions of a script or notebook.
     - `::: output: NAME` stands for what the command above it printed.
     - `::: plot: RUN_DIR PANEL` stands for a plot of the report of a run that the page's commands made,
-      `::: plot: NAME.txt memory` for one of the memory of a step that a recorded output shows.
+      `::: plot: RUN_DIR+RUN_DIR PANEL` for one that compares two runs, `::: plot: NAME.txt memory` for the memory of a
+      step that a recorded output shows.
 
     Args:
         text: The text.
@@ -56,7 +57,7 @@ def recorded_file(page: str, name: str, root: Path = ROOT) -> Path:
 
 def plot_name(run_dir: str, panel: str) -> str:
     """Return the name of the file that keeps a plot."""
-    return f"{run_dir}-{panel}.svg".replace("/", "-")
+    return f"{run_dir}-{panel}.svg".replace("/", "-").replace("+", "-")
 
 
 def _code(path: str, names: Sequence[str], root: Path) -> str:

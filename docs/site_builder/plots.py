@@ -8,6 +8,7 @@ from collections.abc import Mapping
 _WORDS: Mapping[str, Mapping[str, str]] = {
     "ar": {
         "Loss": "الخسارة",
+        "Training loss": "خسارة التدريب",
         "Learning rate": "معدّل التعلّم",
         "Evaluation accuracy": "نسبة الصواب في التقييم",
         "Evaluation worst recall": "أسوأ نسبة استرجاع في التقييم",
@@ -34,6 +35,7 @@ _WORDS: Mapping[str, Mapping[str, str]] = {
         "activations": "قيم التنشيط",
         "temporary": "نتائج مؤقتة",
         "MiB": "MiB",
+        **{name: name for name in ("ddp", "ddp-2", "manual_loop/log", "manual_loop-2/log")},
     }
 }
 """What each language has in place of the report's English."""
@@ -42,7 +44,7 @@ _TEXTS = re.compile(
     r"(?<=<strong>)[^<]+(?=</strong>)|(?<=</svg>)[^<]+(?=</span>)|(?<=>)(?!\d)[^<>]*[a-zA-Z][^<>]*(?=</text>)"
 )
 _DESCRIPTION = re.compile(r'(?<= aria-label=")[^"]*')
-_PHRASE = re.compile(r"by step|at step|[A-Za-z][A-Za-z ]*?(?= by step| -?[\d.]|[.:,]|$)")
+_PHRASE = re.compile(r"by step|at step|(?<![\w-])[A-Za-z][\w /-]*?(?= by step| -?[\d.]|[.:,]|$)")
 
 
 def plot_in(language: str, plot: str) -> str:

@@ -58,7 +58,7 @@ def run(page: str, folder: Path) -> dict[str, str]:
         (folder / name).symlink_to(ROOT / name)
     made = {f"{step.name}.txt": output_of(step, folder) for step in steps(text)}
     plots = {
-        plot_name(*found.groups()): _memory(made[found[1]]) if found[1] in made else _plot(folder / found[1], found[2])
+        plot_name(*found.groups()): _memory(made[found[1]]) if found[1] in made else _plot(folder, *found.groups())
         for found in _PLOT.finditer(text)
     }
     return made | plots
@@ -88,19 +88,20 @@ def output_of(step: Step, folder: Path) -> str:
     return re.sub(interpreter, "python", done.stdout.replace(f"{folder}/", "")).strip("\n") + "\n"
 
 
-def _plot(run_dir: Path, name: str) -> str:
-    """Return a plot of a run's report as HTML in one line, with the report's colours as variables."""
+def _plot(folder: Path, run_dirs: str, name: str) -> str:
+    """Return a plot of a report as HTML in one line, with the report's colours as variables."""
     from trainer_kit.report import blocks, drawing
     from trainer_kit.report.history import RunHistory
     from trainer_kit.report.markup import element
     from trainer_kit.report.panels import panels
 
-    found = {panel.key: panel for panel in panels([RunHistory(run_dir)])}
+    histories = [RunHistory(folder / run_dir) for run_dir in run_dirs.split("+")]
+    found = {panel.key: panel for panel in panels(histories)}
     if name not in found:
-        raise ValueError(f"the page shows the plot {name} of {run_dir.name}, which has {', '.join(found)}")
+        raise ValueError(f"the page shows the plot {name} of {run_dirs}, which has {', '.join(found)}")
     panel = found[name]
     with drawing.settings():
-        svg = drawing.curves(panel, plot_name(run_dir.name, name).removesuffix(".svg"), _SIZE)
+        svg = drawing.curves(panel, plot_name(run_dirs, name).removesuffix(".svg"), _SIZE)
     labels = [element("span", blocks.line(each.style), each.label, class_="label") for each in panel.series]
     legend = labels if len(labels) > 1 else []
     caption = element("figcaption", element("strong", panel.title), *legend)

@@ -21,7 +21,7 @@ accelerate = pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.ecosystem, pytest.mark.timeout(600)]
 
 PAGE = pages()["comparison"].read_text(encoding="utf-8")
-HAS_LIGHTNING = importlib.util.find_spec("lightning") is not None
+MISSING = tuple(f"{peer} " for peer in ("lightning", "keras") if importlib.util.find_spec(peer) is None)
 OURS, LOOP = "trainer_kit, ", "trainer_kit's Accelerator, "
 
 
@@ -32,8 +32,7 @@ def test_a_script_prints_what_the_page_shows(step: Step, tmp_path: Path, request
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     printed = output_of(step, tmp_path)
     recorded = recorded_file("comparison", f"{step.name}.txt").read_text(encoding="utf-8")
-    if not HAS_LIGHTNING:
-        recorded = "".join(line for line in recorded.splitlines(keepends=True) if not line.startswith("lightning "))
+    recorded = "".join(line for line in recorded.splitlines(keepends=True) if not line.startswith(MISSING))
     assert differences(recorded, printed) == []
     lines = printed.splitlines()
     assert all(line.startswith(f"{OURS}right: ") for line in lines if line.startswith(OURS))
@@ -51,8 +50,8 @@ def test_each_script_is_on_the_page() -> None:
 
 def test_the_versions_are_those_of_the_outputs() -> None:
     outputs = "".join(path.read_text(encoding="utf-8") for path in recorded_file("comparison", "").iterdir())
-    versions = set(re.findall(r"^(?:transformers|accelerate|lightning) [\d.]+(?=,)", outputs, re.MULTILINE))
-    assert len(versions) == 3
+    versions = set(re.findall(r"^(?:transformers|accelerate|lightning|keras) [\d.]+(?=,)", outputs, re.MULTILINE))
+    assert len(versions) == 4
     assert all(version in " ".join(PAGE.split()) for version in versions)
 
 

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 ENGLISH, ARABIC = ROOT / "docs" / "en", ROOT / "docs" / "ar"
 TRANSLATED = {
     *(ENGLISH / "index.md", ENGLISH / "glossary.md"),
+    *(ENGLISH / "explanation" / f"{name}.md" for name in ("index", "anatomy")),
     *(page for folder in ("tutorials", "how-to") for page in ENGLISH.glob(f"{folder}/*.md")),
 }
 PAIRS = {page: ARABIC / page.relative_to(ENGLISH) for page in sorted(TRANSLATED)}

@@ -204,7 +204,8 @@ def _forget_meshes() -> None:
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import debug
 
-        debug._clear_sharding_prop_cache()
+        if forget := getattr(debug, "_clear_sharding_prop_cache", None):  # torch 2.6 lacks it
+            forget()
 
 
 def _end_with_parent(parent: int) -> None:

@@ -97,3 +97,10 @@ def test_without_matplotlib_one_sentence_says_so(tmp_path: Path, monkeypatch: py
     with pytest.raises(ImportError, match=r"a report needs matplotlib .*pip install matplotlib"):
         write_report(finished(tmp_path))
     assert write_report(tmp_path, format="md").exists()
+
+
+def test_the_fonts_of_older_releases_of_matplotlib_lose_their_family_too() -> None:
+    written = "font: 700 13.2px 'DejaVu Sans'; text-anchor: end", "font: 11px 'DejaVu Sans'"
+    assert [drawing._FONT.sub(drawing._without_family, each) for each in written] == [
+        "font-weight: 700; font-size: 13.2px; text-anchor: end", "font-size: 11px",
+    ]  # fmt: skip

@@ -231,6 +231,9 @@ def _parts(metric: Any) -> list[Any]:
 
 def _holders(metric: Any) -> list[Any]:
     """Return one metric per set of states; a wrapper may share the states of its metric."""
+    for module in metric.modules():
+        if isinstance(module, sys.modules["torchmetrics"].MetricCollection):
+            module.values()  # only then do metrics have the states that a collection updates once for several
     return list({id(part._reductions): part for part in _parts(metric)}.values())
 
 

@@ -49,6 +49,7 @@ _REFERENCE = re.compile(r'(?:url\(|href=")#([\w.-]+)')
 _IDENTIFIER = re.compile(r' id="([^"]*)"')
 _PATH = re.compile(r' d="[^"]*"')
 _LONG = re.compile(r"(?<=\.\d)\d+")
+_FONT = re.compile(r"font: (?:(\d+) )?([\d.]+px) 'DejaVu Sans'")  # how older releases of matplotlib write one
 _SUPERFLUOUS = re.compile(r"\s*<g ?/>|; font-family: 'DejaVu Sans'| transform=\"rotate\(-0[^\"]*\"|\n *")
 
 _SETTINGS: Any = {
@@ -359,6 +360,11 @@ def _time_unit(seconds: float) -> tuple[float, str]:
     return 1.0, "seconds"
 
 
+def _without_family(font: re.Match[str]) -> str:
+    """Return weight and size of a font, whose family the page chooses."""
+    return "; ".join([*([f"font-weight: {font[1]}"] if font[1] else []), f"font-size: {font[2]}"])
+
+
 def _svg(figure: Figure, name: str, label: str) -> str:
     """Return the figure as an SVG element with real text, the page's colours and unique identifiers."""
     buffer = io.StringIO()
@@ -371,6 +377,7 @@ def _svg(figure: Figure, name: str, label: str) -> str:
     body = _IDENTIFIER.sub(lambda match: f' id="{name}-{match[1]}"' if match[1] in referred else "", body)
     body = _REFERENCE.sub(lambda match: match[0].replace("#", f"#{name}-"), body)
     body = _PATH.sub(lambda match: _LONG.sub("", match[0]).replace("\n", ""), body)
+    body = _FONT.sub(_without_family, body)
     body = _TOKEN.sub(lambda match: f"var(--{_ROLES[int(match[1], 16)]})", _SUPERFLUOUS.sub("", body))
     width, height = (round(72 * inches) for inches in figure.get_size_inches())
     return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{text(label)}">{body}</svg>'

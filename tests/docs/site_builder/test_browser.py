@@ -122,6 +122,32 @@ def test_the_arabic_search_speaks_arabic_and_keeps_code_from_left_to_right(page:
     assert "--nproc" in shown
 
 
+@pytest.mark.parametrize(("language", "word"), [("en", "gradient"), ("ar", "التدرجات")])
+def test_the_search_and_the_languages_need_no_mouse(language: str, word: str, page: Page, site: Path) -> None:
+    def tab_to(selector: str) -> None:
+        page.open(site / language / "index.html")
+        page.wait_for(f"{DIALOG} !== undefined")
+        for _ in range(10):
+            page.press("Tab")
+            if page.evaluate(f"document.activeElement.matches('{selector}')"):
+                return
+        raise AssertionError(f"ten times Tab do not lead to {selector}")
+
+    tab_to(".md-search__button")
+    page.press("Enter")
+    page.wait_for(f"{DIALOG}.activeElement?.matches('input')")
+    page.type(word)
+    page.wait_for(f"{RESULTS}.length > 0")
+    page.press("Enter")
+    page.wait_for("location.search.startsWith('?h=')")
+    other = {"en": "ar", "ar": "en"}[language]
+    tab_to(f"[hreflang={other}]")
+    page.press("Enter")
+    page.wait_for(f"document.documentElement?.lang === '{other}' && document.readyState === 'complete'")
+    named = page.evaluate("document.querySelector('.headerlink').title")
+    assert named == {"en": "Link to this section", "ar": "رابط إلى هذا القسم"}[other]
+
+
 def test_the_filter_leaves_the_rows_that_have_the_words(page: Page, site: Path) -> None:
     page.open(site / "en" / "reference" / "arguments.html")
     shown = "[...document.querySelectorAll('#arguments tbody tr')].filter(row => !row.hidden).length"

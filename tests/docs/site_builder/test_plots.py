@@ -25,6 +25,12 @@ def test_an_arabic_page_has_arabic_words_around_the_same_curve() -> None:
     assert plot_in("en", PLOT) == PLOT
 
 
+def test_names_of_compared_runs_stay_as_they_are() -> None:
+    assert 'aria-label="الخسارة بحسب الخطوة. manual_loop-2/log: الأولى 7.5' in plot_in(
+        "ar", PLOT.replace("training", "manual_loop-2/log")
+    )
+
+
 def test_a_word_without_a_translation_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a plot says 'Perplexity', which plots.py lacks in 'ar'"):
         plot_in("ar", PLOT.replace("<strong>Loss", "<strong>Perplexity"))
