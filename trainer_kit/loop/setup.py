@@ -17,7 +17,6 @@ from trainer_kit.debugging.crash_dump import CrashDump
 from trainer_kit.loop.batch_size_finder import BatchSizeFinder
 from trainer_kit.loop.evaluation_loop import EvaluationLoop
 from trainer_kit.loop.lr_schedule import make_run_scheduler
-from trainer_kit.loop.memberships import note_start
 from trainer_kit.loop.rank_sync import RankSync
 from trainer_kit.loop.regrouping import Regrouping
 from trainer_kit.loop.retrying_train_step import RetryingTrainStep
@@ -77,7 +76,6 @@ def set_up_training(
     check_stateful(run)
     check_storable(run)
     checkpoints.restore()
-    note_start(run)
     initial.complete()
     set_training(run.optimizer, True)
     loss.shifts = checkpoints.shifts_labels

@@ -20,7 +20,7 @@ from trainer_kit.debugging.crash_dump import CrashDump
 from trainer_kit.errors import EvaluationInterrupted, LostProcessError, NonFiniteError
 from trainer_kit.loop.evaluation_loop import EvaluationLoop
 from trainer_kit.loop.lr_schedule import make_run_scheduler
-from trainer_kit.loop.memberships import closing_line
+from trainer_kit.loop.memberships import closing_line, note_start
 from trainer_kit.loop.rank_sync import RankSync
 from trainer_kit.loop.regrouping import Regrouping
 from trainer_kit.loop.step_metrics import StepMetrics, StepSpan
@@ -90,6 +90,7 @@ class TrainingLoop:
 
     def begin(self) -> None:
         """Call `on_train_begin` and start the clock."""
+        note_start(self.run)
         self.events.call("on_train_begin", self.run)
         self._first_step, self._first_sample = self.run.state.step, self.run.state.samples
         self._begin = time.perf_counter()

@@ -148,11 +148,13 @@ class MembershipHistory:
         self.entries.append(self.latest)
 
     def state_dict(self) -> dict[str, Any]:
+        # Without defaults, since most runs have one entry.
+        members = {name: value for name, value in self.members._asdict().items() if value != _ALONE[name]}
         return {
-            "entries": [entry.to_dict() for entry in self.entries],
-            "members": self.members._asdict(),
+            "entries": [_shortened(entry) for entry in self.entries],
+            "members": members,
             "full": self.full,
-            "steps_again": self.steps_again,
+            "again": self.steps_again,
         }
 
     def go_on(self, state: Mapping[str, Any] | None, steps: int, logged: Iterable[Mapping[str, Any]]) -> None:
@@ -169,8 +171,8 @@ class MembershipHistory:
             return
         self.entries = [MembershipEntry.from_dict(entry) for entry in state["entries"]]
         members = state["members"]
-        self.members = Members(**members | {"hosts": tuple(members["hosts"])})
-        self.full, self.steps_again = state["full"], state["steps_again"] + steps
+        self.members = Members(**members | {"hosts": tuple(members.get("hosts", ()))})
+        self.full, self.steps_again = state["full"], state["again"] + steps
         for values in logged:
             entry = MembershipEntry.from_dict(values)
             hosts = Counter(self.members.hosts) - Counter(entry.lost) + Counter(entry.joined)
@@ -181,3 +183,12 @@ class MembershipHistory:
             self.entries.append(entry)
             if entry.in_process:  # what the others took again was recorded as steps, too
                 self.steps_again += entry.again
+
+
+_ALONE = Members()._asdict()
+
+
+def _shortened(entry: MembershipEntry) -> dict[str, Any]:
+    """Return the fields that are not their defaults."""
+    defaults = {field.name: field.default for field in dataclasses.fields(entry)}
+    return {name: value for name, value in entry.to_dict().items() if value != defaults[name]}

@@ -151,7 +151,7 @@ class Ledger:
         if share:
             for activity, value in seconds.items():
                 if activity != DOWN:
-                    self._missing[activity] += share * (value - self._settled.get(activity, 0.0))
+                    self._missing[activity] += share * max(0.0, value - self._settled.get(activity, 0.0))
         self._settled = seconds
         return dict(self._missing)
 
@@ -178,7 +178,9 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         state = {"seconds": self.seconds(), "time": time.time()}
         if self.memberships.entries:
-            state |= {"memberships": self.memberships.state_dict(), "missing": self.missing()}
+            state["memberships"] = self.memberships.state_dict()
+        if missing := self.missing():
+            state["missing"] = missing
         return state
 
     def go_on(
@@ -201,7 +203,8 @@ class Ledger:
             self._add(activity, seconds)
         self._missing = defaultdict(float, state.get("missing", {}))
         self.memberships.go_on(state.get("memberships"), steps, memberships)
-        self._missing[LOST] += lost * (1 - self.memberships.part)
+        if self.memberships.part < 1:
+            self._missing[LOST] += lost * (1 - self.memberships.part)
         self._settled = dict(self._seconds)
         for activity, seconds in own.items():
             self._add(activity, seconds)
@@ -219,7 +222,8 @@ class Ledger:
         self._add(LOST, lost)
         kept = state.get("missing", {})
         self._missing = defaultdict(float, kept)
-        self._missing[LOST] += sum(missing.values()) - sum(kept.values())
+        if (more := sum(missing.values()) - sum(kept.values())) > 0:
+            self._missing[LOST] += more
         self._settled = dict(self._seconds)
 
     def place(self) -> int:

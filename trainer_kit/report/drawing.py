@@ -153,8 +153,9 @@ def _picture(histories: Sequence[RunHistory]) -> Figure:
     ]
     bands = [
         (f"{band.title} of {name}" if len(names) > 1 else band.title, band)
-        for name, history in zip(names, histories, strict=True)
-        if MachineBand.exists(history) and (band := MachineBand(history))
+        for name, band in (
+            (name, MachineBand(each)) for name, each in zip(names, histories, strict=True) if MachineBand.exists(each)
+        )
     ]
     parts = [facts.anatomy(history) for history in histories]
     bars = {"" if len(names) == 1 else name: part for name, part in zip(names, parts, strict=True) if part}
@@ -331,7 +332,11 @@ def draw_machines(axes: Axes, band: MachineBand, colours: dict[str, str]) -> Non
     factor, unit = _time_unit(band.length)
     for span in band.spans:
         begin, length = span.begin * factor, (span.end - span.begin) * factor
-        parts = [(0, span.count, TRAINING), (span.count, band.full, MISSING)] if span.count else [(0, band.full, STILL)]
+        parts = (
+            [(0, span.present, TRAINING), (span.present, band.full, MISSING)]
+            if span.present
+            else [(0, band.full, STILL)]
+        )
         for low, high, kind in parts:
             axes.bar(begin, high - low, length, low, align="edge", **_filling(kind, colours))
     for change in band.changes:

@@ -23,12 +23,12 @@ class Span(NamedTuple):
     Attributes:
         begin: Seconds from the beginning of the run.
         end: Seconds from the beginning of the run.
-        count: Number of machines, or of processes; 0 while none trained.
+        present: Number of machines, or of processes; 0 while none trained.
     """
 
     begin: float
     end: float
-    count: int
+    present: int
 
 
 class Change(NamedTuple):
@@ -70,7 +70,7 @@ class MachineBand:
         sizes = {self.changes[0].entry.machines_before, *(change.entry.machines for change in self.changes)}
         self.noun = "machine" if len(sizes) > 1 or any(each.entry.lost for each in self.changes) else "process"
         self.spans = self._spans(history)
-        self.full = max(1, *(span.count for span in self.spans))
+        self.full = max(1, *(span.present for span in self.spans))
 
     @staticmethod
     def exists(history: RunHistory) -> bool:
@@ -112,16 +112,16 @@ class MachineBand:
     def kinds(self) -> list[str]:
         """What is to be seen in the plot."""
         there = {
-            TRAINING: any(span.count for span in self.spans),
-            MISSING: any(0 < span.count < self.full for span in self.spans),
-            STILL: any(span.count == 0 for span in self.spans),
+            TRAINING: any(span.present for span in self.spans),
+            MISSING: any(0 < span.present < self.full for span in self.spans),
+            STILL: any(span.present == 0 for span in self.spans),
         }
         return [kind for kind, is_there in there.items() if is_there]
 
     @property
     def missing(self) -> float:
         """Missing part of the machines times the time in which the others trained, as a share of the whole time."""
-        lost = sum((span.end - span.begin) * (1 - span.count / self.full) for span in self.spans if span.count)
+        lost = sum((span.end - span.begin) * (1 - span.present / self.full) for span in self.spans if span.present)
         return lost / self.length
 
     def table(self) -> Table:
