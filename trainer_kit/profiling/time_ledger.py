@@ -150,8 +150,7 @@ class Ledger:
         seconds, share = self.seconds(), 1 - self._part
         if share:
             for activity, value in seconds.items():
-                if activity != DOWN:
-                    self._missing[activity] += share * max(0.0, value - self._settled.get(activity, 0.0))
+                self._missing[activity] += share * max(0.0, value - self._settled.get(activity, 0.0))
         self._settled = seconds
         return dict(self._missing)
 
