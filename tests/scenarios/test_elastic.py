@@ -15,6 +15,8 @@ import pytest
 from scenarios import machine_task, task
 from scenarios.machines import ADDRESSES, HOSTS, Command, Ended, Machines, finish, made_machines, why_not
 
+from trainer_kit.callbacks import read_log
+
 PREVENTED = why_not()
 pytestmark = [pytest.mark.scenario, pytest.mark.slow, pytest.mark.skipif(PREVENTED is not None, reason=str(PREVENTED))]
 
@@ -80,6 +82,10 @@ class Elastic:
         """IDs of all processes that have taken a step."""
         return {int(mark.read_text()) for mark in self.marks.iterdir()}
 
+    def memberships(self) -> list[dict[str, Any]]:
+        """The log's records of changed memberships."""
+        return [record for record in read_log(self.run / "log.jsonl") if record["event"] == "membership"]
+
     def check(self, *ended: Ended) -> None:
         """Each sample of each epoch was trained once."""
         for each in ended:
@@ -94,6 +100,11 @@ def elastic(tmp_path: Path) -> Iterator[Elastic]:
         yield Elastic(machines, tmp_path / "shared")
 
 
+def began(elastic: Elastic) -> float:
+    """Time at which the run began."""
+    return float(read_log(elastic.run / "log.jsonl")[0]["began"])
+
+
 @pytest.mark.parametrize("moment", ["step", "exchange", "save"])
 def test_a_machine_is_killed(elastic: Elastic, moment: str) -> None:
     """The others go on in their processes: between votes, while gradients are summed, while a checkpoint is written."""
@@ -106,6 +117,19 @@ def test_a_machine_is_killed(elastic: Elastic, moment: str) -> None:
     assert {json.loads(each.out)["pid"] for each in ended} < elastic.processes()
     assert "; restart " not in ended[0].err + ended[1].err, "it is no failure"
     assert not list(elastic.run.glob("crash*"))
+    (lost,) = elastic.memberships()
+    sizes = [lost[name] for name in ("machines_before", "machines", "processes_before", "processes")]
+    assert (sizes, lost["lost"], lost["joined"]) == ([3, 2, 3, 2], [HOSTS[2]], [])
+    again = int(moment != "step")
+    assert (lost["number"], lost["step"], lost["again"], lost["in_process"]) == (2, 6, again, True)
+    assert 0 < lost["pause"] < 30
+    assert lost["cause"]
+    line = next(line for line in ended[0].err.splitlines() if "finished: " in line)
+    assert f"1 machine lost, {lost['pause']:.2g} s of regrouping, {again} step" in line
+    summary = next(record for record in read_log(elastic.run / "log.jsonl") if "wall_seconds" in record)
+    missing = 1 / 3 * (1 - (lost["time"] - began(elastic)) / summary["wall_seconds"])
+    assert summary["reduced_seconds"] / summary["wall_seconds"] == pytest.approx(missing, abs=0.05)
+    assert summary["seconds/regroup"] == pytest.approx(lost["pause"], rel=0.1, abs=0.1)
 
 
 def test_the_state_goes_on_as_from_a_checkpoint(elastic: Elastic) -> None:
@@ -151,6 +175,10 @@ def test_a_killed_machine_comes_back(elastic: Elastic) -> None:
     elastic.check(*ended)
     assert "3 processes keep 6 samples a step: 2 each instead of 3" in ended[0].err
     assert f"{HOSTS[2]} has joined: 3 of 3 machines go on" in ended[1].err
+    lost, joined = elastic.memberships()
+    assert (lost["lost"], lost["processes"], joined["joined"], joined["processes"]) == ([HOSTS[2]], 2, [HOSTS[2]], 3)
+    assert (joined["again"], joined["in_process"]) == (0, False)
+    assert "1 machine lost, 1 came again, " in ended[0].err
     assert "; restart " not in ended[0].err + ended[1].err
 
 

@@ -201,10 +201,10 @@ class CheckpointManager:
             check_optimizer_state(run.optimizer)
         if directory is not None:
             self._load(directory)
-            ledger = read_ledger(directory)
             assert self.resumed_from is not None
-            log = self.resumed_from.with_name(LOG)
-            run.ledger.go_on(ledger, run.strategy.collectives.on_main(lambda: logged_after(log, ledger["time"])))
+            ledger, log = read_ledger(directory), self.resumed_from.with_name(LOG)
+            work = run.strategy.collectives.on_main(lambda: logged_after(log, ledger["time"], run.state.step))
+            run.ledger.go_on(ledger, *work)
             if isinstance(run.lr_scheduler, Schedule):
                 run.lr_scheduler.go_on_at(self.plan.schedule_step)
             logger.info("resumed from %s at step %d of %d", self.resumed_from, run.state.step, run.total_steps)

@@ -19,6 +19,7 @@ from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import LoaderConfig, TrainLoader
 from trainer_kit.errors import LostProcessError
 from trainer_kit.loop.lr_schedule import make_run_scheduler
+from trainer_kit.loop.memberships import note_regroup
 from trainer_kit.profiling.time_ledger import REGROUP
 from trainer_kit.strategies.regroup import Regroupable
 from trainer_kit.utils.new_place import ask_for_place
@@ -69,11 +70,12 @@ class Regrouping:
         can_be_placed = type(self._loader) is TrainLoader and not self.run.args.auto_find_batch_size
         return self.run.strategy.regroupable is not None and can_be_placed
 
-    def go_on(self, lost: LostProcessError) -> TrainLoader | StreamLoader:
+    def go_on(self, lost: LostProcessError, step_begun: int | None) -> TrainLoader | StreamLoader:
         """Regroup after a loss; return the loader of the batches to come. Collective among those that are left.
 
         Args:
             lost: What a collective has raised.
+            step_begun: Number of the step that was begun and not ended; None between two steps.
 
         Raises:
             LostProcessError: If new processes have to resume from a checkpoint.
@@ -95,12 +97,13 @@ class Regrouping:
                 lost = error
                 if attempt == _ATTEMPTS:
                     raise
+        left, seconds = run.strategy.world_size, time.perf_counter() - begin
+        note_regroup(run, str(lost), seconds, int(step_begun is not None and run.state.step < step_begun))
         self.events.call("on_regroup", run)
-        left = run.strategy.world_size
         self._vain_at = run.state.step if left == processes else None
         logger.info(
             "went on with %s instead of %d at step %d after %s: %s", f"{left} {pluralize('process', left)}", processes,
-            run.state.step, format_duration(time.perf_counter() - begin), lost,
+            run.state.step, format_duration(seconds), lost,
         )  # fmt: skip
         run.ledger.enter("loop")
         return loader
