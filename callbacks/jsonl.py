@@ -16,7 +16,7 @@ import torch
 
 from trainer_kit._version import __version__
 from trainer_kit.callback import Callback
-from trainer_kit.errors import FolderInUseError
+from trainer_kit.errors import CutOffError, FolderInUseError
 from trainer_kit.utils.run_lock import holder_of
 from trainer_kit.utils.run_log import FORMAT, NAME, append_record, read_log
 from trainer_kit.utils.write_errors import WriteErrors
@@ -85,6 +85,10 @@ class JsonLines(Callback):
             self._listener = _WarningListener(lambda source, message: self._warn(run, source, message))
             self._listener.attach()
 
+    def on_regroup(self, run: Run) -> None:
+        if run.strategy.is_main and self._listener is None:  # the last main process is lost
+            self.on_train_begin(run)
+
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
         self._write(run, "log", **record)
 
@@ -109,7 +113,7 @@ class JsonLines(Callback):
         self._write_membership(run)
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        if run.state is self._state and not isinstance(error, FolderInUseError):  # else another run owns it
+        if run.state is self._state and not isinstance(error, (CutOffError, FolderInUseError)):  # others own it then
             self._write(run, "exception", type=type(error).__name__, message=str(error))
         self._stop_listening()
 

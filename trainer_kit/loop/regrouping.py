@@ -13,6 +13,7 @@ from trainer_kit.callback import CallbackList
 from trainer_kit.checkpoint import CHECKPOINT_PREFIX, Committed
 from trainer_kit.checkpoint.healing import Progress, heal
 from trainer_kit.checkpoint.manager import CheckpointManager
+from trainer_kit.checkpoint.takeover import take_over
 from trainer_kit.config import environment
 from trainer_kit.data.build import make_train_loader
 from trainer_kit.data.iterable_loader import StreamLoader
@@ -90,6 +91,7 @@ class Regrouping:
         for attempt in range(1, _ATTEMPTS + 1):
             self._meet(group, lost)
             try:
+                self._take_over()
                 loader = self._set_up(group)
                 self._finish_save(committed, was_saving)
                 break
@@ -118,13 +120,23 @@ class Regrouping:
         place = ask_for_place(
             Path(folder),
             run.strategy.collectives.local_rank,
-            "/".join(map(str, membership)),
+            f"{membership.run}/{membership.number}",
             lambda: run.requests.exit_code is not None,
         )
         if place is None:
             raise lost
         environment.take_place(place)
         group.join_group()
+
+    def _take_over(self) -> None:
+        """Claim the folder for the new membership, and let its main process take the place of a lost one."""
+        run, checkpoints = self.run, self.checkpoints
+        if take_over(checkpoints) and run.strategy.is_main:
+            logger.setLevel(run.args.log_level.upper())
+            logger.warning(
+                "this process is the main one now, since the last one is lost: it writes logs and checkpoints to %s",
+                checkpoints.folder,
+            )
 
     def _set_up(self, group: Regroupable) -> TrainLoader | StreamLoader:
         """Set the training up again, as a resume does, with the state of the processes instead of a checkpoint's."""
@@ -161,12 +173,11 @@ class Regrouping:
         run, checkpoints, saver = self.run, self.checkpoints, self.checkpoints.saver
         collectives, session = run.strategy.collectives, run.strategy.session
         saver.committed, saver.failed = collectives.broadcast((saver.committed, saver.failed))
-        collectives.on_main(lambda: checkpoints.lock.renew(environment.membership()))
         saver.writers.ranks = session.find_writers(checkpoints.folder)
         if saver.newest is not None and saver.committed != before:
             session.report_saved_step(int(saver.newest.name.removeprefix(CHECKPOINT_PREFIX)))
             self.events.call("on_save", run, saver.newest)
-        elif was_saving:
+        elif was_saving or (saver.newest is None and before):  # the last main process had a disk of its own
             run.requests.save = True
 
 
