@@ -15,6 +15,7 @@ from scenarios import task
 from trainer_kit import Callback, Run
 from trainer_kit.callbacks import PeerCopies
 from trainer_kit.checkpoint.format import ownership
+from trainer_kit.checkpoint.peer_copies import PeerCopier
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.fsdp.strategy import FSDP
 from trainer_kit.strategies.multinode import MultiNode
@@ -70,9 +71,12 @@ def train(
     until: int | None = None,
     damage: Damage | None = None,
     callbacks: tuple[Callback, ...] = (),
+    waits: bool = True,
     **changes: Any,
 ) -> tuple[str | None, int, list[str]]:
     """Train on the processes of this run, each machine with a folder of its own in `memory`.
+
+    Where it `waits`, a step that copies ends when the copy is made.
 
     Returns:
         A checksum of the state, the step at which this start began, and what this process logged.
@@ -88,11 +92,20 @@ def train(
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ownership, "PART_BYTES", 256)
+            if waits:
+                patch.setattr(PeerCopier, "begin", _begin_and_wait(PeerCopier.begin))
             strategy = make_strategy(kind)
             if damage is not None:
                 damage(patch, strategy.rank)
             given = [PeerCopies(every, own), Cut(until), begin, *callbacks]
-            options = {"save_steps": 100, "eval_strategy": "no", "max_steps": 8, "log_level": "info", **changes}
+            options = {
+                "save_steps": 100,
+                "eval_strategy": "no",
+                "max_steps": 8,
+                "log_level": "info",
+                "async_save": False,
+            } | changes
+            options = {"async_save": False} | options
             trainer = task.make_trainer(folder, *given, model=NetOfUnits(), strategy=strategy, **options)
             try:
                 trainer.train(resume_from_checkpoint=True)
@@ -106,6 +119,15 @@ def train(
             return task.checksum(trainer.run.model.state_dict(), optimizer.state_dict(), averages), begin.step, records
     finally:
         logging.getLogger("trainer_kit").removeHandler(handler)
+
+
+def _begin_and_wait(begin: Callable[..., None]) -> Callable[..., None]:
+    def waits(copier: PeerCopier, *args: Any) -> None:
+        begin(copier, *args)
+        if copier._pending is not None:
+            copier._pending.result(60)
+
+    return waits
 
 
 class Began(Callback):

@@ -49,6 +49,7 @@ class _Room(NamedTuple):
     """The memory of a machine, and what one of its processes adds to it, in bytes."""
 
     place: tuple[str, int]
+    root: Path
     free: int
     added: int
     freed: int
@@ -247,7 +248,7 @@ class PeerCopier:
         mine = [path for name, path in folders_of(self._folder) if name not in keep]
         mine = [path for path in mine if path.name.endswith(f"-{collectives.rank}")]
         freed = sum(file.stat().st_size for path in mine for file in path.rglob("*") if file.is_file())
-        rooms = collectives.gather_object(_Room((socket.gethostname(), device), free, added, freed, problem))
+        rooms = collectives.gather_object(_Room((socket.gethostname(), device), self.root, free, added, freed, problem))
         for rank, room in enumerate(rooms):
             if room.problem is not None:
                 return f"{collectives.describe_rank(rank)}: {room.problem}"
@@ -259,8 +260,8 @@ class PeerCopier:
             has = min(rooms[rank].free for rank in ranks) + sum(rooms[rank].freed for rank in ranks)
             if needed > has:
                 return (
-                    f"{self.root} on {place[0]} has {format_size(has)} left, a copy needs {format_size(needed)}; make "
-                    "it larger (docker run --shm-size), or give PeerCopies another folder in memory"
+                    f"{rooms[ranks[0]].root} on {place[0]} has {format_size(has)} left, a copy needs "
+                    f"{format_size(needed)}; make it larger (docker run --shm-size), or give PeerCopies another folder"
                 )
         return None
 
