@@ -47,12 +47,14 @@ class Elastic:
         model: str = "counts",
         batch_size: int = 2,
         slow: str = "",
+        copies: bool = False,
     ) -> Command:
         place = ["--num-nodes", nodes, "--num-processes", nodes[-1], "--master-addr", ADDRESSES[0]]
         limits = ["--master-port", "29517", "--start-timeout", str(timeout), "--cpu"]
         options = ["--model", model, "--batch-size", str(batch_size), "--pause", str(pause), "--marks", self.marks]
         options += ["--dies", HOSTS[2], dies] if dies != "never" else []
         options += ["--slow", slow] if slow else []
+        options += ["--copies", "memory"] if copies else []
         words = ["-m", "trainer_kit", "launch", *place, *limits, TASK, self.run, *options]
         self.commands.append(self.machines.start(number, *words, preloaded=preloaded))
         return self.commands[-1]
@@ -97,7 +99,7 @@ def elastic(tmp_path: Path) -> Iterator[Elastic]:
 @pytest.mark.parametrize("moment", ["step", "exchange", "save"])
 def test_a_machine_is_killed(elastic: Elastic, moment: str) -> None:
     """The others go on in their processes: between votes, while gradients are summed, while a checkpoint is written."""
-    commands = elastic.start_all(pause=0.1, dies=moment)
+    commands = elastic.start_all(pause=0.1, dies=moment, copies=moment == "exchange")
     ended = finish(*commands[:2])
     elastic.check(*ended)
     assert f"{HOSTS[2]} is gone: 2 of 3 machines go on" in ended[1].err
@@ -106,6 +108,15 @@ def test_a_machine_is_killed(elastic: Elastic, moment: str) -> None:
     assert {json.loads(each.out)["pid"] for each in ended} < elastic.processes()
     assert "; restart " not in ended[0].err + ended[1].err, "it is no failure"
     assert not list(elastic.run.glob("crash*"))
+    if moment == "exchange":  # copies to peers were given up with the broken group, and went on in the next one
+        assert ended[0].err.count("was not copied to memory") <= 1, ended[0].err
+        for disk in elastic.machines.disks[:2]:
+            assert list((disk / "memory").iterdir()) == []
+        first, second = (json.loads(each.out)["copied"] for each in ended)
+        assert first == second
+        assert all(int(name[:8]) > 6 for name in first), first
+        assert len(first) == 2
+        assert list((elastic.machines.disks[2] / "memory").iterdir()) != []
 
 
 def test_the_state_goes_on_as_from_a_checkpoint(elastic: Elastic) -> None:
