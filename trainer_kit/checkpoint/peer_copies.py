@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import shutil
@@ -11,7 +12,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -315,11 +316,15 @@ class PeerCopier:
         Raises:
             _KnownFailure: If a process has failed.
         """
-        answers = [(entries, problem)] if self._channel is None else self._channel.gather((entries, problem))
-        for rank, (_, each) in enumerate(answers):
-            if each is not None:
-                raise _KnownFailure(f"{self.run.strategy.collectives.describe_rank(rank)}: {each}")
-        return [each for each, _ in answers]
+        own: dict[str, Any] = {
+            "files": {name: dataclasses.asdict(entry) for name, entry in entries.items()},
+            "problem": problem,
+        }
+        answers = [own] if self._channel is None else self._channel.gather(own)
+        for rank, answer in enumerate(answers):
+            if answer["problem"] is not None:
+                raise _KnownFailure(f"{self.run.strategy.collectives.describe_rank(rank)}: {answer['problem']}")
+        return [{name: FileEntry(**entry) for name, entry in answer["files"].items()} for answer in answers]
 
     def _exchange(self, step: int, name: str, entries: Sequence[Mapping[str, FileEntry]]) -> None:
         """Complete this process's part of a generation, and receive the files of those whose peer it is. Collective.

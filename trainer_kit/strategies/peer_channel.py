@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
+import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from trainer_kit.strategies.connections import Connections
 from trainer_kit.strategies.process_group import failed_to_communicate
-
-T = TypeVar("T")
 
 
 class PeerChannel:
@@ -37,18 +35,18 @@ class PeerChannel:
         # Kept, so that no thread of the group frees the last ones, for which it needs Python.
         self._recent: deque[list[torch.Tensor]] = deque(maxlen=8)
 
-    def gather(self, value: T) -> list[T]:
-        """Return the values of all processes by rank; any picklable object. Collective.
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all processes by rank; each is a JSON tree. Collective.
 
         Raises:
             OSError: If another process has left, or does not answer.
         """
-        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [int(each) for each in self._all_gather(torch.tensor([len(content)], device="cpu"))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: len(content)] = content
         parts = zip(self._all_gather(padded), sizes, strict=True)
-        return [pickle.loads(part[:size].numpy().tobytes()) for part, size in parts]
+        return [json.loads(part[:size].numpy().tobytes()) for part, size in parts]
 
     def exchange(self, sent: torch.Tensor | None, received: Mapping[int, torch.Tensor]) -> None:
         """Send a tensor to this process's peer, and receive those of other processes, all at the same time.
