@@ -27,7 +27,7 @@ class PeerCopies(Callback):
 
     Args:
         every: Steps between two copies. A step that saves a checkpoint makes none, nor does one in which a save or a
-            copy is under way.
+            copy is under way; a save waits for a copy that is.
         folder: Folder in host memory, on each machine.
 
     Raises:

@@ -111,5 +111,6 @@ def alone() -> PeerChannel | None:
     return strategy.session.open_peer_channel()
 
 
+@pytest.mark.distributed
 def test_a_lone_process_has_no_channel() -> None:
     assert on_ranks(1, alone) == [None]

@@ -13,7 +13,7 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -126,9 +126,13 @@ def make_run_folder(folder: Path) -> None:
     """
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, 0o700)
-    status = os.lstat(folder)
-    if not stat.S_ISDIR(status.st_mode) or (hasattr(os, "getuid") and status.st_uid != os.getuid()):
+    if not _is_own(folder):
         raise OSError(f"{folder} is no folder of this user")
+
+
+def _is_own(folder: Path) -> bool:
+    status = os.lstat(folder)
+    return stat.S_ISDIR(status.st_mode) and not (hasattr(os, "getuid") and status.st_uid != os.getuid())
 
 
 def folder_name(generation: str, owner: int, holder: int) -> str:
@@ -151,6 +155,8 @@ def find_generations(folder: Path) -> list[Generation]:
         folder: Folder of the run's copies.
     """
     found: dict[str, Generation] = {}
+    if not (os.path.lexists(folder) and _is_own(folder)):
+        return []
     for name, path in folders_of(folder):
         try:
             manifest = Manifest.read(path)
@@ -206,11 +212,10 @@ def write_marker(output_dir: Path, run_id: str) -> None:
     write_json(output_dir / MARKER, {"run_id": run_id})
 
 
-def remove_generations(folder: Path, keep: Sequence[str] = ()) -> None:
-    """Remove all generations but some from the folder of a run."""
-    for name, path in folders_of(folder):
-        if name not in keep:
-            remove_folder(path)
+def remove_generations(folders: Iterable[Path]) -> None:
+    """Remove folders of generations."""
+    for folder in folders:
+        remove_folder(folder)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

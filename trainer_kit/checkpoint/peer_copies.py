@@ -148,9 +148,8 @@ class PeerCopier:
             self._release_staging()
             self._report(step, problem)
             return
-        keep = self._complete[-1:] if self._is_sure else None
         self.is_busy = saver.is_copying = True
-        self._pending = self._thread.submit(self._copy, step, self._name, given, keep)
+        self._pending = self._thread.submit(self._copy, step, self._name, given, self._stale())
 
     def finish(self) -> None:
         """Wait until the copy is made, and agree whether it is complete. Collective."""
@@ -164,9 +163,8 @@ class PeerCopier:
             self._complete, self._is_sure, self._logged = [*self._complete[-1:], self._name], True, None
             return
         self._disconnect()
-        for name, path in folders_of(self._folder):
-            if name == self._name:
-                remove_folder(path)
+        if collectives.is_local_main:
+            remove_generations([path for name, path in folders_of(self._folder) if name == self._name])
         self._report(step, next((each for each in found if _LEFT not in each), found[0]))
 
     def drain(self) -> None:
@@ -183,7 +181,7 @@ class PeerCopier:
     def forget(self) -> None:
         """Remove all copies: the run has gone back to an earlier step."""
         self._complete = []
-        remove_generations(self._folder)
+        remove_generations([path for _, path in folders_of(self._folder)])
 
     def close(self, is_complete: bool) -> None:
         """End the copies, and remove them unless the run is not complete and its newest state is in them alone.
@@ -201,7 +199,7 @@ class PeerCopier:
         if is_complete or newest <= on_disk:
             if self.run.strategy.collectives.is_local_main:
                 remove_folder(self._folder)
-            if self.run.strategy.is_main:
+            if is_complete and self.run.strategy.is_main:  # else other machines may still have copies
                 (self._saver.folder / MARKER).unlink(missing_ok=True)
         elif self.run.strategy.is_main:
             logger.warning(
@@ -245,10 +243,7 @@ class PeerCopier:
             device = os.stat(self._folder).st_dev
         except Exception as error:
             problem, device = str(error) or type(error).__name__, 0
-        keep = self._complete[-1:] if self._is_sure else [name for name, _ in folders_of(self._folder)]
-        mine = [path for name, path in folders_of(self._folder) if name not in keep]
-        mine = [path for path in mine if path.name.endswith(f"-{collectives.rank}")]
-        freed = sum(file.stat().st_size for path in mine for file in path.rglob("*") if file.is_file())
+        freed = sum(file.stat().st_size for path in self._stale() for file in path.rglob("*") if file.is_file())
         rooms = collectives.gather_object(_Room((socket.gethostname(), device), self.root, free, added, freed, problem))
         for rank, room in enumerate(rooms):
             if room.problem is not None:
@@ -266,13 +261,18 @@ class PeerCopier:
                 )
         return None
 
+    def _stale(self) -> list[Path]:
+        """Return the folders of older generations that this process removes for the next one."""
+        if not (self._is_sure and self.run.strategy.collectives.is_local_main):
+            return []
+        return [path for name, path in folders_of(self._folder) if name not in self._complete[-1:]]
+
     # In the thread
 
-    def _copy(self, step: int, name: str, given: Future[Contribution] | None, keep: Sequence[str] | None) -> str | None:
+    def _copy(self, step: int, name: str, given: Future[Contribution] | None, stale: Sequence[Path]) -> str | None:
         """Write this process's part and exchange it with its peers; return what failed, None if nothing did."""
         try:
-            if keep is not None:
-                self._remove_own(keep)
+            remove_generations(stale)
             entries, problem = self._write(name, given)
             self._exchange(step, name, self._agree(entries, problem))
         except Exception as error:
@@ -287,13 +287,6 @@ class PeerCopier:
         finally:
             self._release_staging()
             self._requests.written = True
-
-    def _remove_own(self, keep: Sequence[str]) -> None:
-        """Remove older generations that this process wrote or received."""
-        with contextlib.suppress(OSError):
-            for name, path in folders_of(self._folder):
-                if name not in keep and path.name.endswith(f"-{self.run.strategy.rank}"):
-                    remove_folder(path)
 
     def _write(self, name: str, given: Future[Contribution] | None) -> tuple[dict[str, FileEntry], str | None]:
         """Write this process's files; return their entries, and what failed."""

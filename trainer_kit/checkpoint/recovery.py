@@ -43,8 +43,9 @@ def recover(strategy: Strategy, output_dir: Path, root: Path, confirm: Callable[
     if collectives.is_main:
         otherwise = "the start" if newest is None else f"the checkpoint of step {newest}"
         instead = otherwise if chosen is None else f"the copies of step {chosen.step}"
-        lost = [] if any(found) else ["no copy of the state is left in memory"]
-        for reason in (*lost, *choice.refused):
+        if not any(found):
+            logger.info("no copy of the state is left in memory; the run resumes from %s", instead)
+        for reason in choice.refused:
             logger.warning("%s; the run resumes from %s", reason, instead)
     if chosen is None:
         return None
