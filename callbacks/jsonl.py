@@ -85,10 +85,6 @@ class JsonLines(Callback):
             self._listener = _WarningListener(lambda source, message: self._warn(run, source, message))
             self._listener.attach()
 
-    def on_regroup(self, run: Run) -> None:
-        if run.strategy.is_main and self._listener is None:  # the last main process is lost
-            self.on_train_begin(run)
-
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
         self._write(run, "log", **record)
 
@@ -110,7 +106,10 @@ class JsonLines(Callback):
         self._write(run, "rollback")
 
     def on_regroup(self, run: Run) -> None:
-        self._write_membership(run)
+        if run.strategy.is_main and self._listener is None:  # the last main process is lost
+            self.on_train_begin(run)
+        else:
+            self._write_membership(run)
 
     def on_exception(self, run: Run, error: BaseException) -> None:
         if run.state is self._state and not isinstance(error, (CutOffError, FolderInUseError)):  # others own it then

@@ -18,7 +18,7 @@ def present_members(run: Run) -> Members:
     if launch is None or processes < place.world_size:  # a process that trains alone
         return Members(-(-processes // place.local_world_size), processes)
     machines = dict(collectives.gather_object((place.node, socket.gethostname())))
-    return Members(len(machines), processes, *launch, tuple(sorted(machines.values())))
+    return Members(len(machines), processes, launch.run, launch.number, tuple(sorted(machines.values())))
 
 
 def note_start(run: Run) -> None:

@@ -1,0 +1,285 @@
+"""Trainings whose state is copied to memory, and that resume from there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kit.copied_training import train
+from kit.ranks import on_ranks, try_on_ranks
+
+from trainer_kit import Callback, Run
+from trainer_kit.checkpoint import find_checkpoints, peer_copies, transfer
+from trainer_kit.checkpoint.generations import MARKER
+from trainer_kit.checkpoint.peer_copies import PeerCopier
+from trainer_kit.strategies.peer_channel import PeerChannel
+
+STEPS = 8
+
+
+def run(size: int, *args: Any, **options: Any) -> list[tuple[str | None, int, list[str]]]:
+    """Train on as many processes; each stands for a machine."""
+    if size == 1:
+        return [train(*args, "single", **options)]
+    return on_ranks(size, train, *args, **{"machines": size, **options})  # type: ignore[no-any-return]
+
+
+def steps(memory: Path) -> set[int]:
+    """The steps of which there are copies."""
+    return {int(path.name.partition("-")[0]) for path in memory.glob("*/trainer_kit-*/*")}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("size", "kind"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+def test_a_run_that_lost_a_machine_goes_on_from_the_last_copy(tmp_path: Path, size: int, kind: str) -> None:
+    """With the bits of one that nothing happened to; what is in memory leaves with the end."""
+    options: dict[str, Any] = {} if size == 1 else {"kind": kind}
+    straight = run(size, tmp_path / "straight", tmp_path / "m", **options)
+    assert steps(tmp_path / "m") == set()
+    assert not (tmp_path / "straight" / MARKER).exists()
+    other = tmp_path / "m" / "machine-0" / "trainer_kit-of-another-run"
+    other.mkdir()
+    first = run(size, tmp_path / "run", tmp_path / "m", until=5, **options)
+    assert steps(tmp_path / "m") >= {4}
+    assert any("copies of the state up to step 4 stay in memory" in line for line in first[0][2])
+    if size > 1:
+        shutil.rmtree(tmp_path / "m" / "machine-1")
+    second = run(size, tmp_path / "run", tmp_path / "m", **options)
+    assert [(state, begin) for state, begin, _ in second] == [(state, 4) for state, _, _ in straight]
+    assert any(f"wrote {tmp_path / 'run' / 'checkpoint-4'}" in line for line in second[0][2])
+    assert steps(tmp_path / "m") == set()
+    assert other.is_dir()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_copies_beside_training_and_saves_change_no_bit(tmp_path: Path, kind: str) -> None:
+    straight = run(2, tmp_path / "straight", tmp_path / "m", kind=kind, every=100)
+    busy = run(2, tmp_path / "busy", tmp_path / "m", kind=kind, every=1, waits=False, save_steps=3, async_save=True)
+    assert [each[:2] for each in busy] == [each[:2] for each in straight]
+    assert not [line for _, _, lines in busy for line in lines if "copied" in line]
+
+
+@pytest.mark.distributed
+def test_another_layout_takes_it_too(tmp_path: Path) -> None:
+    run(2, tmp_path / "run", tmp_path / "m", kind="fsdp", until=5)
+    for path in (tmp_path / "m" / "machine-1").iterdir():
+        shutil.rmtree(path)  # the one machine that is left has the parts of both
+    alone = run(1, tmp_path / "run", tmp_path / "m")
+    assert alone[0][1] == 4
+    assert [path.name for path in find_checkpoints(tmp_path / "run")] == ["checkpoint-4", "checkpoint-8"]
+
+
+def flip_bits(memory: Path, step: int, pattern: str) -> None:
+    """Flip a bit of all copies of some files of a step."""
+    found = [*memory.glob(f"*/*/{step:08}-*/{pattern}")]
+    assert found
+    for path in found:
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("damaged", "begin", "instead"),
+    [
+        ([4], 2, "resumes from the copies of step 2"),
+        ([2, 4], 1, "resumes from the checkpoint of step 1"),
+    ],
+)
+def test_a_flipped_bit_sends_the_run_further_back(tmp_path: Path, damaged: list[int], begin: int, instead: str) -> None:
+    straight = run(2, tmp_path / "straight", tmp_path / "m", kind="ddp", callbacks=(SavesFirst(),))
+    run(2, tmp_path / "run", tmp_path / "m", kind="ddp", callbacks=(SavesFirst(),), until=5)
+    assert steps(tmp_path / "m") == {2, 4}
+    for step in damaged:
+        flip_bits(tmp_path / "m", step, "model-00002-of-00002.safetensors")
+    second = run(2, tmp_path / "run", tmp_path / "m", kind="ddp", callbacks=(SavesFirst(),))
+    assert [each[:2] for each in second] == [(straight[0][0], begin)] * 2
+    (line,) = [line for line in second[0][2] if "the copies of step 4 cannot be used" in line]
+    assert "is damaged: its checksum is" in line
+    assert instead in line
+
+
+class SavesFirst(Callback):
+    """Asks for a checkpoint after the first step."""
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step == 1:
+            run.requests.save = True
+
+
+@pytest.mark.distributed
+def test_both_machines_of_a_pair_are_lost(tmp_path: Path) -> None:
+    """Machines 0 and 2 hold the parts of both: what they held is nowhere else."""
+    run(4, tmp_path / "run", tmp_path / "m", kind="fsdp", until=5, callbacks=(SavesFirst(),))
+    for machine in (0, 2):
+        shutil.rmtree(tmp_path / "m" / f"machine-{machine}")
+    second = run(4, tmp_path / "run", tmp_path / "m", kind="fsdp")
+    assert [begin for _, begin, _ in second] == [1] * 4
+    assert any(
+        "the copies of step 4 cannot be used: no machine that is here has" in line
+        and line.endswith("the run resumes from the checkpoint of step 1")
+        for line in second[0][2]
+    )
+
+
+@pytest.mark.distributed
+def test_no_copy_is_left(tmp_path: Path) -> None:
+    run(1, tmp_path / "run", tmp_path / "m", until=5)
+    shutil.rmtree(tmp_path / "m")
+    ((_, begin, lines),) = run(1, tmp_path / "run", tmp_path / "m")
+    assert begin == 0
+    assert "no copy of the state is left in memory; the run resumes from the start" in lines
+
+
+def die_at(patch: pytest.MonkeyPatch, owner: Any, name: str, calls: int) -> None:
+    """End this process in a call of a function or method."""
+    called = getattr(owner, name)
+    count = iter(range(1, 1000))
+
+    def dies(*args: Any, **given: Any) -> Any:
+        if next(count) == calls:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return called(*args, **given)
+
+    patch.setattr(owner, name, dies)
+
+
+def die_writing(patch: pytest.MonkeyPatch, rank: int) -> None:
+    die_at(patch, PeerCopier, "_write", 2)
+
+
+def die_before_the_exchange(patch: pytest.MonkeyPatch, rank: int) -> None:
+    die_at(patch, PeerCopier, "_exchange", 2)
+
+
+def die_in_the_exchange(patch: pytest.MonkeyPatch, rank: int) -> None:
+    patch.setattr(transfer, "_PIECE_BYTES", 1000)
+    arrive = transfer.Arrival.write
+
+    def dies(self: transfer.Arrival, content: Any) -> None:
+        arrive(self, content)
+        if "00000004-" in str(self._folder):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    patch.setattr(transfer.Arrival, "write", dies)
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+@pytest.mark.parametrize("damage", [die_writing, die_before_the_exchange, die_in_the_exchange])
+def test_a_copy_that_is_killed_leaves_the_one_before(tmp_path: Path, damage: Any) -> None:
+    """Whatever the phase; the memory of the first machine is lost too."""
+    options: dict[str, Any] = {"kind": "fsdp"}
+    straight = run(2, tmp_path / "straight", tmp_path / "m", **options)
+    killed = try_on_ranks(2, train, tmp_path / "run", tmp_path / "m", damage=damage, **options)
+    assert all("exit code -9" in str(each) for each in killed)
+    assert steps(tmp_path / "m") >= {2}
+    shutil.rmtree(tmp_path / "m" / "machine-0")
+    second = run(2, tmp_path / "run", tmp_path / "m", **options)
+    assert [each[:2] for each in second] == [(straight[0][0], 2)] * 2
+
+
+def fail_once(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Let rank 1 find its connection broken in the first exchange."""
+    exchange, failed = PeerChannel.exchange, list[int]()
+
+    def fails(self: PeerChannel, *args: Any) -> None:
+        if rank == 1 and not failed:
+            failed.append(1)
+            raise OSError("no route to host")
+        exchange(self, *args)
+
+    patch.setattr(PeerChannel, "exchange", fails)
+
+
+def write_badly(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Let the memory of rank 1 be full at the first copy."""
+    if rank == 1:
+        write, failed = peer_copies.Contribution.write, list[int]()
+
+        def fails(self: Any, folder: Path, size: Any) -> Any:
+            if not failed:
+                failed.append(1)
+                shutil.rmtree(folder)
+            return write(self, folder, size)
+
+        patch.setattr(peer_copies.Contribution, "write", fails)
+
+
+def arrive_damaged(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Let a bit flip on the way to rank 1 in the first copy."""
+    write, failed = transfer.Arrival.write, list[int]()
+
+    def flips(self: Any, content: Any) -> None:
+        if rank == 1 and not failed:
+            failed.append(1)
+            content[0] ^= 1
+        write(self, content)
+
+    patch.setattr(transfer.Arrival, "write", flips)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [(fail_once, "no route to host"), (write_badly, "No such file"), (arrive_damaged, "arrived with the checksum")],
+)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_copy_that_fails_is_given_up_and_tried_again(tmp_path: Path, kind: str, damage: Any, reason: str) -> None:
+    options: dict[str, Any] = {"kind": kind}
+    straight = run(2, tmp_path / "straight", tmp_path / "m", **options)
+    first = run(2, tmp_path / "run", tmp_path / "m", damage=damage, until=5, **options)
+    (line,) = [line for line in first[0][2] if "was not copied to memory" in line]
+    assert line.startswith("the state of step 2 was not copied to memory: rank 1 (")
+    assert reason in line
+    assert steps(tmp_path / "m") == {4}
+    second = run(2, tmp_path / "run", tmp_path / "m", **options)
+    assert [each[:2] for each in second] == [(state, 4) for state, _, _ in straight]
+
+
+def lack_room(patch: pytest.MonkeyPatch, rank: int) -> None:
+    if rank == 1:
+        patch.setattr(os, "stat", _on_a_device_of_its_own(os.stat))
+        patch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+
+
+def _on_a_device_of_its_own(stat: Any) -> Any:
+    return lambda path, **given: (
+        SimpleNamespace(st_dev=-1) if "trainer_kit-" in str(path)[-45:] else stat(path, **given)
+    )
+
+
+@pytest.mark.distributed
+def test_a_machine_without_room_is_named_once(tmp_path: Path) -> None:
+    straight = run(2, tmp_path / "straight", tmp_path / "m", kind="fsdp")
+    tight = run(2, tmp_path / "run", tmp_path / "m", kind="fsdp", damage=lack_room)
+    assert [each[:2] for each in tight] == [each[:2] for each in straight]
+    (line,) = [line for line in tight[0][2] if "was not copied" in line]
+    assert re.search(r"machine-1 on .* has 1,000 B left, a copy needs .* KiB; make it larger", line), line
+    assert "docker run --shm-size" in line
+
+
+@pytest.mark.distributed
+def test_the_newest_checkpoint_wins_over_older_copies(tmp_path: Path) -> None:
+    run(1, tmp_path / "run", tmp_path / "m", until=7, every=4, save_steps=5)
+    assert steps(tmp_path / "m") == set(), "a newer checkpoint is on the disk"
+    ((_, begin, _),) = run(1, tmp_path / "run", tmp_path / "m", every=4)
+    assert begin == 5
+
+
+def test_a_rollback_forgets_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = SimpleNamespace(max_shard_size=1)
+    saver: Any = SimpleNamespace(run=SimpleNamespace(args=args, strategy=None, requests=None))
+    copier = PeerCopier(saver, tmp_path)
+    monkeypatch.setattr(copier, "_folder", tmp_path)
+    (tmp_path / "00000004-0000000a-0-0").mkdir()
+    copier.forget()
+    assert not [*tmp_path.iterdir()]
