@@ -33,7 +33,7 @@ class Together:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("TRAINER_KIT_MEMBERSHIP", "launch/1")
+    monkeypatch.setenv("TRAINER_KIT_MEMBERSHIP", "launch/1/0/0")
     run: Any = SimpleNamespace(ledger=Ledger(), strategy=SimpleNamespace(collectives=Together("a", "b", "c")))
     note_start(run)
     return run
@@ -44,7 +44,7 @@ def test_a_run_that_lost_nothing_has_no_closing_line(run: Any) -> None:
 
 
 def test_the_closing_line_has_all_figures(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRAINER_KIT_MEMBERSHIP", "launch/2")
+    monkeypatch.setenv("TRAINER_KIT_MEMBERSHIP", "launch/2/1/0")
     run.strategy.collectives = Together("a", "c")
     note_regroup(run, "a connection broke", pause=1.0, again=1)
     run.ledger.memberships.steps_again += 5
