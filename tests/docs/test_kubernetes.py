@@ -30,7 +30,10 @@ def pods(name: str) -> list[tuple[int, dict[str, Any]]]:
     return [(each["replicas"], each["template"]["spec"]) for each in spec["pytorchReplicaSpecs"].values()]
 
 
-@pytest.mark.parametrize(("name", "expected"), [("pytorchjob.yaml", 2), ("jobset.yaml", 2), ("jobset-elastic.yaml", 4)])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("pytorchjob.yaml", 2), ("pytorchjob-elastic.yaml", 4), ("jobset.yaml", 2), ("jobset-elastic.yaml", 4)],
+)
 def test_the_launcher_takes_the_command(
     name: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -39,6 +42,8 @@ def test_the_launcher_takes_the_command(
         machines += number
         (container,) = pod["containers"]
         environment = OPERATOR | {each["name"]: each["value"] for each in container.get("env", [])}
+        if "elastic" in name:
+            environment["PET_NNODES"] = "2:4"  # see pytorch/elastic.go of the training operator
         (script,) = container["args"]
         line = script.replace("exec trainer-kit", "echo trainer-kit")
         command = subprocess.run(
@@ -65,3 +70,13 @@ def test_the_first_machines_of_the_jobset_are_the_masters(file: str, candidates:
     expected = [f"{name}-{job}-0-{pod}.{name}" for pod in range(candidates)]
     assert environment["MASTER_ADDR"].split(",") == expected
     assert manifest["spec"]["network"]["enableDNSHostnames"]
+
+
+def test_the_elastic_pytorchjob_names_its_range_and_first_workers() -> None:
+    manifest = yaml.safe_load((FOLDER / "pytorchjob-elastic.yaml").read_text(encoding="utf-8"))
+    policy = manifest["spec"]["elasticPolicy"]
+    ((machines, pod),) = pods("pytorchjob-elastic.yaml")
+    assert policy == {"minReplicas": 2, "maxReplicas": machines}
+    (script,) = pod["containers"][0]["args"]
+    name = manifest["metadata"]["name"]
+    assert f"--master-addr {name}-worker-0,{name}-worker-1,{name}-worker-2\n" in script.replace(" train.py", "\n")
