@@ -20,15 +20,7 @@ def channels(count: int = 2, is_lasting: bool = True, **fields: Any) -> list[Mac
     made = []
     for place in range(count):
         config = LaunchConfig(num_nodes=count, rdzv_conf={"is_host": True}, rdzv_backend="c10d", **fields)
-        rendezvous: Any = SimpleNamespace(
-            is_lasting=is_lasting,
-            alive=lambda: 1,
-            serves=True,
-            answers=lambda: True,
-            can_leave=lambda: True,
-            expect_to_leave=lambda: None,
-            store_number=1,
-        )
+        rendezvous: Any = SimpleNamespace(is_lasting=is_lasting, alive=lambda: 1)
         made.append(Machines(config, rendezvous))
         made[-1].join(store, place, count)
     return made
@@ -63,8 +55,6 @@ def test_news_that_come_while_machines_meet_again_are_not_missed() -> None:
     news = missed()
     assert news is not None
     assert (news.failure.rank, news.goes_on) == (0, False)
-    second.rendezvous.store_number = 2
-    assert missed() is None, "a lost store is not asked"
 
 
 def test_texts_are_gathered_by_place() -> None:
@@ -92,35 +82,37 @@ def test_a_change_is_announced_to_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("least", "can_leave", "is_announced"), [(2, True, True), (2, False, False), (None, True, False)]
+    ("least", "serves", "is_announced"), [(2, False, True), (2, True, False), (None, False, False)]
 )
 def test_a_machine_leaves_alone_if_enough_stay(
-    monkeypatch: pytest.MonkeyPatch, least: int | None, can_leave: bool, is_announced: bool
+    monkeypatch: pytest.MonkeyPatch, least: int | None, serves: bool, is_announced: bool
 ) -> None:
     first, *_ = channels(3, min_nodes=least)
-    monkeypatch.setattr(first.rendezvous, "can_leave", lambda: can_leave)
+    monkeypatch.setattr(first, "_keeps_store", serves)
+    monkeypatch.setattr("trainer_kit.launch.machines.answers", lambda *address: True)
     first.announce_leaving("machine-b")
     expected = Change("machine-b leaves: the run saves and goes on without it", is_joining=False)
     assert first.change() == (expected if is_announced else None)
 
 
 @pytest.mark.parametrize(
-    ("least", "count", "can_leave", "waiting", "expected"),
+    ("least", "count", "serves", "waiting", "expected"),
     [
-        (2, 3, True, 1, True),
-        (2, 3, True, 0, False),
-        (2, 2, True, 1, False),
-        (2, 3, False, 1, False),
-        (None, 3, True, 1, False),
+        (2, 3, False, 1, True),
+        (2, 3, False, 0, False),
+        (2, 2, False, 1, False),
+        (2, 3, True, 1, False),
+        (None, 3, False, 1, False),
     ],
 )
 def test_a_machine_is_replaced_if_enough_stay_and_one_waits(
-    monkeypatch: pytest.MonkeyPatch, least: int | None, count: int, can_leave: bool, waiting: int, expected: bool
+    monkeypatch: pytest.MonkeyPatch, least: int | None, count: int, serves: bool, waiting: int, expected: bool
 ) -> None:
     first, *_ = channels(3, min_nodes=least)
     first.rendezvous.waiting = lambda: waiting  # type: ignore[method-assign]
-    first.rendezvous.can_leave = lambda: can_leave  # type: ignore[method-assign]
+    monkeypatch.setattr(first, "_keeps_store", serves)
     monkeypatch.setattr(first, "_count", count)
+    monkeypatch.setattr("trainer_kit.launch.machines.answers", lambda *address: True)
     assert first.can_be_replaced() == expected
 
 

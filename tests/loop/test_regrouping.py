@@ -75,7 +75,7 @@ def train(folder: str, port: int, hook: str, model: str, always: bool = False) -
         variables = {
             "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TRAINER_KIT_ELASTIC": "1",
             "TORCHELASTIC_RESTART_COUNT": "0",
-            "TRAINER_KIT_MEMBERSHIP": "run/1/0/0", "TRAINER_KIT_REGROUP_FOLDER": folder,
+            "TRAINER_KIT_MEMBERSHIP": "run/1", "TRAINER_KIT_REGROUP_FOLDER": folder,
         }  # fmt: skip
         for variable, value in variables.items():
             patch.setenv(variable, value)
@@ -101,7 +101,7 @@ def train(folder: str, port: int, hook: str, model: str, always: bool = False) -
 
 def next_place(folder: Path, number: int, membership: str, is_stopped: Any) -> dict[str, str]:
     name, _, count = membership.partition("/")
-    return {"TORCHELASTIC_RESTART_COUNT": count, "TRAINER_KIT_MEMBERSHIP": f"{name}/{int(count) + 1}/{count}/0"}
+    return {"TORCHELASTIC_RESTART_COUNT": count, "TRAINER_KIT_MEMBERSHIP": f"{name}/{int(count) + 1}"}
 
 
 def lose_once(step: Any, always: bool) -> Callable[..., Any]:

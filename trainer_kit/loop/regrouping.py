@@ -13,14 +13,12 @@ from trainer_kit.callback import CallbackList
 from trainer_kit.checkpoint import CHECKPOINT_PREFIX, Committed
 from trainer_kit.checkpoint.healing import Progress, heal
 from trainer_kit.checkpoint.manager import CheckpointManager
-from trainer_kit.checkpoint.takeover import take_over
 from trainer_kit.config import environment
 from trainer_kit.data.build import make_train_loader
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import LoaderConfig, TrainLoader
 from trainer_kit.errors import LostProcessError
 from trainer_kit.loop.lr_schedule import make_run_scheduler
-from trainer_kit.loop.memberships import note_regroup
 from trainer_kit.profiling.time_ledger import REGROUP
 from trainer_kit.strategies.regroup import Regroupable
 from trainer_kit.utils.new_place import ask_for_place
@@ -71,12 +69,11 @@ class Regrouping:
         can_be_placed = type(self._loader) is TrainLoader and not self.run.args.auto_find_batch_size
         return self.run.strategy.regroupable is not None and can_be_placed
 
-    def go_on(self, lost: LostProcessError, step_begun: int | None) -> TrainLoader | StreamLoader:
+    def go_on(self, lost: LostProcessError) -> TrainLoader | StreamLoader:
         """Regroup after a loss; return the loader of the batches to come. Collective among those that are left.
 
         Args:
             lost: What a collective has raised.
-            step_begun: Number of the step that was begun and not ended; None between two steps.
 
         Raises:
             LostProcessError: If new processes have to resume from a checkpoint.
@@ -91,7 +88,6 @@ class Regrouping:
         for attempt in range(1, _ATTEMPTS + 1):
             self._meet(group, lost)
             try:
-                self._take_over()
                 loader = self._set_up(group)
                 self._finish_save(committed, was_saving)
                 break
@@ -99,13 +95,12 @@ class Regrouping:
                 lost = error
                 if attempt == _ATTEMPTS:
                     raise
-        left, seconds = run.strategy.world_size, time.perf_counter() - begin
-        note_regroup(run, str(lost), seconds, int(step_begun is not None and run.state.step < step_begun))
         self.events.call("on_regroup", run)
+        left = run.strategy.world_size
         self._vain_at = run.state.step if left == processes else None
         logger.info(
             "went on with %s instead of %d at step %d after %s: %s", f"{left} {pluralize('process', left)}", processes,
-            run.state.step, format_duration(seconds), lost,
+            run.state.step, format_duration(time.perf_counter() - begin), lost,
         )  # fmt: skip
         run.ledger.enter("loop")
         return loader
@@ -120,23 +115,13 @@ class Regrouping:
         place = ask_for_place(
             Path(folder),
             run.strategy.collectives.local_rank,
-            f"{membership.run}/{membership.number}",
+            "/".join(map(str, membership)),
             lambda: run.requests.exit_code is not None,
         )
         if place is None:
             raise lost
         environment.take_place(place)
         group.join_group()
-
-    def _take_over(self) -> None:
-        """Claim the folder for the new membership, and let its main process take the place of a lost one."""
-        run, checkpoints = self.run, self.checkpoints
-        if take_over(checkpoints) and run.strategy.is_main:
-            logger.setLevel(run.args.log_level.upper())
-            logger.warning(
-                "this process is the main one now, since the last one is lost: it writes logs and checkpoints to %s",
-                checkpoints.folder,
-            )
 
     def _set_up(self, group: Regroupable) -> TrainLoader | StreamLoader:
         """Set the training up again, as a resume does, with the state of the processes instead of a checkpoint's."""
@@ -173,11 +158,12 @@ class Regrouping:
         run, checkpoints, saver = self.run, self.checkpoints, self.checkpoints.saver
         collectives, session = run.strategy.collectives, run.strategy.session
         saver.committed, saver.failed = collectives.broadcast((saver.committed, saver.failed))
+        collectives.on_main(lambda: checkpoints.lock.renew(environment.membership()))
         saver.writers.ranks = session.find_writers(checkpoints.folder)
         if saver.newest is not None and saver.committed != before:
             session.report_saved_step(int(saver.newest.name.removeprefix(CHECKPOINT_PREFIX)))
             self.events.call("on_save", run, saver.newest)
-        elif was_saving or (saver.newest is None and before):  # the last main process had a disk of its own
+        elif was_saving:
             run.requests.save = True
 
 
